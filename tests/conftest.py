@@ -1,0 +1,22 @@
+"""Hypothesis profiles: `default` for every save, `ci` for the gate, `deep` for an hour's hunt."""
+
+from hypothesis import HealthCheck, settings
+
+# Wall-clock deadlines say more about the machine than about the code.
+settings.register_profile("default", max_examples=60, stateful_step_count=40, deadline=None)
+settings.register_profile(
+    "ci",
+    max_examples=200,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+)
+settings.register_profile(
+    "deep",
+    max_examples=20_000,
+    stateful_step_count=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("default")
