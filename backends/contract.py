@@ -1,0 +1,230 @@
+"""What a kernel backend is: the batch it is given, the cache it works on, the operations it has.
+
+Decides shapes, dtypes and meanings; a backend decides only how fast. Invariants:
+
+- The cache of a layer is a pair `k_cache, v_cache: [num_blocks, block_size, num_kv_heads,
+  head_dim]`; its last dimension is contiguous, the others may have any stride. slot = block_id *
+  block_size + offset.
+- Attention is causal. Query token j of sequence s sits at position `seq_lens[s] - query_len[s] +
+  j`; a window of W lets it see the keys at positions `max(0, position - W + 1) .. position`.
+- A backend reads no slot that no query of the batch sees, no entry of `block_table` that covers
+  only such slots (they may hold anything, NaN and 2^30 included), and no query, key or value row
+  past `query_start_loc[-1]`.
+- It writes the slots and the output rows it is asked for, and nothing else.
+
+Knows nothing of allocation, prefix caching or requests: whoever filled the tables answers for them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from backends.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Where the tokens of one step sit in the cache; made once a step and used by every layer.
+
+    Shapes, dtypes and devices are checked here, at O(1), so that the operations need not do it
+    again. The last row numbers may be padding: a sequence of query length 0 takes no part.
+
+    Raises:
+        InvalidArgumentError: a field has the wrong dtype, shape, device or layout.
+    """
+
+    query_start_loc: Tensor
+    """int32 [num_seqs + 1]: sequence s has the query rows [s] .. [s + 1] - 1."""
+    seq_lens: Tensor
+    """int32 [num_seqs]: KV length of each sequence, this step's new tokens included."""
+    block_table: Tensor
+    """int32 [num_seqs, max_blocks]: entry i holds the block_size positions from i * block_size."""
+    slot_mapping: Tensor
+    """int64 [num_tokens]: where each token's key and value go; negative: nowhere."""
+    max_query_len: int
+    """At least the longest query length of the batch."""
+    max_seq_len: int
+    """At least the longest `seq_lens`; rows of `block_table` have entries for that many."""
+
+    def __post_init__(self) -> None:
+        num_seqs = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1
+        wanted = (
+            ("seq_lens", self.seq_lens, torch.int32, (num_seqs,)),
+            ("query_start_loc", self.query_start_loc, torch.int32, (num_seqs + 1,)),
+            ("block_table", self.block_table, torch.int32, (num_seqs, None)),
+            ("slot_mapping", self.slot_mapping, torch.int64, (None,)),
+        )
+        for name, tensor, dtype, shape in wanted:
+            require_tensor(name, tensor, dtype=dtype, shape=shape, device=self.seq_lens.device)
+        for name, limit in (
+            ("max_query_len", self.max_query_len),
+            ("max_seq_len", self.max_seq_len),
+        ):
+            if limit < 0:
+                raise InvalidArgumentError(name, "at least 0", str(limit))
+
+    @property
+    def num_seqs(self) -> int:
+        """How many sequences, padding included."""
+        return self.seq_lens.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many query rows, padding included."""
+        return self.slot_mapping.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all four tensors live."""
+        return self.seq_lens.device
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a backend can do; a launcher refuses the rest with `UnsupportedError`."""
+
+    dtypes: tuple[torch.dtype, ...]
+    """Of query, key, value and cache, which agree."""
+    max_head_dim: int
+    max_group_size: int
+    """Query heads a KV head at most."""
+    features: frozenset[str] = frozenset({"window", "soft_cap", "sinks"})
+    """Optional arguments of `paged_attention` that are honoured."""
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """The operations. Tensors live on `device`; on a GPU a call returns before it is done."""
+
+    @property
+    def name(self) -> str:
+        """The name it is asked for by."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors live."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        ...
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write each token's key and value into its slot; negative slots are skipped.
+
+        Args:
+            key: [num_tokens, num_kv_heads, head_dim], the dtype of the cache.
+            value: like `key`.
+            k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written.
+            v_cache: like `k_cache`, written.
+            slot_mapping: int64 [num_tokens]; no slot twice.
+        """
+        ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of every query row over the cached keys of its sequence.
+
+        Decode, prefill and chunked prefill, mixed at will.
+
+        logit = scale * q.k; with a soft cap logit = cap * tanh(logit / cap); a sink is one more
+        logit a head, in the denominator alone.
+
+        Args:
+            query: [num_tokens, num_q_heads, head_dim], the dtype of the cache.
+            k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+            v_cache: like `k_cache`.
+            batch: where the keys are.
+            scale: finite.
+            window: keys a query sees, itself included; None: all.
+            soft_cap: finite and above 0; None: no cap.
+            sinks: [num_q_heads], any floating dtype.
+            out: like `query`, written and returned. Rows past `query_start_loc[-1]` are left as
+            they
+                are; where the backend allocates, they hold anything.
+        """
+        ...
+
+    def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
+        """Copy whole blocks inside each cache.
+
+        Args:
+            caches: tensors [num_blocks, ...] of any one shape each.
+            copies: int64 [num_copies, 2] of (src, dst); no dst twice, and none is also a src.
+        """
+        ...
+
+    def compute_slot_mapping(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: Tensor,
+    ) -> None:
+        """Slots of the step's new tokens; the rest of `out` becomes -1.
+
+        The new tokens are the last of each sequence.
+
+        Args:
+            query_start_loc: int32 [num_seqs + 1].
+            seq_lens: int32 [num_seqs].
+            block_table: int32 [num_seqs, max_blocks].
+            block_size: tokens a block.
+            out: int64 [at least query_start_loc[-1]], written.
+        """
+        ...
+
+
+def require_tensor(
+    name: str,
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    shape: tuple[int | None, ...] | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """Raise unless the tensor has this dtype, shape and device, and rows without gaps. O(1).
+
+    A size of None is any size.
+
+    Raises:
+        InvalidArgumentError: with the argument's name, what was wanted and what came.
+    """
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgumentError(name, "a tensor", type(tensor).__name__)
+    if dtype is not None and tensor.dtype != dtype:
+        raise InvalidArgumentError(name, str(dtype), str(tensor.dtype))
+    if shape is not None and not _fits(tuple(tensor.shape), shape):
+        text = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+        raise InvalidArgumentError(name, f"shape {text}", f"shape {list(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise InvalidArgumentError(name, f"device {device}", f"device {tensor.device}")
+    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InvalidArgumentError(
+            name, "a contiguous last dimension", f"stride {tensor.stride(-1)} there"
+        )
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
+    return len(shape) == len(wanted) and all(
+        want is None or size == want for size, want in zip(shape, wanted, strict=True)
+    )
