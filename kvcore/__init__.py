@@ -1,1 +1,83 @@
+"""kvcore: the memory of LLM inference. A paged KV-cache allocator whose properties are tested.
+
+It decides which block of a KV cache holds which tokens of which sequence, and which sequences
+share one. It needs the standard library and xxhash, and knows nothing of tensors or of a GPU.
+"""
+
+from kvcore.block import NULL_BLOCK, Block, BlockId, Node
+from kvcore.content_tree import ContentTree
+from kvcore.errors import (
+    BlockStateError,
+    DoubleFreeError,
+    ForeignBlockError,
+    ForeignSequenceError,
+    InvalidArgumentError,
+    InvariantError,
+    KVCoreError,
+    MisuseError,
+    NotReservedError,
+    OutOfBlocksError,
+    SequenceTooLongError,
+    StaleSequenceError,
+)
+from kvcore.free_queue import FreeQueue
+from kvcore.hashing import (
+    DEFAULT_NAMESPACE,
+    BlockHash,
+    NameAlgorithm,
+    NameChain,
+    Namespace,
+    decode_namespace,
+    encode_block,
+    encode_namespace,
+)
+from kvcore.invariants import PROPERTIES, check
+from kvcore.manager import KVCacheManager
+from kvcore.pool import BlockPool
+from kvcore.sequence import KVSequence
+from kvcore.slots import Slot, slot_of, slots_of
+from kvcore.stats import Plan, Stats
+from kvcore.tokens import Tokens, pack
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "DEFAULT_NAMESPACE",
+    "NULL_BLOCK",
+    "PROPERTIES",
+    "Block",
+    "BlockHash",
+    "BlockId",
+    "BlockPool",
+    "BlockStateError",
+    "ContentTree",
+    "DoubleFreeError",
+    "ForeignBlockError",
+    "ForeignSequenceError",
+    "FreeQueue",
+    "InvalidArgumentError",
+    "InvariantError",
+    "KVCacheManager",
+    "KVCoreError",
+    "KVSequence",
+    "MisuseError",
+    "NameAlgorithm",
+    "NameChain",
+    "Namespace",
+    "Node",
+    "NotReservedError",
+    "OutOfBlocksError",
+    "Plan",
+    "SequenceTooLongError",
+    "Slot",
+    "StaleSequenceError",
+    "Stats",
+    "Tokens",
+    "check",
+    "decode_namespace",
+    "encode_block",
+    "encode_namespace",
+    "pack",
+    "slot_of",
+    "slots_of",
+]

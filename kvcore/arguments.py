@@ -1,0 +1,35 @@
+"""Argument checks: what every public call does first.
+
+An argument that is an integer in spirit (any type with `__index__`, so numpy's too) becomes a
+plain `int`; anything else, a bool included, is an `InvalidArgumentError` that names the argument,
+what was wanted and what came.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from kvcore.errors import InvalidArgumentError
+
+
+def as_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:
+    """Return `value` as an int within [minimum, maximum]. O(1).
+
+    Raises:
+        InvalidArgumentError: not an integer, or out of range.
+    """
+    if type(value) is int:
+        number = value
+    else:
+        if isinstance(value, bool):
+            raise InvalidArgumentError(f"{name}: wanted an integer, got the bool {value}")
+        try:
+            number = operator.index(value)  # type: ignore[arg-type]  # the call is the check
+        except TypeError:
+            raise InvalidArgumentError(
+                f"{name}: wanted an integer, got {type(value).__name__} {value!r}"
+            ) from None
+    if number < minimum or (maximum is not None and number > maximum):
+        wanted = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
+        raise InvalidArgumentError(f"{name}: wanted {wanted}, got {number}")
+    return number

@@ -1,0 +1,81 @@
+"""A block: one fixed-size piece of KV memory, as the control plane sees it.
+
+A block is in exactly one of two states: *free* (`ref_count == 0`, linked into the free queue) or
+*held* (`ref_count >= 1`, in somebody's table, not in the queue). Beside that it may be *published*:
+`node` then says whose content it holds, and the links `prev_copy`/`next_copy` join the blocks that
+hold the same content. A free published block can be hit until it is reused; freeing is not
+evicting. All links are intrusive, so moving a block between states allocates nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NewType, final
+
+BlockId = NewType("BlockId", int)
+"""An index into the first dimension of the KV cache."""
+
+NULL_BLOCK: Final = BlockId(0)
+"""The block that padding points to: never handed out, never published, never freed."""
+
+
+@final
+class Block:
+    """One block. Its fields belong to the pool that made it; read them, do not write them.
+
+    Attributes:
+        block_id: its index in the cache.
+        ref_count: how many holders it has.
+        prev_free, next_free: neighbours in the free queue; None when not in it.
+        node: the content it holds and can be hit by, or None.
+        prev_copy, next_copy: the published blocks of the same content before and after it.
+    """
+
+    __slots__ = (
+        "block_id",
+        "next_copy",
+        "next_free",
+        "node",
+        "prev_copy",
+        "prev_free",
+        "ref_count",
+    )
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = BlockId(block_id)
+        self.ref_count = 0
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+        self.node: Node | None = None
+        self.prev_copy: Block | None = None
+        self.next_copy: Block | None = None
+
+    def __repr__(self) -> str:
+        published = "" if self.node is None else ", published"
+        return f"Block({self.block_id}, ref_count={self.ref_count}{published})"
+
+
+@final
+class Node:
+    """A piece of content: the tokens of one block after the content of its parent.
+
+    The path from a root spells a prefix exactly, so two nodes are the same content if and only if
+    they are the same object.
+
+    Attributes:
+        tokens: the block's tokens, packed; for a root, its namespace, encoded.
+        parent: the content before it; None for a root.
+        last_child: the child that was followed or added last, the first to be tried.
+        children: all children by their tokens, once there are two; None before.
+        first_copy: the block published first of those that still hold it; None when all are gone.
+        last_copy: the block published last of those.
+    """
+
+    __slots__ = ("children", "first_copy", "last_child", "last_copy", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: bytes) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.last_child: Node | None = None
+        self.children: dict[bytes, Node] | None = None
+        self.first_copy: Block | None = None
+        self.last_copy: Block | None = None

@@ -1,0 +1,153 @@
+"""The index of cached content: a tree in which a path from a root spells a prefix exactly.
+
+A root is a namespace, an edge is the tokens of one block, and a node lists the blocks that hold
+its content now, oldest first. Finding a prefix compares tokens, never digests, so a collision
+cannot hand one request the KV of another.
+
+Invariants: a node is in the tree while it, or anything below it, has a block; a node without
+blocks ends a match, because nothing after a gap in the KV can be used. `last_child` is one of the
+children whenever there is any; `children` exists from the second child on. What is not held by
+anybody is removed by the pool, which decides on eviction; the tree knows nothing of ref counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from kvcore.block import Block, Node
+from kvcore.tokens import BYTES_PER_TOKEN
+
+
+@final
+class ContentTree:
+    """Published content, by namespace and tokens.
+
+    Args:
+        block_size: tokens a block.
+    """
+
+    __slots__ = ("_key_bytes", "_roots")
+
+    def __init__(self, block_size: int) -> None:
+        self._key_bytes = block_size * BYTES_PER_TOKEN
+        self._roots: dict[bytes, Node] = {}
+
+    def match(self, namespace_key: bytes, packed: bytes, max_blocks: int) -> list[Block]:
+        """Return the blocks of the longest cached prefix. O(blocks matched).
+
+        Args:
+            namespace_key: the encoded namespace.
+            packed: the tokens of the prefix, 4 bytes each.
+            max_blocks: the longest match wanted, in blocks; `packed` is at least that long.
+        """
+        found: list[Block] = []
+        node = self._roots.get(namespace_key)
+        if node is None:
+            return found
+        size = self._key_bytes
+        for start in range(0, max_blocks * size, size):
+            child = self._child(node, packed[start : start + size])
+            if child is None or child.first_copy is None:
+                break
+            node.last_child = child
+            found.append(child.first_copy)
+            node = child
+        return found
+
+    def attach(
+        self, block: Block, namespace_key: bytes, parent: Node | None, tokens: bytes
+    ) -> Node:
+        """Make `block` a copy of the content `tokens` after `parent` (None: the root). O(1)."""
+        if parent is None:
+            parent = self._roots.get(namespace_key)
+            if parent is None:
+                parent = self._roots[namespace_key] = Node(None, namespace_key)
+        node = self._child(parent, tokens)
+        if node is None:
+            node = self._grow(parent, tokens)
+        block.node = node
+        block.prev_copy = node.last_copy
+        if node.last_copy is None:
+            node.first_copy = block
+        else:
+            node.last_copy.next_copy = block
+        node.last_copy = block
+        return node
+
+    def detach(self, block: Block) -> None:
+        """Forget that `block` holds its content; with the last copy the content is gone.
+
+        O(1), and O(depth) when a chain of nodes that held nothing any more goes with it.
+        """
+        node = block.node
+        if node is None:
+            return
+        before, after = block.prev_copy, block.next_copy
+        if before is None:
+            node.first_copy = after
+        else:
+            before.next_copy = after
+        if after is None:
+            node.last_copy = before
+        else:
+            after.prev_copy = before
+        block.node = block.prev_copy = block.next_copy = None
+        if node.first_copy is None and node.last_child is None:
+            self._prune(node)
+
+    def roots(self) -> Iterator[Node]:
+        """Yield the roots, in the order in which they were made."""
+        yield from self._roots.values()
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield every node that is not a root, a parent before its children. O(nodes)."""
+        pending = list(self._roots.values())
+        while pending:
+            node = pending.pop()
+            if node.parent is not None:
+                yield node
+            if node.children is not None:
+                pending.extend(node.children.values())
+            elif node.last_child is not None:
+                pending.append(node.last_child)
+
+    @staticmethod
+    def _child(node: Node, tokens: bytes) -> Node | None:
+        child = node.last_child
+        if child is None or child.tokens == tokens:
+            return child
+        return None if node.children is None else node.children.get(tokens)
+
+    @staticmethod
+    def _grow(parent: Node, tokens: bytes) -> Node:
+        node = Node(parent, tokens)
+        only = parent.last_child
+        if parent.children is not None:
+            parent.children[tokens] = node
+        elif only is not None:
+            parent.children = {only.tokens: only, tokens: node}
+        parent.last_child = node
+        return node
+
+    def _prune(self, node: Node) -> None:
+        """Take out `node`, and every ancestor that this leaves without blocks and children."""
+        while node.first_copy is None and node.last_child is None:
+            parent = node.parent
+            if parent is None:
+                del self._roots[node.tokens]
+                return
+            siblings = parent.children
+            if siblings is None:
+                parent.last_child = None
+            else:
+                del siblings[node.tokens]
+                # Insertion order makes the choice the same in every process.
+                heir = next(iter(siblings.values()))
+                if parent.last_child is node:
+                    parent.last_child = heir
+                if len(siblings) == 1:
+                    parent.children = None
+                    parent.last_child = heir
+            node.parent = None
+            node = parent

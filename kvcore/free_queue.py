@@ -1,0 +1,97 @@
+"""The free blocks, in the order in which they will be reused.
+
+A doubly linked list through the blocks themselves, between two sentinels: every operation is O(1)
+and allocates nothing, also the removal from the middle that a prefix hit on a free block needs
+(the structure of vLLM's `FreeKVCacheBlockQueue`). The front is reused next. What goes where is the
+pool's decision; the queue knows nothing of content or ref counts, but it refuses a block that is
+in it already, one that is not, and taking from an empty queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import final
+
+from kvcore.block import Block
+from kvcore.errors import BlockStateError
+
+
+@final
+class FreeQueue:
+    """Free blocks, least recently used first."""
+
+    __slots__ = ("_head", "_length", "_tail")
+
+    def __init__(self) -> None:
+        # Sentinels have neighbours for good, so no operation has an edge case; their id is never
+        # a block's, and `pop_front` can never return one.
+        self._head = Block(-1)
+        self._tail = Block(-2)
+        self._head.next_free = self._tail
+        self._tail.prev_free = self._head
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Return how many blocks are free. O(1)."""
+        return self._length
+
+    def __iter__(self) -> Iterator[Block]:
+        """Yield the free blocks, the one reused next first. O(len)."""
+        block = self._head.next_free
+        while block is not None and block is not self._tail:
+            yield block
+            block = block.next_free
+
+    def push_back(self, block: Block) -> None:
+        """Put `block` last in line. O(1).
+
+        Raises:
+            BlockStateError: it is in a queue already.
+        """
+        before = self._tail.prev_free
+        self._insert(block, before, self._tail)
+
+    def push_front(self, block: Block) -> None:
+        """Put `block` first in line. O(1).
+
+        Raises:
+            BlockStateError: it is in a queue already.
+        """
+        after = self._head.next_free
+        self._insert(block, self._head, after)
+
+    def pop_front(self) -> Block:
+        """Take out the block that is first in line. O(1).
+
+        Raises:
+            BlockStateError: the queue is empty.
+        """
+        block = self._head.next_free
+        if block is None or block is self._tail:
+            raise BlockStateError("pop_front: wanted a free block, the queue is empty")
+        self.remove(block)
+        return block
+
+    def remove(self, block: Block) -> None:
+        """Take `block` out from wherever it stands. O(1).
+
+        Raises:
+            BlockStateError: it is not in a queue.
+        """
+        before, after = block.prev_free, block.next_free
+        if before is None or after is None:
+            raise BlockStateError(f"remove: wanted a block in the free queue, got {block!r}")
+        before.next_free = after
+        after.prev_free = before
+        block.prev_free = block.next_free = None
+        self._length -= 1
+
+    def _insert(self, block: Block, before: Block | None, after: Block | None) -> None:
+        if block.prev_free is not None or block.next_free is not None:
+            raise BlockStateError(f"push: wanted a block outside the free queue, got {block!r}")
+        if before is None or after is None:  # never: the sentinels are linked from the start
+            raise BlockStateError("push: the queue's own links are broken")
+        block.prev_free, block.next_free = before, after
+        before.next_free = block
+        after.prev_free = block
+        self._length += 1

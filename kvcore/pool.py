@@ -1,0 +1,207 @@
+"""Every block there is: who holds it, what it holds, and which one is reused next.
+
+The pool moves blocks between free and held, counts references, and keeps the tree of published
+content. Its order of reuse: blocks without content first, because nothing is lost with them, the
+last released foremost; then published ones, least recently used first. A published block loses its
+content (is *evicted*) only when it is reused. Callers release a sequence's blocks tail first, so
+that a shared prefix outlives what followed it.
+
+Every call checks first and changes afterwards: one that raises has changed nothing. The pool
+knows nothing of sequences, of how much of a block is written, or of when it may be published.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from kvcore.arguments import as_int
+from kvcore.block import NULL_BLOCK, Block, BlockId
+from kvcore.content_tree import ContentTree
+from kvcore.errors import (
+    BlockStateError,
+    DoubleFreeError,
+    ForeignBlockError,
+    InvalidArgumentError,
+    OutOfBlocksError,
+)
+from kvcore.free_queue import FreeQueue
+from kvcore.tokens import BYTES_PER_TOKEN
+
+
+@final
+class BlockPool:
+    """A fixed number of blocks. Block 0 is the null block and is never handed out.
+
+    Args:
+        num_blocks: blocks in the cache, the null block included; at least 2.
+        block_size: tokens a block; at least 1.
+
+    Attributes:
+        blocks: every block, by id.
+        free_queue: the free ones, the one reused next first.
+        tree: the published content.
+        num_evicted_blocks: blocks that lost published content when they were reused, ever.
+        num_allocated_blocks: blocks handed out by `take`, ever.
+        peak_used_blocks: the most that were held at once.
+
+    Raises:
+        InvalidArgumentError: a size out of range.
+    """
+
+    __slots__ = (
+        "block_size",
+        "blocks",
+        "free_queue",
+        "num_allocated_blocks",
+        "num_evicted_blocks",
+        "peak_used_blocks",
+        "tree",
+    )
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
+        self.block_size = as_int("block_size", block_size, 1, 2**20)
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free_queue = FreeQueue()
+        for block in self.blocks[1:]:
+            self.free_queue.push_back(block)
+        self.tree = ContentTree(self.block_size)
+        self.num_evicted_blocks = 0
+        self.num_allocated_blocks = 0
+        self.peak_used_blocks = 0
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """How many blocks can be handed out in all. O(1)."""
+        return len(self.blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """How many blocks `take` could hand out now. O(1)."""
+        return len(self.free_queue)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """How many blocks are held. O(1)."""
+        return len(self.blocks) - 1 - len(self.free_queue)
+
+    def block(self, block_id: BlockId) -> Block:
+        """Return the block of an id that can be owned. O(1).
+
+        Raises:
+            ForeignBlockError: no such block, or the null block.
+        """
+        if not NULL_BLOCK < block_id < len(self.blocks):
+            raise ForeignBlockError(
+                f"block_id: wanted 1 to {len(self.blocks) - 1}, got {block_id!r}"
+            )
+        return self.blocks[block_id]
+
+    def take(self, num_blocks: int) -> list[Block]:
+        """Hand out free blocks, each held once; published ones are evicted. O(num_blocks).
+
+        Raises:
+            OutOfBlocksError: fewer are free.
+            InvalidArgumentError: a negative number.
+        """
+        count = as_int("num_blocks", num_blocks, 0)
+        if count > len(self.free_queue):
+            raise OutOfBlocksError(count, len(self.free_queue))
+        taken = []
+        for _ in range(count):
+            block = self.free_queue.pop_front()
+            if block.node is not None:
+                self.tree.detach(block)
+                self.num_evicted_blocks += 1
+            block.ref_count = 1
+            taken.append(block)
+        self.num_allocated_blocks += count
+        self._note_peak()
+        return taken
+
+    def hold(self, blocks: Sequence[Block]) -> None:
+        """Count one more holder of each block, reviving those that are free. O(len(blocks)).
+
+        Raises:
+            ForeignBlockError: a block of another pool, or the null block.
+            BlockStateError: a block that is free and holds no content: there is nothing to revive.
+        """
+        self._check_own(blocks)
+        for block in blocks:
+            if block.ref_count == 0 and block.node is None:
+                raise BlockStateError(f"hold: wanted a held or published block, got {block!r}")
+        for block in blocks:
+            if block.ref_count == 0:
+                self.free_queue.remove(block)
+            block.ref_count += 1
+        self._note_peak()
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
+
+        Raises:
+            ForeignBlockError: a block of another pool, or the null block.
+            DoubleFreeError: a block is named more often than it is held.
+        """
+        self._check_own(blocks)
+        for index, block in enumerate(blocks):
+            if block.ref_count == 0:
+                for undone in blocks[:index]:
+                    undone.ref_count += 1
+                raise DoubleFreeError(
+                    f"release: block {block.block_id} is named more often than it is held"
+                )
+            block.ref_count -= 1
+        for block in blocks:
+            # A block named twice was freed at its first place.
+            if block.ref_count == 0 and block.next_free is None:
+                if block.node is None:
+                    self.free_queue.push_front(block)
+                else:
+                    self.free_queue.push_back(block)
+
+    def match(self, namespace_key: bytes, packed: bytes, max_blocks: int) -> list[Block]:
+        """Return the blocks of the longest published prefix; they are not held yet. O(blocks).
+
+        `packed` holds the tokens, 4 bytes each, and at least `max_blocks` blocks of them.
+        """
+        return self.tree.match(namespace_key, packed, max_blocks)
+
+    def publish(
+        self, block: Block, namespace_key: bytes, parent: Block | None, tokens: bytes
+    ) -> None:
+        """Let others hit `block`: it holds `tokens` after the content of `parent`. O(1).
+
+        Args:
+            block: a held block, all of whose tokens are written.
+            namespace_key: the encoded namespace; read where `parent` is None.
+            parent: a published block that holds what comes before; None for the first block.
+            tokens: the block's tokens, packed: block_size * 4 bytes.
+
+        Raises:
+            ForeignBlockError: a block of another pool, or the null block.
+            BlockStateError: `block` is free or published already, or `parent` is not published.
+            InvalidArgumentError: not a whole block of tokens.
+        """
+        self._check_own((block,) if parent is None else (block, parent))
+        if block.ref_count == 0 or block.node is not None:
+            raise BlockStateError(f"publish: wanted a held, unpublished block, got {block!r}")
+        if parent is not None and parent.node is None:
+            raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
+        if len(tokens) != self.block_size * BYTES_PER_TOKEN:
+            raise InvalidArgumentError(
+                f"tokens: wanted {self.block_size * BYTES_PER_TOKEN} bytes, got {len(tokens)}"
+            )
+        self.tree.attach(block, namespace_key, None if parent is None else parent.node, tokens)
+
+    def _check_own(self, blocks: Iterable[Block]) -> None:
+        everything = self.blocks
+        for block in blocks:
+            block_id = block.block_id
+            if not NULL_BLOCK < block_id < len(everything) or everything[block_id] is not block:
+                raise ForeignBlockError(f"wanted a block of this pool, got {block!r}")
+
+    def _note_peak(self) -> None:
+        used = len(self.blocks) - 1 - len(self.free_queue)
+        self.peak_used_blocks = max(self.peak_used_blocks, used)

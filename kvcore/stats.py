@@ -1,0 +1,59 @@
+"""What the allocator did, as plain numbers. A snapshot: it never changes after it was taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A manager's counters.
+
+    Attributes:
+        num_blocks: blocks in the cache, the null block included.
+        num_used_blocks: held now.
+        num_free_blocks: free now, those with content that can still be hit included.
+        num_cached_blocks: published now, held or free.
+        peak_used_blocks: the most that were held at once.
+        num_queried_tokens: tokens of all sequences opened in a namespace with caching on.
+        num_hit_tokens: those of them that were found computed.
+        num_evicted_blocks: published blocks that were reused for something else.
+        num_allocated_blocks: blocks handed out; hits are not among them.
+    """
+
+    num_blocks: int
+    num_used_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    peak_used_blocks: int
+    num_queried_tokens: int
+    num_hit_tokens: int
+    num_evicted_blocks: int
+    num_allocated_blocks: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens of queried ones, 0 to 1; 0 before the first query."""
+        return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What opening a sequence and reserving all its tokens would take now.
+
+    Attributes:
+        num_cached_tokens: tokens that would be found computed.
+        num_new_blocks: blocks to be taken for the rest.
+        num_revived_blocks: hits that nobody holds: they leave the free queue too.
+        num_free_blocks: blocks free now.
+    """
+
+    num_cached_tokens: int
+    num_new_blocks: int
+    num_revived_blocks: int
+    num_free_blocks: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether `open` and `reserve` of the whole sequence would succeed now."""
+        return self.num_new_blocks + self.num_revived_blocks <= self.num_free_blocks

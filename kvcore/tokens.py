@@ -1,0 +1,70 @@
+"""Token ids, packed: 4 bytes each, unsigned, native byte order.
+
+A sequence keeps its tokens in an `array("I")`; a block's content is the `bytes` of a slice of it.
+Packed input (any one-dimensional buffer of uint32) is copied as it is; other sequences of
+integers cost a conversion a token. This file knows nothing of blocks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvcore.errors import InvalidArgumentError
+
+BYTES_PER_TOKEN: Final = 4
+MAX_TOKEN: Final = 2**32 - 1
+
+Tokens = Sequence[int] | memoryview
+"""A sequence of ints in [0, 2**32), or a buffer of uint32 (array, numpy, memoryview)."""
+
+_UINT32_FORMATS: Final = frozenset({"I", "@I", "=I", "L", "@L", "=L"})
+
+
+def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
+    """Copy token ids into a new `array("I")`. O(len(tokens)).
+
+    A buffer whose items are uint32 is copied by memory. `bytes` are refused: they could mean
+    packed tokens or one token a byte; `memoryview(data).cast("I")` says the first.
+
+    Raises:
+        InvalidArgumentError: not a sequence of integers in [0, 2**32).
+    """
+    packed = array("I")
+    if type(tokens) is array and tokens.typecode == "I":
+        packed.extend(tokens)
+        return packed
+    if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not hasattr(tokens, "__getitem__"):
+        raise InvalidArgumentError(
+            f"{name}: wanted a sequence of token ids or a buffer of uint32, "
+            f"got {type(tokens).__name__}"
+        )
+    view = _uint32_view(tokens, name)
+    try:
+        if view is not None:
+            packed.frombytes(view.tobytes())
+        else:
+            packed.extend(tokens)
+    except OverflowError:
+        raise InvalidArgumentError(
+            f"{name}: wanted token ids in [0, 2**32), got one outside"
+        ) from None
+    except TypeError:
+        raise InvalidArgumentError(f"{name}: wanted integer token ids, got another type") from None
+    return packed
+
+
+def _uint32_view(tokens: Tokens, name: str) -> memoryview | None:
+    """Return a view of `tokens` if it is a buffer of uint32, else None."""
+    if isinstance(tokens, (list, tuple, range)):
+        return None
+    try:
+        view = memoryview(tokens)  # type: ignore[arg-type]  # the call is the check
+    except (TypeError, ValueError):
+        return None
+    if view.ndim != 1:
+        raise InvalidArgumentError(f"{name}: wanted one dimension, got {view.ndim}")
+    if view.itemsize == BYTES_PER_TOKEN and view.format in _UINT32_FORMATS:
+        return view
+    return None
