@@ -1,0 +1,488 @@
+"""State machines: the allocator's verbs as rules, so that a failure reads as a program.
+
+Each machine drives the real thing and a naive model side by side, compares all that can be seen
+after every step, and checks that a refused call has changed nothing. `make_*` are the seams through
+which a sabotaged part can be put in the real one's place.
+"""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+import kvcore
+from tests.kvcore.naive import NaiveManager, NaivePool, NaiveQueue
+from tests.kvcore.views import PropertyError, expect, manager_view, pool_view
+
+BLOCK_SIZE = 4
+
+
+def refused(prop, error, view, call):
+    """`call` must raise `error` and leave what `view()` shows as it was (P3, P4)."""
+    before = view()
+    try:
+        call()
+    except error:
+        pass
+    except kvcore.KVCoreError as other:
+        raise PropertyError(prop, f"wanted {error.__name__}, got {other!r}") from other
+    else:
+        raise PropertyError(prop, f"wanted {error.__name__}, the call was accepted")
+    expect("P4", view(), before, "state after a refused call")
+
+
+class FreeQueueMachine(RuleBasedStateMachine):
+    """The free queue against a list."""
+
+    make_queue = kvcore.FreeQueue
+
+    def __init__(self):
+        super().__init__()
+        self.queue = self.make_queue()
+        self.naive = NaiveQueue()
+        self.blocks = [kvcore.Block(block_id) for block_id in range(1, 9)]
+
+    def view(self):
+        return [block.block_id for block in self.queue], len(self.queue)
+
+    @rule(number=st.integers(0, 7), back=st.booleans())
+    def push(self, number, back):
+        block = self.blocks[number]
+        push = self.queue.push_back if back else self.queue.push_front
+        if block.block_id in self.naive.items:
+            refused("P3", kvcore.BlockStateError, self.view, lambda: push(block))
+            return
+        push(block)
+        (self.naive.push_back if back else self.naive.push_front)(block.block_id)
+
+    @rule()
+    def pop(self):
+        if not self.naive.items:
+            refused("P1", kvcore.BlockStateError, self.view, self.queue.pop_front)
+            return
+        expect("P15", self.queue.pop_front().block_id, self.naive.pop_front(), "the block popped")
+
+    @rule(number=st.integers(0, 7))
+    def remove(self, number):
+        block = self.blocks[number]
+        if block.block_id not in self.naive.items:
+            refused("P3", kvcore.BlockStateError, self.view, lambda: self.queue.remove(block))
+            return
+        self.queue.remove(block)
+        self.naive.remove(block.block_id)
+
+    @invariant()
+    def agree(self):
+        expect("P15", [block.block_id for block in self.queue], self.naive.items, "the order")
+        expect("P1", len(self.queue), len(self.naive.items), "the counter")
+        backwards = []
+        block = self.queue._tail.prev_free
+        while block is not self.queue._head:
+            backwards.insert(0, block.block_id)
+            block = block.prev_free
+        expect("P1", backwards, self.naive.items, "the order, walked backwards")
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against lists: any holder, any order of release, any parent.
+
+    It holds and releases blocks as no well-behaved manager would, because another engine's may.
+    """
+
+    make_pool = kvcore.BlockPool
+    NUM_BLOCKS = 7
+    held = Bundle("held")
+
+    def __init__(self):
+        super().__init__()
+        self.pool = self.make_pool(self.NUM_BLOCKS, 1)
+        self.naive = NaivePool(self.NUM_BLOCKS)
+
+    def view(self):
+        return pool_view(self.pool)
+
+    def blocks(self, ids):
+        return [self.pool.blocks[block_id] for block_id in ids]
+
+    @rule(count=st.integers(0, NUM_BLOCKS + 1))
+    def take(self, count):
+        if count > len(self.naive.free):
+            refused("P13", kvcore.OutOfBlocksError, self.view, lambda: self.pool.take(count))
+            return
+        taken = [block.block_id for block in self.pool.take(count)]
+        expect("P15", taken, self.naive.take(count), "the blocks taken")
+
+    @rule(count=st.integers(-3, -1))
+    def take_a_negative_number(self, count):
+        refused("P3", kvcore.InvalidArgumentError, self.view, lambda: self.pool.take(count))
+
+    @rule(ids=st.lists(st.integers(1, NUM_BLOCKS - 1), max_size=4))
+    def hold(self, ids):
+        idle = [b for b in ids if not self.naive.refs[b] and self.naive.content_of(b) is None]
+        if idle:
+            refused(
+                "P3", kvcore.BlockStateError, self.view, lambda: self.pool.hold(self.blocks(ids))
+            )
+            return
+        # Named twice, a block has two more holders.
+        self.pool.hold(self.blocks(ids))
+        self.naive.hold(ids)
+
+    @rule(ids=st.lists(st.integers(1, NUM_BLOCKS - 1), max_size=5))
+    def release(self, ids):
+        if any(ids.count(block_id) > self.naive.refs[block_id] for block_id in ids):
+            refused(
+                "P3", kvcore.DoubleFreeError, self.view, lambda: self.pool.release(self.blocks(ids))
+            )
+            return
+        self.pool.release(self.blocks(ids))
+        self.naive.release(ids)
+
+    @rule(data=st.data(), twice=st.booleans())
+    def release_what_is_held(self, data, twice):
+        ids = [block_id for block_id, refs in self.naive.refs.items() if refs]
+        if ids:
+            chosen = data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=5, unique=True))
+            self.release(chosen * 2 if twice else chosen)
+
+    @rule(
+        foreign=st.sampled_from(["null", "other", "id"]), call=st.sampled_from(["hold", "release"])
+    )
+    def a_block_that_cannot_be_owned(self, foreign, call):
+        other = kvcore.BlockPool(self.NUM_BLOCKS, 1)
+        block = {"null": self.pool.blocks[0], "other": other.take(1)[0], "id": kvcore.Block(-1)}
+        refused(
+            "P3",
+            kvcore.ForeignBlockError,
+            self.view,
+            lambda: getattr(self.pool, call)([block[foreign]]),
+        )
+
+    @rule(
+        block_id=st.integers(1, NUM_BLOCKS - 1),
+        parent_id=st.integers(0, NUM_BLOCKS - 1),
+        token=st.integers(0, 2),
+        namespace=st.sampled_from([b"a", b"b"]),
+    )
+    def publish(self, block_id, parent_id, token, namespace):
+        block = self.pool.blocks[block_id]
+        parent = self.pool.blocks[parent_id] if parent_id else None
+        packed = kvcore.pack([token]).tobytes()
+        above = self.naive.content_of(parent_id) if parent_id else (namespace, ())
+        allowed = (
+            self.naive.refs[block_id]
+            and self.naive.content_of(block_id) is None
+            and above is not None
+        )
+        if not allowed:
+            refused(
+                "P3",
+                kvcore.BlockStateError,
+                self.view,
+                lambda: self.pool.publish(block, namespace, parent, packed),
+            )
+            return
+        self.pool.publish(block, namespace, parent, packed)
+        self.naive.publish(block_id, (above[0], (*above[1], token)))
+
+    @rule(data=st.data(), token=st.integers(0, 1), deeper=st.booleans())
+    def publish_what_is_held(self, data, token, deeper):
+        """Most publications are allowed ones; with few tokens, many are copies."""
+        published = [block_id for _, block_id in self.naive.published]
+        ready = [b for b, refs in self.naive.refs.items() if refs and b not in published]
+        if ready:
+            parent = data.draw(st.sampled_from(published)) if deeper and published else 0
+            self.publish(data.draw(st.sampled_from(ready)), parent, token, b"a")
+
+    @rule(
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        namespace=st.sampled_from([b"a", b"b"]),
+    )
+    def match(self, tokens, namespace):
+        hits = self.pool.match(namespace, kvcore.pack(tokens).tobytes(), len(tokens))
+        wanted = self.naive.match(namespace, tokens, 1, len(tokens))
+        expect("P7", [block.block_id for block in hits], wanted, "the blocks hit")
+
+    @invariant()
+    def agree(self):
+        order = [block.block_id for block in self.pool.free_queue]
+        expect("P15", order, self.naive.free, "the order of reuse")
+        expect("P1", self.pool.num_free_blocks, len(self.naive.free), "the free counter")
+        refs = {block.block_id: block.ref_count for block in self.pool.blocks[1:]}
+        expect("P2", refs, self.naive.refs, "the ref counts")
+        expect("P13", self.pool.num_evicted_blocks, self.naive.num_evicted, "evictions")
+        copies = pool_view(self.pool)["copies"]
+        seen = {content: holders for content, holders in copies.items() if holders}
+        wanted = {}
+        for (namespace, prefix), block_id in self.naive.published:
+            key = (namespace, kvcore.pack(prefix).tobytes())
+            wanted.setdefault(key, []).append(block_id)
+        expect("P6", seen, wanted, "the published content")
+
+
+SALTS = ("none", "default", "salt", "lora")
+NAMESPACES = {
+    "none": None,
+    "default": kvcore.Namespace(),
+    "salt": kvcore.Namespace(salt=b"X"),
+    "lora": kvcore.Namespace(lora_name="X"),
+}
+
+LENGTHS = st.builds(
+    lambda blocks, edge: max(1, blocks * BLOCK_SIZE + edge), st.integers(0, 4), st.integers(-1, 1)
+)
+"""Lengths around the multiples of a block, where a third of all boundary bugs live."""
+
+PROMPTS = st.builds(
+    lambda length, fork, other: [0] * min(fork, length) + [other] * max(0, length - fork),
+    LENGTHS,
+    st.integers(0, 9),
+    st.integers(0, 2),
+)
+"""Prompts that agree up to some position, inside a block or at its edge, and differ after it."""
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """The manager against lists, and against a ghost of the KV memory.
+
+    `memory` is what a GPU would hold: for each slot, the namespace and the whole prefix that was
+    in force when it was written. A hit is right if and only if the memory behind it says so, and a
+    sequence's own memory must never change under it.
+    """
+
+    make_manager = kvcore.KVCacheManager
+    sequences = Bundle("sequences")
+    closed = Bundle("closed")
+
+    @initialize(num_blocks=st.integers(2, 12), caching=st.sampled_from([True, True, True, False]))
+    def start(self, num_blocks, caching):
+        self.kv = self.make_manager(num_blocks, BLOCK_SIZE, enable_caching=caching)
+        self.naive = NaiveManager(num_blocks, BLOCK_SIZE, caching)
+        self.other = kvcore.KVCacheManager(4, BLOCK_SIZE)
+        self.memory = {}
+        self.live = []  # [real, naive, the runner's copy of the table]
+
+    def view(self):
+        return manager_view(self.kv)
+
+    @rule(
+        target=sequences,
+        prompt=PROMPTS,
+        name=st.sampled_from(SALTS),
+        packed=st.booleans(),
+    )
+    def open(self, prompt, name, packed):
+        """A prompt of a small family, so that whole, half and missed hits are all common."""
+        return self.begin(prompt, NAMESPACES[name], packed)
+
+    @rule(target=sequences, entry=sequences, packed=st.booleans())
+    def open_again(self, entry, packed):
+        """The same tokens once more: a retry, a fork of the conversation, the next turn."""
+        tokens = entry[1].tokens or [0]
+        return self.begin(tokens, entry[1].namespace, packed)
+
+    def begin(self, tokens, namespace, packed):
+        given = kvcore.pack(tokens) if packed else list(tokens)
+        plan = self.kv.plan(given, namespace=namespace)
+        hits = self.naive.hits(tokens, namespace)
+        revived = sum(self.naive.pool.refs[block_id] == 0 for block_id in hits)
+        real = self.kv.open(given, namespace=namespace)
+        entry = [real, self.naive.open(tokens, namespace), list(real.block_table)]
+        self.live.append(entry)
+        self.check_memory(entry)
+        if len(tokens) <= real.num_cached_tokens:
+            raise PropertyError("P14", "a full hit leaves no token to compute")
+        missing = self.naive.blocks_for(len(tokens)) - len(hits)
+        expect("P24", real.num_cached_tokens, len(hits) * BLOCK_SIZE, "cached tokens")
+        expect("P13", plan.num_new_blocks, missing, "new blocks planned")
+        expect("P13", plan.num_revived_blocks, revived, "revived blocks planned")
+        expect("P13", plan.num_cached_tokens, real.num_cached_tokens, "cached tokens planned")
+        fits = self.kv.can_reserve(real, len(tokens) - real.num_computed_tokens)
+        expect("P13", plan.fits, fits, "whether it fits")
+        return entry
+
+    @rule(entry=sequences, count=st.integers(0, 9))
+    def reserve(self, entry, count):
+        real, naive, delivered = entry
+        if real.is_open:
+            room = self.naive.can_reserve(naive, count)
+            expect("P13", self.kv.can_reserve(real, count), room, "whether there is room")
+            if not room:
+                refused(
+                    "P13",
+                    kvcore.OutOfBlocksError,
+                    self.view,
+                    lambda: self.kv.reserve(real, count),
+                )
+                return
+            delivered.extend(self.kv.reserve(real, count))
+            self.naive.reserve(naive, count)
+            expect("P16", delivered, list(real.block_table), "the table that the runner was told")
+            expect("P15", delivered, naive.table, "the blocks handed out")
+
+    @rule(entry=sequences, spread=st.integers(0, 9))
+    def write_drafts(self, entry, spread):
+        """A forward pass that is never committed: whatever it wrote must stay invisible."""
+        real, _, _ = entry
+        if real.is_open:
+            room = real.num_blocks * BLOCK_SIZE
+            for position in range(real.num_computed_tokens, room)[:spread]:
+                self.memory[self.slot(real, position)] = "draft"
+
+    @rule(entry=sequences, count=st.integers(0, 9))
+    def write_and_commit(self, entry, count):
+        real, naive, _ = entry
+        if not real.is_open:
+            return
+        most = min(len(naive.tokens), len(naive.table) * BLOCK_SIZE) - naive.computed
+        if count > most:
+            refused(
+                "P9",
+                (kvcore.InvalidArgumentError, kvcore.NotReservedError),
+                self.view,
+                lambda: self.kv.commit(real, count),
+            )
+            count = most
+        for position in range(naive.computed, naive.computed + count):
+            content = (naive.namespace, tuple(naive.tokens[: position + 1]))
+            self.memory[self.slot(real, position)] = content
+        self.kv.commit(real, count)
+        self.naive.commit(naive, count)
+
+    @rule(entry=sequences)
+    def run(self, entry):
+        """What an engine does most: room for everything, compute it, commit it."""
+        real, naive, _ = entry
+        if real.is_open:
+            todo = len(naive.tokens) - naive.computed
+            self.reserve(entry, todo)
+            self.write_and_commit(entry, todo)
+
+    @rule(entry=sequences, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    def append(self, entry, tokens):
+        real, naive, _ = entry
+        if real.is_open:
+            if len(tokens) == 1:
+                self.kv.append(real, tokens[0])
+            else:
+                self.kv.extend(real, tokens)
+            naive.tokens += tokens
+
+    @rule(entry=sequences, keep=st.integers(0, 20))
+    def truncate(self, entry, keep):
+        real, naive, delivered = entry
+        if real.is_open:
+            if keep > len(naive.tokens):
+                refused(
+                    "P3",
+                    kvcore.InvalidArgumentError,
+                    self.view,
+                    lambda: self.kv.truncate(real, keep),
+                )
+                keep = len(naive.tokens)
+            self.kv.truncate(real, keep)
+            self.naive.truncate(naive, keep)
+            del delivered[len(naive.table) :]
+
+    @rule(entry=sequences, keep=st.integers(0, 9), token=st.integers(0, 2))
+    def edit(self, entry, keep, token):
+        """A turn is taken back and goes on differently (where names go stale)."""
+        if entry[0].is_open:
+            self.truncate(entry, min(keep, len(entry[1].tokens)))
+            self.agree()
+            self.append(entry, [token] * 5)
+            self.run(entry)
+
+    @rule(target=closed, entry=consumes(sequences))
+    def close(self, entry):
+        real, naive, _ = entry
+        if real.is_open:
+            self.kv.close(real)
+            self.naive.close(naive)
+            self.live.remove(entry)
+        return entry
+
+    @rule(entry=closed, call=st.sampled_from(["close", "reserve", "commit", "truncate", "append"]))
+    def use_a_closed_one(self, entry, call):
+        arguments = (entry[0],) if call == "close" else (entry[0], 1)
+        refused(
+            "P3",
+            kvcore.StaleSequenceError,
+            self.view,
+            lambda: getattr(self.kv, call)(*arguments),
+        )
+
+    @rule(entry=sequences, call=st.sampled_from(["reserve", "commit", "truncate", "append"]))
+    def give_a_negative_number(self, entry, call):
+        if entry[0].is_open:
+            refused(
+                "P3",
+                kvcore.InvalidArgumentError,
+                self.view,
+                lambda: getattr(self.kv, call)(entry[0], -1),
+            )
+
+    @rule()
+    def use_a_foreign_one(self):
+        foreign = self.other.open([1, 2])
+        refused("P3", kvcore.ForeignSequenceError, self.view, lambda: self.kv.close(foreign))
+        self.other.close(foreign)
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def close_all(self):
+        for real, naive, _ in self.live:
+            self.kv.close(real)
+            self.naive.close(naive)
+        self.live.clear()
+        expect("P5", self.kv.num_free_blocks, self.kv.num_usable_blocks, "free blocks at rest")
+
+    @invariant()
+    def agree(self):
+        if not hasattr(self, "kv"):
+            return
+        kvcore.check(self.kv)
+        order = [block.block_id for block in self.kv.pool.free_queue]
+        expect("P15", order, self.naive.pool.free, "the order of reuse")
+        published = {block.block_id for block in self.kv.pool.blocks if block.node is not None}
+        wanted = {block_id for _, block_id in self.naive.pool.published}
+        expect("P6", published, wanted, "the published blocks")
+        stats = self.kv.stats()
+        expect("P24", stats.num_queried_tokens, self.naive.num_queried, "queried tokens")
+        expect("P24", stats.num_hit_tokens, self.naive.num_hit, "hit tokens")
+        for entry in self.live:
+            self.check_sequence(entry)
+            self.check_memory(entry)
+
+    def check_sequence(self, entry):
+        real, naive, delivered = entry
+        expect("P16", delivered, naive.table, "the table that the runner was told")
+        expect("P16", list(real.block_table), delivered, "the manager's table")
+        expect("P10", list(real.tokens), naive.tokens, "the tokens")
+        expect("P14", real.num_computed_tokens, naive.computed, "computed tokens")
+        expect("P14", real.num_cached_tokens, naive.cached, "cached tokens")
+        if naive.namespace is not None:
+            whole = naive.published * BLOCK_SIZE
+            scratch = kvcore.NameChain(
+                kvcore.encode_namespace(naive.namespace), BLOCK_SIZE, "xxh3-128"
+            )
+            names = scratch.names(kvcore.pack(naive.tokens[:whole]), naive.published)
+            expect("P10", self.kv.block_names(real), names, "the names")
+
+    def check_memory(self, entry):
+        """P7: behind every computed position stands this sequence's own prefix."""
+        real, naive, _ = entry
+        for position in range(real.num_computed_tokens):
+            content = self.memory.get(self.slot(real, position), "never written")
+            wanted = (naive.namespace, tuple(naive.tokens[: position + 1]))
+            expect("P7", content, wanted, f"the KV behind position {position}")
+
+    @staticmethod
+    def slot(real, position):
+        return real.blocks[position // BLOCK_SIZE].block_id * BLOCK_SIZE + position % BLOCK_SIZE

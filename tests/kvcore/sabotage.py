@@ -1,0 +1,349 @@
+"""Allocators with one bug each, every bug one that an engine has shipped.
+
+The numbers after the names are rows of the corpus of real bugs (properties of P1 to P26 beside
+them): a machine that does not catch them proves nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import kvcore
+from kvcore.content_tree import ContentTree
+from tests.kvcore import machines
+
+SABOTAGES = {}
+
+
+@dataclass(frozen=True)
+class Sabotage:
+    """One planted bug: what it breaks, and who must notice."""
+
+    make: Any
+    machine: type
+    properties: frozenset
+
+
+def sabotage(machine, *properties):
+    """Register a queue, pool or manager class (or factory) as a planted bug."""
+
+    def register(make):
+        SABOTAGES[make.__name__] = Sabotage(make, machine, frozenset(properties))
+        return make
+
+    return register
+
+
+def managed(pool_class):
+    """Return a factory of managers over a sabotaged pool."""
+
+    def make(num_blocks, block_size, **options):
+        manager = kvcore.KVCacheManager(num_blocks, block_size, **options)
+        manager.pool = pool_class(num_blocks, block_size)
+        return manager
+
+    make.__name__ = pool_class.__name__
+    return make
+
+
+def in_manager(*properties):
+    """Register a pool class as a planted bug that the manager's machine must notice."""
+
+    def register(pool_class):
+        sabotage(machines.ManagerMachine, *properties)(managed(pool_class))
+        return pool_class
+
+    return register
+
+
+# The free queue.
+
+
+@sabotage(machines.FreeQueueMachine, "P1")
+class queue_counts_wrong_after_removal(kvcore.FreeQueue):  # vLLM #14283, PR #24228
+    def remove(self, block):
+        super().remove(block)
+        self._length += 1
+
+
+@sabotage(machines.FreeQueueMachine, "P1", "P3")
+class queue_hands_out_its_sentinel(kvcore.FreeQueue):  # vLLM #42571
+    def pop_front(self):
+        block = self._head.next_free
+        if block is self._tail:
+            return block
+        return super().pop_front()
+
+
+@sabotage(machines.FreeQueueMachine, "P3", "P1")
+class queue_takes_a_block_twice(kvcore.FreeQueue):  # vLLM #42571
+    def push_back(self, block):
+        block.prev_free = block.next_free = None
+        super().push_back(block)
+
+
+@sabotage(machines.FreeQueueMachine, "P15")
+class queue_reuses_the_newest(kvcore.FreeQueue):
+    def push_back(self, block):
+        super().push_front(block)
+
+
+@sabotage(machines.FreeQueueMachine, "P1")
+class queue_forgets_the_way_back(kvcore.FreeQueue):
+    def remove(self, block):
+        after, before = block.next_free, block.prev_free
+        super().remove(block)
+        if before is not self._head:
+            after.prev_free = self._head
+
+
+# The pool, driven directly.
+
+
+@sabotage(machines.PoolMachine, "P3")
+class pool_accepts_a_negative_count(kvcore.BlockPool):  # vllm-ascend #14283
+    def take(self, num_blocks):
+        return super().take(max(0, num_blocks))
+
+
+@sabotage(machines.PoolMachine, "P3", "P2")
+class pool_accepts_a_double_free(kvcore.BlockPool):  # vLLM PR #3347, #42571
+    def release(self, blocks):
+        super().release([block for block in blocks if block.ref_count])
+
+
+@sabotage(machines.PoolMachine, "P3", "P1")
+class pool_frees_a_block_named_twice_twice(kvcore.BlockPool):  # vLLM #42571
+    def release(self, blocks):
+        for block in blocks:
+            block.ref_count -= 1
+            if block.ref_count <= 0 and block.next_free is None:
+                self.free_queue.push_back(block)
+
+
+@sabotage(machines.PoolMachine, "P4")
+class pool_undoes_half_of_a_refused_release(kvcore.BlockPool):  # vLLM PR #24228
+    def release(self, blocks):
+        self._check_own(blocks)
+        for block in blocks:
+            if block.ref_count == 0:
+                raise kvcore.DoubleFreeError("too late")
+            super().release([block])
+
+
+@sabotage(machines.PoolMachine, "P4")
+class pool_takes_what_there_is_before_it_refuses(kvcore.BlockPool):  # vLLM PR #11565
+    def take(self, num_blocks):
+        if num_blocks > self.num_free_blocks:
+            super().take(self.num_free_blocks)
+            raise kvcore.OutOfBlocksError(num_blocks, 0)
+        return super().take(num_blocks)
+
+
+@sabotage(machines.PoolMachine, "P3")
+class pool_frees_the_null_block(kvcore.BlockPool):  # UCM PR #1053, vLLM R11
+    def _check_own(self, blocks):
+        super()._check_own([block for block in blocks if block is not self.blocks[0]])
+
+    def release(self, blocks):
+        self._check_own(blocks)
+        super().release([block for block in blocks if block is not self.blocks[0]])
+
+
+@sabotage(machines.PoolMachine, "P1", "P2", "P15")
+class pool_revives_without_leaving_the_queue(kvcore.BlockPool):  # vLLM R2
+    def hold(self, blocks):
+        free = [block for block in dict.fromkeys(blocks) if block.ref_count == 0]
+        super().hold(blocks)
+        for block in free:
+            self.free_queue.push_back(block)
+
+
+@sabotage(machines.PoolMachine, "P6", "P7", "P11")
+class pool_forgets_all_copies_with_the_first(kvcore.BlockPool):  # vLLM R5
+    def take(self, num_blocks):
+        nodes = [block.node for block in self.free_queue][:num_blocks]
+        taken = super().take(num_blocks)
+        for node in nodes:
+            while node is not None and node.first_copy is not None:
+                self.tree.detach(node.first_copy)
+        return taken
+
+
+@sabotage(machines.PoolMachine, "P6", "P7", "P11")
+class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):  # nano-vllm #163, kvcached #362
+    def take(self, num_blocks):
+        contents = [(block, block.node) for block in self.free_queue]
+        for block, _ in contents:
+            block.node = None
+        taken = super().take(num_blocks)
+        for block, node in contents:
+            block.node = node
+        return taken
+
+
+# The manager over a sabotaged pool.
+
+
+@in_manager("P1", "P18", "P15")
+class manager_hands_out_the_null_block(kvcore.BlockPool):  # vLLM PR #19330
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.free_queue.push_front(self.blocks[0])
+
+
+@in_manager("P7", "P10", "P6")
+class manager_finds_what_was_evicted(kvcore.BlockPool):  # vLLM PR #4764
+    def take(self, num_blocks):
+        stale = [(block, block.node) for block in self.free_queue][:num_blocks]
+        taken = super().take(num_blocks)
+        for block, node in stale:
+            if node is not None:
+                block.node, node.first_copy, node.last_copy = node, block, block
+        return taken
+
+
+@in_manager("P2", "P7", "P1", "P13")
+class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):  # vLLM PR #10507
+    def hold(self, blocks):
+        pass
+
+
+@in_manager("P7", "P10")
+class manager_ignores_the_namespace(kvcore.BlockPool):  # vLLM #3264, #44701
+    def match(self, namespace_key, packed, max_blocks):
+        for root in self.tree.roots():
+            hits = super().match(root.tokens, packed, max_blocks)
+            if hits:
+                return hits
+        return []
+
+
+class CollidingTree(ContentTree):
+    """Compares one token of a block instead of all."""
+
+    @staticmethod
+    def _child(node, tokens):
+        for child in [*(node.children or {}).values(), node.last_child]:
+            if child is not None and child.tokens[:4] == tokens[:4]:
+                return child
+        return None
+
+
+@in_manager("P7", "P10")
+class manager_trusts_a_digest_that_collides(kvcore.BlockPool):  # vllm-mlx PR #444
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.tree = CollidingTree(block_size)
+
+
+@in_manager("P7", "P10")
+class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):  # vLLM PR #12621's shape
+    def match(self, namespace_key, packed, max_blocks):
+        hits = []
+        size = self.block_size * 4
+        for start in range(0, max_blocks * size, size):
+            tokens = packed[start : start + size]
+            same = [n for n in self.tree.nodes() if n.tokens == tokens and n.first_copy]
+            if not same:
+                break
+            hits.append(same[-1].first_copy)
+        return hits
+
+
+@in_manager("P14")
+class manager_hits_the_whole_prompt(kvcore.BlockPool):  # nano-vllm #144
+    def match(self, namespace_key, packed, max_blocks):
+        return super().match(namespace_key, packed, len(packed) // (self.block_size * 4))
+
+
+@in_manager("P24")
+class manager_never_hits(kvcore.BlockPool):  # LMCache #2979: a silent 0 %
+    def match(self, namespace_key, packed, max_blocks):
+        return []
+
+
+@in_manager("P15")
+class manager_releases_the_head_first(kvcore.BlockPool):  # vLLM #42948
+    def release(self, blocks):
+        super().release(blocks[::-1])
+
+
+# The manager itself.
+
+
+@sabotage(machines.ManagerMachine, "P2", "P5", "P15")
+class manager_leaks_the_last_block_on_close(kvcore.KVCacheManager):  # TRT-LLM PR #15018
+    def close(self, seq):
+        self._check_open(seq)
+        seq.blocks = seq.blocks[:-1]
+        super().close(seq)
+
+
+@sabotage(machines.ManagerMachine, "P9", "P6", "P7")
+class manager_publishes_what_is_only_reserved(kvcore.KVCacheManager):  # TGI PR #2489, vLLM R10
+    def reserve(self, seq, num_tokens):
+        new = super().reserve(seq, num_tokens)
+        if seq.namespace_key is not None:
+            computed = seq.num_computed_tokens
+            seq.num_computed_tokens = min(len(seq.packed), len(seq.blocks) * self.block_size)
+            self._publish(seq, seq.namespace_key)
+            seq.num_computed_tokens = computed
+        return new
+
+
+@sabotage(machines.ManagerMachine, "P7", "P10", "P9", "P6")
+class manager_cuts_tokens_and_keeps_their_identity(kvcore.KVCacheManager):  # vLLM #49377
+    def truncate(self, seq, num_tokens):
+        published, computed = seq.num_published_blocks, seq.num_computed_tokens
+        if not seq.is_open or not 0 < num_tokens <= seq.num_tokens:
+            super().truncate(seq, num_tokens)
+            return
+        keep = -(-num_tokens // self.block_size)
+        self.pool.release(seq.blocks[keep:][::-1])
+        del seq.blocks[keep:], seq.block_ids[keep:], seq.packed[num_tokens:]
+        seq.num_published_blocks = min(published, keep)
+        seq.num_computed_tokens = min(computed, num_tokens)
+        seq.num_cached_tokens = min(seq.num_cached_tokens, seq.num_computed_tokens)
+
+
+@sabotage(machines.ManagerMachine, "P10")
+class manager_names_blocks_by_tokens_long_gone(kvcore.KVCacheManager):  # vLLM #49377
+    def truncate(self, seq, num_tokens):
+        chain, seq.chain = seq.chain, None
+        super().truncate(seq, num_tokens)
+        seq.chain = chain
+
+
+@sabotage(machines.ManagerMachine, "P13", "P4")
+class manager_counts_hits_as_free_room(kvcore.KVCacheManager):  # vLLM PR #6849
+    def plan(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE):
+        plan = super().plan(tokens, namespace=namespace)
+        return kvcore.Plan(plan.num_cached_tokens, plan.num_new_blocks, 0, plan.num_free_blocks)
+
+
+@sabotage(machines.ManagerMachine, "P13")
+class manager_says_there_is_room_for_one_more(kvcore.KVCacheManager):  # nano-vllm PR #66
+    def can_reserve(self, seq, num_tokens):
+        return self._num_missing_blocks(seq, num_tokens) <= self.pool.num_free_blocks + 1
+
+
+@sabotage(machines.ManagerMachine, "P16")
+class manager_grants_a_block_and_does_not_say_so(kvcore.KVCacheManager):  # vllm-rbln PR #662
+    def reserve(self, seq, num_tokens):
+        return (
+            super().reserve(seq, num_tokens)[1:]
+            if num_tokens == 1
+            else super().reserve(seq, num_tokens)
+        )
+
+
+@sabotage(machines.ManagerMachine, "P3")
+class manager_accepts_a_stale_handle(kvcore.KVCacheManager):  # vLLM #37076, R4
+    def _check_open(self, seq):
+        if seq.owner is self and not seq.is_open:
+            return
+        super()._check_open(seq)
+
+    def close(self, seq):
+        if seq.is_open:
+            super().close(seq)

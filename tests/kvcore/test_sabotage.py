@@ -1,0 +1,43 @@
+"""A checker is itself checked: every planted bug is caught, and for the right reason."""
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+import kvcore
+from tests.kvcore import machines
+from tests.kvcore.sabotage import SABOTAGES
+from tests.kvcore.views import PropertyError
+
+SEAMS = {
+    machines.FreeQueueMachine: "make_queue",
+    machines.PoolMachine: "make_pool",
+    machines.ManagerMachine: "make_manager",
+}
+
+# Reproducible, and without the search for a smaller example: here only the verdict counts.
+HUNT = settings(
+    max_examples=1000,
+    stateful_step_count=40,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    report_multiple_bugs=False,
+    print_blob=False,
+    deadline=None,
+)
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_a_planted_bug_is_caught_for_the_right_reason(name):
+    planted = SABOTAGES[name]
+    broken = type(name, (planted.machine,), {SEAMS[planted.machine]: staticmethod(planted.make)})
+    with pytest.raises((PropertyError, kvcore.InvariantError)) as caught:
+        run_state_machine_as_test(broken, settings=HUNT)
+    assert caught.value.prop in planted.properties
+
+
+def test_there_are_enough_planted_bugs_of_every_part():
+    parts = [planted.machine for planted in SABOTAGES.values()]
+    assert len(parts) >= 12
+    assert set(parts) == set(SEAMS)

@@ -1,0 +1,63 @@
+"""What can be seen of a pool or a manager, as plain values: to compare with, and to compare twice.
+
+A `PropertyError` is what a state machine raises when it sees a property broken; like
+`kvcore.InvariantError` it names the property, so that a planted bug can be shown to be caught for
+the right reason.
+"""
+
+from kvcore.invariants import copies
+
+
+class PropertyError(AssertionError):
+    def __init__(self, prop, message):
+        super().__init__(f"{prop}: {message}")
+        self.prop = prop
+
+
+def expect(prop, got, wanted, what):
+    if got != wanted:
+        raise PropertyError(prop, f"{what}: wanted {wanted!r}, got {got!r}")
+
+
+def spelled(node):
+    """A node as (namespace key, packed prefix), read from its path."""
+    pieces = []
+    while node.parent is not None:
+        pieces.append(node.tokens)
+        node = node.parent
+    return node.tokens, b"".join(reversed(pieces))
+
+
+def pool_view(pool):
+    """Everything a pool decides from: refs, order, content and the order of copies, counters."""
+    return {
+        "refs": [block.ref_count for block in pool.blocks],
+        "order": [block.block_id for block in pool.free_queue],
+        "free": pool.num_free_blocks,
+        "content": [None if block.node is None else spelled(block.node) for block in pool.blocks],
+        "copies": {
+            spelled(node): [block.block_id for block in copies(node)] for node in pool.tree.nodes()
+        },
+        "evicted": pool.num_evicted_blocks,
+        "allocated": pool.num_allocated_blocks,
+        "peak": pool.peak_used_blocks,
+    }
+
+
+def sequence_view(seq):
+    return {
+        "tokens": seq.tokens,
+        "table": seq.block_table,
+        "computed": seq.num_computed_tokens,
+        "cached": seq.num_cached_tokens,
+        "published": seq.num_published_blocks,
+        "open": seq.is_open,
+    }
+
+
+def manager_view(manager):
+    return {
+        "pool": pool_view(manager.pool),
+        "sequences": {key: sequence_view(seq) for key, seq in manager.sequences.items()},
+        "stats": manager.stats(),
+    }
