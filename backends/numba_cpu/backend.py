@@ -1,0 +1,91 @@
+"""The CPU backend's face: its name, its limits, and each operation's launcher.
+
+Holds the worker threads and nothing else, so one instance serves every caller of a process.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from backends.contract import Capabilities, PagedBatch
+from backends.numba_cpu.copy_blocks import copy_blocks
+from backends.numba_cpu.paged_attention import paged_attention
+from backends.numba_cpu.slot_mapping import compute_slot_mapping
+from backends.numba_cpu.store_kv import store_kv
+from backends.numba_cpu.workers import Workers
+
+
+class NumbaBackend:
+    """Serial numba kernels over slices of the work; see `backends.Backend` for the operations."""
+
+    __slots__ = ("_workers",)
+
+    def __init__(self) -> None:
+        self._workers = Workers()
+
+    @property
+    def name(self) -> str:
+        """The name it is asked for by."""
+        return "numba"
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Three dtypes; sizes without a limit of its own."""
+        return Capabilities(
+            dtypes=(torch.float32, torch.bfloat16, torch.float16),
+            max_head_dim=1 << 16,
+            max_group_size=1 << 16,
+        )
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """See `Backend.store_kv`."""
+        store_kv(self, self._workers, key, value, k_cache, v_cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `Backend.paged_attention`."""
+        return paged_attention(
+            self, self._workers, query, k_cache, v_cache, batch,
+            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
+        )  # fmt: skip
+
+    def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
+        """See `Backend.copy_blocks`."""
+        copy_blocks(self, self._workers, caches, copies)
+
+    def compute_slot_mapping(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: Tensor,
+    ) -> None:
+        """See `Backend.compute_slot_mapping`."""
+        compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out)
+
+
+@lru_cache(maxsize=1)
+def load() -> NumbaBackend:
+    """The process's CPU backend; compiles nothing yet."""
+    return NumbaBackend()

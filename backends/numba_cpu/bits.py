@@ -1,0 +1,148 @@
+"""Half precision and fast exponentials for kernels whose compiler has neither.
+
+Numba knows no float16 or bfloat16 on a CPU, so tensors enter as views of their bits: float32 as
+itself, bfloat16 as uint16, float16 as int16. `widen` and `narrow` convert, chosen by the array's
+type; both vectorise. Invariant: what is compiled from this file is part of `SOURCE_DIGEST`, which
+every cached kernel closes over, because numba's cache looks only at the kernel's own file.
+"""
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+from torch import Tensor
+
+SOURCE_DIGEST = zlib.crc32(Path(__file__).read_bytes())
+
+FASTMATH = frozenset({"reassoc", "contract", "nsz", "arcp", "afn"})
+"""Never nnan and ninf: masks are -inf, and NaN has to stay visible."""
+
+LOG2E = 1.4426950408889634
+
+_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_COPY_VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.float32, 8: torch.int64}
+
+if TYPE_CHECKING:
+    _F = TypeVar("_F", bound=Callable[..., object])
+
+    def jit(**options: object) -> Callable[[_F], _F]: ...
+
+    def widen(bits: float) -> float: ...
+
+    def narrow(value: float, like: float) -> float: ...
+
+    def float_of(bits: int) -> float: ...
+
+else:
+
+    def jit(**options: object):  # noqa: ANN201 - typed above
+        """`numba.njit` with the flags that every kernel here has."""
+        return njit(fastmath=set(FASTMATH), nogil=True, error_model="numpy", **options)
+
+    @intrinsic
+    def widen(_context: object, bits: types.Type):  # noqa: ANN201 - typed above
+        """The float32 that a float32, bfloat16 (uint16) or float16 (int16) stands for."""
+        word = ir.IntType(32)
+
+        def generate(_c: object, builder: ir.IRBuilder, _s: object, args: list) -> object:
+            if bits == types.float32:
+                return args[0]
+            if bits == types.uint16:
+                shifted = builder.shl(builder.zext(args[0], word), word(16))
+                return builder.bitcast(shifted, ir.FloatType())
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+        return types.float32(bits), generate
+
+    @intrinsic
+    def narrow(_context: object, value: types.Type, like: types.Type):  # noqa: ANN201 - above
+        """Round a float32 to the nearest of `like`'s format, ties to even; NaN stays NaN."""
+        word, half = ir.IntType(32), ir.IntType(16)
+
+        def generate(_c: object, builder: ir.IRBuilder, _s: object, args: list) -> object:
+            if like == types.float32:
+                return args[0]
+            if like == types.int16:
+                return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), half)
+            raw = builder.bitcast(args[0], word)
+            odd = builder.and_(builder.lshr(raw, word(16)), word(1))
+            rounded = builder.add(raw, builder.add(odd, word(0x7FFF)))
+            top = builder.trunc(builder.lshr(rounded, word(16)), half)
+            is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+            return builder.select(is_nan, half(0x7FC0), top)
+
+        return like(value, like), generate
+
+    @intrinsic
+    def float_of(_context: object, bits: types.Type):  # noqa: ANN201 - typed above
+        """The float32 with these 32 bits."""
+
+        def generate(_c: object, builder: ir.IRBuilder, _s: object, args: list) -> object:
+            return builder.bitcast(args[0], ir.FloatType())
+
+        return types.float32(types.int32), generate
+
+
+_C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
+    np.float32(np.log(2.0) ** k / float(np.prod(range(1, k + 1)))) for k in range(1, 8)
+)
+
+
+@jit()
+def exp2(x: np.float32) -> np.float32:
+    """2 ** x for x <= 0, to 2 units in the last place; 0 below -126; NaN for NaN."""
+    low = np.float32(-126.0)
+    y = low if x < low else x
+    whole = np.int32(y - np.float32(0.5))
+    f = y - np.float32(whole)
+    p = _C7 * f + _C6
+    p = p * f + _C5
+    p = p * f + _C4
+    p = p * f + _C3
+    p = p * f + _C2
+    p = p * f + _C1
+    p = p * f + np.float32(1.0)
+    p *= float_of((whole + np.int32(127)) << np.int32(23))
+    return np.float32(0.0) if x < low else p
+
+
+@jit()
+def tanh(x: np.float32) -> np.float32:
+    """tanh(x) to a few units in the last place for every x: a series near 0, exp2 elsewhere."""
+    size = abs(x)
+    e = exp2(np.float32(-2.0 * LOG2E) * size)
+    far = (np.float32(1.0) - e) / (np.float32(1.0) + e)
+    y = x * x
+    near = np.float32(-1382.0 / 155925.0) * y + np.float32(62.0 / 2835.0)
+    near = near * y + np.float32(-17.0 / 315.0)
+    near = near * y + np.float32(2.0 / 15.0)
+    near = near * y + np.float32(-1.0 / 3.0)
+    near = x + x * y * near
+    return near if size < np.float32(0.3) else (far if x > np.float32(0.0) else -far)
+
+
+def flat(tensor: Tensor) -> np.ndarray:
+    """The tensor's memory from its first to its last element, as a 1-D array of its bits. O(1).
+
+    Kernels take it with the tensor's strides: one array type, and so one compilation, for every
+    layout.
+    """
+    return _flat(tensor, _VIEWS.get(tensor.dtype, tensor.dtype))
+
+
+def flat_words(tensor: Tensor) -> np.ndarray:
+    """Like `flat`, but typed by width alone: for kernels that only move bits."""
+    return _flat(tensor, _COPY_VIEWS[tensor.element_size()])
+
+
+def _flat(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:
+    if 0 in tensor.shape:
+        return tensor.detach().new_empty(0).view(dtype).numpy()
+    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((span,), (1,)).view(dtype).numpy()

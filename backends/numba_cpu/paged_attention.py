@@ -1,0 +1,220 @@
+"""Attention over the paged cache on a CPU: decode, prefill and chunked prefill by one kernel.
+
+    out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
+    p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
+
+Layout: a row is one (query token, query head); the rows of an item share a KV head. Keys come in
+tiles of 32 positions, whatever the block size, by way of the block table. In decode the tiles are
+the outer loop and the KV heads the inner one, so that memory is walked in order. A row's arithmetic
+depends neither on block ids nor on the cut into threads: outputs are bitwise equal under any
+permutation of the blocks and any number of threads.
+
+Bytes moved: K and V once an item (about 16 rows a KV head). Sums are float32; the error stays below
+twice that of an exact computation rounded to the cache's dtype. Offsets are int64. Values are
+checked before anything is written: query_start_loc, lengths, table entries.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backends.checks import check_paged_attention
+from backends.contract import Backend, PagedBatch
+from backends.errors import InvalidArgumentError
+from backends.numba_cpu.bits import LOG2E, exp2, flat, jit, narrow, widen
+from backends.numba_cpu.schedule import FAULTS, Ints, Longs, check_batch, cut, make_items
+from backends.numba_cpu.tiles import SOURCE_DIGEST, Floats, add_tile, score_tile, soften
+from backends.numba_cpu.workers import Workers
+
+TILE = 32
+ROWS = 16
+SERIAL_COST = 1 << 18  # multiply-adds below which a second thread costs more than it saves
+
+_LOWEST = np.float32(-1e30)  # where a running maximum starts; -inf would make -inf - -inf
+
+
+@lru_cache(maxsize=1)
+def _kernel(source_digest: int) -> Callable[..., None]:
+    """Compile for the sources with this digest; closing over it makes it part of the cache key."""
+
+    @jit(cache=True)
+    def attend(
+        query: Floats,  # flat [num_tokens, num_q_heads, head_dim], bits
+        k_cache: Floats,  # flat [num_blocks, block_size, num_kv_heads, head_dim], bits
+        v_cache: Floats,  # likewise
+        out: Floats,  # flat, like query
+        strides: tuple[int, ...],  # query 2, k_cache 3, v_cache 3, out 2
+        sizes: tuple[int, int, int, int],  # block_size, num_kv_heads, group, head_dim
+        tables: Ints,  # flat [num_seqs, max_blocks]
+        table_stride: int,
+        items: Longs,  # [num_items, 5]
+        sinks: Floats,  # [num_q_heads] or [0]
+        scale: np.float32,
+        soft_cap: np.float32,  # 0: none
+        window: int,  # 0: none
+        start: int,  # first unit
+        stop: int,  # past the last unit
+    ) -> None:
+        _ = source_digest
+        block_size, num_kv_heads, group, head_dim = sizes
+        most = max(1, ROWS // group) * group
+        rows = np.empty((num_kv_heads, most, head_dim), np.float32)
+        sums = np.empty((num_kv_heads, most, head_dim), np.float32)
+        highest = np.empty((num_kv_heads, most), np.float32)
+        total = np.empty((num_kv_heads, most), np.float32)
+        scores = np.empty((most, TILE), np.float32)
+        k_offsets = np.empty(TILE, np.int64)
+        v_offsets = np.empty(TILE, np.int64)
+        factor = scale if soft_cap > 0 else scale * np.float32(LOG2E)
+        unit = start
+        while unit < stop:
+            item, head = unit // num_kv_heads, unit % num_kv_heads
+            s, first_row = items[item, 0], items[item, 1]
+            count, position = items[item, 2], items[item, 3]
+            num_heads = min(num_kv_heads - head, stop - unit) if count == 1 else 1
+            num_rows = count * group
+            for h in range(num_heads):
+                for r in range(num_rows):
+                    q_head = (head + h) * group + r % group
+                    at = (first_row + r // group) * strides[0] + q_head * strides[1]
+                    row = query[at:][:head_dim]
+                    for d in range(head_dim):
+                        rows[h, r, d] = widen(row[d]) * factor
+                        sums[h, r, d] = 0
+                    highest[h, r], total[h, r] = _LOWEST, 0
+                    if sinks.size:
+                        sink = sinks[q_head] * np.float32(LOG2E)
+                        highest[h, r] = max(sink, _LOWEST)
+                        total[h, r] = exp2(sink - highest[h, r])
+            seen = 0 if window == 0 else max(0, position - window + 1)
+            for tile in range(seen // TILE * TILE, position + count, TILE):
+                live = min(TILE, position + count - tile)
+                skip = max(0, seen - tile)
+                for t in range(TILE):
+                    where = tile + min(max(t, skip), live - 1)
+                    block_id = np.int64(tables[s * table_stride + where // block_size])
+                    k_offsets[t] = block_id * strides[2] + where % block_size * strides[3]
+                    v_offsets[t] = block_id * strides[5] + where % block_size * strides[6]
+                for h in range(num_heads):
+                    mine = rows[h, :num_rows]
+                    score_tile(mine, k_cache, k_offsets, (head + h) * strides[4], live, scores)
+                    for r in range(num_rows):
+                        last = position + r // group - tile
+                        first = 0 if window == 0 else max(0, last - window + 1)
+                        rescale = soften(
+                            scores[r],
+                            min(first, TILE),
+                            min(last, live - 1),
+                            soft_cap,
+                            highest[h, r:],
+                            total[h, r:],
+                        )
+                        if rescale != np.float32(1.0):
+                            sums[h, r] *= rescale
+                    mine = sums[h, :num_rows]
+                    add_tile(mine, v_cache, v_offsets, (head + h) * strides[7], live, scores)
+            for h in range(num_heads):
+                for r in range(num_rows):
+                    q_head = (head + h) * group + r % group
+                    at = (first_row + r // group) * strides[8] + q_head * strides[9]
+                    row_out = out[at:][:head_dim]
+                    share = np.float32(1.0) / total[h, r]
+                    for d in range(head_dim):
+                        row_out[d] = narrow(sums[h, r, d] * share, row_out[d])
+            unit += num_heads
+
+    return attend
+
+
+def paged_attention(
+    backend: Backend,
+    workers: Workers,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attention of every query row; see `Backend.paged_attention`.
+
+    Raises:
+        InvalidArgumentError: a shape, dtype, device or value breaks the contract; nothing written.
+    """
+    check_paged_attention(
+        backend, query, k_cache, v_cache, batch,
+        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
+    )  # fmt: skip
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype)
+    span = 0 if window is None else min(window, batch.max_seq_len + 1)
+    query_start_loc, seq_lens = flat(batch.query_start_loc), flat(batch.seq_lens)
+    tables, table_stride = flat(batch.block_table), batch.block_table.stride(0)
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    group = query.shape[1] // num_kv_heads
+    _check_values(batch, query_start_loc, seq_lens, tables, k_cache.shape[0], block_size, span)
+    tile_tokens = max(1, ROWS // group)
+    items = np.empty((batch.num_seqs + batch.num_tokens // tile_tokens, 5), np.int64)
+    num_items = make_items(query_start_loc, seq_lens, tile_tokens, span, items)
+    work = int(items[:num_items, 4].sum()) * query.shape[1] * head_dim
+    bounds = np.empty(1 + (workers.width if work > SERIAL_COST else 1), np.int64)
+    cut(items, num_items, num_kv_heads, bounds)
+    strides = (*query.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2])
+    no_sinks = np.empty(0, np.float32)
+    kernel = _kernel(SOURCE_DIGEST)
+    arguments = (
+        flat(query),
+        flat(k_cache),
+        flat(v_cache),
+        flat(out),
+        strides,
+        (block_size, num_kv_heads, group, head_dim),
+        tables,
+        table_stride,
+        items,
+        no_sinks if sinks is None else sinks.detach().float().contiguous().numpy(),
+        np.float32(scale),
+        np.float32(soft_cap or 0.0),
+        span,
+    )
+    pieces = [(int(a), int(b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if a < b]
+    workers.run(lambda start, stop: kernel(*arguments, start, stop), pieces)
+    return out
+
+
+def _check_values(
+    batch: PagedBatch,
+    query_start_loc: Ints,
+    seq_lens: Ints,
+    tables: Ints,
+    num_blocks: int,
+    block_size: int,
+    span: int,
+) -> None:
+    fault, index, value = check_batch(
+        query_start_loc,
+        seq_lens,
+        tables,
+        batch.block_table.stride(0),
+        batch.block_table.shape[1],
+        block_size,
+        num_blocks,
+        batch.num_tokens,
+        span,
+        (batch.max_query_len, batch.max_seq_len),
+    )
+    if fault:
+        wanted = (
+            "",
+            f"0 first, then ascending by at most {batch.max_query_len}, to {batch.num_tokens}",
+            f"at least the query length, at most {batch.max_seq_len} and the table's room",
+            f"a block id of 0 .. {num_blocks - 1}",
+        )[fault]
+        raise InvalidArgumentError(f"batch.{FAULTS[fault]}[{index}]", wanted, str(value))

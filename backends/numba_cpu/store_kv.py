@@ -1,0 +1,91 @@
+"""Scatter new keys and values into the cache on a CPU.
+
+    cache[slot // block_size, slot % block_size] = row of the token, for every slot >= 0
+
+Layout as in the contract, any strides but the last. Bytes moved: each row read once and written
+once. Exact: rows are moved as bits. Slots are all checked before the first row is written.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from backends.checks import check_store_kv
+from backends.contract import Backend
+from backends.errors import InvalidArgumentError
+from backends.numba_cpu.bits import flat, flat_words, jit
+from backends.numba_cpu.workers import Workers
+
+Longs = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Words = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+
+GRAIN_BYTES = 1 << 18  # fewer bytes a thread than this cost more to hand out than to move
+
+
+@jit(cache=True)
+def _past_the_end(slots: Longs, num_slots: int) -> int:
+    """Index of the first slot that the cache does not have, or the number of slots."""
+    for i in range(slots.size):
+        if slots[i] >= num_slots:
+            return i
+    return slots.size
+
+
+@jit(cache=True)
+def _scatter(
+    rows: Words,  # flat [num_tokens, num_kv_heads, head_dim]
+    cache: Words,  # flat [num_blocks, block_size, num_kv_heads, head_dim]
+    slots: Longs,  # [num_tokens]
+    sizes: tuple[int, int, int],  # block_size, num_kv_heads, head_dim
+    strides: tuple[int, int, int, int, int],  # rows 2, cache 3
+    start: int,
+    stop: int,
+) -> None:
+    block_size, num_heads, size = sizes
+    if strides[1] == size and strides[4] == size:
+        num_heads, size = 1, num_heads * size
+    for i in range(start, stop):
+        slot = slots[i]
+        if slot >= 0:
+            at = slot // block_size * strides[2] + slot % block_size * strides[3]
+            for h in range(num_heads):
+                source = rows[i * strides[0] + h * strides[1] :][:size]
+                cache[at + h * strides[4] :][:size] = source
+
+
+def store_kv(
+    backend: Backend,
+    workers: Workers,
+    key: Tensor,
+    value: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Write each token's key and value into its slot; see `Backend.store_kv`.
+
+    Raises:
+        InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
+    """
+    check_store_kv(backend, key, value, k_cache, v_cache, slot_mapping)
+    slots = flat(slot_mapping)
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    bad = _past_the_end(slots, num_blocks * block_size)
+    if bad < slots.size:
+        wanted = f"a slot below {num_blocks * block_size}"
+        raise InvalidArgumentError(f"slot_mapping[{bad}]", wanted, str(slots[bad]))
+    sizes = (block_size, num_kv_heads, head_dim)
+    grain = GRAIN_BYTES // (num_kv_heads * head_dim * key.element_size())
+    for rows, cache in ((key, k_cache), (value, v_cache)):
+        strides = (*rows.stride()[:2], *cache.stride()[:3])
+        source, target = flat_words(rows), flat_words(cache)
+
+        def move(
+            start: int,
+            stop: int,
+            source: Words = source,
+            target: Words = target,
+            strides: tuple[int, ...] = strides,
+        ) -> None:
+            _scatter(source, target, slots, sizes, strides, start, stop)
+
+        workers.run_evenly(move, slots.size, grain)
