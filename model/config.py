@@ -1,0 +1,62 @@
+"""Sizes and limits, checked once, when they are stated.
+
+Invariants: a configuration that exists is in range; it never changes.
+
+Does not know: the memory of the machine (`caches.py`), the model's own limits (`loader.py`).
+"""
+
+from dataclasses import dataclass
+
+from model.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step.
+
+    Attributes:
+        max_num_batched_tokens: the most tokens in one step.
+        max_num_seqs: the most requests running at once.
+        max_model_len: the most tokens a request may come to; None: as many as fit into the pool.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidArgumentError(f"{name}: wanted at least 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How large an engine is.
+
+    Attributes:
+        num_blocks: blocks of the cache, the null block included; None: as many as memory suggests.
+        max_useful_blocks: where `num_blocks` is None, never more than these.
+        block_size: tokens a block.
+        enable_prefix_caching: whether a prompt may use what others have computed.
+        max_num_batched_tokens: the most tokens in one step.
+        max_num_seqs: the most requests running at once.
+        seed: of the draws of requests that have no seed of their own.
+    """
+
+    num_blocks: int | None = None
+    max_useful_blocks: int | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_blocks is not None and self.num_blocks < 2:
+            raise InvalidArgumentError(
+                f"num_blocks: wanted at least 2 (block 0 is never used), got {self.num_blocks}"
+            )
+        if self.block_size < 1:
+            raise InvalidArgumentError(f"block_size: wanted at least 1, got {self.block_size}")

@@ -1,0 +1,241 @@
+"""The engine: requests in, tokens and text out, one step at a time.
+
+Decides: the order of a step: schedule, build, compute, sample, commit, turn into text.
+
+Invariants: one thread; a step's tokens are on the host before the next step is built; whatever ends
+a request, its blocks are back when the call returns.
+
+Does not know: how blocks are found (`kvcore`), how attention is computed (`backends`), arguments of
+a command line.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import backends
+import kvcore
+from model.batch import BatchBuilder
+from model.config import EngineConfig, SchedulerConfig
+from model.detokenize import TextStream
+from model.errors import InvalidArgumentError, StalledError
+from model.loader import LoadedModel
+from model.network import PagedNetwork
+from model.params import SamplingParams
+from model.request import FinishReason, Request
+from model.sampling import Draw, draw_key, sample
+from model.scheduler import Scheduler
+from model.step import Chunk, SchedulerStats
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One token of one request.
+
+    Attributes:
+        request: whose; its status and finish reason are up to date.
+        token: the token that was drawn.
+        text: what became final by it, often empty; never part of a character.
+    """
+
+    request: Request
+    token: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request and its text."""
+
+    request: Request
+    text: str
+
+
+class Engine:
+    """Runs requests on a loaded model.
+
+    Args:
+        model: its attention is switched to the paged one.
+        backend: runs attention and holds the caches.
+        config: sizes.
+
+    Raises:
+        InvalidArgumentError: a size is out of range, or memory is too small for it.
+        UnsupportedModelError: the model cannot run with a paged cache, or not on this backend.
+    """
+
+    def __init__(
+        self, model: LoadedModel, backend: backends.Backend, config: EngineConfig | None = None
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.network = PagedNetwork(
+            model,
+            backend,
+            num_blocks=self.config.num_blocks,
+            max_useful_blocks=self.config.max_useful_blocks,
+            block_size=self.config.block_size,
+        )
+        self.kv = kvcore.KVCacheManager(
+            self.network.num_blocks,
+            self.config.block_size,
+            enable_caching=self.config.enable_prefix_caching,
+        )
+        limits = SchedulerConfig(
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=model.max_positions,
+        )
+        self._scheduler = Scheduler(self.kv, limits)
+        self._batches = BatchBuilder(self.kv, self.network.device)
+        self._model = model
+        self._vocab_size: int = model.network.config.get_text_config().vocab_size
+        self._streams: dict[int, TextStream] = {}
+        self._next_id = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything left to do. O(1)."""
+        return self._scheduler.has_unfinished
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's counters, live. O(1)."""
+        return self._scheduler.stats
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queue a prompt. O(prompt).
+
+        Args:
+            prompt: text, or token ids.
+            params: None: greedy, with the default length.
+
+        Raises:
+            InvalidArgumentError: an empty prompt, or a token that the model does not have.
+            RequestTooLongError: it could never finish here; nothing has changed.
+        """
+        tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str) and not prompt:
+            raise InvalidArgumentError("prompt: wanted some text, got an empty one")
+        request = Request(
+            self._next_id, tokens, params or SamplingParams(), self._model.eos_token_ids
+        )
+        if max(request.tokens) >= self._vocab_size:
+            raise InvalidArgumentError(
+                f"prompt: wanted token ids below {self._vocab_size}, got {max(request.tokens)}"
+            )
+        self._scheduler.add(request)
+        self._streams[request.request_id] = TextStream(
+            self._model.codec.decode, request.params.stop
+        )
+        self._next_id += 1
+        return request
+
+    def abort(self, request: Request) -> bool:
+        """End a request now; whether it was unfinished. O(num_unfinished)."""
+        self._streams.pop(request.request_id, None)
+        return self._scheduler.abort(request)
+
+    def step(self) -> list[Output]:
+        """Run one forward pass; the tokens it gave, oldest chunk first, often of all that run.
+
+        Raises:
+            StalledError: nothing can run although something is unfinished.
+            NumericalError: the model's logits are not numbers; every request is aborted.
+        """
+        step = self._scheduler.schedule()
+        sampling = [chunk for chunk in step.chunks if chunk.samples]
+        sampled: dict[int, int] = {}
+        try:
+            if step.chunks:
+                logits = self.network.logits(self._batches.build(step))
+                tokens = sample(logits, [self._draw(chunk) for chunk in sampling])
+                sampled = {
+                    chunk.request.request_id: token
+                    for chunk, token in zip(sampling, tokens, strict=True)
+                }
+        except BaseException:
+            # What the pass has written is unknown: give all blocks back, publish nothing.
+            for request in (*self._scheduler.running, *self._scheduler.waiting):
+                self.abort(request)
+            self._scheduler.update(step, {})
+            raise
+        self._scheduler.update(step, sampled)
+        if not step.chunks and self._scheduler.has_unfinished:
+            raise StalledError("step: requests wait, and none can be admitted or run")
+        return [
+            self._output(chunk.request, sampled[chunk.request.request_id]) for chunk in sampling
+        ]
+
+    def stream(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[Output]:
+        """Run prompts to their ends, yielding tokens as they come.
+
+        If the iterator is closed early, what is left of these requests is aborted.
+
+        Raises:
+            InvalidArgumentError: one of the prompts is refused; none of them is queued then.
+        """
+        yield from self._drain(self.add_all(prompts, params))
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Run prompts to their ends; their completions in the order of the prompts.
+
+        Raises:
+            InvalidArgumentError: one of the prompts is refused; none of them is queued then.
+        """
+        requests = self.add_all(prompts, params)
+        pieces: dict[int, list[str]] = {request.request_id: [] for request in requests}
+        for output in self._drain(requests):
+            pieces[output.request.request_id].append(output.text)
+        return [Completion(request, "".join(pieces[request.request_id])) for request in requests]
+
+    def add_all(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        """Queue several prompts, or none of them. O(all prompts).
+
+        Raises:
+            InvalidArgumentError: one of the prompts is refused, or there are not as many `params`.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise InvalidArgumentError(f"params: wanted {len(prompts)} of them, got {len(each)}")
+        requests: list[Request] = []
+        try:
+            for prompt, its_params in zip(prompts, each, strict=True):
+                requests.append(self.add_request(prompt, its_params))
+        except Exception:
+            for request in requests:
+                self.abort(request)
+            raise
+        return requests
+
+    def _drain(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """Step until these have ended; yield their outputs; abort what is left of them."""
+        wanted = {request.request_id for request in requests}
+        try:
+            while not all(request.is_finished for request in requests):
+                yield from (out for out in self.step() if out.request.request_id in wanted)
+        finally:
+            for request in requests:
+                self.abort(request)
+
+    def _draw(self, chunk: Chunk) -> Draw:
+        request = chunk.request
+        key = draw_key(request.params.seed, self.config.seed, request.request_id)
+        return Draw(request.params, key, request.num_output_tokens)
+
+    def _output(self, request: Request, token: int) -> Output:
+        stream = self._streams[request.request_id]
+        text = stream.push(token)
+        if request.is_finished:
+            text += stream.finish()
+        elif stream.is_stopped:
+            self._scheduler.finish(request, FinishReason.STOP)
+        if request.is_finished:
+            del self._streams[request.request_id]
+        return Output(request, token, text)

@@ -1,0 +1,44 @@
+"""What can go wrong in the runner, as types.
+
+Invariants: every error that a user's input can cause is a ModelError with a one-line message that
+    names
+the argument, what was wanted and what came, so a command line can print it without a traceback.
+
+Does not know: torch, kvcore or backends; their own errors keep their own types.
+"""
+
+
+class ModelError(Exception):
+    """Base of the runner's errors."""
+
+
+class InvalidArgumentError(ModelError, ValueError):
+    """An argument has a value that cannot be used: which one, what was wanted, what came."""
+
+
+class RequestTooLongError(InvalidArgumentError):
+    """The request could never finish here, even alone: pool or positions are too few."""
+
+
+class RequestStateError(ModelError):
+    """A request was asked to do something that its status does not allow."""
+
+
+class SchedulerStateError(ModelError):
+    """The step protocol was broken: schedule and update must alternate, each step updated once."""
+
+
+class StalledError(ModelError):
+    """Requests are unfinished, yet nothing can run: someone else holds the blocks of this pool."""
+
+
+class ModelNotFoundError(ModelError):
+    """There is no model at this path or id, or what is there is not a model."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model is there, but cannot run with a paged cache; the message says why."""
+
+
+class NumericalError(ModelError):
+    """The model's logits are not numbers."""

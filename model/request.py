@@ -1,0 +1,213 @@
+"""One request: what was asked, where it stands, what came out.
+
+Decides: the life of a request (WAITING -> RUNNING -> FINISHED, with any number of detours through
+PREEMPTED) and when a sampled token ends it.
+
+Invariants: `tokens` is the prompt followed by the output, and only ever grows; a sequence is held
+exactly while RUNNING; a finished request has a reason and never changes again.
+
+Does not know: the pool, the other requests, torch, text.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence
+
+import kvcore
+from model.errors import InvalidArgumentError, RequestStateError
+from model.params import SamplingParams
+
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORTED = "aborted"
+
+
+class Request:
+    """A prompt on its way to its completion; the scheduler moves it, the engine reads it.
+
+    Attributes:
+        request_id: chosen by the caller, unique among the unfinished requests of a scheduler.
+        tokens: the prompt and the output so far, packed as uint32.
+        sequence: the blocks it holds while RUNNING, otherwise None.
+        num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        num_preemptions: how often it lost its blocks to an older request.
+
+    Raises:
+        InvalidArgumentError: an empty prompt, or a token id that is not one.
+    """
+
+    __slots__ = (
+        "_finish_reason",
+        "_status",
+        "eos_token_ids",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "params",
+        "request_id",
+        "sequence",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_tokens: Sequence[int],
+        params: SamplingParams,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        if len(prompt_tokens) == 0:
+            raise InvalidArgumentError("prompt: wanted at least one token, got none")
+        self.request_id = request_id
+        self.params = params
+        self.eos_token_ids = eos_token_ids
+        self.tokens = _packed(prompt_tokens)
+        self.num_prompt_tokens = len(prompt_tokens)
+        self.sequence: kvcore.KVSequence | None = None
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self._status = Status.WAITING
+        self._finish_reason: FinishReason | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self._status.value}, prompt={self.num_prompt_tokens}, "
+            f"output={self.num_output_tokens})"
+        )
+
+    @property
+    def status(self) -> Status:
+        """Where the request stands. O(1)."""
+        return self._status
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it has not. O(1)."""
+        return self._finish_reason
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended. O(1)."""
+        return self._status is Status.FINISHED
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The tokens generated so far. O(1)."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """The generated tokens, an ending stop token included. O(num_output_tokens)."""
+        return self.tokens[self.num_prompt_tokens :].tolist()
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """The tokens of the prompt. O(num_prompt_tokens)."""
+        return self.tokens[: self.num_prompt_tokens].tolist()
+
+    @property
+    def max_total_tokens(self) -> int:
+        """The most tokens the request can come to, its prompt included. O(1)."""
+        return self.num_prompt_tokens + self.params.max_tokens
+
+    def start(self, sequence: kvcore.KVSequence) -> None:
+        """Take a sequence and run: WAITING or PREEMPTED -> RUNNING. O(1).
+
+        Raises:
+            RequestStateError: it runs already or has finished.
+        """
+        self._leave(Status.WAITING, Status.PREEMPTED, to=Status.RUNNING)
+        if self.num_preemptions == 0:
+            self.num_cached_tokens = sequence.num_cached_tokens
+        self.sequence = sequence
+
+    def preempt(self) -> kvcore.KVSequence:
+        """Give up the sequence, to be computed again later: RUNNING -> PREEMPTED. O(1).
+
+        Returns:
+            The sequence, for the scheduler to close.
+
+        Raises:
+            RequestStateError: it does not run.
+        """
+        sequence = self.running_sequence
+        self._leave(Status.RUNNING, to=Status.PREEMPTED)
+        self.num_preemptions += 1
+        self.sequence = None
+        return sequence
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Add a sampled token to the output and say whether it ends the request. O(1).
+
+        The request is not finished by this: `finish` is, once the scheduler has let go of the
+        blocks.
+
+        Raises:
+            RequestStateError: it does not run.
+        """
+        if self._status is not Status.RUNNING:
+            raise RequestStateError(f"{self!r}: accept wants a running request")
+        self.tokens.append(token)
+        if token in self.params.stop_token_ids:
+            return FinishReason.STOP
+        if token in self.eos_token_ids and not self.params.ignore_eos:
+            return FinishReason.STOP
+        if self.num_output_tokens == self.params.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def finish(self, reason: FinishReason) -> kvcore.KVSequence | None:
+        """End the request, from any status but FINISHED. O(1).
+
+        Returns:
+            The sequence it held, for the scheduler to close; None if it held none.
+
+        Raises:
+            RequestStateError: it has ended already.
+        """
+        self._leave(Status.WAITING, Status.RUNNING, Status.PREEMPTED, to=Status.FINISHED)
+        self._finish_reason = reason
+        sequence, self.sequence = self.sequence, None
+        return sequence
+
+    @property
+    def running_sequence(self) -> kvcore.KVSequence:
+        """The sequence of a running request. O(1).
+
+        Raises:
+            RequestStateError: it does not run.
+        """
+        if self.sequence is None:
+            raise RequestStateError(f"{self!r}: only a running request holds a sequence")
+        return self.sequence
+
+    def _leave(self, *allowed: Status, to: Status) -> None:
+        if self._status not in allowed:
+            raise RequestStateError(f"{self!r}: cannot become {to.value}")
+        self._status = to
+
+
+def _packed(tokens: Sequence[int]) -> array[int]:
+    for token in tokens:
+        if not 0 <= token <= _MAX_TOKEN_ID:
+            raise InvalidArgumentError(
+                f"prompt: wanted token ids from 0 to {_MAX_TOKEN_ID}, got {token}"
+            )
+    return array("I", tokens)
