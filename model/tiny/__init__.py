@@ -1,0 +1,10 @@
+"""A tiny language model that speaks of Python: its checkpoint, its prompts and its training.
+
+Importing this package is cheap and needs only the standard library; `python -m model.tiny.train`
+makes the checkpoint anew.
+"""
+
+from pathlib import Path
+
+CHECKPOINT_DIR = Path(__file__).parent
+"""The folder that `AutoModelForCausalLM` and `AutoTokenizer` load, offline."""
