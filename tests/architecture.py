@@ -1,0 +1,123 @@
+"""The plan of the house as code: what may import what, and how large a file may grow.
+
+`violations(root)` reads the sources below a root and returns every breach as one line; it imports
+nothing of them, so it can be pointed at a planted tree as well as at the project.
+"""
+
+import ast
+from pathlib import Path
+
+PACKAGES = ("kvcore", "backends", "model")
+
+# A file may import, of its own package, only files of an earlier row.
+KVCORE_LAYERS = (
+    ("errors",),
+    ("arguments",),
+    ("tokens",),
+    ("hashing", "block"),
+    ("free_queue", "content_tree", "slots", "stats"),
+    ("pool",),
+    ("sequence",),
+    ("manager",),
+    ("invariants",),
+    ("__init__",),
+)
+
+# Which other packages a package may import, by their roots alone.
+MAY_IMPORT = {"kvcore": set(), "backends": set(), "model": {"kvcore", "backends"}}
+
+# The control plane counts Python ints; these must not load a tensor library.
+CONTROL_PLANE = ("kvcore/*.py", "model/request.py", "model/scheduler.py")
+TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
+KVCORE_NEEDS = {"xxhash"}
+
+# A loader of code that may be absent, or must not load early, imports inside a function.
+LAZY_IMPORTS = {"backends/registry.py"}
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
+
+
+def violations(root):
+    """Return one line for every rule that a file below `root` breaks."""
+    found = []
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            name = path.relative_to(root).as_posix()
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+            for check in (_imports, _planes, _lazy, _sizes):
+                found += [f"{name}: {what}" for what in check(path, name, source, tree)]
+    return found
+
+
+def imported(tree):
+    """Yield the dotted name of every import, relative ones with their dots in front."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+def _imports(path, name, source, tree):
+    package = name.split("/")[0]
+    for module in imported(tree):
+        top, _, rest = module.partition(".")
+        if top in PACKAGES and top != package:
+            if top not in MAY_IMPORT[package]:
+                yield f"imports {module}: {package} does not know {top}"
+            elif (
+                rest
+                and not (
+                    Path(*path.parts[: -len(name.split("/"))]) / module.replace(".", "/")
+                ).is_dir()
+            ):
+                yield f"imports {module}: a package is imported by its root"
+        if package == "kvcore" and top == "kvcore" and name.count("/") == 1:
+            yield from _downward(Path(name).stem, rest)
+
+
+def _downward(importer, target):
+    rows = {file: row for row, files in enumerate(KVCORE_LAYERS) for file in files}
+    if importer not in rows:
+        yield "is in no layer: give it a row in KVCORE_LAYERS and in docs/architecture.md"
+    elif rows.get(target, -1) >= rows[importer]:
+        yield f"imports kvcore.{target}, which does not stand above it"
+
+
+def _planes(path, name, source, tree):
+    if not any(Path(name).match(pattern) for pattern in CONTROL_PLANE):
+        return
+    for module in imported(tree):
+        top = module.partition(".")[0]
+        if top in TENSOR_LIBRARIES:
+            yield f"imports {module}: the control plane has no tensors"
+
+
+def _lazy(path, name, source, tree):
+    if name in LAZY_IMPORTS:
+        return
+    for function in ast.walk(tree):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            for node in ast.walk(function):
+                if isinstance(node, (ast.Import, ast.ImportFrom)):
+                    yield f"line {node.lineno}: an import inside {function.name}"
+
+
+def _sizes(path, name, source, tree):
+    lines = source.count("\n")
+    if lines > MAX_FILE_LINES:
+        yield f"{lines} lines: it has found a second subject"
+    if Path(name).stem in FORBIDDEN_NAMES:
+        yield "a name that says nothing"
+    if source.strip() and ast.get_docstring(tree) is None:
+        yield "a module opens with what it decides"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{node.name} has {length} lines"
+        if isinstance(node, ast.Assert):
+            yield f"line {node.lineno}: an assert vanishes under python -O"

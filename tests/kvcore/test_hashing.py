@@ -1,0 +1,180 @@
+"""Namespaces encode injectively and canonically; names are chained, and derived (P8, P10)."""
+
+import hashlib
+import struct
+import subprocess
+import sys
+from array import array
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+import kvcore
+
+NAMESPACES = st.builds(
+    lambda salt, name, version, epoch: kvcore.Namespace(
+        salt=salt,
+        lora_name=name,
+        lora_version=version if name is not None else 0,
+        weight_epoch=epoch,
+    ),
+    st.binary(max_size=12),
+    st.none() | st.text(max_size=6),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**64 - 1),
+)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=24)
+
+
+@given(NAMESPACES)
+def test_a_namespace_decodes_to_itself(namespace):
+    assert kvcore.decode_namespace(kvcore.encode_namespace(namespace)) == namespace
+
+
+@given(NAMESPACES, NAMESPACES)
+@example(kvcore.Namespace(salt=b"X"), kvcore.Namespace(lora_name="X"))  # vLLM #44701
+@example(kvcore.Namespace(lora_name=None), kvcore.Namespace(lora_name=""))
+def test_namespaces_are_equal_exactly_when_their_bytes_are(one, other):
+    assert (one == other) == (kvcore.encode_namespace(one) == kvcore.encode_namespace(other))
+
+
+@given(st.binary(max_size=40) | NAMESPACES.map(kvcore.encode_namespace).map(lambda b: b + b"\x00"))
+def test_only_canonical_bytes_decode(data):
+    try:
+        namespace = kvcore.decode_namespace(data)
+    except kvcore.InvalidArgumentError:
+        return
+    assert kvcore.encode_namespace(namespace) == data
+
+
+@given(NAMESPACES, st.data())
+def test_bytes_with_one_bit_changed_never_decode_to_the_same_namespace(namespace, data):
+    encoded = bytearray(kvcore.encode_namespace(namespace))
+    bit = data.draw(st.integers(0, 8 * len(encoded) - 1))
+    encoded[bit // 8] ^= 1 << bit % 8
+    try:
+        other = kvcore.decode_namespace(bytes(encoded))
+    except kvcore.InvalidArgumentError:
+        return
+    assert other != namespace
+
+
+def test_integer_types_and_string_objects_do_not_change_the_bytes():
+    plain = kvcore.Namespace(salt=b"ab", lora_name="ab", lora_version=1)
+    built = kvcore.Namespace(
+        salt=bytes([97, 98]), lora_name=str(b"ab", "ascii"), lora_version=np.int64(1)
+    )
+    assert built == plain
+    assert kvcore.encode_namespace(built) == kvcore.encode_namespace(plain)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"salt": "text"},
+        {"lora_name": b"bytes"},
+        {"lora_name": "\ud800"},
+        {"lora_name": "x", "lora_version": -1},
+        {"lora_name": "x", "lora_version": 1.0},
+        {"lora_name": "x", "lora_version": True},
+        {"lora_version": 1},
+        {"weight_epoch": 2**64},
+        {"weight_epoch": None},
+    ],
+    ids=repr,
+)
+def test_a_namespace_that_cannot_be_described_is_refused(wrong):
+    with pytest.raises(kvcore.InvalidArgumentError, match=": wanted"):
+        kvcore.Namespace(**wrong)
+
+
+def names(tokens, block_size, namespace, algorithm="xxh3-128"):
+    chain = kvcore.NameChain(kvcore.encode_namespace(namespace), block_size, algorithm)
+    return chain.names(kvcore.pack(tokens), len(tokens) // block_size)
+
+
+@given(TOKENS, TOKENS, NAMESPACES, NAMESPACES, st.integers(1, 4))
+def test_names_are_equal_exactly_where_prefix_and_namespace_are(one, other, here, there, size):
+    pairs = zip(names(one, size, here), names(other, size, there), strict=False)
+    for index, (left, right) in enumerate(pairs):
+        end = (index + 1) * size
+        assert (left == right) == ((here, one[:end]) == (there, other[:end]))
+
+
+@given(TOKENS, st.lists(st.tuples(st.integers(0, 24), TOKENS), max_size=4), st.integers(1, 4))
+def test_a_chain_that_was_cut_and_extended_equals_one_from_scratch(tokens, edits, size):
+    namespace = kvcore.Namespace(salt=b"s")
+    chain = kvcore.NameChain(kvcore.encode_namespace(namespace), size, "sha256")
+    for keep, more in edits:
+        chain.names(kvcore.pack(tokens), len(tokens) // size)
+        tokens = tokens[:keep] + more
+        chain.cut(min(keep, len(tokens)) // size)
+    incremental = chain.names(kvcore.pack(tokens), len(tokens) // size)
+    assert incremental == names(tokens, size, namespace, "sha256")
+
+
+def test_a_name_is_the_digest_that_the_documentation_spells_byte_for_byte():
+    namespace = kvcore.Namespace(salt=b"s", lora_name="L", lora_version=2, weight_epoch=3)
+    root_bytes = (
+        b"KVN1"
+        + struct.pack("<BI", 1, 1)
+        + b"s"
+        + struct.pack("<BI", 2, 1)
+        + b"L"
+        + struct.pack("<BIQ", 3, 8, 2)
+        + struct.pack("<BIQ", 4, 8, 3)
+    )
+    assert kvcore.encode_namespace(namespace) == root_bytes
+    digests = {
+        "sha256": lambda data: hashlib.sha256(data).digest(),
+        "xxh3-128": xxhash.xxh3_128_digest,
+    }
+    for algorithm, digest in digests.items():
+        parent = digest(root_bytes)
+        first = digest(
+            b"KVB1" + bytes([len(parent)]) + parent + struct.pack("<III", 2, 10, 2**32 - 1)
+        )
+        second = digest(b"KVB1" + bytes([len(first)]) + first + struct.pack("<III", 2, 12, 13))
+        assert names([10, 2**32 - 1, 12, 13], 2, namespace, algorithm) == (first, second)
+
+
+@given(TOKENS, TOKENS, st.binary(min_size=16, max_size=16))
+def test_block_encodings_of_different_tokens_differ(one, other, parent):
+    assume(one != other)
+    packed = [array("I", tokens).tobytes() for tokens in (one, other)]
+    assert kvcore.encode_block(parent, packed[0]) != kvcore.encode_block(parent, packed[1])
+
+
+def test_an_unknown_algorithm_is_refused_when_the_manager_is_made():
+    with pytest.raises(kvcore.InvalidArgumentError, match="sha256"):
+        kvcore.KVCacheManager(4, 2, name_algorithm="md5")
+
+
+SCRIPT = """
+import kvcore
+kv = kvcore.KVCacheManager(9, 2, name_algorithm="sha256")
+for name in (None, "adapter"):
+    seq = kv.open(range(9), namespace=kvcore.Namespace(salt=b"x", lora_name=name))
+    kv.reserve(seq, 9), kv.commit(seq, 9)
+    print(seq.block_table, [name.hex() for name in kv.block_names(seq)])
+    kv.close(seq)
+print([block.block_id for block in kv.pool.free_queue])
+"""
+
+
+def test_names_and_ids_are_the_same_in_a_process_with_another_hash_seed():
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "4242")
+    }
+    assert len(outputs) == 1
+    assert "(1, 2, 3, 4, 5)" in outputs.pop()

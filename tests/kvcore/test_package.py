@@ -1,0 +1,42 @@
+"""What is shipped and what an import costs: kvcore alone, typed, light."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from hatchling.builders.wheel import WheelBuilder
+
+import kvcore
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_wheel_holds_kvcore_alone_and_its_types(tmp_path):
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(f"kvcore-{kvcore.__version__}.dist-info/METADATA").decode()
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"kvcore", f"kvcore-{kvcore.__version__}.dist-info"}
+    assert "kvcore/py.typed" in names
+    sources = {f"kvcore/{path.name}" for path in (ROOT / "kvcore").glob("*.py")}
+    assert sources <= set(names)
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    assert [line for line in required if "extra ==" not in line] == ["Requires-Dist: xxhash>=3.4"]
+
+
+def test_importing_kvcore_loads_the_standard_library_and_xxhash_only():
+    script = (
+        "import sys; before = set(sys.modules); import kvcore;"
+        "print(*sorted({name.partition('.')[0] for name in set(sys.modules) - before}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {script}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(result.stdout.split())
+    assert "kvcore" in loaded
+    assert loaded - set(sys.stdlib_module_names) <= {"kvcore", "xxhash", "_xxhash"}

@@ -1,0 +1,69 @@
+"""Tokens arrive as sequences of ints or packed; both become the same bytes."""
+
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvcore
+
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+@given(IDS)
+def test_every_form_of_the_same_tokens_packs_to_the_same_bytes(ids):
+    packed = kvcore.pack(ids)
+    assert list(packed) == ids
+    forms = [
+        tuple(ids),
+        array("I", ids),
+        memoryview(array("I", ids)),
+        np.array(ids, dtype=np.uint32),
+        np.array(ids, dtype=np.int64),
+        np.array([value for value in ids for _ in range(2)], dtype=np.uint32)[::2],
+    ]
+    for form in forms:
+        assert kvcore.pack(form) == packed
+
+
+def test_packing_copies_so_that_the_callers_buffer_stays_its_own():
+    mine = array("I", [1, 2, 3])
+    packed = kvcore.pack(mine)
+    mine[0] = 9
+    mine.append(4)  # no view of it is left exported
+    assert list(packed) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "text",
+        b"\x01\x00\x00\x00",
+        bytearray(4),
+        {1: 2},
+        {1, 2},
+        iter([1, 2]),
+        7,
+        None,
+        [1.5],
+        [None],
+        ["1"],
+        [-1],
+        [2**32],
+        [1, [2]],
+        np.zeros((2, 2), dtype=np.uint32),
+        np.array([0.5]),
+        np.array([-1]),
+    ],
+    ids=repr,
+)
+def test_what_is_no_token_ids_is_a_typed_error(wrong):
+    with pytest.raises(kvcore.InvalidArgumentError, match="tokens: wanted"):
+        kvcore.pack(wrong)
+
+
+def test_bytes_are_packed_tokens_only_when_the_caller_says_so():
+    data = array("I", [7, 8]).tobytes()
+    assert list(kvcore.pack(memoryview(data).cast("I"))) == [7, 8]

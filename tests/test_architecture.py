@@ -1,0 +1,79 @@
+"""The plan of the house holds, and the check that says so is itself checked on planted breaches."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.architecture import KVCORE_LAYERS, PACKAGES, violations
+
+ROOT = Path(__file__).parents[1]
+TOP_LEVEL = {
+    ".ci", ".git", ".gitignore", "README.md", "backends", "docs", "kvcore", "model",
+    "pyproject.toml", "tests",
+}  # fmt: skip
+
+
+def test_the_project_follows_its_architecture():
+    assert violations(ROOT) == []
+
+
+def test_the_top_level_is_what_was_agreed():
+    ignored = {".venv", "build", "dist", "__pycache__"}
+    found = {path.name for path in ROOT.iterdir()} - ignored
+    assert {name for name in found if not name.endswith(("_cache", ".egg-info"))} - TOP_LEVEL <= {
+        ".hypothesis"
+    }
+    assert TOP_LEVEL - {".git"} <= found
+
+
+def test_every_file_of_kvcore_has_a_layer_and_every_layer_its_files():
+    layered = {name for row in KVCORE_LAYERS for name in row}
+    assert layered == {path.stem for path in (ROOT / "kvcore").glob("*.py")}
+
+
+PLANTED = {
+    "an upward import": (
+        "kvcore/block.py", "from kvcore.pool import BlockPool", "does not stand above"
+    ),
+    "an import of its own layer": (
+        "kvcore/slots.py", "import kvcore.stats", "does not stand above"
+    ),
+    "a file without a layer": (
+        "kvcore/radix.py", "from kvcore.errors import KVCoreError", "is in no layer"
+    ),
+    "torch in the control plane": ("kvcore/pool.py", "import torch", "has no tensors"),
+    "numpy in the scheduler": ("model/scheduler.py", "import numpy as np", "has no tensors"),
+    "kvcore in a backend": (
+        "backends/numba_cpu/store_kv.py", "import kvcore", "backends does not know kvcore"
+    ),
+    "a backend in kvcore": (
+        "kvcore/manager.py", "import backends", "kvcore does not know backends"
+    ),
+    "an import past the root": (
+        "model/batch.py", "from kvcore.pool import BlockPool", "imported by its root"
+    ),
+    "an import in a function": (
+        "model/engine.py", "def run():\n    import json\n", "an import inside run"
+    ),
+    "a guard that vanishes": ("kvcore/pool.py", "assert 1 + 1 == 2", "vanishes under python -O"),
+    "a file for everything": ("model/utils.py", "x = 1", "a name that says nothing"),
+    "a file without a word": ("model/batch.py", "x = 1", "opens with what it decides"),
+    "a function without end": (
+        "model/batch.py", "def run():\n" + "    x = 1\n" * 60, "run has 61 lines"
+    ),
+    "a file without end": ("model/batch.py", "x = 1\n" * 301, "301 lines"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_breach_is_reported(tmp_path, name):
+    path, source, message = PLANTED[name]
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+    file = tmp_path / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(source, encoding="utf-8")
+    assert any(message in line for line in violations(tmp_path))
+    file.write_text('"""It decides nothing."""\n', encoding="utf-8")
+    left = violations(tmp_path)
+    assert not any(message in line for line in left) or path.endswith("utils.py")
