@@ -30,14 +30,22 @@ _COPY_VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.float32, 8: torch.int64
 
 if TYPE_CHECKING:
     _F = TypeVar("_F", bound=Callable[..., object])
+    _A = TypeVar("_A", bound=np.ndarray)
 
-    def jit(**options: object) -> Callable[[_F], _F]: ...
+    def jit(**options: object) -> Callable[[_F], _F]:
+        """`numba.njit` keeps a function's type."""
 
-    def widen(bits: float) -> float: ...
+    def widen(bits: float) -> np.float32:
+        """To float32."""
 
-    def narrow(value: float, like: float) -> float: ...
+    def narrow(value: float, like: float) -> float:
+        """From float32."""
 
-    def float_of(bits: int) -> float: ...
+    def float_of(bits: np.int32) -> np.float32:
+        """From 32 bits."""
+
+    def span(array: _A, offset: int, size: int) -> _A:
+        """A part of an array."""
 
 else:
 
@@ -80,13 +88,32 @@ else:
         return like(value, like), generate
 
     @intrinsic
-    def float_of(_context: object, bits: types.Type):  # noqa: ANN201 - typed above
+    def float_of(_context: object, _bits: types.Type):  # noqa: ANN201 - typed above
         """The float32 with these 32 bits."""
 
         def generate(_c: object, builder: ir.IRBuilder, _s: object, args: list) -> object:
             return builder.bitcast(args[0], ir.FloatType())
 
         return types.float32(types.int32), generate
+
+    @intrinsic
+    def span(_context: object, array: types.Array, _offset: types.Type, _size: types.Type):  # noqa: ANN201
+        """array[offset : offset + size] of a flat array: unchecked, no reference counted."""
+
+        def generate(context: object, builder: ir.IRBuilder, sig: object, args: list) -> object:
+            source = context.make_array(sig.args[0])(context, builder, args[0])
+            part = context.make_array(sig.return_type)(context, builder)
+            context.populate_array(
+                part,
+                data=builder.gep(source.data, [args[1]]),
+                shape=[args[2]],
+                strides=[source.itemsize],
+                itemsize=source.itemsize,
+                meminfo=None,
+            )
+            return part._getvalue()  # noqa: SLF001 - the way that numba gives
+
+        return array(array, types.intp, types.intp), generate
 
 
 _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
@@ -98,7 +125,7 @@ _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
 def exp2(x: np.float32) -> np.float32:
     """2 ** x for x <= 0, to 2 units in the last place; 0 below -126; NaN for NaN."""
     low = np.float32(-126.0)
-    y = low if x < low else x
+    y = low if x < low else x  # noqa: FURB136 - max would drop NaN
     whole = np.int32(y - np.float32(0.5))
     f = y - np.float32(whole)
     p = _C7 * f + _C6
@@ -109,12 +136,12 @@ def exp2(x: np.float32) -> np.float32:
     p = p * f + _C1
     p = p * f + np.float32(1.0)
     p *= float_of((whole + np.int32(127)) << np.int32(23))
-    return np.float32(0.0) if x < low else p
+    return p if not x < low else np.float32(0.0)
 
 
 @jit()
 def tanh(x: np.float32) -> np.float32:
-    """tanh(x) to a few units in the last place for every x: a series near 0, exp2 elsewhere."""
+    """The hyperbolic tangent, to a few units in the last place everywhere."""
     size = abs(x)
     e = exp2(np.float32(-2.0 * LOG2E) * size)
     far = (np.float32(1.0) - e) / (np.float32(1.0) + e)

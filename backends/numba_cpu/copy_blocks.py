@@ -9,7 +9,6 @@ block is written; no dst is a src or appears twice, so the order of copies has n
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from backends.checks import check_copy_blocks
@@ -32,7 +31,10 @@ def _copy(
     stop: int,
 ) -> None:
     for i in range(start, stop):
-        cache[copies[i, 1] * stride :][:size] = cache[copies[i, 0] * stride :][:size]
+        source = cache[copies[i, 0] * stride :][:size]
+        target = cache[copies[i, 1] * stride :][:size]
+        for b in range(size):
+            target[b] = source[b]
 
 
 def copy_blocks(

@@ -4,7 +4,7 @@
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
 
 Layout: a row is one (query token, query head); the rows of an item share a KV head. Keys come in
-tiles of 32 positions, whatever the block size, by way of the block table. In decode the tiles are
+tiles of 64 positions, whatever the block size, by way of the block table. In decode the tiles are
 the outer loop and the KV heads the inner one, so that memory is walked in order. A row's arithmetic
 depends neither on block ids nor on the cut into threads: outputs are bitwise equal under any
 permutation of the blocks and any number of threads.
@@ -16,6 +16,7 @@ checked before anything is written: query_start_loc, lengths, table entries.
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -24,16 +25,21 @@ from torch import Tensor
 from backends.checks import check_paged_attention
 from backends.contract import Backend, PagedBatch
 from backends.errors import InvalidArgumentError
-from backends.numba_cpu.bits import LOG2E, exp2, flat, jit, narrow, widen
+from backends.numba_cpu.bits import LOG2E, flat, jit, span
+from backends.numba_cpu.rows import (
+    SOURCE_DIGEST,
+    find_keys,
+    load_rows,
+    soften_rows,
+    start_rows,
+    store_rows,
+)
 from backends.numba_cpu.schedule import FAULTS, Ints, Longs, check_batch, cut, make_items
-from backends.numba_cpu.tiles import SOURCE_DIGEST, Floats, add_tile, score_tile, soften
+from backends.numba_cpu.tiles import TILE, Floats, add_tile, score_tile
 from backends.numba_cpu.workers import Workers
 
-TILE = 32
 ROWS = 16
 SERIAL_COST = 1 << 18  # multiply-adds below which a second thread costs more than it saves
-
-_LOWEST = np.float32(-1e30)  # where a running maximum starts; -inf would make -inf - -inf
 
 
 @lru_cache(maxsize=1)
@@ -59,71 +65,56 @@ def _kernel(source_digest: int) -> Callable[..., None]:
         stop: int,  # past the last unit
     ) -> None:
         _ = source_digest
-        block_size, num_kv_heads, group, head_dim = sizes
+        block_size, num_kv_heads, group, size = sizes
         most = max(1, ROWS // group) * group
-        rows = np.empty((num_kv_heads, most, head_dim), np.float32)
-        sums = np.empty((num_kv_heads, most, head_dim), np.float32)
-        highest = np.empty((num_kv_heads, most), np.float32)
-        total = np.empty((num_kv_heads, most), np.float32)
-        scores = np.empty((most, TILE), np.float32)
+        rows = np.empty(num_kv_heads * most * size, np.float32)
+        sums = np.empty(num_kv_heads * most * size, np.float32)
+        highest = np.empty(num_kv_heads * most, np.float32)
+        total = np.empty(num_kv_heads * most, np.float32)
+        scores = np.empty(num_kv_heads * most * TILE, np.float32)
         k_offsets = np.empty(TILE, np.int64)
         v_offsets = np.empty(TILE, np.int64)
         factor = scale if soft_cap > 0 else scale * np.float32(LOG2E)
         unit = start
         while unit < stop:
             item, head = unit // num_kv_heads, unit % num_kv_heads
-            s, first_row = items[item, 0], items[item, 1]
-            count, position = items[item, 2], items[item, 3]
+            table = span(tables, items[item, 0] * table_stride, 1)
+            first_row, count, position = items[item, 1], items[item, 2], items[item, 3]
             num_heads = min(num_kv_heads - head, stop - unit) if count == 1 else 1
             num_rows = count * group
+            sums[: num_heads * most * size] = 0
             for h in range(num_heads):
-                for r in range(num_rows):
-                    q_head = (head + h) * group + r % group
-                    at = (first_row + r // group) * strides[0] + q_head * strides[1]
-                    row = query[at:][:head_dim]
-                    for d in range(head_dim):
-                        rows[h, r, d] = widen(row[d]) * factor
-                        sums[h, r, d] = 0
-                    highest[h, r], total[h, r] = _LOWEST, 0
-                    if sinks.size:
-                        sink = sinks[q_head] * np.float32(LOG2E)
-                        highest[h, r] = max(sink, _LOWEST)
-                        total[h, r] = exp2(sink - highest[h, r])
+                q_head, mine = (head + h) * group, h * most
+                at = first_row * strides[0] + q_head * strides[1]
+                piece = span(rows, mine * size, most * size)
+                load_rows(query, at, strides, count, group, size, factor, piece)
+                sink = span(sinks, q_head, group) if sinks.size else sinks
+                start_rows(sink, count, group, span(highest, mine, most), span(total, mine, most))
             seen = 0 if window == 0 else max(0, position - window + 1)
             for tile in range(seen // TILE * TILE, position + count, TILE):
                 live = min(TILE, position + count - tile)
-                skip = max(0, seen - tile)
-                for t in range(TILE):
-                    where = tile + min(max(t, skip), live - 1)
-                    block_id = np.int64(tables[s * table_stride + where // block_size])
-                    k_offsets[t] = block_id * strides[2] + where % block_size * strides[3]
-                    v_offsets[t] = block_id * strides[5] + where % block_size * strides[6]
+                find_keys(
+                    table, block_size, tile, seen - tile, live, strides, k_offsets, v_offsets, head
+                )
+                score_tile(
+                    rows, num_heads, most, num_rows, size,
+                    k_cache, k_offsets, strides[4], live, scores,
+                )  # fmt: skip
                 for h in range(num_heads):
-                    mine = rows[h, :num_rows]
-                    score_tile(mine, k_cache, k_offsets, (head + h) * strides[4], live, scores)
-                    for r in range(num_rows):
-                        last = position + r // group - tile
-                        first = 0 if window == 0 else max(0, last - window + 1)
-                        rescale = soften(
-                            scores[r],
-                            min(first, TILE),
-                            min(last, live - 1),
-                            soft_cap,
-                            highest[h, r:],
-                            total[h, r:],
-                        )
-                        if rescale != np.float32(1.0):
-                            sums[h, r] *= rescale
-                    mine = sums[h, :num_rows]
-                    add_tile(mine, v_cache, v_offsets, (head + h) * strides[7], live, scores)
+                    soften_rows(
+                        span(scores, h * most * TILE, most * TILE),
+                        span(sums, h * most * size, most * size),
+                        span(highest, h * most, most), span(total, h * most, most),
+                        count, group, size, position - tile, live, window, soft_cap,
+                    )  # fmt: skip
+                add_tile(
+                    sums, num_heads, most, num_rows, size,
+                    v_cache, v_offsets, strides[7], live, scores,
+                )  # fmt: skip
             for h in range(num_heads):
-                for r in range(num_rows):
-                    q_head = (head + h) * group + r % group
-                    at = (first_row + r // group) * strides[8] + q_head * strides[9]
-                    row_out = out[at:][:head_dim]
-                    share = np.float32(1.0) / total[h, r]
-                    for d in range(head_dim):
-                        row_out[d] = narrow(sums[h, r, d] * share, row_out[d])
+                at = first_row * strides[8] + (head + h) * group * strides[9]
+                piece = span(sums, h * most * size, most * size)
+                store_rows(piece, span(total, h * most, most), count, group, size, out, at, strides)
             unit += num_heads
 
     return attend
@@ -184,7 +175,7 @@ def paged_attention(
         np.float32(soft_cap or 0.0),
         span,
     )
-    pieces = [(int(a), int(b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if a < b]
+    pieces = [(int(a), int(b)) for a, b in pairwise(bounds) if a < b]
     workers.run(lambda start, stop: kernel(*arguments, start, stop), pieces)
     return out
 

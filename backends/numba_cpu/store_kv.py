@@ -36,7 +36,7 @@ def _scatter(
     cache: Words,  # flat [num_blocks, block_size, num_kv_heads, head_dim]
     slots: Longs,  # [num_tokens]
     sizes: tuple[int, int, int],  # block_size, num_kv_heads, head_dim
-    strides: tuple[int, int, int, int, int],  # rows 2, cache 3
+    strides: tuple[int, ...],  # rows 2, cache 3
     start: int,
     stop: int,
 ) -> None:
@@ -49,7 +49,9 @@ def _scatter(
             at = slot // block_size * strides[2] + slot % block_size * strides[3]
             for h in range(num_heads):
                 source = rows[i * strides[0] + h * strides[1] :][:size]
-                cache[at + h * strides[4] :][:size] = source
+                target = cache[at + h * strides[4] :][:size]
+                for d in range(size):
+                    target[d] = source[d]
 
 
 def store_kv(

@@ -9,6 +9,7 @@ calling thread works too. Knows nothing of kernels.
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import torch
 
@@ -46,7 +47,7 @@ class Workers:
         """Call `work` over 0 .. total, cut in equal slices of at least `grain`."""
         parts = max(1, min(self.width, total // max(1, grain)))
         bounds = [total * i // parts for i in range(parts + 1)]
-        self.run(work, list(zip(bounds[:-1], bounds[1:], strict=True)))
+        self.run(work, list(pairwise(bounds)))
 
     def _pool(self) -> ThreadPoolExecutor:
         key = (os.getpid(), self.width)  # the threads of a parent do not exist in its child
