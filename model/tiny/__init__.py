@@ -6,5 +6,9 @@ makes the checkpoint anew.
 
 from pathlib import Path
 
+from model.tiny.prompts import DEMO_PROMPTS, ENDINGS, SHARED_PREFIX
+
+__all__ = ["CHECKPOINT_DIR", "DEMO_PROMPTS", "ENDINGS", "SHARED_PREFIX"]
+
 CHECKPOINT_DIR = Path(__file__).parent
 """The folder that `AutoModelForCausalLM` and `AutoTokenizer` load, offline."""

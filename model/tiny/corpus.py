@@ -22,15 +22,14 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-
 from pydoc_data import topics
+from types import ModuleType
 
 from model.tiny.prose import paragraphs
 
 HELD_OUT_ONE_IN = 32
 _NOT_LIBRARY = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "lib-dynload", "_bundled", "turtledemo"}
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled", "turtledemo"}
 )
 _NOT_IMPORTED = frozenset({"readline"})  # its import writes escape codes to some terminals
 

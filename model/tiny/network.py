@@ -8,10 +8,10 @@ and norms by AdamW. It does not know where the tokens come from.
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW, Muon, Optimizer
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 MAX_POSITIONS = 2048
 
@@ -37,7 +37,7 @@ def build_network(*, vocab_size: int, end_of_text_id: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def build_optimizers(network: PreTrainedModel, *, rate: float) -> list[Optimizer]:
+def build_optimizers(network: nn.Module, *, rate: float) -> list[Optimizer]:
     """Muon at 2.5 times `rate` for the layers' matrices, AdamW at `rate` for the rest."""
     named = dict(network.named_parameters())  # tied weights appear once
     matrices = [p for name, p in named.items() if p.ndim == 2 and "embed" not in name]
@@ -48,7 +48,7 @@ def build_optimizers(network: PreTrainedModel, *, rate: float) -> list[Optimizer
     ]
 
 
-def next_token_loss(network: PreTrainedModel, windows: Tensor) -> Tensor:
+def next_token_loss(network: nn.Module, windows: Tensor) -> Tensor:
     """The mean cross entropy, in nats, of every token but the first given those before it.
 
     windows: int64 [batch, length].
@@ -58,7 +58,7 @@ def next_token_loss(network: PreTrainedModel, windows: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def bits_per_byte(network: PreTrainedModel, tokens: Tensor, num_bytes: int, window: int) -> float:
+def bits_per_byte(network: nn.Module, tokens: Tensor, num_bytes: int, window: int) -> float:
     """The bits the network needs for each byte of the text that the tokens stand for.
 
     Every token but the very first is predicted once, from up to `window` tokens before it; the

@@ -1,7 +1,7 @@
 """Decides which paragraphs of a piece of documentation a model may learn from, and in what form.
 
 Invariants: the same text gives the same paragraphs, in order; no paragraph of a licence, a
-copyright notice or a list of authors survives; cleaning twice changes nothing more.
+copyright notice or a list of authors survives.
 It does not know where a text comes from, nor that a model will be trained on it.
 """
 

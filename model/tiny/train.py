@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
+from model.errors import InvalidArgumentError
 from model.tiny import CHECKPOINT_DIR
 from model.tiny.corpus import Document, gather, split
 from model.tiny.network import bits_per_byte, build_network, build_optimizers, next_token_loss
-from model.tiny.vocabulary import END_OF_TEXT, VOCAB_SIZE, learn_vocabulary
+from model.tiny.vocabulary import END_OF_TEXT, END_OF_TEXT_ID, VOCAB_SIZE, learn_vocabulary
 
 EVALUATION_WINDOW = 512
 _REPORT_EVERY = 100
@@ -68,26 +69,29 @@ def make_checkpoint(documents: Sequence[Document], out: Path, settings: Settings
     """Learn a vocabulary and train a network on the documents not held out; save both to `out`.
 
     Writes config.json, generation_config.json, model.safetensors (bf16), tokenizer.json and
-    tokenizer_config.json. Raises: ValueError if nothing is left to train on, or to hold out.
+    tokenizer_config.json.
+
+    Raises:
+        InvalidArgumentError: too little text to learn from, or none to hold out.
     """
     begin = time.monotonic()
     learn_from, held_out = split(documents)
     if not learn_from or not held_out:
-        raise ValueError(
+        raise InvalidArgumentError(
             "documents: wanted some to learn from and some to hold out, "
             f"got {len(learn_from)} and {len(held_out)}"
         )
     torch.manual_seed(settings.seed)
     texts = [document.text for document in learn_from]
     tokenizer = learn_vocabulary(texts, vocab_size=settings.vocab_size)
-    network = build_network(
-        vocab_size=settings.vocab_size, end_of_text_id=tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    )
+    network = build_network(vocab_size=len(tokenizer), end_of_text_id=END_OF_TEXT_ID)
     num_steps = _train(network, encode(tokenizer, learn_from).tokens, settings)
-    network.to(torch.bfloat16)
+    weights: nn.Module = network  # the view of it that is typed
+    weights.to(torch.bfloat16)
+    network.generation_config.pad_token_id = network.config.eos_token_id  # `generate` asks for one
     tokenizer.save_pretrained(out)
     network.save_pretrained(out)
-    network.float()  # the saved numbers, as a CPU computes with them
+    weights.float()  # the saved numbers, as a CPU computes with them
     sample = learn_from[:: max(1, len(learn_from) // len(held_out))]
     return Result(
         train_bits_per_byte=measure(network, encode(tokenizer, sample)),
@@ -106,13 +110,18 @@ def encode(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) ->
     return Text(torch.tensor(tokens), num_bytes)
 
 
-def measure(network: PreTrainedModel, text: Text) -> float:
+def measure(network: nn.Module, text: Text) -> float:
     """Bits a byte of a text that is long enough to fill several windows."""
     return bits_per_byte(network, text.tokens, text.num_bytes, EVALUATION_WINDOW)
 
 
-def _train(network: PreTrainedModel, tokens: Tensor, settings: Settings) -> int:
+def _train(network: nn.Module, tokens: Tensor, settings: Settings) -> int:
     """Train in place; the number of steps made."""
+    if len(tokens) <= settings.long_window:
+        raise InvalidArgumentError(
+            f"documents: wanted more than {settings.long_window} tokens to learn from, "
+            f"got {len(tokens)}"
+        )
     optimizers = build_optimizers(network, rate=settings.rate)
     full_rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(settings.seed)
@@ -123,7 +132,7 @@ def _train(network: PreTrainedModel, tokens: Tensor, settings: Settings) -> int:
         windows = _random_windows(tokens, length, settings.tokens_per_step // length, generator)
         with torch.autocast("cpu", torch.bfloat16):
             loss = next_token_loss(network, windows)
-        loss.backward()
+        torch.autograd.backward(loss)
         clip_grad_norm_(network.parameters(), 1.0)
         share = min(1.0, (step + 1) / settings.warmup_steps) * (1.0 - done)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
@@ -162,7 +171,7 @@ def _random_windows(tokens: Tensor, length: int, count: int, generator: torch.Ge
 
 def _positive(text: str) -> float:
     value = float(text)
-    if value <= 0:
+    if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"wanted a number above 0, got {text}")
     return value
 

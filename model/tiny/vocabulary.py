@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
+END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
 VOCAB_SIZE = 2048
 
 
@@ -33,7 +34,7 @@ def learn_vocabulary(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]  # Transformers leaves it bare
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         model_max_length=model_max_length,

@@ -1,0 +1,229 @@
+"""The tiny checkpoint: it loads anywhere, says true English, and can be made again."""
+
+import dataclasses
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from model.tiny import CHECKPOINT_DIR, DEMO_PROMPTS, SHARED_PREFIX
+from model.tiny.corpus import Document, Entry, Source, assemble, gather, library_sources, split
+from model.tiny.network import build_network
+from model.tiny.prose import is_legal_text, paragraphs
+from model.tiny.train import Settings, encode, main, make_checkpoint, measure
+from model.tiny.vocabulary import END_OF_TEXT, END_OF_TEXT_ID
+
+CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+HELD_OUT_BOUND = 1.75  # bits a byte
+TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT_DIR, local_files_only=True)
+
+
+@pytest.fixture(scope="module")
+def network():
+    return AutoModelForCausalLM.from_pretrained(
+        CHECKPOINT_DIR, dtype=torch.float32, local_files_only=True
+    )
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return gather()
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("the network was asked for")
+
+
+def greedy(network, prompt, num_tokens):
+    """The continuation, and by how much each of its tokens led the second best."""
+    ids = TOKENIZER(prompt, return_tensors="pt").input_ids
+    out = network.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(out.logits).topk(2).values
+    return out.sequences[0, ids.shape[1] :].tolist(), (best[..., 0] - best[..., 1]).flatten()
+
+
+def test_the_checkpoint_loads_from_another_place_without_a_network(tmp_path, monkeypatch):
+    for name in CHECKPOINT_FILES:
+        shutil.copy(CHECKPOINT_DIR / name, tmp_path)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    network = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert network.dtype == torch.bfloat16
+    assert network.config.eos_token_id == tokenizer.eos_token_id == END_OF_TEXT_ID
+    assert network.config.max_position_embeddings >= 2048
+    assert network.config.vocab_size == len(tokenizer)
+    logits = network(**tokenizer("The function returns", return_tensors="pt")).logits
+    assert torch.isfinite(logits).all()
+
+
+def test_the_checkpoint_is_under_five_megabytes():
+    assert sum((CHECKPOINT_DIR / name).stat().st_size for name in CHECKPOINT_FILES) < 5_000_000
+
+
+def test_importing_the_package_loads_no_torch():
+    code = "import sys, model.tiny; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@given(st.text())
+@example("  two  spaces\r\n\ttab \x00 é 漢字 🙂 .")
+@example(f"a{END_OF_TEXT}b")
+def test_any_text_survives_encoding_and_decoding(text):
+    assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@given(st.text(st.characters(exclude_characters="<"), min_size=1))
+def test_no_text_without_its_name_encodes_to_the_end_of_text_token(text):
+    assert END_OF_TEXT_ID not in TOKENIZER.encode(text)
+
+
+def test_held_out_text_costs_far_fewer_bits_than_without_training(network, corpus):
+    sample = encode(TOKENIZER, split(corpus)[1][::4])
+    assert sample.num_bytes > 8_000
+    torch.manual_seed(0)
+    untrained = build_network(vocab_size=len(TOKENIZER), end_of_text_id=END_OF_TEXT_ID)
+    bits = measure(network, sample)
+    assert bits < HELD_OUT_BOUND
+    assert bits < measure(untrained, sample) / 2
+
+
+def test_the_demo_prompts_share_their_first_hundred_tokens():
+    rows = [TOKENIZER.encode(prompt) for prompt in DEMO_PROMPTS]
+    prefix = TOKENIZER.encode(SHARED_PREFIX)
+    assert len(prefix) >= 100
+    assert all(row[: len(prefix)] == prefix for row in rows)
+    assert len({tuple(row) for row in rows}) == len(rows) >= 4
+
+
+@pytest.mark.parametrize("prompt", DEMO_PROMPTS)
+def test_greedy_text_is_english_and_no_rounding_can_change_it(network, corpus, prompt):
+    known = set(re.findall(r"[a-z]+", "\n".join(d.text for d in corpus).lower()))
+    tokens, leads = greedy(network, prompt, 48)
+    words = re.findall(r"[a-z]+", TOKENIZER.decode(tokens).lower())
+    assert len(words) >= 10
+    assert len(set(words)) >= len(words) / 3  # no word goes round and round
+    assert sum(word in known for word in words) >= 0.95 * len(words)
+    assert leads.min() > 1e-3  # float32 sums in another order differ by about 1e-5
+
+
+def test_the_corpus_speaks_of_no_licence_and_is_large(corpus):
+    assert [d.name for d in corpus if is_legal_text(d.text)] == []
+    assert sum(len(d.text) for d in corpus) > 1_500_000
+    assert len({d.name for d in corpus}) == len(corpus)
+
+
+def test_a_legal_paragraph_goes_and_its_neighbours_stay():
+    text = "Reads a file.\n\nCopyright (c) 2001 Someone.\n\nWritten by Someone.\n\nReturns bytes."
+    assert paragraphs(text) == ["Reads a file.", "Returns bytes."]
+
+
+def test_wrapped_prose_becomes_one_line_and_code_keeps_its_lines():
+    prose = "This sentence was wrapped by an editor that broke it\nat some column."
+    code = "for name in names:\n    print(name)"
+    assert paragraphs(f"{prose}\n\n{code}") == [prose.replace("\n", " "), code]
+
+
+def test_a_paragraph_is_learned_once_and_an_empty_entry_takes_its_heading_along():
+    first = Source("a", (Entry("class A", "One.\n\nTwo."), Entry("A.b()", "One.")))
+    second = Source("b", (Entry("class B", "Two."),))
+    assert assemble([first, second]) == [Document("a", "class A\n\nOne.\n\nTwo.")]
+
+
+def test_sources_come_in_the_order_of_their_paths_and_tests_are_left_out(tmp_path):
+    for path in ("b.py", "a/z.py", "a/__init__.py", "a/test/t.py", "site-packages/s.py"):
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text('"""Says."""\ndef f(x, *, y=1):\n    """Does."""\n')
+    sources = list(library_sources(tmp_path))
+    assert [source.name for source in sources] == ["a", "a.f", "a.z", "a.z.f", "b", "b.f"]
+    assert sources[1].entries == (Entry("a.f(x, y)", "Does."),)
+
+
+def test_the_compiled_modules_give_the_same_corpus_in_every_process():
+    code = (
+        "import hashlib; from model.tiny.corpus import c_sources;"
+        "print(hashlib.sha256(repr(list(c_sources())).encode()).hexdigest())"
+    )
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (run.communicate()[0] for run in runs)
+    assert len(first.strip()) == 64
+    assert first == second
+
+
+def small_corpus():
+    """Sixty-four documents, of which the names decide that one or more are held out."""
+    return [
+        Document(f"small/{i}", f"The number {i} is followed by {i + 1}. " * 4) for i in range(64)
+    ]
+
+
+SMALL = Settings(
+    steps=30, tokens_per_step=256, window=64, long_window=128, warmup_steps=5, vocab_size=320
+)
+
+
+def test_a_few_steps_lower_the_loss_and_write_a_folder_that_loads(tmp_path):
+    result = make_checkpoint(small_corpus(), tmp_path, SMALL)
+    assert result.num_steps == 30
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    network = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, local_files_only=True
+    )
+    held_out = encode(tokenizer, split(small_corpus())[1])
+    assert math.isclose(measure(network, held_out), result.held_out_bits_per_byte, rel_tol=1e-4)
+    torch.manual_seed(SMALL.seed)
+    untrained = build_network(vocab_size=len(tokenizer), end_of_text_id=END_OF_TEXT_ID)
+    assert result.held_out_bits_per_byte < measure(untrained, held_out) / 2
+
+
+def test_the_same_seed_and_steps_give_the_same_files(tmp_path):
+    settings = dataclasses.replace(SMALL, steps=2)
+    for name in ("a", "b"):
+        make_checkpoint(small_corpus(), tmp_path / name, settings)
+    for name in CHECKPOINT_FILES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_documents_that_leave_nothing_to_hold_out_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="wanted some to learn from and some to hold out"):
+        make_checkpoint([Document("small/0", "x")], tmp_path, SMALL)
+
+
+@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--minutes", "-1"], ["--steps", "x"]])
+def test_a_senseless_length_of_training_is_refused(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
