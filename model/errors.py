@@ -42,3 +42,7 @@ class UnsupportedModelError(ModelError):
 
 class NumericalError(ModelError):
     """The model's logits are not numbers."""
+
+
+class UsageError(ModelError):
+    """The command line, or a file it names, does not say what to do."""

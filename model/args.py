@@ -1,0 +1,222 @@
+"""The command line: which flags there are, and what they may not mean together.
+
+Decides: names, defaults and combinations of flags. Invariants: options that exist are consistent;
+a wrong flag raises, it never exits or prints by itself (`--help` alone does).
+
+Does not know: files, models, backends; whether a name means anything is told by who loads it.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from model.config import EngineConfig
+from model.errors import UsageError
+from model.tiny import CHECKPOINT_DIR
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+_EPILOG = """\
+Without a prompt it continues a few of its own, which share a prefix. The table at the end: tokens a
+second after the kernels are compiled; prompt tokens found in the prefix cache; blocks; and the
+bytes that hold keys and values, against a flat cache with room for the longest request in each row.
+
+Exit codes: 0 done; 1 --verify found a difference; 2 bad input; 130 interrupted; 141 output closed.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line, parsed. `sampling` has only the fields that were given."""
+
+    backend: str
+    model: str
+    dtype: str
+    prompts: tuple[str, ...]
+    prompts_file: str | None
+    sampling: dict[str, object]
+    engine: EngineConfig
+    stream: bool
+    json: bool
+    verify: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> Options:
+    """Parse a command line; None: the process's own. O(argv).
+
+    Raises:
+        UsageError: an unknown flag, a value of the wrong kind, or flags that exclude each other.
+        InvalidArgumentError: a size is out of range.
+    """
+    flags = _parser().parse_args(argv)
+    sampling = {
+        name: value
+        for name in ("max_tokens", *_SAMPLING, "ignore_eos")
+        if (value := getattr(flags, name)) is not None
+    }
+    if flags.stop:
+        sampling["stop"] = tuple(flags.stop)
+    if flags.verify:
+        given = [f"--{name.replace('_', '-')}" for name in _SAMPLING if name in sampling]
+        if given:
+            raise UsageError(
+                f"--verify compares with greedy generation: {', '.join(given)} cannot be given too"
+            )
+    if flags.stream and flags.json:
+        raise UsageError("--stream writes text as it comes, --json one document: give one of them")
+    return Options(
+        backend=flags.backend,
+        model=flags.model,
+        dtype=flags.dtype,
+        prompts=tuple(flags.prompt),
+        prompts_file=flags.prompts_file,
+        sampling=sampling,
+        engine=EngineConfig(
+            num_blocks=flags.num_blocks,
+            block_size=flags.block_size,
+            enable_prefix_caching=flags.prefix_cache,
+            max_num_batched_tokens=flags.max_num_batched_tokens,
+            max_num_seqs=flags.max_num_seqs,
+        ),
+        stream=flags.stream,
+        json=flags.json,
+        verify=flags.verify,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m model.run",
+        description="Generate text with a paged KV cache.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_source(parser.add_argument_group("what runs").add_argument)
+    _add_sampling(parser.add_argument_group("how tokens are chosen").add_argument)
+    _add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)
+    _add_output(parser.add_argument_group("what comes out").add_argument)
+    return parser
+
+
+def _add_source(flag: Callable[..., object]) -> None:
+    flag(
+        "--backend",
+        default="auto",
+        metavar="NAME",
+        help="auto, numba, triton or a plug-in's name (default: auto)",
+    )
+    flag(
+        "--model",
+        default=str(CHECKPOINT_DIR),
+        metavar="PATH_OR_ID",
+        help="a model folder, or owner/name on the hub (default: the tiny model)",
+    )
+    flag(
+        "--dtype",
+        default="auto",
+        choices=DTYPES,
+        help="auto: float32 on a CPU and with --verify, bfloat16 on a GPU",
+    )
+    flag(
+        "--prompt",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="repeatable; - reads one prompt from stdin",
+    )
+    flag(
+        "--prompts-file",
+        metavar="PATH",
+        help=".txt: a prompt a line; .jsonl: an object a line, with prompt and any sampling field",
+    )
+
+
+def _add_sampling(flag: Callable[..., object]) -> None:
+    flag(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="the most tokens to generate for a prompt (default: 64)",
+    )
+    flag(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0: the most likely token (default); above 0: draw",
+    )
+    flag("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
+    flag(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the most likely tokens that reach mass P",
+    )
+    flag(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="of the draws; prompt number i, from 0, draws with S + i (default: 0)",
+    )
+    flag(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="repeatable; a text ends before this",
+    )
+    flag(
+        "--ignore-eos",
+        action="store_true",
+        default=None,
+        help="go on after the model's own end of text",
+    )
+
+
+def _add_sizes(flag: Callable[..., object]) -> None:
+    flag(
+        "--num-blocks",
+        type=int,
+        metavar="N",
+        help="blocks of the cache, block 0 included (default: as many as the prompts can use)",
+    )
+    flag("--block-size", type=int, default=16, metavar="N", help="tokens a block (default: 16)")
+    flag(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens a step (default: 2048)",
+    )
+    flag(
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests running at once (default: 64)",
+    )
+    flag(
+        "--no-prefix-cache",
+        action="store_false",
+        dest="prefix_cache",
+        help="compute every prompt from its first token",
+    )
+
+
+def _add_output(flag: Callable[..., object]) -> None:
+    flag("--stream", action="store_true", help="write text as it comes")
+    flag(
+        "--json", action="store_true", help="one JSON document on stdout; everything else on stderr"
+    )
+    flag(
+        "--verify",
+        action="store_true",
+        help="compare every token with Transformers' generate, each prompt on its own",
+    )

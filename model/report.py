@@ -1,0 +1,141 @@
+"""What a run came to: numbers, an aligned table, a JSON document.
+
+Decides: which numbers are told and how. `flat` is what a cache without blocks would take for the
+same batch: a row for each request that ran at the peak, each row with room for the longest request.
+
+Invariants: the table and the document show the same numbers.
+
+Does not know: how they came about.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from model.engine import Completion, Engine
+from model.request import FinishReason
+from model.verify import Mismatch
+
+
+@dataclass(frozen=True, slots=True)
+class RunStats:
+    """The numbers of a run; sizes in bytes, times in seconds."""
+
+    num_requests: int
+    num_stopped: int
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_new_tokens: int
+    elapsed_s: float
+    num_steps: int
+    num_preemptions: int
+    peak_running: int
+    block_size: int
+    num_usable_blocks: int
+    peak_used_blocks: int
+    num_evicted_blocks: int
+    paged_kv_bytes: int
+    flat_kv_bytes: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens a second, prefills included. O(1)."""
+        return self.num_new_tokens / self.elapsed_s
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of prompt tokens that were found in the prefix cache. O(1)."""
+        return self.num_hit_tokens / self.num_prompt_tokens
+
+
+def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float) -> RunStats:
+    """Collect the numbers of an engine that ran these requests and no others. O(num_blocks)."""
+    requests = [completion.request for completion in completions]
+    blocks, steps = engine.kv.stats(), engine.stats
+    token_bytes = engine.network.token_bytes
+    longest = max(request.max_total_tokens for request in requests)
+    return RunStats(
+        num_requests=len(requests),
+        num_stopped=sum(request.finish_reason is FinishReason.STOP for request in requests),
+        num_prompt_tokens=steps.num_prompt_tokens,
+        num_hit_tokens=steps.num_hit_tokens,
+        num_new_tokens=sum(request.num_output_tokens for request in requests),
+        elapsed_s=elapsed_s,
+        num_steps=steps.num_steps,
+        num_preemptions=steps.num_preemptions,
+        peak_running=steps.peak_running,
+        block_size=engine.kv.block_size,
+        num_usable_blocks=engine.kv.num_usable_blocks,
+        peak_used_blocks=blocks.peak_used_blocks,
+        num_evicted_blocks=blocks.num_evicted_blocks,
+        paged_kv_bytes=blocks.peak_used_blocks * engine.kv.block_size * token_bytes,
+        flat_kv_bytes=steps.peak_running * longest * token_bytes,
+    )
+
+
+def table(stats: RunStats) -> str:
+    """The numbers as aligned lines. O(1)."""
+    ratio = stats.flat_kv_bytes / stats.paged_kv_bytes
+    per_second = f"{stats.tokens_per_second:,.0f}"
+    hits = f"{stats.num_hit_tokens} of {stats.num_prompt_tokens} prompt tokens"
+    blocks = f"{stats.peak_used_blocks} of {stats.num_usable_blocks} at the peak"
+    sizes = f"paged {_size(stats.paged_kv_bytes)}, flat {_size(stats.flat_kv_bytes)}"
+    rows = {
+        "requests": f"{stats.num_requests} ({stats.num_stopped} stopped by themselves)",
+        "new tokens": f"{stats.num_new_tokens} in {stats.elapsed_s:.2f} s, {stats.num_steps} steps",
+        "tokens per second": per_second,
+        "prefix hit rate": f"{stats.hit_rate:.1%} ({hits})",
+        "blocks used": f"{blocks}, {stats.block_size} tokens each",
+        "blocks evicted": f"{stats.num_evicted_blocks} ({stats.num_preemptions} preemptions)",
+        "KV bytes": f"{sizes}: {ratio:.1f} times as much",
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
+
+
+def document(
+    about: dict[str, str],
+    completions: Sequence[Completion],
+    stats: RunStats,
+    mismatches: Sequence[Mismatch] | None,
+) -> dict[str, object]:
+    """The whole run as one JSON document. O(all tokens).
+
+    Args:
+        about: what ran: model, backend, device, dtype.
+        completions: in the order of the prompts.
+        stats: of the run.
+        mismatches: of the verification; None: there was none.
+    """
+    return {
+        **about,
+        "requests": [_request(completion) for completion in completions],
+        "stats": {
+            **asdict(stats),
+            "tokens_per_second": round(stats.tokens_per_second, 1),
+            "hit_rate": round(stats.hit_rate, 4),
+        },
+        "verified": None if mismatches is None else not mismatches,
+        "mismatches": [asdict(mismatch) for mismatch in mismatches or ()],
+    }
+
+
+def _request(completion: Completion) -> dict[str, object]:
+    request = completion.request
+    reason = request.finish_reason
+    return {
+        "text": completion.text,
+        "tokens": request.output_tokens,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_preemptions": request.num_preemptions,
+        "finish_reason": None if reason is None else reason.value,
+    }
+
+
+def _size(num_bytes: int) -> str:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

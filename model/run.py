@@ -1,0 +1,172 @@
+"""The command line: `python -m model.run`.
+
+Decides: the order of a run (read, load, compile, generate, verify, report), what goes to stdout and
+what to stderr, and the exit code. Invariants: with `--json` stdout holds one document and nothing
+else; bad input is one line on stderr and exit code 2; results go to stdout, progress to stderr.
+
+Does not know: how anything is done.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import backends
+from model.args import Options, parse_args
+from model.caches import blocks_for
+from model.engine import Completion, Engine
+from model.errors import ModelError, RequestTooLongError, UsageError
+from model.loader import LoadedModel, load_model
+from model.params import SamplingParams
+from model.prompts import PromptSpec, read_prompts
+from model.report import document, measure, table
+from model.verify import Mismatch, find_mismatches
+from model.writer import StreamWriter, show
+
+_BAD_INPUT = (
+    ModelError,
+    backends.UnknownBackendError,
+    backends.BackendUnavailableError,
+    backends.UnsupportedError,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; None: the process's own. Returns the exit code; prints, never raises."""
+    try:
+        return _run(parse_args(argv))
+    except _BAD_INPUT as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader is gone; without this the interpreter would complain again when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(options: Options) -> int:
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    specs = read_prompts(options, sys.stdin)
+    backend = backends.get_backend(options.backend)
+    dtype = _dtype(options, backend)
+    model = load_model(options.model, backend.device, dtype)
+    prompts = [model.codec.encode(spec.text) for spec in specs]
+    engine = _engine(options, model, backend, specs, prompts)
+    about = {
+        "model": options.model,
+        "backend": backend.name,
+        "device": str(backend.device),
+        "dtype": str(dtype or model.network.dtype).removeprefix("torch."),
+    }
+    _progress(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
+    seconds = _warm_up(model, backend, engine)
+    _progress(f"compiled and warm in {seconds:.1f} s; {len(prompts)} prompts")
+    started = time.perf_counter()
+    completions = _generate(options, engine, specs, prompts)
+    stats = measure(engine, completions, time.perf_counter() - started)
+    mismatches = _verified(options, model, completions)
+    if options.json:
+        json.dump(document(about, completions, stats, mismatches), sys.stdout)
+        print()
+    else:
+        if not options.stream:
+            for number, (spec, completion) in enumerate(zip(specs, completions, strict=True), 1):
+                print(show(number, spec.text, completion.text))
+        print(table(stats))
+    sys.stdout.flush()
+    return 1 if mismatches else 0
+
+
+def _dtype(options: Options, backend: backends.Backend) -> torch.dtype | None:
+    if options.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        return dtype
+    if options.verify:
+        return torch.float32  # two ways of computing agree token by token only without near ties
+    return torch.bfloat16 if backend.device.type == "cuda" else torch.float32
+
+
+def _engine(
+    options: Options,
+    model: LoadedModel,
+    backend: backends.Backend,
+    specs: Sequence[PromptSpec],
+    prompts: Sequence[Sequence[int]],
+) -> Engine:
+    """An engine with room for the prompts, where nobody said how much."""
+    size = options.engine.block_size
+    useful = sum(
+        blocks_for(len(prompt) + spec.params.max_tokens - 1, size)
+        for spec, prompt in zip(specs, prompts, strict=True)
+    )
+    return Engine(model, backend, dataclasses.replace(options.engine, max_useful_blocks=useful))
+
+
+def _generate(
+    options: Options,
+    engine: Engine,
+    specs: Sequence[PromptSpec],
+    prompts: Sequence[Sequence[int]],
+) -> list[Completion]:
+    requests = []
+    for spec, prompt in zip(specs, prompts, strict=True):
+        try:
+            requests.append(engine.add_request(prompt, spec.params))
+        except RequestTooLongError as error:
+            raise UsageError(f"{spec.where}: {error}") from error
+    pieces: dict[int, list[str]] = {request.request_id: [] for request in requests}
+    writer = StreamWriter([spec.text for spec in specs], sys.stdout) if options.stream else None
+    while engine.has_unfinished:
+        for output in engine.step():
+            number = output.request.request_id
+            pieces[number].append(output.text)
+            if writer is not None:
+                writer.write(number, output.text, is_last=output.request.is_finished)
+    return [Completion(request, "".join(pieces[request.request_id])) for request in requests]
+
+
+def _warm_up(model: LoadedModel, backend: backends.Backend, engine: Engine) -> float:
+    """Compile every kernel on an engine that is thrown away; the seconds it took."""
+    started = time.perf_counter()
+    config = dataclasses.replace(engine.config, num_blocks=4)
+    Engine(model, backend, config).generate([[0, 0]], SamplingParams(max_tokens=2, ignore_eos=True))
+    return time.perf_counter() - started
+
+
+def _verified(
+    options: Options, model: LoadedModel, completions: Sequence[Completion]
+) -> list[Mismatch] | None:
+    if not options.verify:
+        return None
+    requests = [completion.request for completion in completions]
+    mismatches = find_mismatches(model, requests)
+    for mismatch in mismatches:
+        paged, dense = (
+            "the end" if token is None else f"{token} {model.codec.decode([token])!r}"
+            for token in (mismatch.paged, mismatch.dense)
+        )
+        _progress(
+            f"request {mismatch.index + 1}, token {mismatch.position}: paged {paged}, dense {dense}"
+        )
+    if not mismatches:
+        total = sum(request.num_output_tokens for request in requests)
+        _progress(f"verified: {total} tokens of {len(requests)} requests equal generate's")
+    return mismatches
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

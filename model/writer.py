@@ -1,0 +1,62 @@
+"""How prompts and their continuations look on a terminal.
+
+Decides: the layout of a text, and the order in which streamed pieces appear: prompt after prompt,
+the first unfinished one live, those behind it held until their turn.
+
+Invariants: what is streamed is, character for character, what `show` gives for the whole texts.
+
+Does not know: tokens, requests.
+"""
+
+from collections.abc import Sequence
+from typing import TextIO
+
+_INDENT = "    "
+
+
+def show(number: int, prompt: str, text: str) -> str:
+    """A prompt and its continuation, with an empty line behind. O(text)."""
+    return _head(number, prompt) + _indented(text) + "\n"
+
+
+class StreamWriter:
+    """Writes the pieces of several texts to one stream, in order.
+
+    Args:
+        prompts: all prompts of the run, in order.
+        out: flushed after every piece.
+    """
+
+    def __init__(self, prompts: Sequence[str], out: TextIO) -> None:
+        self._prompts = prompts
+        self._out = out
+        self._pending: list[list[str]] = [[] for _ in prompts]
+        self._finished = [False] * len(prompts)
+        self._turn = 0
+        self._begin()
+
+    def write(self, index: int, piece: str, *, is_last: bool) -> None:
+        """Add a piece of text `index`, from 0, and write all that is due. O(text that is due)."""
+        self._pending[index].append(piece)
+        self._finished[index] = is_last
+        while self._turn < len(self._prompts):
+            self._out.write(_indented("".join(self._pending[self._turn])))
+            self._pending[self._turn].clear()
+            if not self._finished[self._turn]:
+                break
+            self._out.write("\n\n")
+            self._turn += 1
+            self._begin()
+        self._out.flush()
+
+    def _begin(self) -> None:
+        if self._turn < len(self._prompts):
+            self._out.write(_head(self._turn + 1, self._prompts[self._turn]))
+
+
+def _head(number: int, prompt: str) -> str:
+    return f"[{number}] {_indented(prompt)}\n{_INDENT}=>"
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n" + _INDENT)

@@ -1,0 +1,102 @@
+"""Tiny random networks of several architectures, a byte codec, and what the dense network says."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from model.loader import LoadedModel, wrap_network
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,  # wide, so that the most likely token is so by far
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+_HYBRID = ["sliding_attention", "full_attention"]
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "qwen3": Qwen3Config(**_COMMON),
+    "llama": LlamaConfig(**_COMMON),
+    "mistral": MistralConfig(**_COMMON, sliding_window=7),
+    "gemma2": Gemma2Config(
+        **_COMMON,
+        sliding_window=7,
+        layer_types=_HYBRID,
+        attn_logit_softcapping=2.0,
+        query_pre_attn_scalar=24,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **_COMMON, sliding_window=7, layer_types=_HYBRID, query_pre_attn_scalar=24
+    ),
+    "gpt_oss": GptOssConfig(
+        **_COMMON,
+        sliding_window=7,
+        layer_types=_HYBRID,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    ),
+}
+
+
+class ByteCodec:
+    """One token a byte; ids from 256 on are no text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def build(architecture: str, seed: int = 0) -> LoadedModel:
+    """A random network, in float32, the same for the same seed."""
+    torch.manual_seed(seed)
+    config = copy.deepcopy(CONFIGS[architecture])  # a network writes its attention into it
+    network = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.endswith("sinks"):  # they begin at nothing that shows
+                parameter.normal_(std=2.0)
+    return wrap_network(architecture, network, ByteCodec())
+
+
+def greedy_and_margin(
+    model: LoadedModel, prompt: Sequence[int], num_tokens: int
+) -> tuple[list[int], float]:
+    """`generate`'s greedy tokens, and the least lead of a best logit over the second best."""
+    network = model.network
+    current = network.config._attn_implementation
+    network.set_attn_implementation(model.dense_implementation)
+    output = network.generate(
+        input_ids=torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    network.set_attn_implementation(current)
+    top = torch.cat(output.logits).topk(2).values
+    return output.sequences[0, len(prompt) :].tolist(), float((top[:, 0] - top[:, 1]).min())
