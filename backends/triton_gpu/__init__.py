@@ -1,0 +1,46 @@
+"""The GPU backend: Triton kernels for CUDA devices, or for CPU tensors in Triton's interpreter.
+
+Importing this imports no triton; `load` does, and says what is missing where it cannot run.
+"""
+
+import importlib
+import importlib.util
+import os
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from backends.errors import BackendUnavailableError
+
+if TYPE_CHECKING:
+    from backends.triton_gpu.backend import TritonBackend
+
+__all__ = ["load"]
+
+_ALTERNATIVE = (
+    "the backend numba, or TRITON_INTERPRET=1 set before Python starts"
+    " (Triton's interpreter: float32 and float16 on the CPU, slow)"
+)
+
+
+@lru_cache(maxsize=1)
+def load() -> "TritonBackend":
+    """The process's Triton backend; compiles nothing yet.
+
+    Raises:
+        BackendUnavailableError: Triton is not installed, there is no CUDA device, or the
+            interpreter was asked for too late.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise BackendUnavailableError("triton", "triton is not installed", _ALTERNATIVE)
+    interpreting = os.environ.get("TRITON_INTERPRET", "").lower() in {"1", "true", "on", "yes", "y"}
+    if not interpreting and not torch.cuda.is_available():
+        raise BackendUnavailableError("triton", "there is no CUDA device", _ALTERNATIVE)
+    language = importlib.import_module("triton.language")
+    if interpreting != (type(language.max).__name__ == "InterpretedFunction"):
+        reason = "TRITON_INTERPRET changed after triton was first imported"
+        raise BackendUnavailableError("triton", reason, "set it before Python starts")
+    module = importlib.import_module("backends.triton_gpu.backend")
+    backend: TritonBackend = module.TritonBackend(interpreting=interpreting)
+    return backend
