@@ -37,7 +37,7 @@ def _cap(logits: tl.tensor, soft_cap: tl.tensor) -> tl.tensor:
     x = logits / soft_cap
     y = x * x
     near = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
-    e = tl.exp2(-2 * _LOG2E * tl.abs(x))
+    e = tl.exp2(tl.abs(x) * (-2 * _LOG2E))
     far = (1 - e) / (1 + e)
     return soft_cap * tl.where(tl.abs(x) < 0.25, near, tl.where(x > 0, far, -far))
 
