@@ -43,7 +43,7 @@ def _collect(
 
 
 def _relation_bases(backend: Backend, *, quick: bool) -> Iterable[AttentionCase]:
-    small = AttentionCase("small", ((2, 9), (3, 3)), num_kv_heads=1, head_dim=16, block_size=4)
+    small = AttentionCase("small", ((2, 9), (3, 3)), head_dim=16, block_size=4)
     large = AttentionCase("large", ((2, 37), (40, 90), (7, 7)), group=3, head_dim=80)
     for dtype in backend.capabilities.dtypes:
         base = small if quick else large

@@ -120,7 +120,7 @@ def build(case: AttentionCase, device: torch.device, layout: int = 0) -> Attenti
     guarded = [q_memory, k_memory, v_memory, batch.query_start_loc, batch.seq_lens]
     guarded += [batch.block_table, batch.slot_mapping, *([] if sinks is None else [sinks])]
     return AttentionInputs(
-        query, k_cache, v_cache, batch, 1 / math.sqrt(case.head_dim), case.window, case.soft_cap,
+        query, k_cache, v_cache, batch, 0.9 / math.sqrt(case.head_dim), case.window, case.soft_cap,
         sinks, out, tuple(guarded), out_memory,
     )  # fmt: skip
 

@@ -55,7 +55,7 @@ def _stores(
             if slot >= 0:
                 view[slot // block_size, slot % block_size] = row[i]
     device = backend.device
-    there = [(memory.to(device), view) for memory, view in (*rows, *caches)]
+    there = [(memory.clone().to(device), view) for memory, view in (*rows, *caches)]
     key, value, k_cache, v_cache = (
         memory.as_strided(view.size(), view.stride(), view.storage_offset())
         for memory, view in there
@@ -79,7 +79,7 @@ def _copies(
 ) -> Finding:
     caches = [_pattern((5, *shape), dtype, 0, strided=False)[0] for shape in ((4, 2, 8), (3,))]
     whole = _pattern((5, 2, 4, 8), dtype, 50, strided=False)[0]
-    there = [memory.to(backend.device) for memory in (*caches, whole)]
+    there = [memory.clone().to(backend.device) for memory in (*caches, whole)]
     pairs = torch.tensor(copies, dtype=torch.int64, device=backend.device).reshape(-1, 2)
     backend.copy_blocks([there[0], there[1], there[2][:, 0]], pairs)
     for source, target in copies:
