@@ -31,6 +31,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
+    "tie_word_embeddings": False,  # tied, a large embedding scale repeats its input
 }
 _HYBRID = ["sliding_attention", "full_attention"]
 
