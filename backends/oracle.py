@@ -98,8 +98,8 @@ def _row(
     )
     error = np.linalg.norm(_rounded(emulated, dtype) - exact, axis=-1)
     unit = torch.finfo(dtype).eps / 2
-    # in float32 the rounding of the logits themselves matters: it grows with their size
-    roundings = 1 + (4 + largest if dtype == torch.float32 else 0)
+    # in float32 the rounding of the logits themselves matters: it grows with their terms
+    roundings = 1 + (4 + 2 * largest if dtype == torch.float32 else 0)
     floor = unit * roundings * np.linalg.norm(terms, axis=-1)
     return exact, 2 * np.maximum(error, floor)
 
@@ -113,7 +113,7 @@ def _attend(
     sinks: Floats | None,
     round_to: torch.dtype | None,
 ) -> tuple[Floats, Floats, Floats]:
-    """(row, sum of the absolute values of its terms, largest absolute logit of each head)."""
+    """(row, its sum with absolute values, the largest logit with absolute terms) of each head."""
     logits = np.einsum("hd,nhd->hn", query, keys) * scale
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
@@ -128,7 +128,8 @@ def _attend(
         p = _rounded(p, round_to)
     out = np.einsum("hn,nhd->hd", p, values) / total[:, None]
     terms = np.einsum("hn,nhd->hd", p, np.abs(values)) / total[:, None]
-    return out, terms, np.abs(logits).max(axis=1)
+    sizes = np.einsum("hd,nhd->hn", np.abs(query), np.abs(keys)) * abs(scale)
+    return out, terms, sizes.max(axis=1)
 
 
 def _rounded(array: Floats, dtype: torch.dtype) -> Floats:

@@ -180,10 +180,10 @@ def paged_attention(
         return out
     num_kv_heads, head_dim = k_cache.shape[2:]
     group = query.shape[1] // num_kv_heads
-    rows = DECODE_ROWS if batch.max_query_len * group <= DECODE_ROWS else PREFILL_ROWS
-    rows = max(rows, power_of_two(group))
-    tokens = rows // group
     width = max(16, power_of_two(head_dim))
+    row_bytes = width * query.element_size()
+    rows = rows_a_program(row_bytes, group, batch.max_query_len)
+    tokens = rows // group
     with place.guard(query.device):
         _attend[num_kv_heads, batch.num_tokens // tokens + batch.num_seqs](
             query,
@@ -211,7 +211,7 @@ def paged_attention(
             sinks is not None,
             rows,
             tokens,
-            _tile(width * query.element_size()),
+            keys_a_tile(row_bytes),
             width,
             num_warps=4,
             num_stages=2,
@@ -219,6 +219,13 @@ def paged_attention(
     return out
 
 
-def _tile(row_bytes: int) -> int:
+def rows_a_program(row_bytes: int, group: int, max_query_len: int) -> int:
+    """Rows a program: few for decode; for prefill as many as 32 KiB of shared memory hold."""
+    decode = max_query_len * group <= DECODE_ROWS
+    rows = DECODE_ROWS if decode else max(DECODE_ROWS, min(PREFILL_ROWS, (32 << 10) // row_bytes))
+    return max(rows, power_of_two(group))
+
+
+def keys_a_tile(row_bytes: int) -> int:
     """Keys a tile: K and V in two stages stay within 64 KiB of shared memory."""
     return max(16, min(64, 64 * 256 // row_bytes))
