@@ -41,8 +41,8 @@ def test_texts_and_the_table_go_to_stdout_and_progress_to_stderr(call):
     names += ["blocks used", "blocks evicted", "KV bytes"]
     assert [line[:17].rstrip() for line in table] == names
     assert all(line[17:19] == "  " and line[19] != " " for line in table)
-    # 25 and 30 tokens; the second starts a step later and finds 24 of the first. In the first's last
-    # step they have 36 and 40 tokens, so 9 and 10 blocks, of which 6 are shared.
+    # 25 and 30 tokens; the second starts a step later and finds 24 of the first. In the last step
+    # of the first they have 36 and 40 tokens, so 9 and 10 blocks, of which 6 are shared.
     assert "43.6% (24 of 55 prompt tokens)" in out
     assert "13 of 20 at the peak, 4 tokens each" in out
     assert "numba on cpu" in err
