@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 from functools import lru_cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ from backends.errors import BackendUnavailableError
 if TYPE_CHECKING:
     from backends.triton_gpu.backend import TritonBackend
 
-__all__ = ["load"]
+__all__ = ["interpreter_fault", "load"]
 
 _ALTERNATIVE = (
     "the backend numba, or TRITON_INTERPRET=1 set before Python starts"
@@ -41,6 +42,22 @@ def load() -> "TritonBackend":
     if interpreting != (type(language.max).__name__ == "InterpretedFunction"):
         reason = "TRITON_INTERPRET changed after triton was first imported"
         raise BackendUnavailableError("triton", reason, "set it before Python starts")
+    fault = interpreter_fault(version("triton"), version("numpy")) if interpreting else ""
+    if fault:
+        raise BackendUnavailableError("triton", fault, "the backend numba, or triton >= 3.7")
     module = importlib.import_module("backends.triton_gpu.backend")
     backend: TritonBackend = module.TritonBackend(interpreting=interpreting)
     return backend
+
+
+def interpreter_fault(triton_version: str, numpy_version: str) -> str:
+    """Why Triton's interpreter cannot run our kernels with these versions; empty: it can.
+
+    Before 3.7 it turns the bounds of a loop into Python numbers in a way that numpy 2.4 refuses.
+    """
+    triton, numpy = (
+        tuple(int(part) for part in text.split(".")[:2]) for text in (triton_version, numpy_version)
+    )
+    if triton < (3, 7) and numpy >= (2, 4):
+        return f"the interpreter of triton {triton_version} fails with numpy {numpy_version}"
+    return ""

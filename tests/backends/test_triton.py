@@ -15,6 +15,7 @@ import backends
 from backends import conformance
 from backends.conformance import AttentionCase
 from backends.conformance.cases import bits, build
+from backends.triton_gpu import interpreter_fault
 
 has_triton = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
@@ -81,6 +82,19 @@ def test_an_interpreter_asked_for_too_late_is_refused():
     )
     done = _python("-c", code, interpret=False)
     assert "TRITON_INTERPRET changed after triton was first imported" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [
+        ("3.6.0", "2.3.5", True),
+        ("3.6.0", "2.4.0", False),
+        ("3.7.1", "2.5.2", True),
+        ("3.10.0+git1", "2.4", True),
+    ],
+)
+def test_versions_whose_interpreter_cannot_loop_are_refused(triton, numpy, works):
+    assert (interpreter_fault(triton, numpy) == "") == works
 
 
 def test_without_triton_it_says_so():
