@@ -64,6 +64,10 @@ def test_a_folder_without_weights_says_so(folder_of):
     [
         ({"model_type": "no_such_thing"}, "no_such_thing"),
         ({"model_type": "t5", "architectures": ["T5Model"]}, "T5Model: wanted a decoder-only"),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "BertForMaskedLM: wanted a decoder-only",
+        ),
         ({"model_type": "mamba"}, "MambaConfig: its Transformers class does not take"),
         (
             {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},

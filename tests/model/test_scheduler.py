@@ -162,6 +162,14 @@ def test_a_request_starts_only_where_every_running_one_could_take_another_block(
     assert (kv.num_free_blocks, late.status) == (3, Status.WAITING)
 
 
+def test_a_request_that_fits_starts_where_the_running_ones_have_all_they_can_need():
+    kv, scheduler = make(num_blocks=3, block_size=4)
+    add(scheduler, 0, [1, 2], max_tokens=3)
+    add(scheduler, 1, [5, 6], max_tokens=3)
+    assert run(scheduler) == [(0, 0, 2, True), (1, 0, 2, True)]
+    assert kv.num_free_blocks == 0
+
+
 def test_a_prefix_that_is_being_computed_is_waited_for_and_then_hit():
     _, scheduler = make(num_blocks=20, block_size=4)
     shared = list(range(8))
