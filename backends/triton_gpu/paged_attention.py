@@ -43,10 +43,17 @@ def _cap(logits: tl.tensor, soft_cap: tl.tensor) -> tl.tensor:
 
 
 @device_function
-def _find_sequence(
-    query_start_loc: tl.tensor, num_seqs: tl.tensor, tile: tl.tensor, TOKENS: tl.constexpr
-) -> tl.tensor:
-    """The last sequence whose first tile is at or before this one."""
+def _find_tile(
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    num_seqs: tl.tensor,
+    tile: tl.tensor,
+    TOKENS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(sequence, its first row, its query length, position of query token 0, tile's first token).
+
+    The sequence is the last one whose first tile is at or before this one.
+    """
     low = tile * 0
     high = low + num_seqs
     while high - low > 1:
@@ -54,7 +61,66 @@ def _find_sequence(
         before = tl.load(query_start_loc + middle) // TOKENS + middle <= tile
         low = tl.where(before, middle, low)
         high = tl.where(before, high, middle)
-    return low
+    start = tl.load(query_start_loc + low)
+    query_len = tl.load(query_start_loc + low + 1) - start
+    first = tl.load(seq_lens + low) - query_len
+    return low, start, query_len, first, (tile - start // TOKENS - low) * TOKENS
+
+
+@device_function
+def _start_rows(
+    sinks: tl.tensor, head: tl.tensor, live: tl.tensor, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Running maximum and total of each row before its first key: nothing, or its sink."""
+    highest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=live, other=0.0) * _LOG2E
+        highest = tl.maximum(highest, sink)
+        total = tl.exp2(sink - highest)
+    return highest, total
+
+
+@device_function
+def _walk_keys(
+    q: tl.tensor, highest: tl.tensor, total: tl.tensor, position: tl.tensor,  # [ROWS, ...]
+    k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor, kv_head: tl.tensor,
+    seen: tl.tensor, stop: tl.tensor,  # positions of the keys that some row sees
+    scale: tl.tensor, soft_cap: tl.tensor, window: tl.tensor,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The rows' weighted sums of values, and the totals of their weights."""
+    sums = tl.zeros([q.shape[0], WIDTH], tl.float32)
+    dim = tl.arange(0, WIDTH)
+    for tile_start in range(seen // TILE * TILE, stop, TILE):
+        key = tile_start + tl.arange(0, TILE)
+        key_live = (key >= seen) & (key < stop)
+        block_id = tl.load(table + key // BLOCK_SIZE, mask=key_live, other=0).to(tl.int64)
+        offset = key % BLOCK_SIZE
+        k_at = block_id * K_STRIDES[0] + (offset * K_STRIDES[1] + kv_head * K_STRIDES[2])
+        k_mask = (dim < HEAD_DIM)[:, None] & key_live[None, :]
+        k = tl.load(k_cache + k_at[None, :] + dim[:, None], mask=k_mask, other=0.0)
+        v_at = block_id * V_STRIDES[0] + (offset * V_STRIDES[1] + kv_head * V_STRIDES[2])
+        v_mask = key_live[:, None] & (dim < HEAD_DIM)[None, :]
+        v = tl.load(v_cache + v_at[:, None] + dim[None, :], mask=v_mask, other=0.0)
+
+        logits = tl.dot(q, k, input_precision="ieee") * scale
+        if HAS_CAP:
+            logits = _cap(logits, soft_cap)
+        visible = key_live[None, :] & (key[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        logits = tl.where(visible, logits * _LOG2E, float("-inf"))
+        now = tl.maximum(highest, tl.max(logits, 1))
+        p = tl.exp2(logits - now[:, None])
+        rescale = tl.exp2(highest - now)
+        total = total * rescale + tl.sum(p, 1)
+        sums = sums * rescale[:, None]
+        sums = tl.dot(p.to(v.dtype), v, sums, input_precision="ieee")
+        highest = now
+    return sums, total
 
 
 @jit(do_not_specialize=["num_seqs", "table_stride", "window"])
@@ -89,12 +155,9 @@ def _attend(
 ) -> None:
     kv_head = tl.program_id(0)
     tile = tl.program_id(1)
-    s = _find_sequence(query_start_loc, num_seqs, tile, TOKENS)
-    start = tl.load(query_start_loc + s)
-    query_len = tl.load(query_start_loc + s + 1) - start
-    first = tl.load(seq_lens + s) - query_len  # position of query token 0
-    token_start = (tile - start // TOKENS - s) * TOKENS
-
+    s, start, query_len, first, token_start = _find_tile(
+        query_start_loc, seq_lens, num_seqs, tile, TOKENS
+    )
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, WIDTH)
     token = token_start + row // GROUP
@@ -105,47 +168,18 @@ def _attend(
     q = tl.load(query + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
     position = first + token
 
-    highest = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=live, other=0.0) * _LOG2E
-        highest = tl.maximum(highest, sink)
-        total = tl.exp2(sink - highest)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
-
+    highest, total = _start_rows(sinks, head, live, ROWS, HAS_SINKS)
     stop = first + tl.minimum(token_start + TOKENS, query_len)
     stop = tl.where(token_start < query_len, stop, 0)
     seen = stop * 0
     if HAS_WINDOW:
         seen = tl.maximum(first + token_start - window + 1, 0)
     table = tables + s.to(tl.int64) * table_stride
-    for tile_start in range(seen // TILE * TILE, stop, TILE):
-        key = tile_start + tl.arange(0, TILE)
-        key_live = (key >= seen) & (key < stop)
-        block_id = tl.load(table + key // BLOCK_SIZE, mask=key_live, other=0).to(tl.int64)
-        offset = key % BLOCK_SIZE
-        k_at = block_id * K_STRIDES[0] + (offset * K_STRIDES[1] + kv_head * K_STRIDES[2])
-        k_mask = (dim < HEAD_DIM)[:, None] & key_live[None, :]
-        k = tl.load(k_cache + k_at[None, :] + dim[:, None], mask=k_mask, other=0.0)
-        v_at = block_id * V_STRIDES[0] + (offset * V_STRIDES[1] + kv_head * V_STRIDES[2])
-        v_mask = key_live[:, None] & (dim < HEAD_DIM)[None, :]
-        v = tl.load(v_cache + v_at[:, None] + dim[None, :], mask=v_mask, other=0.0)
-
-        logits = tl.dot(q, k, input_precision="ieee") * scale
-        if HAS_CAP:
-            logits = _cap(logits, soft_cap)
-        visible = key_live[None, :] & (key[None, :] <= position[:, None])
-        if HAS_WINDOW:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        logits = tl.where(visible, logits * _LOG2E, float("-inf"))
-        now = tl.maximum(highest, tl.max(logits, 1))
-        p = tl.exp2(logits - now[:, None])
-        rescale = tl.exp2(highest - now)
-        total = total * rescale + tl.sum(p, 1)
-        sums = sums * rescale[:, None]
-        sums = tl.dot(p.to(v.dtype), v, sums, input_precision="ieee")
-        highest = now
-
+    sums, total = _walk_keys(
+        q, highest, total, position, k_cache, v_cache, table, kv_head, seen, stop,
+        scale, soft_cap, window, K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM, HAS_CAP, HAS_WINDOW,
+        TILE, WIDTH,
+    )  # fmt: skip
     result = sums / tl.where(live, total, 1.0)[:, None]
     offsets = (start + token).to(tl.int64) * O_STRIDES[0] + head * O_STRIDES[1]
     tl.store(out + offsets[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
@@ -186,36 +220,18 @@ def paged_attention(
     tokens = rows // group
     with place.guard(query.device):
         _attend[num_kv_heads, batch.num_tokens // tokens + batch.num_seqs](
-            query,
-            k_cache,
-            v_cache,
-            out,
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.block_table,
+            query, k_cache, v_cache, out,
+            batch.query_start_loc, batch.seq_lens, batch.block_table,
             out if sinks is None else sinks.float().contiguous(),
-            batch.num_seqs,
-            batch.block_table.stride(0),
-            scale,
+            batch.num_seqs, batch.block_table.stride(0), scale,
             1.0 if soft_cap is None else soft_cap,
             0 if window is None else min(window, batch.max_seq_len + 1),
-            query.stride()[:2],
-            k_cache.stride()[:3],
-            v_cache.stride()[:3],
-            out.stride()[:2],
-            k_cache.shape[1],
-            group,
-            head_dim,
-            soft_cap is not None,
-            window is not None,
-            sinks is not None,
-            rows,
-            tokens,
-            keys_a_tile(row_bytes),
-            width,
-            num_warps=4,
-            num_stages=2,
-        )
+            query.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], out.stride()[:2],
+            k_cache.shape[1], group, head_dim,
+            soft_cap is not None, window is not None, sinks is not None,
+            rows, tokens, keys_a_tile(row_bytes), width,
+            num_warps=4, num_stages=2,
+        )  # fmt: skip
     return out
 
 
