@@ -16,6 +16,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import warnings
@@ -116,17 +117,22 @@ def topic_sources() -> list[Source]:
     ]
 
 
-def library_sources(root: Path) -> Iterator[Source]:
-    """The docstrings of the Python files below `root`, by path; tests and bundles left out.
+def library_sources(root: Path, within: str = "") -> Iterator[Source]:
+    """The docstrings of the Python files in `root / within`, by path; tests and bundles left out.
 
-    A source is a module's docstring, a top-level function's, or a class's with its methods'.
+    A source is a module's docstring, a top-level function's, or a class's with its methods'; its
+    name counts from `root`.
     """
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if _NOT_LIBRARY.isdisjoint(relative.parts):
-            parts = relative.with_suffix("").parts
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            yield from _file_sources(module, path)
+    for path in sorted(_python_files(root / within)):
+        parts = path.relative_to(root).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield from _file_sources(module, path)
+
+
+def _python_files(folder: Path) -> Iterator[Path]:
+    for place, subfolders, files in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_LIBRARY]
+        yield from (Path(place, name) for name in files if name.endswith(".py"))
 
 
 def _file_sources(module: str, path: Path) -> Iterator[Source]:

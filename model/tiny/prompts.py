@@ -19,7 +19,7 @@ SHARED_PREFIX = (
 ENDINGS = (
     "Storage.write(data)\n\n",
     "Storage.copy(path)\n\n",
-    "Storage.remove(name)\n\n",
+    "Storage.flush()\n\n",
     "Storage.__len__()\n\n",
 )
 """A method for each prompt; the model explains what it would do."""
