@@ -1,9 +1,13 @@
 """Backends are found by name, loaded when asked for, and say why they cannot run."""
 
 import importlib.metadata
+import os
+import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from backends import registry
 from tests.backends.honest import HonestBackend
 
 HERE = "tests.backends.test_registry"
+ROOT = Path(__file__).parents[2]
 
 
 def load_honest():
@@ -138,3 +143,28 @@ def test_list_backends_says_which_can_run_and_why_others_cannot(plug_ins):
 
 def test_the_registry_reads_what_packages_install():
     assert registry.entry_points is importlib.metadata.entry_points
+
+
+def test_the_plug_in_of_the_documentation_is_found_and_conforms(tmp_path):
+    text = (ROOT / "docs" / "backends.md").read_text()
+    config = re.search(r"```toml\n(.*?)```", text, re.DOTALL).group(1)
+    points = tomllib.loads(config)["project"]["entry-points"][registry.ENTRY_POINT_GROUP]
+    code = re.search(r"```python\n(# kvcore_example.py.*?)```", text, re.DOTALL).group(1)
+    (tmp_path / "kvcore_example.py").write_text(code)
+    installed = tmp_path / "kvcore_example-0.1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: kvcore-example\nVersion: 0.1\n"
+    )
+    lines = [f"{name} = {value}\n" for name, value in points.items()]
+    (installed / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{''.join(lines)}")
+    done = subprocess.run(
+        [sys.executable, "-m", "backends.conformance", "example", "--quick"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "example on cpu conforms" in done.stdout
