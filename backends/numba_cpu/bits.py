@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     def float_of(bits: np.int32) -> np.float32:
         """From 32 bits."""
 
+    def prefetch(array: _A, offset: int) -> None:
+        """Start loading a cache line."""
+
     def span(array: _A, offset: int, size: int) -> _A:
         """A part of an array."""
 
@@ -95,6 +98,22 @@ else:
             return builder.bitcast(args[0], ir.FloatType())
 
         return types.float32(types.int32), generate
+
+    @intrinsic
+    def prefetch(_context: object, array: types.Array, _offset: types.Type):  # noqa: ANN201
+        """Ask for the cache line of array[offset]; any offset is allowed, past the end too."""
+
+        def generate(context: object, builder: ir.IRBuilder, sig: object, args: list) -> object:
+            source = context.make_array(sig.args[0])(context, builder, args[0])
+            byte = ir.IntType(8).as_pointer()
+            word = ir.IntType(32)
+            kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+            hint = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+            line = builder.bitcast(builder.gep(source.data, [args[1]]), byte)
+            builder.call(hint, [line, word(0), word(3), word(1)])
+            return context.get_dummy_value()
+
+        return types.none(array, types.intp), generate
 
     @intrinsic
     def span(_context: object, array: types.Array, _offset: types.Type, _size: types.Type):  # noqa: ANN201

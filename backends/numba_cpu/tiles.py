@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from backends.numba_cpu import bits
-from backends.numba_cpu.bits import jit, span, widen
+from backends.numba_cpu.bits import jit, prefetch, span, widen
 
 SOURCE_DIGEST = zlib.crc32(Path(__file__).read_bytes(), bits.SOURCE_DIGEST)
 
 TILE = 64
 """Keys a tile; a row of scores has this many."""
+
+CACHE_LINE_BYTES = 64
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 Longs = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -106,6 +108,14 @@ def _add_1x4(x0: Floats, v0: Floats, v1: Floats, v2: Floats, v3: Floats, p: Floa
 
 
 @jit()
+def _ask_for_four(cache: Floats, offsets: Longs, shift: int, size: int) -> None:
+    """Start loading four rows: with several heads in turn the hardware does not guess them."""
+    for i in range(4):
+        for d in range(0, size, CACHE_LINE_BYTES // cache.itemsize):
+            prefetch(cache, offsets[i] + shift + d)
+
+
+@jit()
 def score_tile(
     rows: Floats,  # [num_heads, most, size], flat
     num_heads: int,
@@ -121,6 +131,8 @@ def score_tile(
     """scores[h, r, t] = rows[h, r] . key t of head h, for t below num_keys rounded up to 4."""
     for t in range(0, num_keys, 4):
         for h in range(num_heads):
+            if t + 4 < num_keys and num_heads > 1:
+                _ask_for_four(keys, span(offsets, t + 4, 4), h * head_stride, size)
             k0 = span(keys, offsets[t] + h * head_stride, size)
             k1 = span(keys, offsets[t + 1] + h * head_stride, size)
             k2 = span(keys, offsets[t + 2] + h * head_stride, size)
@@ -155,6 +167,8 @@ def add_tile(
     """rows[h, r] += sum over t of p[h, r, t] * value t of head h."""
     for t in range(0, num_keys, 4):
         for h in range(num_heads):
+            if t + 4 < num_keys and num_heads > 1:
+                _ask_for_four(values, span(offsets, t + 4, 4), h * head_stride, size)
             v0 = span(values, offsets[t] + h * head_stride, size)
             v1 = span(values, offsets[t + 1] + h * head_stride, size)
             v2 = span(values, offsets[t + 2] + h * head_stride, size)
