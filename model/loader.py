@@ -56,7 +56,8 @@ class LoadedModel:
         codec: its tokenizer.
         eos_token_ids: tokens that end a text.
         max_positions: the most tokens that it has positions for; None: unknown.
-        dense_implementation: the attention it came with, for a comparison with the paged one.
+        dense_implementation: the attention it came with, or an exact one where that leaves
+            something out; what the paged one is compared with.
     """
 
     name: str
@@ -118,13 +119,16 @@ def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> Loade
     if eos is None:
         eos = text_config.eos_token_id
     eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+    # Only the eager form has a soft cap in every version of Transformers.
+    is_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
+    own = str(getattr(network.config, "_attn_implementation", "eager"))
     return LoadedModel(
         name=name,
         network=network.train(mode=False),
         codec=codec,
         eos_token_ids=eos_token_ids,
         max_positions=getattr(text_config, "max_position_embeddings", None),
-        dense_implementation=str(getattr(network.config, "_attn_implementation", "eager")),
+        dense_implementation="eager" if is_capped else own,
     )
 
 

@@ -20,12 +20,14 @@ from transformers.utils import logging as transformers_logging
 import backends
 from model.args import Options, parse_args
 from model.caches import blocks_for
+from model.config import EngineConfig
 from model.engine import Completion, Engine
-from model.errors import ModelError, RequestTooLongError, UsageError
+from model.errors import InvalidArgumentError, ModelError, UsageError
 from model.loader import LoadedModel, load_model
 from model.params import SamplingParams
 from model.prompts import PromptSpec, read_prompts
 from model.report import document, measure, table
+from model.request import Request
 from model.verify import Mismatch, find_mismatches
 from model.writer import StreamWriter, show
 
@@ -64,17 +66,18 @@ def _run(options: Options) -> int:
     _choose_threads(model)
     prompts = [model.codec.encode(spec.text) for spec in specs]
     engine = _engine(options, model, backend, specs, prompts)
+    requests = _queue(engine, specs, prompts)
     about = {
         "model": options.model,
         "backend": backend.name,
         "device": str(backend.device),
-        "dtype": str(dtype or model.network.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
     _progress(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
-    seconds = _warm_up(model, backend, engine)
+    seconds = _warm_up(model, backend, options.engine, prompts)
     _progress(f"compiled and warm in {seconds:.1f} s; {len(prompts)} prompts")
     started = time.perf_counter()
-    completions = _generate(options, engine, specs, prompts)
+    completions = _generate(options, engine, specs, requests)
     stats = measure(engine, completions, time.perf_counter() - started)
     mismatches = _verified(options, model, completions)
     if options.json:
@@ -99,7 +102,7 @@ def _choose_threads(model: LoadedModel) -> None:
         torch.set_num_threads(1)
 
 
-def _dtype(options: Options, backend: backends.Backend) -> torch.dtype | None:
+def _dtype(options: Options, backend: backends.Backend) -> torch.dtype:
     if options.dtype != "auto":
         dtype: torch.dtype = getattr(torch, options.dtype)
         return dtype
@@ -124,18 +127,21 @@ def _engine(
     return Engine(model, backend, dataclasses.replace(options.engine, max_useful_blocks=useful))
 
 
-def _generate(
-    options: Options,
-    engine: Engine,
-    specs: Sequence[PromptSpec],
-    prompts: Sequence[Sequence[int]],
-) -> list[Completion]:
+def _queue(
+    engine: Engine, specs: Sequence[PromptSpec], prompts: Sequence[Sequence[int]]
+) -> list[Request]:
     requests = []
     for spec, prompt in zip(specs, prompts, strict=True):
         try:
             requests.append(engine.add_request(prompt, spec.params))
-        except RequestTooLongError as error:
+        except InvalidArgumentError as error:
             raise UsageError(f"{spec.where}: {error}") from error
+    return requests
+
+
+def _generate(
+    options: Options, engine: Engine, specs: Sequence[PromptSpec], requests: Sequence[Request]
+) -> list[Completion]:
     pieces: dict[int, list[str]] = {request.request_id: [] for request in requests}
     writer = StreamWriter([spec.text for spec in specs], sys.stdout) if options.stream else None
     while engine.has_unfinished:
@@ -147,11 +153,20 @@ def _generate(
     return [Completion(request, "".join(pieces[request.request_id])) for request in requests]
 
 
-def _warm_up(model: LoadedModel, backend: backends.Backend, engine: Engine) -> float:
-    """Compile every kernel on an engine that is thrown away; the seconds it took."""
+def _warm_up(
+    model: LoadedModel,
+    backend: backends.Backend,
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+) -> float:
+    """Compile the kernels on a small engine that is thrown away; the seconds it took."""
     started = time.perf_counter()
-    config = dataclasses.replace(engine.config, num_blocks=4)
-    Engine(model, backend, config).generate([[0, 0]], SamplingParams(max_tokens=2, ignore_eos=True))
+    length = max(1, min(max(map(len, prompts)) - 1, 128))
+    count = min(len(prompts), 4)
+    num_blocks = 1 + count * blocks_for(length + 1, config.block_size)
+    small = dataclasses.replace(config, num_blocks=num_blocks, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    Engine(model, backend, small).generate([[0] * length] * count, params)
     return time.perf_counter() - started
 
 

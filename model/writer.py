@@ -75,4 +75,6 @@ class _Indenter:
 
 def _head(number: int, prompt: str) -> str:
     end = prompt.rstrip("\n").rsplit("\n", 1)[-1][-_PROMPT_WIDTH:]
-    return f"[{number}] {'' if end == prompt else '... '}{end}\n{_INDENT}=>"
+    cut = "" if end == prompt.rstrip("\n") else "... "
+    gap = " " if prompt[-1:].isspace() else ""
+    return f"[{number}] {cut}{end}\n{_INDENT}=>{gap}"

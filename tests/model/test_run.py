@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,8 @@ def call(checkpoint, capsys, monkeypatch):
 
     def run(*argv, stdin=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        sizes = ["--model", str(checkpoint), "--block-size", "4", "--max-tokens", "12"]
-        code = main([*sizes, *argv])
+        usual = ["--model", str(checkpoint), "--backend", "numba", "--block-size", "4"]
+        code = main([*usual, "--max-tokens", "12", *argv])
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -148,10 +149,9 @@ def test_a_prompt_from_standard_input_is_continued(call):
 def test_bad_input_is_one_line_and_exit_code_2(call, argv, message):
     code, out, err = call(*argv)
     assert (code, out) == (2, "")
-    last = err.splitlines()[-1]
-    assert last.startswith("error: ")
-    assert message in last
-    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
 
 
 def test_an_interrupt_is_one_line_and_exit_code_130(call, monkeypatch):
@@ -213,5 +213,27 @@ def test_triton_in_its_interpreter_gives_generates_tokens(checkpoint):
         TRITON_INTERPRET="1",
         CUDA_VISIBLE_DEVICES="",
     )
+    if done.returncode == 2 and "the interpreter of triton" in done.stderr:
+        pytest.skip(done.stderr)  # versions that cannot interpret a loop together
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verified"] is True
+
+
+def test_without_arguments_the_tiny_model_writes_what_generate_writes(capsys):
+    assert main(["--verify"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("[1] ")
+    assert "[4] " in out
+    assert "equal generate's" in err
+    hits = next(line for line in out.splitlines() if line.startswith("prefix hit rate"))
+    assert float(hits.split()[3].rstrip("%")) > 50
+
+
+def test_the_documentation_has_every_flag(capsys):
+    with pytest.raises(SystemExit) as exit_code:
+        main(["--help"])
+    assert exit_code.value.code == 0
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert len(flags) == 20
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert [flag for flag in sorted(flags) if f"`{flag}" not in page] == []
