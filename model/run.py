@@ -75,7 +75,7 @@ def _run(options: Options) -> int:
     }
     _progress(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
     seconds = _warm_up(model, backend, options.engine, prompts)
-    _progress(f"compiled and warm in {seconds:.1f} s; {len(prompts)} prompts")
+    _progress(f"compiled and warm in {seconds:.1f} s")
     started = time.perf_counter()
     completions = _generate(options, engine, specs, requests)
     stats = measure(engine, completions, time.perf_counter() - started)
