@@ -5,6 +5,7 @@ share one. It needs the standard library and xxhash, and knows nothing of tensor
 """
 
 from kvcore.block import NULL_BLOCK, Block, BlockId, Node
+from kvcore.block_table import BlockTable
 from kvcore.content_tree import ContentTree
 from kvcore.errors import (
     BlockStateError,
@@ -21,6 +22,7 @@ from kvcore.errors import (
     StaleSequenceError,
 )
 from kvcore.free_queue import FreeQueue
+from kvcore.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
 from kvcore.hashing import (
     DEFAULT_NAMESPACE,
     BlockHash,
@@ -34,9 +36,10 @@ from kvcore.hashing import (
 from kvcore.invariants import PROPERTIES, check
 from kvcore.manager import KVCacheManager
 from kvcore.pool import BlockPool
+from kvcore.reports import CopyOrder, Plan, ResetReport
 from kvcore.sequence import KVSequence
 from kvcore.slots import Slot, slot_of, slots_of
-from kvcore.stats import Plan, Stats
+from kvcore.stats import Stats
 from kvcore.tokens import Tokens, pack
 
 __version__ = "0.1.0"
@@ -50,16 +53,21 @@ __all__ = [
     "BlockId",
     "BlockPool",
     "BlockStateError",
+    "BlockTable",
+    "ChunkedLocal",
     "ContentTree",
+    "CopyOrder",
     "DoubleFreeError",
     "ForeignBlockError",
     "ForeignSequenceError",
     "FreeQueue",
+    "FullAttention",
     "InvalidArgumentError",
     "InvariantError",
     "KVCacheManager",
     "KVCoreError",
     "KVSequence",
+    "LayerGroup",
     "MisuseError",
     "NameAlgorithm",
     "NameChain",
@@ -68,7 +76,9 @@ __all__ = [
     "NotReservedError",
     "OutOfBlocksError",
     "Plan",
+    "ResetReport",
     "SequenceTooLongError",
+    "SlidingWindow",
     "Slot",
     "StaleSequenceError",
     "Stats",

@@ -27,11 +27,13 @@ class Block:
         ref_count: how many holders it has.
         prev_free, next_free: neighbours in the free queue; None when not in it.
         node: the content it holds and can be hit by, or None.
+        group: the layer group that it was published for.
         prev_copy, next_copy: the published blocks of the same content before and after it.
     """
 
     __slots__ = (
         "block_id",
+        "group",
         "next_copy",
         "next_free",
         "node",
@@ -46,6 +48,7 @@ class Block:
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
         self.node: Node | None = None
+        self.group = 0
         self.prev_copy: Block | None = None
         self.next_copy: Block | None = None
 

@@ -1,11 +1,12 @@
-"""The index of cached content: a tree in which a path from a root spells a prefix exactly.
+"""The index of one layer group's cached content: in its tree a path spells a prefix exactly.
 
 A root is a namespace, an edge is the tokens of one block, and a node lists the blocks that hold
 its content now, oldest first. Finding a prefix compares tokens, never digests, so a collision
 cannot hand one request the KV of another.
 
-Invariants: a node is in the tree while it, or anything below it, has a block; a node without
-blocks ends a match, because nothing after a gap in the KV can be used. `last_child` is one of the
+Invariants: a node is in the tree while it, or anything below it, has a block. Where attention is
+full, a node without blocks ends a match, because nothing after a gap in the KV can be used; a
+window looks past it. `last_child` is one of the
 children whenever there is any; `children` exists from the second child on. What is not held by
 anybody is removed by the pool, which decides on eviction; the tree knows nothing of ref counts.
 """
@@ -55,6 +56,21 @@ class ContentTree:
             node = child
         return found
 
+    def path(self, namespace_key: bytes, packed: bytes, max_blocks: int) -> list[Block | None]:
+        """Return the block of every node along the prefix, None where it has none. O(nodes).
+
+        For groups that do not need every block of a prefix. Arguments as for `match`.
+        """
+        found: list[Block | None] = []
+        node = self._roots.get(namespace_key)
+        size = self._key_bytes
+        for start in range(0, max_blocks * size, size):
+            node = None if node is None else self._child(node, packed[start : start + size])
+            if node is None:
+                break
+            found.append(node.first_copy)
+        return found
+
     def attach(
         self, block: Block, namespace_key: bytes, parent: Node | None, tokens: bytes
     ) -> Node:
@@ -95,6 +111,10 @@ class ContentTree:
         block.node = block.prev_copy = block.next_copy = None
         if node.first_copy is None and node.last_child is None:
             self._prune(node)
+
+    def clear(self) -> None:
+        """Forget all content at once. The caller has detached every block. O(1)."""
+        self._roots.clear()
 
     def roots(self) -> Iterator[Node]:
         """Yield the roots, in the order in which they were made."""

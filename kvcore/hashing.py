@@ -165,14 +165,14 @@ class NameChain:
         InvalidArgumentError: an unknown algorithm.
     """
 
-    __slots__ = ("_algorithm", "_block_size", "_names", "_root")
+    __slots__ = ("_block_size", "_names", "_root", "algorithm")
 
     def __init__(self, namespace_key: bytes, block_size: int, algorithm: NameAlgorithm) -> None:
         if algorithm not in {"xxh3-128", "sha256"}:
             raise InvalidArgumentError(
                 f"algorithm: wanted 'xxh3-128' or 'sha256', got {algorithm!r}"
             )
-        self._algorithm: NameAlgorithm = algorithm
+        self.algorithm: NameAlgorithm = algorithm
         self._block_size = block_size
         self._root = self._digest(namespace_key)
         self._names: list[BlockHash] = []
@@ -191,7 +191,7 @@ class NameChain:
         del self._names[num_blocks:]
 
     def _digest(self, data: bytes) -> BlockHash:
-        if self._algorithm == "sha256":
+        if self.algorithm == "sha256":
             return BlockHash(hashlib.sha256(data).digest())
         return BlockHash(xxhash.xxh3_128_digest(data))
 

@@ -1,9 +1,9 @@
-"""Sequences over a pool: open, reserve, append, commit, truncate, close.
+"""Sequences over a pool: open, plan, reserve, append, commit, truncate, fork, close, reset.
 
 One rule decides what others can see: reserve, write, commit(n), visible. A block is published when
 the last of its tokens is committed, never earlier, so drafts, chunks, failed loads and aborts need
-no rule of their own. A published block is immutable: a sequence that is cut inside one gives it
-back and computes its head again.
+no rule of their own. A block that is published or shared is immutable: a sequence that is cut
+inside one gives it back and computes its head again.
 
 Every call checks first and changes afterwards: one that raises has changed nothing. Nothing here
 reads a clock, a hash or the order of a set, so managers fed the same calls give the same ids in
@@ -13,6 +13,7 @@ every process. A manager is not thread-safe, and does not know what a block's me
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import final
 
 from kvcore.arguments import as_int
@@ -24,18 +25,19 @@ from kvcore.errors import (
     SequenceTooLongError,
     StaleSequenceError,
 )
-from kvcore.hashing import (
-    DEFAULT_NAMESPACE,
-    BlockHash,
-    NameAlgorithm,
-    NameChain,
-    Namespace,
-    encode_namespace,
-)
+from kvcore.groups import LayerGroup, first_kept_block, resolve
+from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
 from kvcore.pool import BlockPool
+from kvcore.prefix import (
+    computed_after_cut,
+    find_prefix,
+    publish_full_blocks,
+    release_from,
+    share_computed,
+)
+from kvcore.reports import CopyOrder, Plan, ResetReport
 from kvcore.sequence import KVSequence
-from kvcore.slots import slots_of, write_ints
-from kvcore.stats import Plan, Stats
+from kvcore.stats import Stats
 from kvcore.tokens import MAX_TOKEN, Tokens, pack
 
 
@@ -46,9 +48,9 @@ class KVCacheManager:
     Args:
         num_blocks: blocks in the cache; block 0 is the null block and is never handed out.
         block_size: tokens a block.
+        groups: the layer groups that draw from the pool; None: one of full attention.
         enable_caching: False: nothing is published and nothing is hit.
         max_model_len: the most tokens a sequence may have, and the most it may reserve for.
-        name_algorithm: how blocks are named for the outside: "xxh3-128", or "sha256".
 
     Raises:
         InvalidArgumentError: an argument is out of range.
@@ -59,18 +61,17 @@ class KVCacheManager:
         num_blocks: int,
         block_size: int,
         *,
+        groups: Sequence[LayerGroup] | None = None,
         enable_caching: bool = True,
         max_model_len: int | None = None,
-        name_algorithm: NameAlgorithm = "xxh3-128",
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.block_size = self.pool.block_size
+        self.block_size = as_int("block_size", block_size, 1, 2**20)
+        self.groups = resolve(groups, self.block_size)
+        self.pool = BlockPool(num_blocks, *[group.block_size for group in self.groups])
         self.enable_caching = bool(enable_caching)
         self.max_model_len = (
             None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
         )
-        NameChain(b"", self.block_size, name_algorithm)  # refuses an unknown algorithm now
-        self.name_algorithm: NameAlgorithm = name_algorithm
         self.sequences: dict[int, KVSequence] = {}
         self._next_seq_id = 0
         self._num_queried_tokens = 0
@@ -108,18 +109,16 @@ class KVCacheManager:
             SequenceTooLongError: more tokens than `max_model_len`.
         """
         packed, key = self._described(tokens, namespace)
-        seq = KVSequence(self, self._next_seq_id, packed, key)
+        seq = self._new_sequence(packed, key)
         if key is not None:
-            hits = self.pool.match(key, packed.tobytes(), (len(packed) - 1) // self.block_size)
-            self.pool.hold(hits)
-            seq.blocks = hits
-            seq.block_ids = array("i", [block.block_id for block in hits])
-            seq.num_published_blocks = len(hits)
-            seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * self.block_size
+            cached, hits = find_prefix(self.pool, self.groups, key, packed)
+            for table, blocks in zip(seq.tables, hits, strict=True):
+                self.pool.hold(blocks)
+                num_null = cached // table.block_size - len(blocks)
+                table.start(self.pool.blocks[0], num_null, blocks)
+            seq.num_computed_tokens = seq.num_cached_tokens = cached
             self._num_queried_tokens += len(packed)
-            self._num_hit_tokens += seq.num_cached_tokens
-        self._next_seq_id += 1
-        self.sequences[seq.seq_id] = seq
+            self._num_hit_tokens += cached
         return seq
 
     def plan(self, tokens: Tokens, *, namespace: Namespace | None = DEFAULT_NAMESPACE) -> Plan:
@@ -128,40 +127,45 @@ class KVCacheManager:
         O(len(tokens)). Raises like `open`.
         """
         packed, key = self._described(tokens, namespace)
-        hits = []
-        if key is not None:
-            hits = self.pool.match(key, packed.tobytes(), (len(packed) - 1) // self.block_size)
+        cached, hits = (0, []) if key is None else find_prefix(self.pool, self.groups, key, packed)
         return Plan(
-            num_cached_tokens=len(hits) * self.block_size,
-            num_new_blocks=-(-len(packed) // self.block_size) - len(hits),
-            num_revived_blocks=sum(block.ref_count == 0 for block in hits),
+            num_cached_tokens=cached,
+            num_new_blocks=sum(
+                [-(-len(packed) // g.block_size) - cached // g.block_size for g in self.groups]
+            ),
+            num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
             num_free_blocks=self.pool.num_free_blocks,
         )
 
-    def reserve(self, seq: KVSequence, num_tokens: int) -> tuple[BlockId, ...]:
+    def reserve(self, seq: KVSequence, num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
         """Make room for the next `num_tokens` tokens after the computed ones.
 
         They may reach beyond the tokens that the sequence has: room for drafts. O(new blocks).
 
         Returns:
-            The ids that were appended to the block table, often none.
+            For each layer group the ids that were appended to its block table, often none.
 
         Raises:
             OutOfBlocksError: too few blocks are free.
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
-        missing = self._num_missing_blocks(seq, num_tokens)
-        if missing <= 0:
-            return ()
-        taken = self.pool.take(missing)
-        ids = tuple(block.block_id for block in taken)
-        seq.blocks.extend(taken)
-        seq.block_ids.extend(ids)
-        return ids
+        total = self._room_wanted(seq, num_tokens)
+        missing = [table.num_missing(total) for table in seq.tables]
+        taken = self.pool.take(sum(missing))
+        appended: list[tuple[BlockId, ...]] = []
+        start = 0
+        for table, count in zip(seq.tables, missing, strict=True):
+            new = taken[start : start + count]
+            table.grow(new)
+            appended.append(tuple([block.block_id for block in new]))
+            start += count
+        return tuple(appended)
 
     def can_reserve(self, seq: KVSequence, num_tokens: int) -> bool:
-        """Say whether `reserve` with the same arguments would succeed now. O(1)."""
-        return self._num_missing_blocks(seq, num_tokens) <= self.pool.num_free_blocks
+        """Say whether `reserve` with the same arguments would succeed now. O(groups)."""
+        total = self._room_wanted(seq, num_tokens)
+        missing = sum([table.num_missing(total) for table in seq.tables])
+        return missing <= self.pool.num_free_blocks
 
     def append(self, seq: KVSequence, token: int) -> None:
         """Let a token join the end; its KV is not computed yet. O(1).
@@ -188,7 +192,8 @@ class KVCacheManager:
     def commit(self, seq: KVSequence, num_tokens: int) -> None:
         """State that the KV of the next `num_tokens` tokens is written.
 
-        Blocks that this fills can be hit by others from now on. O(blocks filled).
+        Blocks that this fills can be hit by others from now on; blocks of window and chunk groups
+        that no query can see any more are given back. O(blocks filled and given back).
 
         Raises:
             InvalidArgumentError: more tokens than the sequence has.
@@ -202,36 +207,61 @@ class KVCacheManager:
                 f"num_tokens: wanted at most the {len(seq.packed) - seq.num_computed_tokens} "
                 f"tokens that are not computed, got {count}"
             )
-        if computed > len(seq.blocks) * self.block_size:
-            raise NotReservedError(
-                f"commit: {computed} tokens computed, room for {len(seq.blocks) * self.block_size}"
-            )
+        for table in seq.tables:
+            if computed > len(table.blocks) * table.block_size:
+                raise NotReservedError(
+                    f"commit: {computed} tokens computed, "
+                    f"room for {len(table.blocks) * table.block_size}"
+                )
         seq.num_computed_tokens = computed
-        if seq.namespace_key is not None:
-            self._publish(seq, seq.namespace_key)
+        for number, table in enumerate(seq.tables):
+            if seq.namespace_key is not None:
+                publish_full_blocks(self.pool, seq, seq.namespace_key, number)
+            kept = first_kept_block(table.group, table.block_size, computed)
+            if kept > table.num_null:
+                self.pool.release(table.forget(self.pool.blocks[0], kept))
 
     def truncate(self, seq: KVSequence, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
 
         Rejected drafts leave so, and room that was reserved beyond. Where the cut goes through a
-        published block, that block is given back too (it still holds its content for others) and
-        `num_computed_tokens` falls to its first token. O(blocks released).
+        block that is published or shared, that block is given back too (it still holds its content
+        for others) and `num_computed_tokens` falls to its first token. Where it goes below what a
+        window group still has, everything is given back and `num_computed_tokens` falls to 0.
+        O(blocks released).
 
         Raises:
             InvalidArgumentError: more tokens than the sequence has.
         """
         self._check_open(seq)
         count = as_int("num_tokens", num_tokens, 0, len(seq.packed))
-        size = self.block_size
-        whole = count // size
-        keep = whole if whole < seq.num_published_blocks else -(-count // size)
-        self.pool.release(seq.blocks[keep:][::-1])
-        del seq.blocks[keep:], seq.block_ids[keep:], seq.packed[count:]
-        seq.num_published_blocks = min(seq.num_published_blocks, keep)
-        seq.num_computed_tokens = min(seq.num_computed_tokens, count, keep * size)
-        seq.num_cached_tokens = min(seq.num_cached_tokens, seq.num_computed_tokens)
-        if seq.chain is not None:
-            seq.chain.cut(whole)
+        computed = computed_after_cut(seq, count)
+        kept = count if computed == min(count, seq.num_computed_tokens) else computed
+        release_from(self.pool, seq, kept)
+        del seq.packed[count:]
+        seq.num_computed_tokens = computed
+        seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
+        seq.cut_names(count)
+
+    def fork(self, seq: KVSequence) -> tuple[KVSequence, tuple[CopyOrder, ...]]:
+        """Begin a second sequence with the same tokens and the same computed KV.
+
+        Full blocks are shared. A block that is computed in part cannot be: the child gets a block
+        of its own, and the caller must carry out the copy orders before either sequence is written
+        to. O(num_blocks).
+
+        Returns:
+            The child, and one copy order for each group whose last block is half full.
+
+        Raises:
+            OutOfBlocksError: no block is free for a half-full one.
+        """
+        self._check_open(seq)
+        computed = seq.num_computed_tokens
+        half_full = [table for table in seq.tables if computed % table.block_size]
+        own = self.pool.take(len(half_full))
+        child = self._new_sequence(seq.packed[:], seq.namespace_key)
+        return child, share_computed(self.pool, seq, child, own)
 
     def close(self, seq: KVSequence) -> None:
         """End a sequence: its blocks are released, tail first. O(num_blocks).
@@ -239,64 +269,26 @@ class KVCacheManager:
         What it published can be hit until its blocks are reused.
         """
         self._check_open(seq)
-        self.pool.release(seq.blocks[::-1])
-        seq.blocks = []
-        seq.block_ids = array("i")
-        seq.num_published_blocks = 0
+        release_from(self.pool, seq, 0)
         seq.is_open = False
         del self.sequences[seq.seq_id]
 
-    def write_block_table(self, seq: KVSequence, out: object) -> int:
-        """Write the sequence's block ids to the beginning of `out`. O(num_blocks).
+    def reset(self, *, canonical_order: bool = False) -> ResetReport:
+        """Make all cached content unreachable at once, as after a change of weights.
+
+        Open sequences keep their blocks and go on, but nothing that they have computed or still
+        compute is ever shared: it belongs to before. O(num_blocks).
 
         Args:
-            seq: an open sequence.
-            out: a writable, contiguous buffer of int32: [at least num_blocks].
+            canonical_order: also put the free blocks in the order of their ids, as when new.
 
         Returns:
-            How many entries were written; those after them are untouched.
-
-        Raises:
-            InvalidArgumentError: `out` is another kind of buffer, or too short.
+            How many blocks lost content, and how many are still held by open sequences.
         """
-        self._check_open(seq)
-        write_ints("out", out, seq.block_ids)
-        return len(seq.block_ids)
-
-    def write_slot_mapping(self, seq: KVSequence, start: int, stop: int, out: object) -> int:
-        """Write the slots of the positions `start` to `stop - 1` to the beginning of `out`.
-
-        O(stop - start). `out` is a writable, contiguous buffer of int64: [at least stop - start].
-
-        Returns:
-            How many entries were written.
-
-        Raises:
-            NotReservedError: the sequence has no block for one of the positions.
-            InvalidArgumentError: `stop < start`, or `out` is another kind of buffer or too short.
-        """
-        self._check_open(seq)
-        start = as_int("start", start, 0)
-        stop = as_int("stop", stop, start)
-        if stop > len(seq.blocks) * self.block_size:
-            raise NotReservedError(
-                f"stop: position {stop - 1} has no block, "
-                f"room for {len(seq.blocks) * self.block_size}"
-            )
-        write_ints("out", out, slots_of(seq.block_table, start, stop, self.block_size))
-        return stop - start
-
-    def block_names(self, seq: KVSequence) -> tuple[BlockHash, ...]:
-        """Return the names of the sequence's published blocks. O(blocks not named before).
-
-        No hit depends on them. A sequence that is not cached has none.
-        """
-        self._check_open(seq)
-        if seq.namespace_key is None:
-            return ()
-        if seq.chain is None:
-            seq.chain = NameChain(seq.namespace_key, self.block_size, self.name_algorithm)
-        return seq.chain.names(seq.packed, seq.num_published_blocks)
+        forgotten = self.pool.clear(canonical_order=canonical_order)
+        for seq in self.sequences.values():
+            seq.forget_identity()
+        return ResetReport(forgotten, self.pool.num_used_blocks, len(self.sequences))
 
     def stats(self) -> Stats:
         """Return a snapshot of the counters. O(num_blocks)."""
@@ -304,7 +296,7 @@ class KVCacheManager:
             num_blocks=len(self.pool.blocks),
             num_used_blocks=self.pool.num_used_blocks,
             num_free_blocks=self.pool.num_free_blocks,
-            num_cached_blocks=sum(block.node is not None for block in self.pool.blocks),
+            num_cached_blocks=sum([block.node is not None for block in self.pool.blocks]),
             peak_used_blocks=self.pool.peak_used_blocks,
             num_queried_tokens=self._num_queried_tokens,
             num_hit_tokens=self._num_hit_tokens,
@@ -327,19 +319,17 @@ class KVCacheManager:
         cached = self.enable_caching and namespace is not None
         return packed, encode_namespace(namespace) if cached and namespace is not None else None
 
-    def _num_missing_blocks(self, seq: KVSequence, num_tokens: int) -> int:
+    def _new_sequence(self, packed: array[int], key: bytes | None) -> KVSequence:
+        seq = KVSequence(self, self._next_seq_id, packed, key, self.groups)
+        self._next_seq_id += 1
+        self.sequences[seq.seq_id] = seq
+        return seq
+
+    def _room_wanted(self, seq: KVSequence, num_tokens: int) -> int:
         self._check_open(seq)
         total = seq.num_computed_tokens + as_int("num_tokens", num_tokens, 0)
         self._check_length(total)
-        return -(-total // self.block_size) - len(seq.blocks)
-
-    def _publish(self, seq: KVSequence, key: bytes) -> None:
-        size = self.block_size
-        for index in range(seq.num_published_blocks, seq.num_computed_tokens // size):
-            parent = seq.blocks[index - 1] if index else None
-            tokens = seq.packed[index * size : (index + 1) * size].tobytes()
-            self.pool.publish(seq.blocks[index], key, parent, tokens)
-            seq.num_published_blocks = index + 1
+        return total
 
     def _check_open(self, seq: KVSequence) -> None:
         if not isinstance(seq, KVSequence):

@@ -11,20 +11,19 @@ from array import array
 from collections.abc import Sequence
 from typing import NewType
 
-from kvcore.block import BlockId
 from kvcore.errors import InvalidArgumentError
 
 Slot = NewType("Slot", int)
 """A token's place in the KV cache."""
 
 
-def slot_of(block_table: Sequence[BlockId], position: int, block_size: int) -> Slot:
+def slot_of(block_table: Sequence[int], position: int, block_size: int) -> Slot:
     """Return the slot of one position. O(1). `block_table` covers `position`."""
     block_index, offset = divmod(position, block_size)
     return Slot(block_table[block_index] * block_size + offset)
 
 
-def slots_of(block_table: Sequence[BlockId], start: int, stop: int, block_size: int) -> array[int]:
+def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int) -> array[int]:
     """Return the slots of the positions from `start` to `stop - 1`, as int64. O(stop - start).
 
     `block_table` covers them.

@@ -221,7 +221,7 @@ class PoolMachine(RuleBasedStateMachine):
         seen = {content: holders for content, holders in copies.items() if holders}
         wanted = {}
         for (namespace, prefix), block_id in self.naive.published:
-            key = (namespace, kvcore.pack(prefix).tobytes())
+            key = (0, namespace, kvcore.pack(prefix).tobytes())
             wanted.setdefault(key, []).append(block_id)
         expect("P6", seen, wanted, "the published content")
 
@@ -248,25 +248,55 @@ PROMPTS = st.builds(
 """Prompts that agree up to some position, inside a block or at its edge, and differ after it."""
 
 
+GROUPS = {
+    "full": [("full", 0, 4)],
+    "window": [("window", 5, 4)],
+    "narrow window": [("window", 1, 4)],
+    "full and window": [("full", 0, 4), ("window", 6, 4)],
+    "full and wide blocks": [("full", 0, 8), ("window", 3, 4)],
+    "chunked and full": [("chunk", 8, 4), ("full", 0, 4)],
+    "three": [("window", 9, 8), ("chunk", 6, 4), ("full", 0, 4)],
+}
+"""Layer groups as the naive model writes them: kind, span, block size."""
+
+
+def real_groups(groups):
+    kinds = {
+        "full": lambda span, size: kvcore.FullAttention(size),
+        "window": kvcore.SlidingWindow,
+        "chunk": kvcore.ChunkedLocal,
+    }
+    return [kinds[kind](span, size) for kind, span, size in groups]
+
+
 class ManagerMachine(RuleBasedStateMachine):
     """The manager against lists, and against a ghost of the KV memory.
 
-    `memory` is what a GPU would hold: for each slot, the namespace and the whole prefix that was
-    in force when it was written. A hit is right if and only if the memory behind it says so, and a
-    sequence's own memory must never change under it.
+    `memory` is what a GPU would hold: for each place of each block, the group, the whole prefix,
+    the namespace and the epoch that were in force when it was written. A hit is right if and only
+    if the memory behind it says so, and a sequence's own memory must never change under it.
     """
 
     make_manager = kvcore.KVCacheManager
+    layouts = tuple(GROUPS)
     sequences = Bundle("sequences")
     closed = Bundle("closed")
 
-    @initialize(num_blocks=st.integers(2, 12), caching=st.sampled_from([True, True, True, False]))
-    def start(self, num_blocks, caching):
-        self.kv = self.make_manager(num_blocks, BLOCK_SIZE, enable_caching=caching)
-        self.naive = NaiveManager(num_blocks, BLOCK_SIZE, caching)
+    @initialize(
+        num_blocks=st.integers(2, 14),
+        layout=st.integers(0, len(GROUPS) - 1),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, num_blocks, layout, caching):
+        self.groups = GROUPS[self.layouts[layout % len(self.layouts)]]
+        self.kv = self.make_manager(
+            num_blocks, BLOCK_SIZE, groups=real_groups(self.groups), enable_caching=caching
+        )
+        self.naive = NaiveManager(num_blocks, self.groups, caching)
         self.other = kvcore.KVCacheManager(4, BLOCK_SIZE)
         self.memory = {}
-        self.live = []  # [real, naive, the runner's copy of the table]
+        self.epoch = 0
+        self.live = []  # [real, naive, the runner's copy of the tables]
 
     def view(self):
         return manager_view(self.kv)
@@ -283,23 +313,25 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, entry=sequences, packed=st.booleans())
     def open_again(self, entry, packed):
-        """The same tokens once more: a retry, a fork of the conversation, the next turn."""
-        tokens = entry[1].tokens or [0]
-        return self.begin(tokens, entry[1].namespace, packed)
+        """The same tokens once more: a retry, or the next turn."""
+        return self.begin(entry[1].tokens or [0], entry[1].namespace, packed)
 
     def begin(self, tokens, namespace, packed):
         given = kvcore.pack(tokens) if packed else list(tokens)
         plan = self.kv.plan(given, namespace=namespace)
-        hits = self.naive.hits(tokens, namespace)
-        revived = sum(self.naive.pool.refs[block_id] == 0 for block_id in hits)
+        cached, hits = self.naive.hits(tokens, namespace)
+        held = [block_id for table in hits for block_id in table if block_id]
+        revived = sum(self.naive.pool.refs[block_id] == 0 for block_id in held)
         real = self.kv.open(given, namespace=namespace)
-        entry = [real, self.naive.open(tokens, namespace), list(real.block_table)]
+        entry = [real, self.naive.open(tokens, namespace), [*map(list, real.block_tables)]]
         self.live.append(entry)
         self.check_memory(entry)
         if len(tokens) <= real.num_cached_tokens:
             raise PropertyError("P14", "a full hit leaves no token to compute")
-        missing = self.naive.blocks_for(len(tokens)) - len(hits)
-        expect("P24", real.num_cached_tokens, len(hits) * BLOCK_SIZE, "cached tokens")
+        missing = sum(
+            self.naive.blocks_for(len(tokens), size) - cached // size for _, _, size in self.groups
+        )
+        expect("P24", real.num_cached_tokens, cached, "cached tokens")
         expect("P13", plan.num_new_blocks, missing, "new blocks planned")
         expect("P13", plan.num_revived_blocks, revived, "revived blocks planned")
         expect("P13", plan.num_cached_tokens, real.num_cached_tokens, "cached tokens planned")
@@ -321,26 +353,28 @@ class ManagerMachine(RuleBasedStateMachine):
                     lambda: self.kv.reserve(real, count),
                 )
                 return
-            delivered.extend(self.kv.reserve(real, count))
+            for table, new in zip(delivered, self.kv.reserve(real, count), strict=True):
+                table.extend(new)
             self.naive.reserve(naive, count)
-            expect("P16", delivered, list(real.block_table), "the table that the runner was told")
-            expect("P15", delivered, naive.table, "the blocks handed out")
+            kvcore.check(self.kv)
+            self.check_delivery(entry)
 
     @rule(entry=sequences, spread=st.integers(0, 9))
     def write_drafts(self, entry, spread):
         """A forward pass that is never committed: whatever it wrote must stay invisible."""
-        real, _, _ = entry
+        real, naive, _ = entry
         if real.is_open:
-            room = real.num_blocks * BLOCK_SIZE
+            room = self.naive.room(naive)
             for position in range(real.num_computed_tokens, room)[:spread]:
-                self.memory[self.slot(real, position)] = "draft"
+                for number in range(len(self.groups)):
+                    self.memory[self.place(real, number, position)] = "draft"
 
     @rule(entry=sequences, count=st.integers(0, 9))
     def write_and_commit(self, entry, count):
         real, naive, _ = entry
         if not real.is_open:
             return
-        most = min(len(naive.tokens), len(naive.table) * BLOCK_SIZE) - naive.computed
+        most = min(len(naive.tokens), self.naive.room(naive)) - naive.computed
         if count > most:
             refused(
                 "P9",
@@ -350,8 +384,9 @@ class ManagerMachine(RuleBasedStateMachine):
             )
             count = most
         for position in range(naive.computed, naive.computed + count):
-            content = (naive.namespace, tuple(naive.tokens[: position + 1]))
-            self.memory[self.slot(real, position)] = content
+            for number in range(len(self.groups)):
+                content = (number, tuple(naive.tokens[: position + 1]), self.origin(naive))
+                self.memory[self.place(real, number, position)] = content
         self.kv.commit(real, count)
         self.naive.commit(naive, count)
 
@@ -367,7 +402,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(entry=sequences, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6))
     def append(self, entry, tokens):
         real, naive, _ = entry
-        if real.is_open:
+        if real.is_open and len(naive.tokens) < 40:
             if len(tokens) == 1:
                 self.kv.append(real, tokens[0])
             else:
@@ -388,16 +423,49 @@ class ManagerMachine(RuleBasedStateMachine):
                 keep = len(naive.tokens)
             self.kv.truncate(real, keep)
             self.naive.truncate(naive, keep)
-            del delivered[len(naive.table) :]
+            for told, table in zip(delivered, naive.tables, strict=True):
+                del told[len(table.entries) :]
 
     @rule(entry=sequences, keep=st.integers(0, 9), token=st.integers(0, 2))
     def edit(self, entry, keep, token):
-        """A turn is taken back and goes on differently (where names go stale)."""
+        """A turn is taken back and goes on differently, which is where names go stale."""
         if entry[0].is_open:
             self.truncate(entry, min(keep, len(entry[1].tokens)))
             self.agree()
             self.append(entry, [token] * 5)
             self.run(entry)
+
+    @rule(entry=sequences, drafts=st.integers(1, 5), accepted=st.integers(0, 5))
+    def speculate(self, entry, drafts, accepted):
+        """Drafts join, some are accepted, the rest leave without a trace."""
+        real, naive, _ = entry
+        if real.is_open and naive.computed == len(naive.tokens):
+            self.append(entry, [1] * drafts)
+            self.reserve(entry, len(naive.tokens) - naive.computed)
+            most = min(len(naive.tokens), self.naive.room(naive)) - naive.computed
+            self.write_drafts(entry, drafts)
+            self.write_and_commit(entry, min(accepted, most))
+            self.truncate(entry, naive.computed)
+
+    @rule(target=sequences, entry=sequences)
+    def fork(self, entry):
+        real, naive, _ = entry
+        if not real.is_open:
+            return entry
+        if self.naive.copies_needed(naive) > len(self.naive.pool.free):
+            refused("P13", kvcore.OutOfBlocksError, self.view, lambda: self.kv.fork(real))
+            return entry
+        child, orders = self.kv.fork(real)
+        twin, wanted = self.naive.fork(naive)
+        got = [(order.src, order.dst, order.num_tokens, order.group) for order in orders]
+        expect("P15", got, wanted, "the copy orders")
+        for src, dst, count, _ in wanted:
+            for offset in range(count):
+                self.memory[dst, offset] = self.memory[src, offset]
+        forked = [child, twin, [*map(list, child.block_tables)]]
+        self.live.append(forked)
+        self.check_memory(forked)
+        return forked
 
     @rule(target=closed, entry=consumes(sequences))
     def close(self, entry):
@@ -408,9 +476,12 @@ class ManagerMachine(RuleBasedStateMachine):
             self.live.remove(entry)
         return entry
 
-    @rule(entry=closed, call=st.sampled_from(["close", "reserve", "commit", "truncate", "append"]))
+    @rule(
+        entry=closed,
+        call=st.sampled_from(["close", "reserve", "commit", "truncate", "append", "fork"]),
+    )
     def use_a_closed_one(self, entry, call):
-        arguments = (entry[0],) if call == "close" else (entry[0], 1)
+        arguments = (entry[0],) if call in {"close", "fork"} else (entry[0], 1)
         refused(
             "P3",
             kvcore.StaleSequenceError,
@@ -433,6 +504,20 @@ class ManagerMachine(RuleBasedStateMachine):
         foreign = self.other.open([1, 2])
         refused("P3", kvcore.ForeignSequenceError, self.view, lambda: self.kv.close(foreign))
         self.other.close(foreign)
+
+    @precondition(lambda self: self.live)
+    @rule(chance=st.integers(0, 3), canonical=st.booleans())
+    def reset(self, chance, canonical):
+        if chance:
+            return
+        self.epoch += 1
+        report = self.kv.reset(canonical_order=canonical)
+        cached = len(self.naive.pool.published)
+        used = sum(1 for refs in self.naive.pool.refs.values() if refs)
+        self.naive.reset([naive for _, naive, _ in self.live], canonical)
+        expect("P22", report.num_forgotten_blocks, cached, "blocks forgotten")
+        expect("P22", report.num_used_blocks, used, "blocks in use at the reset")
+        expect("P22", report.num_open_sequences, len(self.live), "sequences open at the reset")
 
     @precondition(lambda self: self.live)
     @rule()
@@ -461,28 +546,43 @@ class ManagerMachine(RuleBasedStateMachine):
             self.check_memory(entry)
 
     def check_sequence(self, entry):
-        real, naive, delivered = entry
-        expect("P16", delivered, naive.table, "the table that the runner was told")
-        expect("P16", list(real.block_table), delivered, "the manager's table")
+        real, naive, _ = entry
+        self.check_delivery(entry)
         expect("P10", list(real.tokens), naive.tokens, "the tokens")
         expect("P14", real.num_computed_tokens, naive.computed, "computed tokens")
         expect("P14", real.num_cached_tokens, naive.cached, "cached tokens")
         if naive.namespace is not None:
-            whole = naive.published * BLOCK_SIZE
-            scratch = kvcore.NameChain(
-                kvcore.encode_namespace(naive.namespace), BLOCK_SIZE, "xxh3-128"
-            )
-            names = scratch.names(kvcore.pack(naive.tokens[:whole]), naive.published)
-            expect("P10", self.kv.block_names(real), names, "the names")
+            size, published = self.groups[0][2], naive.tables[0].published
+            key = kvcore.encode_namespace(naive.namespace)
+            scratch = kvcore.NameChain(key, size, "xxh3-128")
+            names = scratch.names(kvcore.pack(naive.tokens[: published * size]), published)
+            expect("P10", real.block_names(), names, "the names")
+
+    def check_delivery(self, entry):
+        """P16: what the runner was told is the table, but for what no query can see any more."""
+        real, naive, delivered = entry
+        for told, table, wanted in zip(delivered, real.block_tables, naive.tables, strict=True):
+            seen = [mine if its else 0 for mine, its in zip(told, table, strict=False)]
+            expect("P16", seen, list(table), "the table that the runner was told")
+            expect("P16", len(told), len(table), "its length")
+            expect("P15", list(table), wanted.entries, "the blocks handed out")
 
     def check_memory(self, entry):
         """P7: behind every computed position stands this sequence's own prefix."""
         real, naive, _ = entry
-        for position in range(real.num_computed_tokens):
-            content = self.memory.get(self.slot(real, position), "never written")
-            wanted = (naive.namespace, tuple(naive.tokens[: position + 1]))
-            expect("P7", content, wanted, f"the KV behind position {position}")
+        for number, table in enumerate(real.tables):
+            first = table.num_null * table.block_size
+            for position in range(first, real.num_computed_tokens):
+                content = self.memory.get(self.place(real, number, position), "never written")
+                wanted = (number, tuple(naive.tokens[: position + 1]))
+                expect("P7", content[:2], wanted, f"the KV behind position {position}")
+                if naive.namespace is not None:
+                    expect("P7", content[2], self.origin(naive), f"whose position {position} is")
 
-    @staticmethod
-    def slot(real, position):
-        return real.blocks[position // BLOCK_SIZE].block_id * BLOCK_SIZE + position % BLOCK_SIZE
+    def origin(self, naive):
+        """Whose KV it is. A sequence that lived through a reset shares with nobody any more."""
+        return naive.namespace, self.epoch
+
+    def place(self, real, number, position):
+        table = real.tables[number]
+        return table.blocks[position // table.block_size].block_id, position % table.block_size

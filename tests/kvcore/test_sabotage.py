@@ -31,7 +31,8 @@ HUNT = settings(
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_planted_bug_is_caught_for_the_right_reason(name):
     planted = SABOTAGES[name]
-    broken = type(name, (planted.machine,), {SEAMS[planted.machine]: staticmethod(planted.make)})
+    seam = {SEAMS[planted.machine]: staticmethod(planted.make), "layouts": planted.layouts}
+    broken = type(name, (planted.machine,), seam)
     with pytest.raises((PropertyError, kvcore.InvariantError)) as caught:
         run_state_machine_as_test(broken, settings=HUNT)
     assert caught.value.prop in planted.properties

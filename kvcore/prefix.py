@@ -1,0 +1,135 @@
+"""What a sequence finds of its prefix, what it publishes, and what a cut leaves of it.
+
+The steps behind the manager's verbs that go through all layer groups together. They change the pool
+and the tables only after everything that could fail has been asked; what a call is for, and whether
+it is allowed, the manager has decided.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvcore.block import Block
+from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_servable
+from kvcore.pool import BlockPool
+from kvcore.reports import CopyOrder
+from kvcore.sequence import KVSequence
+
+
+def find_prefix(
+    pool: BlockPool, groups: Sequence[LayerGroup], namespace_key: bytes, packed: array[int]
+) -> tuple[int, list[list[Block]]]:
+    """Return the longest prefix that every group can serve, and the blocks that serve it.
+
+    At most all tokens but the last. Holds nothing. O(groups * blocks of the prefix).
+
+    Returns:
+        Its length in tokens; for each group the blocks it needs, those that are visible from its
+        end.
+    """
+    content = packed.tobytes()
+    longest = len(packed) - 1
+    if len(groups) == 1 and isinstance(groups[0], FullAttention):
+        size = groups[0].block_size
+        blocks = pool.match(namespace_key, content, longest // size)
+        return len(blocks) * size, [blocks]
+    paths = [
+        pool.path(namespace_key, content, longest // group.block_size, number)
+        for number, group in enumerate(groups)
+    ]
+    cached = longest_servable(groups, paths, longest)
+    needed: list[list[Block]] = []
+    for group, path in zip(groups, paths, strict=True):
+        size = group.block_size
+        window = path[first_kept_block(group, size, cached) : cached // size]
+        needed.append([block for block in window if block is not None])
+    return cached, needed
+
+
+def publish_full_blocks(
+    pool: BlockPool, seq: KVSequence, namespace_key: bytes, number: int
+) -> None:
+    """Publish the blocks of one group that are computed to their last token. O(blocks filled)."""
+    table = seq.tables[number]
+    size = table.block_size
+    for index in range(table.num_published, seq.num_computed_tokens // size):
+        parent = table.blocks[index - 1] if index else None
+        tokens = seq.packed[index * size : (index + 1) * size].tobytes()
+        pool.publish(table.blocks[index], namespace_key, parent, tokens, number)
+        table.num_published = index + 1
+
+
+def share_computed(
+    pool: BlockPool, parent: KVSequence, child: KVSequence, own: Sequence[Block]
+) -> tuple[CopyOrder, ...]:
+    """Give a new sequence all that another has computed. O(num_blocks).
+
+    Args:
+        pool: the pool of both.
+        parent: the sequence to share with.
+        child: a sequence with the same tokens and empty tables.
+        own: one taken block for each group whose last block is half full.
+
+    Returns:
+        What has to be copied into those.
+    """
+    child.num_computed_tokens = parent.num_computed_tokens
+    orders: list[CopyOrder] = []
+    for number, (mine, its) in enumerate(zip(parent.tables, child.tables, strict=True)):
+        full, rest = divmod(parent.num_computed_tokens, mine.block_size)
+        shared = mine.blocks[mine.num_null : full]
+        pool.hold(shared)
+        its.start(pool.blocks[0], mine.num_null, shared)
+        its.num_published = mine.num_published
+        if rest:
+            copy = own[len(orders)]
+            its.grow([copy])
+            orders.append(CopyOrder(mine.blocks[full].block_id, copy.block_id, rest, number))
+    return tuple(orders)
+
+
+def computed_after_cut(seq: KVSequence, num_tokens: int) -> int:
+    """Return how many tokens are still computed when a sequence is cut to `num_tokens`.
+
+    Fewer than are kept where the cut goes through a block that must not be written again, and none
+    where a group has given back what a query at the cut would see. O(groups).
+    """
+    computed = min(num_tokens, seq.num_computed_tokens)
+    if computed == seq.num_computed_tokens:
+        return computed
+    lowered = True
+    while lowered:
+        lowered = False
+        for table in seq.tables:
+            full, rest = divmod(computed, table.block_size)
+            if rest and (table.blocks[full].node is not None or table.blocks[full].ref_count > 1):
+                computed -= rest
+                lowered = True
+    for table in seq.tables:
+        if table.num_null > first_kept_block(table.group, table.block_size, computed):
+            return 0
+    return computed
+
+
+def release_from(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
+    """Give back every block that the first `num_tokens` tokens do not need, tail first.
+
+    With several groups the tails of all go before the heads of any: what is reused first is what
+    the fewest prefixes need. O(blocks released), with several groups O(n log n).
+    """
+    left: list[tuple[int, int, Block]] = []
+    for number, table in enumerate(seq.tables):
+        keep = -(-num_tokens // table.block_size)
+        last = len(table.blocks)
+        blocks = table.cut(keep)
+        if len(seq.tables) == 1:
+            pool.release(blocks[::-1])
+            return
+        first = last - len(blocks)
+        left += [
+            ((first + index + 1) * table.block_size, number, block)
+            for index, block in enumerate(blocks)
+        ]
+    left.sort(key=lambda entry: (entry[0], entry[1]), reverse=True)
+    pool.release([block for _, _, block in left])
