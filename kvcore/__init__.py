@@ -34,6 +34,7 @@ from kvcore.hashing import (
     encode_namespace,
 )
 from kvcore.invariants import PROPERTIES, check
+from kvcore.leases import Lease, LeaseBook
 from kvcore.manager import KVCacheManager
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Plan, ResetReport
@@ -68,6 +69,8 @@ __all__ = [
     "KVCoreError",
     "KVSequence",
     "LayerGroup",
+    "Lease",
+    "LeaseBook",
     "MisuseError",
     "NameAlgorithm",
     "NameChain",

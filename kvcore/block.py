@@ -82,3 +82,26 @@ class Node:
         self.children: dict[bytes, Node] | None = None
         self.first_copy: Block | None = None
         self.last_copy: Block | None = None
+
+    def copies(self) -> list[Block]:
+        """Return the blocks that hold the content, oldest first. O(copies)."""
+        found: list[Block] = []
+        block = self.first_copy
+        while block is not None:
+            found.append(block)
+            block = block.next_copy
+        return found
+
+    def descendants(self) -> list[Node]:
+        """Return every node below it, a parent before its children. O(nodes below)."""
+        found: list[Node] = []
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            if node is not self:
+                found.append(node)
+            if node.children is not None:
+                pending.extend(node.children.values())
+            elif node.last_child is not None:
+                pending.append(node.last_child)
+        return found

@@ -122,15 +122,8 @@ class ContentTree:
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node that is not a root, a parent before its children. O(nodes)."""
-        pending = list(self._roots.values())
-        while pending:
-            node = pending.pop()
-            if node.parent is not None:
-                yield node
-            if node.children is not None:
-                pending.extend(node.children.values())
-            elif node.last_child is not None:
-                pending.append(node.last_child)
+        for root in self._roots.values():
+            yield from root.descendants()
 
     @staticmethod
     def _child(node: Node, tokens: bytes) -> Node | None:

@@ -43,17 +43,20 @@ def partition(manager: KVCacheManager) -> None:
 
 
 def ref_counts(manager: KVCacheManager) -> None:
-    """P2: a block's ref count is the number of its places in live tables."""
+    """P2: a block's ref count is the number of its places in live tables and leases."""
     held = Counter(id(block) for _, table in _tables(manager) for block in _owned(table))
+    for lease in manager.leases.active.values():
+        held.update(id(block) for block in lease.blocks)
     for block in manager.pool.blocks:
         if block.ref_count != held[id(block)]:
-            _fail("P2", f"{block!r} has {held[id(block)]} places in live tables")
+            _fail("P2", f"{block!r} has {held[id(block)]} places in live tables and leases")
 
 
 def quiescence(manager: KVCacheManager) -> None:
-    """P5: with no sequence open, every block is free."""
+    """P5: with no sequence open and nothing in flight, every block is free."""
     pool = manager.pool
-    if not manager.sequences and pool.num_free_blocks != pool.num_usable_blocks:
+    idle = not manager.sequences and not manager.leases.active
+    if idle and pool.num_free_blocks != pool.num_usable_blocks:
         _fail(
             "P5",
             f"no sequence is open, {pool.num_free_blocks} of "
@@ -159,6 +162,16 @@ def tables(manager: KVCacheManager) -> None:
                 _fail("P18", f"{seq!r}: {block!r} is not held, or not the pool's")
 
 
+def leased(manager: KVCacheManager) -> None:
+    """P17: no block of an active lease is free, and no lease outlives its deadline."""
+    for lease in manager.leases.active.values():
+        if lease.deadline is not None and lease.deadline <= manager.leases.step:
+            _fail("P17", f"{lease!r} is past its deadline")
+        for block in lease.blocks:
+            if block.ref_count < 1 or block.next_free is not None:
+                _fail("P17", f"{block!r} is free under {lease!r}")
+
+
 def settled(manager: KVCacheManager) -> None:
     """P19: what a query after the committed tokens can see is still there."""
     for seq, table in _tables(manager):
@@ -202,6 +215,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P11": chains,
     "P13": capacity,
     "P14": coverage,
+    "P17": leased,
     "P18": tables,
     "P19": settled,
 }

@@ -27,9 +27,12 @@ from kvcore.errors import (
 )
 from kvcore.groups import LayerGroup, first_kept_block, resolve
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
+from kvcore.leases import Lease, LeaseBook
 from kvcore.pool import BlockPool
 from kvcore.prefix import (
+    blocks_tail_first,
     computed_after_cut,
+    distrust_from,
     find_prefix,
     publish_full_blocks,
     release_from,
@@ -52,6 +55,12 @@ class KVCacheManager:
         enable_caching: False: nothing is published and nothing is hit.
         max_model_len: the most tokens a sequence may have, and the most it may reserve for.
 
+    Attributes:
+        pool: the blocks.
+        groups: the layer groups, block sizes filled in.
+        leases: what is in flight.
+        sequences: the open sequences by their ids, oldest first.
+
     Raises:
         InvalidArgumentError: an argument is out of range.
     """
@@ -72,6 +81,7 @@ class KVCacheManager:
         self.max_model_len = (
             None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
         )
+        self.leases = LeaseBook(self.pool)
         self.sequences: dict[int, KVSequence] = {}
         self._next_seq_id = 0
         self._num_queried_tokens = 0
@@ -135,6 +145,7 @@ class KVCacheManager:
             ),
             num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
             num_free_blocks=self.pool.num_free_blocks,
+            num_deferred_blocks=self.leases.num_deferred_blocks(),
         )
 
     def reserve(self, seq: KVSequence, num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
@@ -262,6 +273,48 @@ class KVCacheManager:
         own = self.pool.take(len(half_full))
         child = self._new_sequence(seq.packed[:], seq.namespace_key)
         return child, share_computed(self.pool, seq, child, own)
+
+    def lease(
+        self,
+        seq: KVSequence,
+        kind: str = "step",
+        *,
+        owner: str = "",
+        max_steps: int | None = None,
+    ) -> Lease:
+        """Keep every block that the sequence has now until the lease ends. O(num_blocks).
+
+        For a step in flight or a transfer: the sequence may be cut or closed meanwhile, its blocks
+        are handed out to nobody. Use it in a `with`, or end it by `lease.end()`, by
+        `leases.end(lease_id)` when a completion arrives, or by its deadline.
+
+        Args:
+            seq: an open sequence.
+            kind: what holds the blocks, such as "step", "load" or "store".
+            owner: who, for reports.
+            max_steps: `leases.advance()` ends it after so many steps; None: it has no deadline.
+
+        Raises:
+            InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
+        """
+        self._check_open(seq)
+        return self.leases.begin(blocks_tail_first(seq), kind, owner, max_steps)
+
+    def fail_load(self, seq: KVSequence, num_tokens: int) -> tuple[KVSequence, ...]:
+        """State that KV after the first `num_tokens` tokens was committed and never arrived.
+
+        Nothing that spells this prefix beyond them can be hit any more, and every sequence that has
+        such a block computes it again: `num_computed_tokens` falls, the tokens stay. O(num_blocks).
+
+        Returns:
+            The sequences that this has set back, in the order in which they were opened.
+
+        Raises:
+            InvalidArgumentError: more tokens than are computed.
+        """
+        self._check_open(seq)
+        count = as_int("num_tokens", num_tokens, 0, seq.num_computed_tokens)
+        return distrust_from(self.pool, seq, count, list(self.sequences.values()))
 
     def close(self, seq: KVSequence) -> None:
         """End a sequence: its blocks are released, tail first. O(num_blocks).

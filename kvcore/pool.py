@@ -211,6 +211,15 @@ class BlockPool:
         above = None if parent is None else parent.node
         self.trees[group].attach(block, namespace_key, above, tokens)
 
+    def forget(self, block: Block) -> None:
+        """Take a block's content from it: it is wrong. A free one is reused first now. O(1)."""
+        if block.node is None:
+            return
+        self.trees[block.group].detach(block)
+        if block.next_free is not None:
+            self.free_queue.remove(block)
+            self.free_queue.push_front(block)
+
     def clear(self, *, canonical_order: bool = False) -> int:
         """Forget all published content at once; return how many blocks held some. O(num_blocks).
 

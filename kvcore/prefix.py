@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from math import lcm
 
 from kvcore.block import Block
 from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_servable
@@ -112,24 +113,93 @@ def computed_after_cut(seq: KVSequence, num_tokens: int) -> int:
     return computed
 
 
+def distrust_from(
+    pool: BlockPool, seq: KVSequence, num_tokens: int, sequences: Sequence[KVSequence]
+) -> tuple[KVSequence, ...]:
+    """Take back what a sequence says it computed after `num_tokens` tokens, from everybody.
+
+    Distrusted are its own blocks from there on, and every published block that spells the same
+    prefix further: which of those were computed on top of the bad ones nobody knows any more.
+    Sequences that have one are set back. O(all blocks of the sequences and of the content below).
+
+    Returns:
+        The sequences that were set back.
+    """
+    doubtful: list[Block] = []
+    for table in seq.tables:
+        first = num_tokens // table.block_size
+        present = max(first, table.num_null)
+        doubtful += table.blocks[present : -(-seq.num_computed_tokens // table.block_size)]
+        node = table.blocks[present].node if present < table.num_published else None
+        for _ in range(present - first):  # up to the first that is gone from the table
+            node = None if node is None else node.parent
+        if node is not None:
+            for below in [node, *node.descendants()]:
+                doubtful += below.copies()
+    numbers: set[int] = {block.block_id for block in doubtful}
+    for number in sorted(numbers):
+        pool.forget(pool.blocks[number])
+    set_back = [other for other in sequences if _has_any(other, numbers)]
+    for other in set_back:
+        _compute_again(pool, other, numbers)
+    return tuple(set_back)
+
+
+def _has_any(seq: KVSequence, numbers: set[int]) -> bool:
+    return any(not numbers.isdisjoint(table.block_ids) for table in seq.tables)
+
+
+def _compute_again(pool: BlockPool, seq: KVSequence, doubtful: set[int]) -> None:
+    """Set a sequence back to before the first of its blocks that is in doubt. O(num_blocks)."""
+    computed = seq.num_computed_tokens
+    for table in seq.tables:
+        for place, block_id in enumerate(table.block_ids):
+            if block_id in doubtful:
+                computed = min(computed, place * table.block_size)
+                break
+    # A whole number of blocks of every group: what is left in part may be shared.
+    computed -= computed % lcm(*[table.block_size for table in seq.tables])
+    for table in seq.tables:
+        if table.num_null > first_kept_block(table.group, table.block_size, computed):
+            computed = 0
+    release_from(pool, seq, computed)
+    seq.num_computed_tokens = computed
+    seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
+    seq.cut_names(computed)
+
+
+def blocks_tail_first(seq: KVSequence) -> list[Block]:
+    """Return every block that a sequence holds, in the order of release. O(num_blocks)."""
+    return _tail_first(
+        [(table.num_null, table.block_size, table.blocks[table.num_null :]) for table in seq.tables]
+    )
+
+
 def release_from(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     """Give back every block that the first `num_tokens` tokens do not need, tail first.
 
-    With several groups the tails of all go before the heads of any: what is reused first is what
-    the fewest prefixes need. O(blocks released), with several groups O(n log n).
+    O(blocks released), with several groups O(n log n).
     """
-    left: list[tuple[int, int, Block]] = []
-    for number, table in enumerate(seq.tables):
-        keep = -(-num_tokens // table.block_size)
-        last = len(table.blocks)
-        blocks = table.cut(keep)
-        if len(seq.tables) == 1:
-            pool.release(blocks[::-1])
-            return
-        first = last - len(blocks)
-        left += [
-            ((first + index + 1) * table.block_size, number, block)
-            for index, block in enumerate(blocks)
-        ]
-    left.sort(key=lambda entry: (entry[0], entry[1]), reverse=True)
-    pool.release([block for _, _, block in left])
+    runs: list[tuple[int, int, list[Block]]] = []
+    for table in seq.tables:
+        length = len(table.blocks)
+        left = table.cut(-(-num_tokens // table.block_size))
+        runs.append((length - len(left), table.block_size, left))
+    pool.release(_tail_first(runs))
+
+
+def _tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
+    """Order runs of blocks, (first place, block size, blocks) for each group, by where they end.
+
+    The tails of all groups come before the heads of any: what is reused first is what the fewest
+    prefixes need.
+    """
+    if len(runs) == 1:
+        return runs[0][2][::-1]
+    placed = [
+        ((first + index + 1) * size, number, block)
+        for number, (first, size, blocks) in enumerate(runs)
+        for index, block in enumerate(blocks)
+    ]
+    placed.sort(key=lambda entry: (entry[0], entry[1]), reverse=True)
+    return [block for _, _, block in placed]

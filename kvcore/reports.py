@@ -16,12 +16,14 @@ class Plan:
         num_new_blocks: blocks to be taken for the rest.
         num_revived_blocks: hits that nobody holds: they leave the free queue too.
         num_free_blocks: blocks free now.
+        num_deferred_blocks: blocks that only leases still hold: free when those end.
     """
 
     num_cached_tokens: int
     num_new_blocks: int
     num_revived_blocks: int
     num_free_blocks: int
+    num_deferred_blocks: int = 0
 
     @property
     def fits(self) -> bool:

@@ -12,6 +12,7 @@ from hypothesis.stateful import (
     consumes,
     initialize,
     invariant,
+    multiple,
     precondition,
     rule,
 )
@@ -281,6 +282,7 @@ class ManagerMachine(RuleBasedStateMachine):
     layouts = tuple(GROUPS)
     sequences = Bundle("sequences")
     closed = Bundle("closed")
+    leases = Bundle("leases")
 
     @initialize(
         num_blocks=st.integers(2, 14),
@@ -467,6 +469,68 @@ class ManagerMachine(RuleBasedStateMachine):
         self.check_memory(forked)
         return forked
 
+    @rule(
+        target=leases,
+        entry=sequences,
+        kind=st.sampled_from(["step", "load"]),
+        steps=st.integers(0, 3),
+        count=st.integers(1, 2),
+    )
+    def lease(self, entry, kind, steps, count):
+        """Steps or transfers begin; the sequence may be cut or closed while they run."""
+        real, naive, _ = entry
+        begun = []
+        for _ in range(count if real.is_open else 0):
+            begun.append(self.kv.lease(real, kind, max_steps=steps or None))
+            self.naive.lease(naive, steps or None)
+        return multiple(*begun)
+
+    @rule(lease=leases, by_id=st.booleans())
+    def end_lease(self, lease, by_id):
+        """A completion arrives: in time, late, or for the second time."""
+        before = self.view() if lease.lease_id not in self.naive.leases else None
+        ended = self.kv.leases.end(lease.lease_id) if by_id else lease.end()
+        expect("P17", ended, self.naive.end_lease(lease.lease_id), "whether it was active")
+        if before is not None:
+            expect("P17", self.view(), before, "state after a late completion")
+
+    @rule(number=st.integers(-1, 99))
+    def end_an_unknown_lease(self, number):
+        if number not in self.naive.leases:
+            before = self.view()
+            expect("P17", self.kv.leases.end(number), False, "an unknown completion")
+            expect("P17", self.view(), before, "state after an unknown completion")
+
+    @rule(steps=st.integers(0, 2))
+    def advance(self, steps):
+        late = [lease.lease_id for lease in self.kv.leases.advance(steps)]
+        expect("P17", late, self.naive.advance(steps), "the leases whose deadline has come")
+
+    @rule(entry=sequences, kept=st.integers(0, 20))
+    def fail_load(self, entry, kept):
+        """KV that was committed turns out never to have arrived."""
+        real, naive, _ = entry
+        if not real.is_open:
+            return
+        if kept > naive.computed:
+            refused(
+                "P3",
+                kvcore.InvalidArgumentError,
+                self.view,
+                lambda: self.kv.fail_load(real, kept),
+            )
+            return
+        for number, table in enumerate(real.tables):
+            first = max(kept, table.num_null * table.block_size)
+            for position in range(first, naive.computed):
+                self.memory[self.place(real, number, position)] = ("never arrived",)
+        hit = [other.seq_id for other in self.kv.fail_load(real, kept)]
+        wanted = self.naive.fail_load(naive, kept, [other for _, other, _ in self.live])
+        expect("P9", hit, [o.seq_id for o, n, _ in self.live if n in wanted], "who is set back")
+        for _, other, told in self.live:
+            for mine, table in zip(told, other.tables, strict=True):
+                del mine[len(table.entries) :]
+
     @rule(target=closed, entry=consumes(sequences))
     def close(self, entry):
         real, naive, _ = entry
@@ -526,6 +590,9 @@ class ManagerMachine(RuleBasedStateMachine):
             self.kv.close(real)
             self.naive.close(naive)
         self.live.clear()
+        for number in list(self.naive.leases):
+            self.kv.leases.end(number)
+            self.naive.end_lease(number)
         expect("P5", self.kv.num_free_blocks, self.kv.num_usable_blocks, "free blocks at rest")
 
     @invariant()
@@ -538,6 +605,8 @@ class ManagerMachine(RuleBasedStateMachine):
         published = {block.block_id for block in self.kv.pool.blocks if block.node is not None}
         wanted = {block_id for _, block_id in self.naive.pool.published}
         expect("P6", published, wanted, "the published blocks")
+        deferred = self.kv.leases.num_deferred_blocks()
+        expect("P20", deferred, self.naive.num_deferred(), "blocks free once the leases end")
         stats = self.kv.stats()
         expect("P24", stats.num_queried_tokens, self.naive.num_queried, "queried tokens")
         expect("P24", stats.num_hit_tokens, self.naive.num_hit, "hit tokens")

@@ -129,6 +129,8 @@ class NaiveManager:
         self.groups = groups
         self.caching = caching
         self.num_queried = self.num_hit = 0
+        self.leases = {}  # id: (blocks in the order of release, deadline)
+        self.num_leases = self.step = 0
 
     @staticmethod
     def blocks_for(num_tokens, size):
@@ -257,6 +259,79 @@ class NaiveManager:
             table.entries = table.entries[:keep]
             table.published = min(table.published, keep)
         self.pool.release([block_id for _, _, block_id in sorted(leaving, reverse=True)])
+
+    def tail_first(self, seq):
+        held = [
+            ((place + 1) * group[2], number, block_id)
+            for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True))
+            for place, block_id in enumerate(table.entries)
+            if block_id
+        ]
+        return [block_id for _, _, block_id in sorted(held, reverse=True)]
+
+    def lease(self, seq, max_steps):
+        blocks = self.tail_first(seq)
+        self.pool.hold(blocks)
+        deadline = None if max_steps is None else self.step + max_steps
+        self.leases[self.num_leases] = (blocks, deadline)
+        self.num_leases += 1
+
+    def end_lease(self, number):
+        if number not in self.leases:
+            return False
+        self.pool.release(self.leases.pop(number)[0])
+        return True
+
+    def advance(self, num_steps):
+        self.step += num_steps
+        late = [n for n, (_, end) in self.leases.items() if end is not None and end <= self.step]
+        for number in late:
+            self.end_lease(number)
+        return late
+
+    def num_deferred(self):
+        leased = [block_id for blocks, _ in self.leases.values() for block_id in blocks]
+        return sum(leased.count(b) == self.pool.refs[b] for b in set(leased))
+
+    def fail_load(self, seq, num_tokens, sequences):
+        """Nobody trusts a block that spells this prefix further than `num_tokens`."""
+        doubtful = set()
+        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            size = group[2]
+            first = num_tokens // size
+            doubtful |= set(table.entries[first : self.blocks_for(seq.computed, size)]) - {0}
+            if first < table.published:
+                start = (number, seq.namespace, tuple(seq.tokens[: (first + 1) * size]))
+                for (where, whose, prefix), block_id in self.pool.published:
+                    if (where, whose, prefix[: len(start[2])]) == start:
+                        doubtful.add(block_id)
+        for block_id in sorted(doubtful):
+            if self.pool.content_of(block_id) is not None:
+                self.pool.published = [e for e in self.pool.published if e[1] != block_id]
+                if block_id in self.pool.free:
+                    self.pool.free.remove(block_id)
+                    self.pool.free.insert(0, block_id)
+        return [other for other in sequences if self.set_back(other, doubtful)]
+
+    def set_back(self, seq, doubtful):
+        starts = [
+            place * group[2]
+            for group, table in zip(self.groups, seq.tables, strict=True)
+            for place, block_id in enumerate(table.entries)
+            if block_id in doubtful
+        ]
+        if not starts:
+            return False
+        computed = min(seq.computed, *starts)
+        while any(computed % group[2] for group in self.groups):
+            computed -= 1
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            if any(not table.entries[place] for place in self.keeps(group, computed)):
+                computed = 0
+        self.release_from(seq, computed)
+        seq.computed = computed
+        seq.cached = min(seq.cached, computed)
+        return True
 
     def copies_needed(self, seq):
         return sum(1 for group in self.groups if seq.computed % group[2])

@@ -63,5 +63,7 @@ def manager_view(manager):
     return {
         "pool": pool_view(manager.pool),
         "sequences": {key: sequence_view(seq) for key, seq in manager.sequences.items()},
+        "leases": {key: repr(lease) for key, lease in manager.leases.active.items()},
+        "step": manager.leases.step,
         "stats": manager.stats(),
     }
