@@ -21,6 +21,7 @@ from kvcore.errors import (
     SequenceTooLongError,
     StaleSequenceError,
 )
+from kvcore.events import AllCleared, BlockRemoved, BlockStored, Event, EventLog, Snapshot, fold
 from kvcore.free_queue import FreeQueue
 from kvcore.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
 from kvcore.hashing import (
@@ -30,14 +31,16 @@ from kvcore.hashing import (
     NameChain,
     Namespace,
     decode_namespace,
+    digest,
     encode_block,
     encode_namespace,
 )
 from kvcore.invariants import PROPERTIES, check
+from kvcore.items import Item
 from kvcore.leases import Lease, LeaseBook
 from kvcore.manager import KVCacheManager
 from kvcore.pool import BlockPool
-from kvcore.reports import CopyOrder, Plan, ResetReport
+from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.sequence import KVSequence
 from kvcore.slots import Slot, slot_of, slots_of
 from kvcore.stats import Stats
@@ -49,22 +52,29 @@ __all__ = [
     "DEFAULT_NAMESPACE",
     "NULL_BLOCK",
     "PROPERTIES",
+    "AllCleared",
     "Block",
     "BlockHash",
     "BlockId",
     "BlockPool",
+    "BlockRemoved",
     "BlockStateError",
+    "BlockStored",
     "BlockTable",
     "ChunkedLocal",
     "ContentTree",
     "CopyOrder",
     "DoubleFreeError",
+    "Event",
+    "EventLog",
     "ForeignBlockError",
     "ForeignSequenceError",
     "FreeQueue",
     "FullAttention",
+    "Growth",
     "InvalidArgumentError",
     "InvariantError",
+    "Item",
     "KVCacheManager",
     "KVCoreError",
     "KVSequence",
@@ -83,13 +93,16 @@ __all__ = [
     "SequenceTooLongError",
     "SlidingWindow",
     "Slot",
+    "Snapshot",
     "StaleSequenceError",
     "Stats",
     "Tokens",
     "check",
     "decode_namespace",
+    "digest",
     "encode_block",
     "encode_namespace",
+    "fold",
     "pack",
     "slot_of",
     "slots_of",

@@ -65,15 +65,17 @@ class Node:
     they are the same object.
 
     Attributes:
-        tokens: the block's tokens, packed; for a root, its namespace, encoded.
+        tokens: the block's tokens, packed, and after them the encoded items that reach into it;
+            for a root, its namespace, encoded.
         parent: the content before it; None for a root.
         last_child: the child that was followed or added last, the first to be tried.
         children: all children by their tokens, once there are two; None before.
         first_copy: the block published first of those that still hold it; None when all are gone.
         last_copy: the block published last of those.
+        name: its name for the world outside, once somebody has asked.
     """
 
-    __slots__ = ("children", "first_copy", "last_child", "last_copy", "parent", "tokens")
+    __slots__ = ("children", "first_copy", "last_child", "last_copy", "name", "parent", "tokens")
 
     def __init__(self, parent: Node | None, tokens: bytes) -> None:
         self.parent = parent
@@ -82,6 +84,7 @@ class Node:
         self.children: dict[bytes, Node] | None = None
         self.first_copy: Block | None = None
         self.last_copy: Block | None = None
+        self.name: bytes | None = None
 
     def copies(self) -> list[Block]:
         """Return the blocks that hold the content, oldest first. O(copies)."""

@@ -16,7 +16,9 @@ from typing import Final, NoReturn
 from kvcore.block import Block, Node
 from kvcore.block_table import BlockTable
 from kvcore.errors import InvariantError
+from kvcore.events import fold
 from kvcore.groups import first_kept_block
+from kvcore.hashing import block_content
 from kvcore.manager import KVCacheManager
 from kvcore.sequence import KVSequence
 from kvcore.tokens import BYTES_PER_TOKEN
@@ -74,7 +76,7 @@ def index(manager: KVCacheManager) -> None:
         for root in tree.roots():
             _check_root(root)
         for node in tree.nodes():
-            if len(node.tokens) != manager.groups[number].block_size * BYTES_PER_TOKEN:
+            if len(node.tokens) < manager.groups[number].block_size * BYTES_PER_TOKEN:
                 _fail("P6", f"a node has {len(node.tokens)} bytes of tokens")
             _check_node(node)
             for block in copies(node):
@@ -111,8 +113,8 @@ def identity(manager: KVCacheManager) -> None:
                 _fail("P10", f"{seq!r}: {table.blocks[place]!r} is not published")
             if above is not None and node.parent is not above:
                 _fail("P10", f"{seq!r}: {table.blocks[place]!r} follows other content")
-            tokens = seq.packed[end - table.block_size : end].tobytes()
-            if node.tokens != tokens or (above is None and not _spells(node, seq, end)):
+            content = block_content(seq.packed, seq.items, end - table.block_size, end)
+            if node.tokens != content or (above is None and not _spells(node, seq, table, end)):
                 _fail("P10", f"{seq!r}: {table.blocks[place]!r} does not hold its tokens")
             above = node
 
@@ -172,6 +174,22 @@ def leased(manager: KVCacheManager) -> None:
                 _fail("P17", f"{block!r} is free under {lease!r}")
 
 
+def folded(manager: KVCacheManager) -> None:
+    """P21: folding the snapshot gives what can be hit, a parent named before its children."""
+    if manager.events is None:
+        return
+    snapshot = manager.snapshot()
+    contents = sum(
+        node.first_copy is not None for tree in manager.pool.trees for node in tree.nodes()
+    )
+    if len(fold((), snapshot)) != contents:
+        _fail("P21", f"{contents} contents can be hit, the snapshot names {len(snapshot.stored)}")
+    for tree in manager.pool.trees:
+        for node in tree.nodes():
+            if node.name is not None and node.parent is not None and node.parent.name is None:
+                _fail("P21", "a content has a name and its parent has none")
+
+
 def settled(manager: KVCacheManager) -> None:
     """P19: what a query after the committed tokens can see is still there."""
     for seq, table in _tables(manager):
@@ -218,6 +236,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P17": leased,
     "P18": tables,
     "P19": settled,
+    "P21": folded,
 }
 """The properties that one state can show, by number."""
 
@@ -254,14 +273,18 @@ def _owned(table: BlockTable) -> list[Block]:
     return table.blocks[table.num_null :]
 
 
-def _spells(node: Node, seq: KVSequence, num_tokens: int) -> bool:
+def _spells(node: Node, seq: KVSequence, table: BlockTable, num_tokens: int) -> bool:
     """Say whether a path from a root is the sequence's namespace and first tokens."""
+    size = table.block_size
     pieces: list[bytes] = []
     while node.parent is not None:
         pieces.append(node.tokens)
         node = node.parent
-    content = b"".join(reversed(pieces))
-    return node.tokens == seq.namespace_key and content == seq.packed[:num_tokens].tobytes()
+    wanted = [
+        block_content(seq.packed, seq.items, start, start + size)
+        for start in range(0, num_tokens, size)
+    ]
+    return node.tokens == seq.namespace_key and pieces[::-1] == wanted
 
 
 def _check_root(root: Node) -> None:

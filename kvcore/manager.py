@@ -12,40 +12,32 @@ every process. A manager is not thread-safe, and does not know what a block's me
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from typing import final
 
 from kvcore.arguments import as_int
-from kvcore.block import BlockId
-from kvcore.errors import (
-    ForeignSequenceError,
-    InvalidArgumentError,
-    NotReservedError,
-    SequenceTooLongError,
-    StaleSequenceError,
-)
-from kvcore.groups import LayerGroup, first_kept_block, resolve
-from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
-from kvcore.leases import Lease, LeaseBook
-from kvcore.pool import BlockPool
+from kvcore.block import Block, BlockId
+from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
+from kvcore.items import Item, check_items, cut_items
+from kvcore.leases import Lease
 from kvcore.prefix import (
+    advance_to,
     blocks_tail_first,
+    committable,
     computed_after_cut,
     distrust_from,
     find_prefix,
-    publish_full_blocks,
     release_from,
     share_computed,
 )
-from kvcore.reports import CopyOrder, Plan, ResetReport
+from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.sequence import KVSequence
-from kvcore.stats import Stats
+from kvcore.state import CacheState
 from kvcore.tokens import MAX_TOKEN, Tokens, pack
 
 
 @final
-class KVCacheManager:
+class KVCacheManager(CacheState):
     """The block tables of all sequences, and the prefixes that they share.
 
     Args:
@@ -54,56 +46,18 @@ class KVCacheManager:
         groups: the layer groups that draw from the pool; None: one of full attention.
         enable_caching: False: nothing is published and nothing is hit.
         max_model_len: the most tokens a sequence may have, and the most it may reserve for.
-
-    Attributes:
-        pool: the blocks.
-        groups: the layer groups, block sizes filled in.
-        leases: what is in flight.
-        sequences: the open sequences by their ids, oldest first.
+        record_events: name contents so, and note in `events` what can be hit; None: note nothing.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        groups: Sequence[LayerGroup] | None = None,
-        enable_caching: bool = True,
-        max_model_len: int | None = None,
-    ) -> None:
-        self.block_size = as_int("block_size", block_size, 1, 2**20)
-        self.groups = resolve(groups, self.block_size)
-        self.pool = BlockPool(num_blocks, *[group.block_size for group in self.groups])
-        self.enable_caching = bool(enable_caching)
-        self.max_model_len = (
-            None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
-        )
-        self.leases = LeaseBook(self.pool)
-        self.sequences: dict[int, KVSequence] = {}
-        self._next_seq_id = 0
-        self._num_queried_tokens = 0
-        self._num_hit_tokens = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the cache, the null block included. O(1)."""
-        return len(self.pool.blocks)
-
-    @property
-    def num_usable_blocks(self) -> int:
-        """Blocks that can be handed out in all: all but the null block. O(1)."""
-        return self.pool.num_usable_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now. O(1)."""
-        return self.pool.num_free_blocks
-
     def open(
-        self, tokens: Tokens, *, namespace: Namespace | None = DEFAULT_NAMESPACE
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = DEFAULT_NAMESPACE,
+        items: Sequence[Item] = (),
     ) -> KVSequence:
         """Begin a sequence: its longest cached prefix is found and held in one step.
 
@@ -113,15 +67,17 @@ class KVCacheManager:
         Args:
             tokens: at least one token id; packed (a buffer of uint32) is fastest.
             namespace: with whom it shares; None: with nobody, and nothing of it is published.
+            items: content that is not tokens (images, embeddings), in order and apart.
 
         Raises:
-            InvalidArgumentError: no tokens, not token ids, or not a namespace.
+            InvalidArgumentError: no tokens, not token ids, not a namespace, or items that overlap
+                or reach beyond the tokens.
             SequenceTooLongError: more tokens than `max_model_len`.
         """
-        packed, key = self._described(tokens, namespace)
-        seq = self._new_sequence(packed, key)
+        packed, key, checked = self._described(tokens, namespace, items)
+        seq = self._new_sequence(packed, key, checked)
         if key is not None:
-            cached, hits = find_prefix(self.pool, self.groups, key, packed)
+            cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
             for table, blocks in zip(seq.tables, hits, strict=True):
                 self.pool.hold(blocks)
                 num_null = cached // table.block_size - len(blocks)
@@ -131,13 +87,22 @@ class KVCacheManager:
             self._num_hit_tokens += cached
         return seq
 
-    def plan(self, tokens: Tokens, *, namespace: Namespace | None = DEFAULT_NAMESPACE) -> Plan:
+    def plan(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = DEFAULT_NAMESPACE,
+        items: Sequence[Item] = (),
+    ) -> Plan:
         """Say what `open` and `reserve` of all the tokens would take; changes nothing.
 
         O(len(tokens)). Raises like `open`.
         """
-        packed, key = self._described(tokens, namespace)
-        cached, hits = (0, []) if key is None else find_prefix(self.pool, self.groups, key, packed)
+        packed, key, checked = self._described(tokens, namespace, items)
+        cached = 0
+        hits: list[list[Block]] = []
+        if key is not None:
+            cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
         return Plan(
             num_cached_tokens=cached,
             num_new_blocks=sum(
@@ -190,14 +155,17 @@ class KVCacheManager:
         self._check_length(len(seq.packed) + 1)
         seq.packed.append(token)
 
-    def extend(self, seq: KVSequence, tokens: Tokens) -> None:
+    def extend(self, seq: KVSequence, tokens: Tokens, *, items: Sequence[Item] = ()) -> None:
         """Let several tokens join the end: drafts, or a next turn. O(len(tokens)).
 
-        Raises like `append`.
+        Items lie within the new tokens, at their positions in the whole sequence. Raises like
+        `append`, and like `open` for items.
         """
         self._check_open(seq)
         packed = pack(tokens)
-        self._check_length(len(seq.packed) + len(packed))
+        length = len(seq.packed)
+        self._check_length(length + len(packed))
+        seq.items += check_items(items, length, length + len(packed))
         seq.packed.extend(packed)
 
     def commit(self, seq: KVSequence, num_tokens: int) -> None:
@@ -211,26 +179,62 @@ class KVCacheManager:
             NotReservedError: more tokens than it has room for.
         """
         self._check_open(seq)
-        count = as_int("num_tokens", num_tokens, 0)
-        computed = seq.num_computed_tokens + count
-        if computed > len(seq.packed):
-            raise InvalidArgumentError(
-                f"num_tokens: wanted at most the {len(seq.packed) - seq.num_computed_tokens} "
-                f"tokens that are not computed, got {count}"
-            )
-        for table in seq.tables:
-            if computed > len(table.blocks) * table.block_size:
-                raise NotReservedError(
-                    f"commit: {computed} tokens computed, "
-                    f"room for {len(table.blocks) * table.block_size}"
-                )
-        seq.num_computed_tokens = computed
-        for number, table in enumerate(seq.tables):
-            if seq.namespace_key is not None:
-                publish_full_blocks(self.pool, seq, seq.namespace_key, number)
-            kept = first_kept_block(table.group, table.block_size, computed)
-            if kept > table.num_null:
-                self.pool.release(table.forget(self.pool.blocks[0], kept))
+        computed = committable(seq, as_int("num_tokens", num_tokens, 0))
+        advance_to(self.pool, seq, computed)
+
+    def reserve_step(
+        self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]
+    ) -> tuple[Growth, ...]:
+        """Make room for the next tokens of every sequence of a step, or of none.
+
+        O(sequences + new blocks); a sequence that needs no block costs a comparison.
+
+        Args:
+            seqs: open sequences, each once.
+            num_tokens: for each, how many tokens after its computed ones.
+
+        Returns:
+            What was appended, in the order of the sequences; those that grew alone.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free for all of them.
+            InvalidArgumentError: a sequence twice, or not one number for each.
+            SequenceTooLongError: the room would reach past `max_model_len`.
+        """
+        self._check_step(seqs, num_tokens)
+        wanted: list[tuple[int, int, int]] = []
+        total = 0
+        for index, seq in enumerate(seqs):
+            room = self._room_wanted(seq, num_tokens[index])
+            for group, table in enumerate(seq.tables):
+                count = table.num_missing(room)
+                if count:
+                    wanted.append((index, group, count))
+                    total += count
+        if not total:
+            return ()
+        taken = self.pool.take(total)
+        grown: list[Growth] = []
+        start = 0
+        for index, group, count in wanted:
+            new = taken[start : start + count]
+            seqs[index].tables[group].grow(new)
+            grown.append(Growth(index, group, tuple([block.block_id for block in new])))
+            start += count
+        return tuple(grown)
+
+    def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]) -> None:
+        """State for every sequence of a step that the KV of its next tokens is written.
+
+        All or none; otherwise as `commit` for each in turn, and with its errors.
+        """
+        self._check_step(seqs, num_tokens)
+        computed = [
+            committable(seq, as_int("num_tokens", count, 0))
+            for seq, count in zip(seqs, num_tokens, strict=True)
+        ]
+        for seq, target in zip(seqs, computed, strict=True):
+            advance_to(self.pool, seq, target)
 
     def truncate(self, seq: KVSequence, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
@@ -250,6 +254,7 @@ class KVCacheManager:
         kept = count if computed == min(count, seq.num_computed_tokens) else computed
         release_from(self.pool, seq, kept)
         del seq.packed[count:]
+        seq.items = cut_items(seq.items, count)
         seq.num_computed_tokens = computed
         seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
         seq.cut_names(count)
@@ -271,7 +276,7 @@ class KVCacheManager:
         computed = seq.num_computed_tokens
         half_full = [table for table in seq.tables if computed % table.block_size]
         own = self.pool.take(len(half_full))
-        child = self._new_sequence(seq.packed[:], seq.namespace_key)
+        child = self._new_sequence(seq.packed[:], seq.namespace_key, seq.items)
         return child, share_computed(self.pool, seq, child, own)
 
     def lease(
@@ -343,57 +348,8 @@ class KVCacheManager:
             seq.forget_identity()
         return ResetReport(forgotten, self.pool.num_used_blocks, len(self.sequences))
 
-    def stats(self) -> Stats:
-        """Return a snapshot of the counters. O(num_blocks)."""
-        return Stats(
-            num_blocks=len(self.pool.blocks),
-            num_used_blocks=self.pool.num_used_blocks,
-            num_free_blocks=self.pool.num_free_blocks,
-            num_cached_blocks=sum([block.node is not None for block in self.pool.blocks]),
-            peak_used_blocks=self.pool.peak_used_blocks,
-            num_queried_tokens=self._num_queried_tokens,
-            num_hit_tokens=self._num_hit_tokens,
-            num_evicted_blocks=self.pool.num_evicted_blocks,
-            num_allocated_blocks=self.pool.num_allocated_blocks,
-        )
-
-    def _described(
-        self, tokens: Tokens, namespace: Namespace | None
-    ) -> tuple[array[int], bytes | None]:
-        """Check what `open` and `plan` are given; return packed tokens and the namespace's key."""
-        if namespace is not None and not isinstance(namespace, Namespace):
-            raise InvalidArgumentError(
-                f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
-            )
-        packed = pack(tokens)
-        if not packed:
-            raise InvalidArgumentError("tokens: wanted at least one token, got none")
-        self._check_length(len(packed))
-        cached = self.enable_caching and namespace is not None
-        return packed, encode_namespace(namespace) if cached and namespace is not None else None
-
-    def _new_sequence(self, packed: array[int], key: bytes | None) -> KVSequence:
-        seq = KVSequence(self, self._next_seq_id, packed, key, self.groups)
-        self._next_seq_id += 1
-        self.sequences[seq.seq_id] = seq
-        return seq
-
     def _room_wanted(self, seq: KVSequence, num_tokens: int) -> int:
         self._check_open(seq)
         total = seq.num_computed_tokens + as_int("num_tokens", num_tokens, 0)
         self._check_length(total)
         return total
-
-    def _check_open(self, seq: KVSequence) -> None:
-        if not isinstance(seq, KVSequence):
-            raise InvalidArgumentError(f"seq: wanted a KVSequence, got {type(seq).__name__}")
-        if seq.owner is not self:
-            raise ForeignSequenceError(f"seq: {seq!r} was opened by another manager")
-        if not seq.is_open:
-            raise StaleSequenceError(f"seq: {seq!r} is closed")
-
-    def _check_length(self, num_tokens: int) -> None:
-        if self.max_model_len is not None and num_tokens > self.max_model_len:
-            raise SequenceTooLongError(
-                f"{num_tokens} tokens, max_model_len is {self.max_model_len}"
-            )

@@ -25,6 +25,7 @@ from kvcore.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
 )
+from kvcore.events import EventLog
 from kvcore.free_queue import FreeQueue
 from kvcore.tokens import BYTES_PER_TOKEN
 
@@ -36,6 +37,7 @@ class BlockPool:
     Args:
         num_blocks: blocks in the cache, the null block included; at least 2.
         block_sizes: tokens a block, for each layer group; at least 1.
+        log: where to note what can be hit and what cannot any more; None: nowhere.
 
     Attributes:
         blocks: every block, by id.
@@ -50,6 +52,7 @@ class BlockPool:
     """
 
     __slots__ = (
+        "_log",
         "block_sizes",
         "blocks",
         "free_queue",
@@ -59,14 +62,17 @@ class BlockPool:
         "trees",
     )
 
-    def __init__(self, num_blocks: int, *block_sizes: int) -> None:
+    def __init__(self, num_blocks: int, *block_sizes: int, log: EventLog | None = None) -> None:
         num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
         self.block_sizes = tuple(as_int("block_size", size, 1, 2**20) for size in block_sizes)
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeQueue()
         for block in self.blocks[1:]:
             self.free_queue.push_back(block)
-        self.trees = tuple(ContentTree(size) for size in self.block_sizes)
+        self.trees = tuple(
+            [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
+        )
+        self._log = log
         self.num_evicted_blocks = 0
         self.num_allocated_blocks = 0
         self.peak_used_blocks = 0
@@ -162,19 +168,30 @@ class BlockPool:
                     self.free_queue.push_back(block)
 
     def match(
-        self, namespace_key: bytes, packed: bytes, max_blocks: int, group: int = 0
+        self,
+        namespace_key: bytes,
+        packed: bytes,
+        max_blocks: int,
+        group: int = 0,
+        items: Sequence[bytes] | None = None,
     ) -> list[Block]:
         """Return the blocks of the longest published prefix; they are not held yet. O(blocks).
 
-        `packed` holds the tokens, 4 bytes each, and at least `max_blocks` blocks of them.
+        `packed` holds the tokens, 4 bytes each, and at least `max_blocks` blocks of them; `items`
+        for each block the encoded items that reach into it, None if there are none.
         """
-        return self.trees[group].match(namespace_key, packed, max_blocks)
+        return self.trees[group].match(namespace_key, packed, max_blocks, items)
 
     def path(
-        self, namespace_key: bytes, packed: bytes, max_blocks: int, group: int
+        self,
+        namespace_key: bytes,
+        packed: bytes,
+        max_blocks: int,
+        group: int,
+        items: Sequence[bytes] | None = None,
     ) -> list[Block | None]:
         """Return what is published along a prefix, None where a block is gone. O(blocks)."""
-        return self.trees[group].path(namespace_key, packed, max_blocks)
+        return self.trees[group].path(namespace_key, packed, max_blocks, items)
 
     def publish(
         self,
@@ -190,7 +207,7 @@ class BlockPool:
             block: a held block, all of whose tokens are written.
             namespace_key: the encoded namespace; read where `parent` is None.
             parent: a published block that holds what comes before; None for the first block.
-            tokens: the block's tokens, packed: block_size * 4 bytes.
+            tokens: the block's tokens, packed: block_size * 4 bytes; then its encoded items.
             group: the layer group that the block belongs to.
 
         Raises:
@@ -205,7 +222,7 @@ class BlockPool:
         if parent is not None and (parent.node is None or parent.group != group):
             raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
         wanted = self.block_sizes[group] * BYTES_PER_TOKEN
-        if len(tokens) != wanted:
+        if len(tokens) < wanted:
             raise InvalidArgumentError(f"tokens: wanted {wanted} bytes, got {len(tokens)}")
         block.group = group
         above = None if parent is None else parent.node
@@ -233,6 +250,8 @@ class BlockPool:
                 block.node = block.prev_copy = block.next_copy = None
         for tree in self.trees:
             tree.clear()
+        if self._log is not None:
+            self._log.cleared()
         if canonical_order:
             free = sorted(self.free_queue, key=lambda block: block.block_id)
             for block in free:

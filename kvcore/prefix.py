@@ -12,14 +12,21 @@ from collections.abc import Sequence
 from math import lcm
 
 from kvcore.block import Block
+from kvcore.errors import InvalidArgumentError, NotReservedError
 from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_servable
+from kvcore.hashing import block_content
+from kvcore.items import Item, encode_items
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder
 from kvcore.sequence import KVSequence
 
 
 def find_prefix(
-    pool: BlockPool, groups: Sequence[LayerGroup], namespace_key: bytes, packed: array[int]
+    pool: BlockPool,
+    groups: Sequence[LayerGroup],
+    namespace_key: bytes,
+    packed: array[int],
+    items: Sequence[Item],
 ) -> tuple[int, list[list[Block]]]:
     """Return the longest prefix that every group can serve, and the blocks that serve it.
 
@@ -33,12 +40,14 @@ def find_prefix(
     longest = len(packed) - 1
     if len(groups) == 1 and isinstance(groups[0], FullAttention):
         size = groups[0].block_size
-        blocks = pool.match(namespace_key, content, longest // size)
+        encoded = _items_by_block(items, size, longest)
+        blocks = pool.match(namespace_key, content, longest // size, 0, encoded)
         return len(blocks) * size, [blocks]
-    paths = [
-        pool.path(namespace_key, content, longest // group.block_size, number)
-        for number, group in enumerate(groups)
-    ]
+    paths: list[list[Block | None]] = []
+    for number, group in enumerate(groups):
+        size = group.block_size
+        encoded = _items_by_block(items, size, longest)
+        paths.append(pool.path(namespace_key, content, longest // size, number, encoded))
     cached = longest_servable(groups, paths, longest)
     needed: list[list[Block]] = []
     for group, path in zip(groups, paths, strict=True):
@@ -48,17 +57,52 @@ def find_prefix(
     return cached, needed
 
 
-def publish_full_blocks(
-    pool: BlockPool, seq: KVSequence, namespace_key: bytes, number: int
-) -> None:
-    """Publish the blocks of one group that are computed to their last token. O(blocks filled)."""
-    table = seq.tables[number]
-    size = table.block_size
-    for index in range(table.num_published, seq.num_computed_tokens // size):
-        parent = table.blocks[index - 1] if index else None
-        tokens = seq.packed[index * size : (index + 1) * size].tobytes()
-        pool.publish(table.blocks[index], namespace_key, parent, tokens, number)
-        table.num_published = index + 1
+def committable(seq: KVSequence, num_tokens: int) -> int:
+    """Return how many tokens are computed once `num_tokens` more are. O(groups).
+
+    Raises:
+        InvalidArgumentError: more than the sequence has.
+        NotReservedError: more than it has room for.
+    """
+    computed = seq.num_computed_tokens + num_tokens
+    if computed > len(seq.packed):
+        raise InvalidArgumentError(
+            f"num_tokens: wanted at most the {len(seq.packed) - seq.num_computed_tokens} "
+            f"tokens that are not computed, got {num_tokens}"
+        )
+    for table in seq.tables:
+        room = len(table.blocks) * table.block_size
+        if computed > room:
+            raise NotReservedError(f"commit: {computed} tokens computed, room for {room}")
+    return computed
+
+
+def advance_to(pool: BlockPool, seq: KVSequence, computed: int) -> None:
+    """Set how much is computed; publish what that fills, give back what nobody sees any more.
+
+    O(blocks filled and given back).
+    """
+    seq.num_computed_tokens = computed
+    for number, table in enumerate(seq.tables):
+        size = table.block_size
+        if seq.namespace_key is not None:
+            for index in range(table.num_published, computed // size):
+                parent = table.blocks[index - 1] if index else None
+                content = block_content(seq.packed, seq.items, index * size, (index + 1) * size)
+                pool.publish(table.blocks[index], seq.namespace_key, parent, content, number)
+                table.num_published = index + 1
+        kept = first_kept_block(table.group, size, computed)
+        if kept > table.num_null:
+            pool.release(table.forget(pool.blocks[0], kept))
+
+
+def _items_by_block(items: Sequence[Item], size: int, num_tokens: int) -> list[bytes] | None:
+    """Return the encoded items of every whole block, None if there are no items at all."""
+    if not items:
+        return None
+    return [
+        encode_items(items, start, start + size) for start in range(0, num_tokens - size + 1, size)
+    ]
 
 
 def share_computed(

@@ -49,6 +49,21 @@ class CopyOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """Blocks that a step appended to one table.
+
+    Attributes:
+        index: which sequence of the step.
+        group: which of its tables.
+        block_ids: what was appended.
+    """
+
+    index: int
+    group: int
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ResetReport:
     """What `reset` did, and what still is in use.
 

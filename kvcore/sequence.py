@@ -17,6 +17,7 @@ from kvcore.block_table import BlockTable
 from kvcore.errors import NotReservedError, StaleSequenceError
 from kvcore.groups import LayerGroup
 from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
+from kvcore.items import Item
 from kvcore.slots import slots_of, write_ints
 
 
@@ -30,6 +31,7 @@ class KVSequence:
         num_cached_tokens: how many of them were found in the cache when it was opened.
         is_open: False once it is closed.
         packed: its tokens, as `array("I")`. Read it, do not write it.
+        items: content that is not tokens, in order.
         tables: its block table for each layer group. Read them, do not write them.
         namespace_key: the encoded namespace, or None: not cached, or not any more.
         chain: its blocks' names, once somebody has asked for them.
@@ -39,6 +41,7 @@ class KVSequence:
     __slots__ = (
         "chain",
         "is_open",
+        "items",
         "namespace_key",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -55,8 +58,10 @@ class KVSequence:
         packed: array[int],
         namespace_key: bytes | None,
         groups: Sequence[LayerGroup],
+        items: tuple[Item, ...],
     ) -> None:
         self.owner = owner
+        self.items = items
         self.seq_id = seq_id
         self.packed = packed
         self.namespace_key = namespace_key
@@ -149,7 +154,7 @@ class KVSequence:
         table = self._table(0)
         if self.chain is None or self.chain.algorithm != algorithm:
             self.chain = NameChain(self.namespace_key or b"", table.block_size, algorithm)
-        return self.chain.names(self.packed, table.num_published)
+        return self.chain.names(self.packed, table.num_published, self.items)
 
     def cut_names(self, num_tokens: int) -> None:
         """Forget the names of blocks that the first `num_tokens` tokens do not fill. O(1)."""

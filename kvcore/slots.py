@@ -46,24 +46,50 @@ def write_ints(name: str, out: object, values: array[int]) -> None:
         InvalidArgumentError: `out` is not a writable, contiguous, one-dimensional buffer of
             integers of the same width, or is too short; it is not touched then.
     """
+    view = _int_view(name, out, (values.itemsize,))
+    if len(view) < len(values):
+        raise InvalidArgumentError(
+            f"{name}: wanted room for {len(values)} entries, got {len(view)}"
+        )
+    width = values.itemsize
+    # Same width and signedness under two letters ("l" and "q"): as bytes they are the same.
+    view.cast("B")[: width * len(values)] = memoryview(values).cast("B")
+
+
+def write_rows(name: str, out: object, rows: Sequence[array[int]], stride: int) -> None:
+    """Copy int32 rows into `out`, row `i` to entry `i * stride` and after. O(entries).
+
+    Raises:
+        InvalidArgumentError: `out` is not a writable, contiguous buffer of int32 or int64, or is
+            too short; it is not touched then.
+    """
+    view = _int_view(name, out, (4, 8))
+    wanted = (len(rows) - 1) * stride + len(rows[-1]) if rows else 0
+    if len(view) < wanted:
+        raise InvalidArgumentError(f"{name}: wanted room for {wanted} entries, got {len(view)}")
+    width = view.itemsize
+    data = view.cast("B")
+    for index, row in enumerate(rows):
+        values = row if width == row.itemsize else array("q", row)
+        start = index * stride * width
+        data[start : start + len(row) * width] = memoryview(values).cast("B")
+
+
+def _int_view(name: str, out: object, widths: tuple[int, ...]) -> memoryview:
+    """Return `out` as a flat view of signed integers, if it is one that can be written to."""
     try:
         view = memoryview(out)  # type: ignore[arg-type]  # the call is the check
     except TypeError:
         raise InvalidArgumentError(
             f"{name}: wanted a writable buffer, got {type(out).__name__}"
         ) from None
-    width = values.itemsize
     signed = view.format.lstrip("@=<") in {"i", "l", "q"}
-    if view.ndim != 1 or view.itemsize != width or not signed:
+    if view.ndim != 1 or view.itemsize not in widths or not signed:
+        wanted = " or ".join(f"int{8 * width}" for width in widths)
         raise InvalidArgumentError(
-            f"{name}: wanted one dimension of int{8 * width}, "
+            f"{name}: wanted one dimension of {wanted}, "
             f"got {view.ndim} of {view.itemsize} bytes with format {view.format!r}"
         )
     if view.readonly or not view.contiguous:
         raise InvalidArgumentError(f"{name}: wanted a writable, contiguous buffer")
-    if len(view) < len(values):
-        raise InvalidArgumentError(
-            f"{name}: wanted room for {len(values)} entries, got {len(view)}"
-        )
-    # Same width and signedness under two letters ("l" and "q"): as bytes they are the same.
-    view.cast("B")[: width * len(values)] = memoryview(values).cast("B")
+    return view

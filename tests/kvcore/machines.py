@@ -5,6 +5,8 @@ after every step, and checks that a refused call has changed nothing. `make_*` a
 which a sabotaged part can be put in the real one's place.
 """
 
+from array import array
+
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -249,6 +251,40 @@ PROMPTS = st.builds(
 """Prompts that agree up to some position, inside a block or at its edge, and differ after it."""
 
 
+PLACEHOLDER = 9
+"""The token id that stands where an image's rows are."""
+
+
+def with_image(prompt, image):
+    """A prompt some of whose positions are rows of an image: (token, content, row, mask bit)."""
+    if image is None:
+        return prompt
+    content, start, length, masked = image
+    rows = range(min(length, max(0, len(prompt) - start)))
+    pictured = [(PLACEHOLDER, content, row, row % 2 if masked else None) for row in rows]
+    return prompt[:start] + pictured + prompt[start + len(pictured) :]
+
+
+def lowered(elements, first=0):
+    """Elements as kvcore takes them: token ids, and items from position `first` on."""
+    tokens = [element[0] if isinstance(element, tuple) else element for element in elements]
+    items, runs = [], []
+    for position, element in enumerate(elements):
+        if isinstance(element, tuple):
+            if element[2] == 0:
+                runs.append((position, []))
+            runs[-1][1].append(element)
+    for start, rows in runs:
+        bits = [bit for _, _, _, bit in rows]
+        mask = None if None in bits else bytes(bits)
+        items.append(kvcore.Item(rows[0][1], first + start, len(rows), mask))
+    return tokens, items
+
+
+IMAGES = st.none() | st.tuples(
+    st.sampled_from([b"cat", b"dog"]), st.integers(0, 9), st.integers(1, 5), st.booleans()
+)
+
 GROUPS = {
     "full": [("full", 0, 4)],
     "window": [("window", 5, 4)],
@@ -280,6 +316,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     make_manager = kvcore.KVCacheManager
     layouts = tuple(GROUPS)
+    with_events = True  # sometimes; or "always", or "never"
     sequences = Bundle("sequences")
     closed = Bundle("closed")
     leases = Bundle("leases")
@@ -288,12 +325,18 @@ class ManagerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(2, 14),
         layout=st.integers(0, len(GROUPS) - 1),
         caching=st.sampled_from([True, True, True, False]),
+        events=st.booleans(),
     )
-    def start(self, num_blocks, layout, caching):
+    def start(self, num_blocks, layout, caching, events):
         self.groups = GROUPS[self.layouts[layout % len(self.layouts)]]
         self.kv = self.make_manager(
-            num_blocks, BLOCK_SIZE, groups=real_groups(self.groups), enable_caching=caching
+            num_blocks,
+            BLOCK_SIZE,
+            groups=real_groups(self.groups),
+            enable_caching=caching,
+            record_events="xxh3-128" if self.with_events in {events, "always"} else None,
         )
+        self.folded, self.last_event = set(), 0
         self.naive = NaiveManager(num_blocks, self.groups, caching)
         self.other = kvcore.KVCacheManager(4, BLOCK_SIZE)
         self.memory = {}
@@ -306,25 +349,35 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(
         target=sequences,
         prompt=PROMPTS,
+        image=IMAGES,
         name=st.sampled_from(SALTS),
         packed=st.booleans(),
     )
-    def open(self, prompt, name, packed):
+    def open(self, prompt, image, name, packed):
         """A prompt of a small family, so that whole, half and missed hits are all common."""
-        return self.begin(prompt, NAMESPACES[name], packed)
+        return self.begin(with_image(prompt, image), NAMESPACES[name], packed)
 
     @rule(target=sequences, entry=sequences, packed=st.booleans())
     def open_again(self, entry, packed):
         """The same tokens once more: a retry, or the next turn."""
         return self.begin(entry[1].tokens or [0], entry[1].namespace, packed)
 
+    @rule(targets=(sequences,), prompt=PROMPTS, name=st.sampled_from(SALTS))
+    def twins(self, prompt, name):
+        """Two requests with one prompt in one step: both compute it, both keep their copies."""
+        pair = [self.begin(prompt, NAMESPACES[name], packed=False) for _ in range(2)]
+        for entry in pair:
+            self.run(entry)
+        return multiple(*pair)
+
     def begin(self, tokens, namespace, packed):
-        given = kvcore.pack(tokens) if packed else list(tokens)
-        plan = self.kv.plan(given, namespace=namespace)
+        plain, items = lowered(tokens)
+        given = kvcore.pack(plain) if packed else plain
+        plan = self.kv.plan(given, namespace=namespace, items=items)
         cached, hits = self.naive.hits(tokens, namespace)
         held = [block_id for table in hits for block_id in table if block_id]
         revived = sum(self.naive.pool.refs[block_id] == 0 for block_id in held)
-        real = self.kv.open(given, namespace=namespace)
+        real = self.kv.open(given, namespace=namespace, items=items)
         entry = [real, self.naive.open(tokens, namespace), [*map(list, real.block_tables)]]
         self.live.append(entry)
         self.check_memory(entry)
@@ -385,12 +438,17 @@ class ManagerMachine(RuleBasedStateMachine):
                 lambda: self.kv.commit(real, count),
             )
             count = most
+        self.write(entry, count)
+        self.kv.commit(real, count)
+        self.naive.commit(naive, count)
+
+    def write(self, entry, count):
+        """The forward pass: the KV of the next tokens, in every group."""
+        real, naive, _ = entry
         for position in range(naive.computed, naive.computed + count):
             for number in range(len(self.groups)):
                 content = (number, tuple(naive.tokens[: position + 1]), self.origin(naive))
                 self.memory[self.place(real, number, position)] = content
-        self.kv.commit(real, count)
-        self.naive.commit(naive, count)
 
     @rule(entry=sequences)
     def run(self, entry):
@@ -401,14 +459,63 @@ class ManagerMachine(RuleBasedStateMachine):
             self.reserve(entry, todo)
             self.write_and_commit(entry, todo)
 
-    @rule(entry=sequences, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6))
-    def append(self, entry, tokens):
+    @precondition(lambda self: len(self.live) > 1)
+    @rule(token=st.integers(0, 2), room=st.integers(1, 3))
+    def step(self, token, room):
+        """A decode step of everything that runs: room for all or for none, then a token each."""
+        ready = [e for e in self.live if 0 < len(e[1].tokens) == e[1].computed + 1 <= 40]
+        reals = [real for real, _, _ in ready]
+        counts = [room + index % 2 for index in range(len(ready))]
+        missing = sum(
+            sum(self.naive.missing(naive, count))
+            for (_, naive, _), count in zip(ready, counts, strict=True)
+        )
+        if missing > len(self.naive.pool.free):
+            refused(
+                "P13",
+                kvcore.OutOfBlocksError,
+                self.view,
+                lambda: self.kv.reserve_step(reals, counts),
+            )
+            return
+        for growth in self.kv.reserve_step(reals, counts):
+            ready[growth.index][2][growth.group].extend(growth.block_ids)
+        for entry, count in zip(ready, counts, strict=True):
+            self.naive.reserve(entry[1], count)
+            self.check_delivery(entry)
+        self.check_step_buffers(reals)
+        for entry in ready:
+            self.write(entry, 1)
+        self.kv.commit_step(reals, [1] * len(reals))
+        for real, naive, _ in ready:
+            self.naive.commit(naive, 1)
+            self.kv.append(real, token)
+            naive.tokens.append(token)
+
+    def check_step_buffers(self, reals):
+        """What is written for a whole step is what is written for each sequence."""
+        width = max([len(table) for real in reals for table in real.block_tables], default=0) + 1
+        for number, (_, _, size) in enumerate(self.groups):
+            rows = array("i", [-7]) * (len(reals) * width)
+            slots = array("q", [-7]) * len(reals)
+            self.kv.write_step(reals, rows, slots, row_stride=width, group=number)
+            for index, real in enumerate(reals):
+                table = real.block_tables[number]
+                row = list(rows[index * width : (index + 1) * width])
+                expect("P16", row, [*table, *[-7] * (width - len(table))], "a row of the step")
+                block_id, offset = self.place(real, number, real.num_computed_tokens)
+                expect("P23", slots[index], block_id * size + offset, "a slot of the step")
+
+    @rule(entry=sequences, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6), image=IMAGES)
+    def append(self, entry, tokens, image=None):
         real, naive, _ = entry
+        tokens = with_image(tokens, image)
+        plain, items = lowered(tokens, len(naive.tokens))
         if real.is_open and len(naive.tokens) < 40:
-            if len(tokens) == 1:
-                self.kv.append(real, tokens[0])
+            if len(tokens) == 1 and not items:
+                self.kv.append(real, plain[0])
             else:
-                self.kv.extend(real, tokens)
+                self.kv.extend(real, plain, items=items)
             naive.tokens += tokens
 
     @rule(entry=sequences, keep=st.integers(0, 20))
@@ -600,6 +707,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if not hasattr(self, "kv"):
             return
         kvcore.check(self.kv)
+        for entry in self.live:
+            self.check_memory(entry)
+            self.check_sequence(entry)
         order = [block.block_id for block in self.kv.pool.free_queue]
         expect("P15", order, self.naive.pool.free, "the order of reuse")
         published = {block.block_id for block in self.kv.pool.blocks if block.node is not None}
@@ -610,21 +720,54 @@ class ManagerMachine(RuleBasedStateMachine):
         stats = self.kv.stats()
         expect("P24", stats.num_queried_tokens, self.naive.num_queried, "queried tokens")
         expect("P24", stats.num_hit_tokens, self.naive.num_hit, "hit tokens")
-        for entry in self.live:
-            self.check_sequence(entry)
-            self.check_memory(entry)
+        self.fold()
+
+    @staticmethod
+    def names(namespace, elements, size):
+        """The names of whole blocks, from scratch."""
+        plain, items = lowered(elements)
+        chain = kvcore.NameChain(kvcore.encode_namespace(namespace), size, "xxh3-128")
+        return chain.names(kvcore.pack(plain), len(plain) // size, items)
+
+    def fold(self):
+        """P21: what an outside index makes of the events is what can be hit."""
+        if self.kv.events is None:
+            return
+        before = kvcore.Snapshot(self.last_event, ())
+        ever = set(self.folded)
+        events = self.kv.events.take()
+        for event in events:
+            expect("P21", event.number, self.last_event + 1, "the sequence number")
+            self.last_event = event.number
+            if isinstance(event, kvcore.BlockStored):
+                if (event.group, event.name) in self.folded:
+                    raise PropertyError("P21", "stored twice without a removal")
+                self.folded.add((event.group, event.name))
+                ever.add((event.group, event.name))
+            elif isinstance(event, kvcore.BlockRemoved):
+                self.folded.discard((event.group, event.name))
+            else:
+                self.folded.clear()
+        wanted = {
+            (number, self.names(namespace, prefix, self.groups[number][2])[-1])
+            for (number, namespace, prefix), _ in self.naive.pool.published
+        }
+        expect("P21", self.folded, wanted, "what the events add up to")
+        expect("P21", kvcore.fold((), self.kv.snapshot()), wanted, "the snapshot")
+        later = kvcore.fold(events, before)
+        expect("P21", later <= ever, True, "events folded on an empty snapshot")
 
     def check_sequence(self, entry):
         real, naive, _ = entry
         self.check_delivery(entry)
-        expect("P10", list(real.tokens), naive.tokens, "the tokens")
+        plain, items = lowered(naive.tokens)
+        expect("P10", list(real.tokens), plain, "the tokens")
+        expect("P10", list(real.items), items, "the items")
         expect("P14", real.num_computed_tokens, naive.computed, "computed tokens")
         expect("P14", real.num_cached_tokens, naive.cached, "cached tokens")
         if naive.namespace is not None:
             size, published = self.groups[0][2], naive.tables[0].published
-            key = kvcore.encode_namespace(naive.namespace)
-            scratch = kvcore.NameChain(key, size, "xxh3-128")
-            names = scratch.names(kvcore.pack(naive.tokens[: published * size]), published)
+            names = self.names(naive.namespace, naive.tokens[: published * size], size)
             expect("P10", real.block_names(), names, "the names")
 
     def check_delivery(self, entry):

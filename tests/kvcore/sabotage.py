@@ -10,7 +10,8 @@ from typing import Any
 import kvcore
 from kvcore.content_tree import ContentTree
 from kvcore.groups import first_kept_block
-from kvcore.prefix import publish_full_blocks
+from kvcore.items import cut_items
+from kvcore.prefix import advance_to
 from tests.kvcore import machines
 
 SABOTAGES = {}
@@ -41,7 +42,8 @@ def managed(pool_class):
 
     def make(num_blocks, block_size, **options):
         manager = kvcore.KVCacheManager(num_blocks, block_size, **options)
-        manager.pool = pool_class(num_blocks, *[group.block_size for group in manager.groups])
+        sizes = [group.block_size for group in manager.groups]
+        manager.pool = pool_class(num_blocks, *sizes, log=manager.events)
         manager.leases = kvcore.LeaseBook(manager.pool)
         return manager
 
@@ -190,8 +192,8 @@ class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):  # nano-vllm #
 
 @in_manager("P1", "P18", "P15")
 class manager_hands_out_the_null_block(kvcore.BlockPool):  # vLLM PR #19330
-    def __init__(self, num_blocks, *block_sizes):
-        super().__init__(num_blocks, *block_sizes)
+    def __init__(self, num_blocks, *block_sizes, log=None):
+        super().__init__(num_blocks, *block_sizes, log=log)
         self.free_queue.push_front(self.blocks[0])
 
 
@@ -214,9 +216,9 @@ class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):  # vLLM PR #105
 
 @in_manager("P7", "P10")
 class manager_ignores_the_namespace(kvcore.BlockPool):  # vLLM #3264, #44701
-    def match(self, namespace_key, packed, max_blocks, group=0):
+    def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         for root in self.trees[0].roots():
-            hits = super().match(root.tokens, packed, max_blocks)
+            hits = super().match(root.tokens, packed, max_blocks, group, items)
             if hits:
                 return hits
         return []
@@ -235,14 +237,14 @@ class CollidingTree(ContentTree):
 
 @in_manager("P7", "P10")
 class manager_trusts_a_digest_that_collides(kvcore.BlockPool):  # vllm-mlx PR #444
-    def __init__(self, num_blocks, *block_sizes):
-        super().__init__(num_blocks, *block_sizes)
+    def __init__(self, num_blocks, *block_sizes, log=None):
+        super().__init__(num_blocks, *block_sizes, log=log)
         self.trees = (CollidingTree(*block_sizes),)
 
 
 @in_manager("P7", "P10")
 class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):  # vLLM PR #12621's shape
-    def match(self, namespace_key, packed, max_blocks, group=0):
+    def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         hits = []
         size = self.block_sizes[0] * 4
         for start in range(0, max_blocks * size, size):
@@ -256,13 +258,14 @@ class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):  # vLLM PR #
 
 @in_manager("P14")
 class manager_hits_the_whole_prompt(kvcore.BlockPool):  # nano-vllm #144
-    def match(self, namespace_key, packed, max_blocks, group=0):
-        return super().match(namespace_key, packed, len(packed) // (self.block_sizes[0] * 4))
+    def match(self, namespace_key, packed, max_blocks, group=0, items=None):
+        whole = len(packed) // (self.block_sizes[0] * 4) if items is None else max_blocks
+        return super().match(namespace_key, packed, whole, group, items)
 
 
 @in_manager("P24")
 class manager_never_hits(kvcore.BlockPool):  # LMCache #2979: a silent 0 %
-    def match(self, namespace_key, packed, max_blocks, group=0):
+    def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         return []
 
 
@@ -292,7 +295,7 @@ class manager_publishes_what_is_only_reserved(kvcore.KVCacheManager):  # TGI PR 
             computed = seq.num_computed_tokens
             room = len(seq.tables[0].blocks) * self.block_size
             seq.num_computed_tokens = min(len(seq.packed), room)
-            publish_full_blocks(self.pool, seq, seq.namespace_key, 0)
+            advance_to(self.pool, seq, seq.num_computed_tokens)
             seq.num_computed_tokens = computed
         return new
 
@@ -303,6 +306,7 @@ def keep_the_cut_block(manager, seq, num_tokens):
         left = table.cut(-(-num_tokens // table.block_size))
         manager.pool.release(left[::-1])
     del seq.packed[num_tokens:]
+    seq.items = cut_items(seq.items, num_tokens)
     seq.num_computed_tokens = min(seq.num_computed_tokens, num_tokens)
     seq.num_cached_tokens = min(seq.num_cached_tokens, num_tokens)
 
@@ -335,8 +339,8 @@ class manager_names_blocks_by_tokens_long_gone(kvcore.KVCacheManager):  # vLLM #
 
 @sabotage(machines.ManagerMachine, "P13", "P4")
 class manager_counts_hits_as_free_room(kvcore.KVCacheManager):  # vLLM PR #6849
-    def plan(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE):
-        return replace(super().plan(tokens, namespace=namespace), num_revived_blocks=0)
+    def plan(self, tokens, **options):
+        return replace(super().plan(tokens, **options), num_revived_blocks=0)
 
 
 @sabotage(machines.ManagerMachine, "P13")
@@ -450,12 +454,73 @@ class leases_hold_nothing(kvcore.KVCacheManager):  # vLLM PR #45357, PR #32255
         return lease
 
 
-@sabotage(machines.ManagerMachine, "P7", "P9", "P15", "P14")
+@sabotage(machines.ManagerMachine, "P7", "P9", "P14", "P16")
 class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):  # vLLM PR #19330
     def fail_load(self, seq, num_tokens):
         super().fail_load(seq, max(num_tokens, seq.num_computed_tokens))
         self.truncate(seq, num_tokens)
         return (seq,)
+
+
+# Identity of items, and events.
+
+
+@sabotage(machines.ManagerMachine, "P7", "P10", "P24", "P21")
+class items_are_ignored(kvcore.KVCacheManager):  # vLLM PR #17378, SGLang #2151
+    def _new_sequence(self, packed, key, items):
+        return super()._new_sequence(packed, key, ())
+
+
+@sabotage(machines.ManagerMachine, "P7", "P10", "P24", "P21")
+class items_are_known_by_content_alone(kvcore.KVCacheManager):  # vLLM PR #36708, #56655
+    def _described(self, tokens, namespace, items):
+        packed, key, checked = super()._described(tokens, namespace, items)
+        return packed, key, tuple(replace(item, mask=None) for item in checked)
+
+
+class SilentLog(kvcore.EventLog):
+    def removed(self, node, group):
+        pass
+
+
+class NamespaceBlindLog(kvcore.EventLog):
+    def _name(self, node, group):
+        if node.parent is None:
+            node.name = kvcore.digest(b"", "xxh3-128")
+        else:
+            self._name(node.parent, group)
+        return super()._name(node, group)
+
+
+def with_log(log_class):
+    def make(num_blocks, block_size, **options):
+        manager = kvcore.KVCacheManager(num_blocks, block_size, **options)
+        if manager.events is not None:
+            manager.events = log_class([g.block_size for g in manager.groups], "xxh3-128")
+            manager.pool._log = manager.events
+            for tree in manager.pool.trees:
+                tree._log = manager.events
+        return manager
+
+    return make
+
+
+for log, name in (
+    (SilentLog, "events_forget_removals"),
+    (NamespaceBlindLog, "events_ignore_the_namespace"),  # SGLang #24568, llm-d-kv-cache #47
+):
+    maker = with_log(log)
+    maker.__name__ = name
+    sabotage(machines.ManagerMachine, "P21")(maker)
+
+
+@in_manager("P21")
+class events_remove_with_the_first_copy(kvcore.BlockPool):  # vLLM R5
+    def take(self, num_blocks):
+        for block in list(self.free_queue)[:num_blocks]:
+            if self._log is not None and block.node is not None and len(block.node.copies()) > 1:
+                self._log.removed(block.node, block.group)
+        return super().take(num_blocks)
 
 
 # Layer groups.
@@ -483,15 +548,13 @@ class window_is_one_block_short(kvcore.KVCacheManager):
                 self.pool.release(table.forget(self.pool.blocks[0], table.num_null + 1))
 
 
-@in_manager("P7", "P24", "P18", "P1", layouts=("full and window", "three"))
-class window_hits_what_it_has_lost(kvcore.BlockPool):  # vLLM #55600
-    def path(self, namespace_key, packed, max_blocks, group):
-        whole = super().path(namespace_key, packed, max_blocks, 0 if group else group)
-        mine = super().path(namespace_key, packed, max_blocks, group)
-        return mine if None not in mine else [block for block in mine if block] or whole
+@in_manager("P7", "P24", "P18", "P1", "P2", layouts=("full and window",))
+class window_hits_the_blocks_of_another_group(kvcore.BlockPool):  # vLLM #55600
+    def path(self, namespace_key, packed, max_blocks, group, items=None):
+        return super().path(namespace_key, packed, max_blocks, 0, items)
 
 
 @in_manager("P24", layouts=("full and window", "three", "chunked and full"))
 class groups_never_agree_on_a_prefix(kvcore.BlockPool):  # vLLM #51771: a silent 0 %
-    def path(self, namespace_key, packed, max_blocks, group):
-        return super().path(namespace_key, packed, max_blocks - group, group)
+    def path(self, namespace_key, packed, max_blocks, group, items=None):
+        return super().path(namespace_key, packed, max_blocks - group, group, items)

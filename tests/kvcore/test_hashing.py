@@ -145,7 +145,9 @@ def test_a_name_is_the_digest_that_the_documentation_spells_byte_for_byte():
 def test_block_encodings_of_different_tokens_differ(one, other, parent):
     assume(one != other)
     packed = [array("I", tokens).tobytes() for tokens in (one, other)]
-    assert kvcore.encode_block(parent, packed[0]) != kvcore.encode_block(parent, packed[1])
+    assert kvcore.encode_block(parent, packed[0], len(one)) != kvcore.encode_block(
+        parent, packed[1], len(other)
+    )
 
 
 def test_an_unknown_algorithm_is_refused():

@@ -32,6 +32,7 @@ HUNT = settings(
 def test_a_planted_bug_is_caught_for_the_right_reason(name):
     planted = SABOTAGES[name]
     seam = {SEAMS[planted.machine]: staticmethod(planted.make), "layouts": planted.layouts}
+    seam["with_events"] = "always" if name.startswith("events") else "never"
     broken = type(name, (planted.machine,), seam)
     with pytest.raises((PropertyError, kvcore.InvariantError)) as caught:
         run_state_machine_as_test(broken, settings=HUNT)
