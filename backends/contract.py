@@ -52,7 +52,7 @@ class PagedBatch:
     def __post_init__(self) -> None:
         num_seqs = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1
         wanted = (
-            ("seq_lens", self.seq_lens, torch.int32, (num_seqs,)),
+            ("seq_lens", self.seq_lens, torch.int32, (None,)),
             ("query_start_loc", self.query_start_loc, torch.int32, (num_seqs + 1,)),
             ("block_table", self.block_table, torch.int32, (num_seqs, None)),
             ("slot_mapping", self.slot_mapping, torch.int64, (None,)),

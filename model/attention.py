@@ -83,7 +83,7 @@ class PagedPass:
 
 
 @dataclass(slots=True)
-class _Probe:
+class Probe:
     """A pass that stores nothing and notes what each layer would store."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
@@ -91,6 +91,7 @@ class _Probe:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
     ) -> Tensor:
+        """Note the layer's shape; zeros."""
         del terms
         if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
             raise UnsupportedModelError(
@@ -112,7 +113,7 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
     Raises:
         UnsupportedModelError: the model cannot run with a paged cache, and why.
     """
-    probe = _Probe()
+    probe = Probe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
     with torch.inference_mode():
         model(input_ids=token, position_ids=token, use_cache=False, paged=probe)

@@ -19,7 +19,7 @@ class TextStream:
 
     Args:
         decode: tokens to text; special tokens give none.
-        stop: the text ends before the first of these that appears.
+        stop: the text ends before the first of these that is complete.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...] = ()) -> None:
@@ -64,11 +64,11 @@ class TextStream:
             self._context = self._decoded
         self._decoded = len(self._tokens)
         self._text += fresh
-        places = (self._text.find(stop, self._num_shown) for stop in self._stop)
-        found = [place for place in places if place >= 0]
-        if found:
+        places = ((self._text.find(stop, self._num_shown), len(stop)) for stop in self._stop)
+        found = [(place + size, place) for place, size in places if place >= 0]
+        if found:  # the first that is complete, so that it does not matter how tokens cut the text
             self.is_stopped = True
-            self._text = self._text[: min(found)]
+            self._text = self._text[: min(found)[1]]
 
     def _num_held(self) -> int:
         """Characters at the end that a stop string may begin with."""

@@ -136,9 +136,10 @@ def check_architecture(config: PreTrainedConfig) -> None:
     """
     architecture = (config.architectures or [type(config).__name__])[0]
     text_config = config.get_text_config()
-    if config.is_encoder_decoder or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    network_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_other = architecture not in (type(config).__name__, getattr(network_type, "__name__", ""))
+    if network_type is None or config.is_encoder_decoder or is_other:
         raise UnsupportedModelError(f"{architecture}: wanted a decoder-only language model")
-    network_type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not getattr(network_type, "_supports_attention_backend", False):
         raise UnsupportedModelError(
             f"{architecture}: its Transformers class does not take attention backends"

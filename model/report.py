@@ -86,7 +86,7 @@ def table(stats: RunStats) -> str:
         "prefix hit rate": f"{stats.hit_rate:.1%} ({hits})",
         "blocks used": f"{blocks}, {stats.block_size} tokens each",
         "blocks evicted": f"{stats.num_evicted_blocks} ({stats.num_preemptions} preemptions)",
-        "KV bytes": f"{sizes}: {ratio:.1f} times as much",
+        "KV bytes": f"{sizes} ({ratio:.1f}x)",
     }
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())

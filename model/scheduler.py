@@ -176,12 +176,12 @@ class Scheduler:
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             request = self._waiting[0]
             plan = self._kv.plan(request.tokens)
-            # One block in hand for every running request: an admission is not to be preempted a
-            # step later.
-            needed = plan.num_new_blocks + plan.num_revived_blocks + len(self._running)
-            if needed > plan.num_free_blocks or self._is_prefix_in_flight(
-                request, plan.num_cached_tokens
-            ):
+            # A block in hand for each that can still grow: no start just to be preempted again.
+            growing = sum(map(self._can_grow, self._running))
+            needed = plan.num_new_blocks + plan.num_revived_blocks + growing
+            if needed > plan.num_free_blocks:
+                return
+            if self._is_prefix_in_flight(request, plan.num_cached_tokens):
                 return
             self._start(self._waiting.popleft())
             yield request
@@ -194,6 +194,11 @@ class Scheduler:
         if request.num_preemptions == 0:
             self.stats.num_prompt_tokens += request.num_prompt_tokens
             self.stats.num_hit_tokens += request.num_cached_tokens
+
+    def _can_grow(self, request: Request) -> bool:
+        """Whether a running request may come to need another block."""
+        room = request.running_sequence.num_blocks * self._kv.block_size
+        return request.max_total_tokens - 1 > room
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether a running request is about to compute the next block this one could hit."""

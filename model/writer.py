@@ -1,7 +1,8 @@
 """How prompts and their continuations look on a terminal.
 
 Decides: the layout of a text, and the order in which streamed pieces appear: prompt after prompt,
-the first unfinished one live, those behind it held until their turn.
+the first unfinished one live, those behind it held until their turn. Of a long prompt only the end
+is shown.
 
 Invariants: what is streamed is, character for character, what `show` gives for the whole texts.
 
@@ -12,11 +13,12 @@ from collections.abc import Sequence
 from typing import TextIO
 
 _INDENT = "    "
+_PROMPT_WIDTH = 72
 
 
 def show(number: int, prompt: str, text: str) -> str:
-    """A prompt and its continuation, with an empty line behind. O(text)."""
-    return _head(number, prompt) + _indented(text) + "\n"
+    """A prompt's end and its continuation, with an empty line behind. O(prompt + text)."""
+    return _head(number, prompt) + _Indenter().feed(text) + "\n\n"
 
 
 class StreamWriter:
@@ -32,15 +34,16 @@ class StreamWriter:
         self._out = out
         self._pending: list[list[str]] = [[] for _ in prompts]
         self._finished = [False] * len(prompts)
+        self._indenters = [_Indenter() for _ in prompts]
         self._turn = 0
         self._begin()
 
     def write(self, index: int, piece: str, *, is_last: bool) -> None:
         """Add a piece of text `index`, from 0, and write all that is due. O(text that is due)."""
-        self._pending[index].append(piece)
+        self._pending[index].append(self._indenters[index].feed(piece))
         self._finished[index] = is_last
         while self._turn < len(self._prompts):
-            self._out.write(_indented("".join(self._pending[self._turn])))
+            self._out.write("".join(self._pending[self._turn]))
             self._pending[self._turn].clear()
             if not self._finished[self._turn]:
                 break
@@ -54,9 +57,22 @@ class StreamWriter:
             self._out.write(_head(self._turn + 1, self._prompts[self._turn]))
 
 
+class _Indenter:
+    """Indents the lines of a text that comes in pieces; empty lines stay empty."""
+
+    def __init__(self) -> None:
+        self._at_line_start = False
+
+    def feed(self, piece: str) -> str:
+        out = []
+        for character in piece:
+            if self._at_line_start and character != "\n":
+                out.append(_INDENT)
+            self._at_line_start = character == "\n"
+            out.append(character)
+        return "".join(out)
+
+
 def _head(number: int, prompt: str) -> str:
-    return f"[{number}] {_indented(prompt)}\n{_INDENT}=>"
-
-
-def _indented(text: str) -> str:
-    return text.replace("\n", "\n" + _INDENT)
+    end = prompt.rstrip("\n").rsplit("\n", 1)[-1][-_PROMPT_WIDTH:]
+    return f"[{number}] {'' if end == prompt else '... '}{end}\n{_INDENT}=>"

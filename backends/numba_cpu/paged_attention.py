@@ -42,16 +42,65 @@ ROWS = 16
 SERIAL_COST = 1 << 18  # multiply-adds below which a second thread costs more than it saves
 
 
+@jit()
+def _attend_item(
+    tensors: tuple[Floats, ...],  # query, k_cache, v_cache, out: flat, bits
+    strides: tuple[int, ...],  # query 2, k_cache 3, v_cache 3, out 2
+    sizes: tuple[int, int, int, int],  # block_size, num_kv_heads, group, head_dim
+    table: Ints,  # of the item's sequence
+    item: tuple[int, int, int],  # first query row, tokens, first position
+    heads: tuple[int, int],  # first KV head, how many
+    sinks: Floats,
+    numbers: tuple[np.float32, np.float32, int],  # factor, soft_cap, window
+    floats: tuple[Floats, ...],  # workspace: rows, sums, highest, total, scores
+    offsets: tuple[Longs, Longs],  # workspace: of keys, of values
+) -> None:
+    """One query tile over some KV heads: load the rows, walk the keys, store the result."""
+    query, k_cache, v_cache, out = tensors
+    block_size, _, group, size = sizes
+    first_row, count, position = item
+    head, num_heads = heads
+    factor, soft_cap, window = numbers
+    rows, sums, highest, total, scores = floats
+    most, num_rows = max(1, ROWS // group) * group, count * group
+    sums[: num_heads * most * size] = 0
+    for h in range(num_heads):
+        q_head, mine = (head + h) * group, h * most
+        at = first_row * strides[0] + q_head * strides[1]
+        piece = span(rows, mine * size, most * size)
+        load_rows(query, at, strides, count, group, size, factor, piece)
+        sink = span(sinks, q_head, group) if sinks.size else sinks
+        start_rows(sink, count, group, span(highest, mine, most), span(total, mine, most))
+    seen = 0 if window == 0 else max(0, position - window + 1)
+    for tile in range(seen // TILE * TILE, position + count, TILE):
+        live = min(TILE, position + count - tile)
+        find_keys(table, block_size, tile, seen - tile, live, strides, offsets[0], offsets[1], head)
+        score_tile(
+            rows, num_heads, most, num_rows, size, k_cache, offsets[0], strides[4], live, scores
+        )
+        for h in range(num_heads):
+            soften_rows(
+                span(scores, h * most * TILE, most * TILE),
+                span(sums, h * most * size, most * size),
+                span(highest, h * most, most), span(total, h * most, most),
+                count, group, size, position - tile, live, window, soft_cap,
+            )  # fmt: skip
+        add_tile(
+            sums, num_heads, most, num_rows, size, v_cache, offsets[1], strides[7], live, scores
+        )
+    for h in range(num_heads):
+        at = first_row * strides[8] + (head + h) * group * strides[9]
+        piece = span(sums, h * most * size, most * size)
+        store_rows(piece, span(total, h * most, most), count, group, size, out, at, strides)
+
+
 @lru_cache(maxsize=1)
 def _kernel(source_digest: int) -> Callable[..., None]:
     """Compile for the sources with this digest; closing over it makes it part of the cache key."""
 
     @jit(cache=True)
     def attend(
-        query: Floats,  # flat [num_tokens, num_q_heads, head_dim], bits
-        k_cache: Floats,  # flat [num_blocks, block_size, num_kv_heads, head_dim], bits
-        v_cache: Floats,  # likewise
-        out: Floats,  # flat, like query
+        tensors: tuple[Floats, ...],  # query, k_cache, v_cache, out: flat, bits
         strides: tuple[int, ...],  # query 2, k_cache 3, v_cache 3, out 2
         sizes: tuple[int, int, int, int],  # block_size, num_kv_heads, group, head_dim
         tables: Ints,  # flat [num_seqs, max_blocks]
@@ -65,56 +114,28 @@ def _kernel(source_digest: int) -> Callable[..., None]:
         stop: int,  # past the last unit
     ) -> None:
         _ = source_digest
-        block_size, num_kv_heads, group, size = sizes
-        most = max(1, ROWS // group) * group
-        rows = np.empty(num_kv_heads * most * size, np.float32)
-        sums = np.empty(num_kv_heads * most * size, np.float32)
-        highest = np.empty(num_kv_heads * most, np.float32)
-        total = np.empty(num_kv_heads * most, np.float32)
-        scores = np.empty(num_kv_heads * most * TILE, np.float32)
-        k_offsets = np.empty(TILE, np.int64)
-        v_offsets = np.empty(TILE, np.int64)
+        num_kv_heads, group, size = sizes[1], sizes[2], sizes[3]
+        most = num_kv_heads * max(1, ROWS // group) * group
+        floats = (
+            np.empty(most * size, np.float32),
+            np.empty(most * size, np.float32),
+            np.empty(most, np.float32),
+            np.empty(most, np.float32),
+            np.empty(most * TILE, np.float32),
+        )
+        offsets = (np.empty(TILE, np.int64), np.empty(TILE, np.int64))
         factor = scale if soft_cap > 0 else scale * np.float32(LOG2E)
         unit = start
         while unit < stop:
-            item, head = unit // num_kv_heads, unit % num_kv_heads
-            table = span(tables, items[item, 0] * table_stride, 1)
-            first_row, count, position = items[item, 1], items[item, 2], items[item, 3]
-            num_heads = min(num_kv_heads - head, stop - unit) if count == 1 else 1
-            num_rows = count * group
-            sums[: num_heads * most * size] = 0
-            for h in range(num_heads):
-                q_head, mine = (head + h) * group, h * most
-                at = first_row * strides[0] + q_head * strides[1]
-                piece = span(rows, mine * size, most * size)
-                load_rows(query, at, strides, count, group, size, factor, piece)
-                sink = span(sinks, q_head, group) if sinks.size else sinks
-                start_rows(sink, count, group, span(highest, mine, most), span(total, mine, most))
-            seen = 0 if window == 0 else max(0, position - window + 1)
-            for tile in range(seen // TILE * TILE, position + count, TILE):
-                live = min(TILE, position + count - tile)
-                find_keys(
-                    table, block_size, tile, seen - tile, live, strides, k_offsets, v_offsets, head
-                )
-                score_tile(
-                    rows, num_heads, most, num_rows, size,
-                    k_cache, k_offsets, strides[4], live, scores,
-                )  # fmt: skip
-                for h in range(num_heads):
-                    soften_rows(
-                        span(scores, h * most * TILE, most * TILE),
-                        span(sums, h * most * size, most * size),
-                        span(highest, h * most, most), span(total, h * most, most),
-                        count, group, size, position - tile, live, window, soft_cap,
-                    )  # fmt: skip
-                add_tile(
-                    sums, num_heads, most, num_rows, size,
-                    v_cache, v_offsets, strides[7], live, scores,
-                )  # fmt: skip
-            for h in range(num_heads):
-                at = first_row * strides[8] + (head + h) * group * strides[9]
-                piece = span(sums, h * most * size, most * size)
-                store_rows(piece, span(total, h * most, most), count, group, size, out, at, strides)
+            index, head = unit // num_kv_heads, unit % num_kv_heads
+            table = span(tables, items[index, 0] * table_stride, 1)
+            item = (items[index, 1], items[index, 2], items[index, 3])
+            # decode: all heads at once, memory in order; else a head at a time, its tile in cache
+            num_heads = min(num_kv_heads - head, stop - unit) if item[1] == 1 else 1
+            _attend_item(
+                tensors, strides, sizes, table, item, (head, num_heads), sinks,
+                (factor, soft_cap, window), floats, offsets,
+            )  # fmt: skip
             unit += num_heads
 
     return attend
@@ -161,10 +182,7 @@ def paged_attention(
     no_sinks = np.empty(0, np.float32)
     kernel = _kernel(SOURCE_DIGEST)
     arguments = (
-        flat(query),
-        flat(k_cache),
-        flat(v_cache),
-        flat(out),
+        (flat(query), flat(k_cache), flat(v_cache), flat(out)),
         strides,
         (block_size, num_kv_heads, group, head_dim),
         tables,

@@ -59,7 +59,7 @@ def compute_slot_mapping(
         block_table.stride(0),
         block_table.shape[1],
         block_size,
-        _NO_LIMIT,
+        _NO_LIMIT + 1,
         out.shape[0],
         1,  # of the keys a query sees, only its own matters here
         (_NO_LIMIT, _NO_LIMIT),

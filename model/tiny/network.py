@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW, Muon, Optimizer
+from torch.utils.hooks import RemovableHandle
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 MAX_POSITIONS = 2048
@@ -35,6 +36,20 @@ def build_network(*, vocab_size: int, end_of_text_id: int) -> Qwen3ForCausalLM:
         use_cache=True,
     )
     return Qwen3ForCausalLM(config)
+
+
+def add_dropout(network: Qwen3ForCausalLM, share: float) -> list[RemovableHandle]:
+    """Zero this share of the embeddings' and the MLPs' outputs while training.
+
+    The architecture has no dropout of its own there, and a small corpus is soon known by heart.
+    Remove the returned handles when the training is over.
+    """
+
+    def drop(module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return functional.dropout(output, share, training=module.training)
+
+    places = [network.model.embed_tokens, *(layer.mlp for layer in network.model.layers)]
+    return [place.register_forward_hook(drop) for place in places]
 
 
 def build_optimizers(network: nn.Module, *, rate: float) -> list[Optimizer]:

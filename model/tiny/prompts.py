@@ -6,22 +6,23 @@ that the prefix has the same tokens in every prompt. It does not know how prompt
 """
 
 SHARED_PREFIX = (
-    "Python is an object-oriented programming language. Every value is an object, and every object "
-    "has a type, an identity and a value. A function takes arguments and returns a value. A class "
-    "defines methods, and an instance of the class has attributes. When an error occurs, an "
-    'exception is raised, and the exception can be handled by the "except" clause of a "try" '
-    "statement. A module is a file that contains definitions and statements, and its names can be "
-    "imported by other modules.\n\n"
+    "class storage.Storage\n\n"
+    "A collection of named values that is kept in a file. The keys are strings and the values are "
+    "bytes objects. If the file does not exist, it is created. The file is closed when the object "
+    "is deleted, or when the close() method is called.\n\n"
+    "Storage.__init__(path, mode)\n\n"
+    "Open the file for reading or writing. If the mode is 'r', the file must exist already. If the "
+    "mode is 'w', the file is created, and an existing file is overwritten.\n\n"
 )
-"""A few sentences of the kind that the model has read."""
+"""The documentation of a class that does not exist, as the model has read many."""
 
 ENDINGS = (
-    "The function returns",
-    "If an exception is raised",
-    "A list is",
-    "The module defines",
+    "Storage.write(data)\n\n",
+    "Storage.copy(path)\n\n",
+    "Storage.remove(name)\n\n",
+    "Storage.__len__()\n\n",
 )
-"""What each prompt goes on with; the model continues each in its own direction."""
+"""A method for each prompt; the model explains what it would do."""
 
 DEMO_PROMPTS = tuple(SHARED_PREFIX + ending for ending in ENDINGS)
 """The prompts of `python -m model.run` without arguments."""

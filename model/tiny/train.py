@@ -21,7 +21,13 @@ from transformers import PreTrainedTokenizerFast
 from model.errors import InvalidArgumentError
 from model.tiny import CHECKPOINT_DIR
 from model.tiny.corpus import Document, gather, split
-from model.tiny.network import bits_per_byte, build_network, build_optimizers, next_token_loss
+from model.tiny.network import (
+    add_dropout,
+    bits_per_byte,
+    build_network,
+    build_optimizers,
+    next_token_loss,
+)
 from model.tiny.vocabulary import END_OF_TEXT, END_OF_TEXT_ID, VOCAB_SIZE, learn_vocabulary
 
 EVALUATION_WINDOW = 512
@@ -40,6 +46,7 @@ class Settings:
     window: int = 256
     long_window: int = 512  # in every fourth step, so that prompt and answer stay in known range
     warmup_steps: int = 50
+    dropout: float = 0.1
     vocab_size: int = VOCAB_SIZE
 
 
@@ -85,7 +92,10 @@ def make_checkpoint(documents: Sequence[Document], out: Path, settings: Settings
     texts = [document.text for document in learn_from]
     tokenizer = learn_vocabulary(texts, vocab_size=settings.vocab_size)
     network = build_network(vocab_size=len(tokenizer), end_of_text_id=END_OF_TEXT_ID)
+    handles = add_dropout(network, settings.dropout)
     num_steps = _train(network, encode(tokenizer, learn_from).tokens, settings)
+    for handle in handles:
+        handle.remove()
     weights: nn.Module = network  # the view of it that is typed
     weights.to(torch.bfloat16)
     network.generation_config.pad_token_id = network.config.eos_token_id  # `generate` asks for one

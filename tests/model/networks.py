@@ -31,6 +31,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "bos_token_id": None,
     "pad_token_id": None,
+    "tie_word_embeddings": False,  # tied, a large embedding scale repeats its input
 }
 _HYBRID = ["sliding_attention", "full_attention"]
 
@@ -89,8 +90,8 @@ def greedy_and_margin(
     current = network.config._attn_implementation
     network.set_attn_implementation(model.dense_implementation)
     output = network.generate(
-        input_ids=torch.tensor([list(prompt)]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        input_ids=torch.tensor([list(prompt)], device=network.device),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64, device=network.device),
         max_new_tokens=num_tokens,
         do_sample=False,
         pad_token_id=0,

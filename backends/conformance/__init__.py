@@ -1,0 +1,50 @@
+"""The kit that any backend must pass: `python -m backends.conformance NAME`.
+
+`run` compares a backend with the float64 oracle, with itself on related inputs, and with what it
+was forbidden to touch. A call that raises is a failed check, not a failed run.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from backends.conformance.attention import attention_cases, check_attention
+from backends.conformance.cases import AttentionCase
+from backends.conformance.movement import check_movement
+from backends.conformance.relations import check_relations
+from backends.conformance.report import Finding, Report
+from backends.contract import Backend
+
+__all__ = ["AttentionCase", "Finding", "Report", "run"]
+
+
+def run(backend: Backend, *, quick: bool = False) -> Report:
+    """Run the whole kit, or the quick part that suits an interpreter.
+
+    The whole takes about ten seconds on a CPU backend; nothing of the backend's state is assumed.
+    """
+    findings: list[Finding] = []
+    _collect(findings, "movement", "all", partial(check_movement, backend, quick=quick))
+    for case in attention_cases(backend, quick=quick):
+        _collect(findings, "attention", case.name, partial(check_attention, backend, case))
+    for base in _relation_bases(backend, quick=quick):
+        _collect(findings, "relations", base.name, partial(check_relations, backend, base))
+    return Report(backend.name, str(backend.device), tuple(findings))
+
+
+def _collect(
+    findings: list[Finding], check: str, case: str, checks: Callable[[], Iterable[Finding]]
+) -> None:
+    """Add the findings of a generator; what it raises becomes the last one."""
+    try:
+        findings.extend(checks())
+    except Exception as error:  # noqa: BLE001 - a backend under test may fail in any way
+        detail = f"raised {type(error).__name__}: {error}"
+        findings.append(Finding(f"{check} raised", case, passed=False, detail=detail))
+
+
+def _relation_bases(backend: Backend, *, quick: bool) -> Iterable[AttentionCase]:
+    small = AttentionCase("small", ((2, 9), (3, 3)), head_dim=16, block_size=4)
+    large = AttentionCase("large", ((2, 37), (40, 90), (7, 7)), group=3, head_dim=80)
+    for dtype in backend.capabilities.dtypes:
+        base = small if quick else large
+        yield base.with_(dtype=dtype, name=f"{base.name}, {str(dtype)[6:]}")

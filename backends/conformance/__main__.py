@@ -1,0 +1,35 @@
+"""`python -m backends.conformance NAME [--quick] [--json]`: exit code 0 if the backend conforms."""
+
+import argparse
+import json
+import sys
+
+from backends import conformance
+from backends.errors import BackendError
+from backends.registry import get_backend
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the kit on one backend and print what it found.
+
+    Returns:
+        0: it conforms; 1: it does not; 2: it is unknown or cannot run here.
+    """
+    parser = argparse.ArgumentParser(prog="python -m backends.conformance", description=__doc__)
+    parser.add_argument("name", help="a backend: auto, numba, triton or an installed plug-in's")
+    parser.add_argument("--quick", action="store_true", help="few small cases, for an interpreter")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(arguments)
+    try:
+        backend = get_backend(options.name)
+    except BackendError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    report = conformance.run(backend, quick=options.quick)
+    text = json.dumps(report.as_json(), indent=1) if options.json else report.as_text()
+    sys.stdout.write(text + "\n")
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,140 @@
+"""The checks that every attention case passes through, and the cases themselves.
+
+accuracy: within the oracle's distance. poison: no NaN, which only a forbidden read can bring.
+untouched: arguments, gaps and padding keep every bit. repeatable: a second run is bitwise equal, a
+moving error is a race. permutation: so is a run with the blocks elsewhere.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from backends import oracle
+from backends.conformance.cases import AttentionCase, AttentionInputs, bits, build
+from backends.conformance.report import Finding
+from backends.contract import Backend
+
+RELATIVE_LIMIT = {torch.float32: 1e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
+"""||out - exact|| / ||exact|| at most, whatever the rows say."""
+
+_GUARDED = (
+    "query",
+    "k_cache",
+    "v_cache",
+    "query_start_loc",
+    "seq_lens",
+    "block_table",
+    "slot_mapping",
+    "sinks",
+)
+
+
+def check_attention(backend: Backend, case: AttentionCase) -> Iterator[Finding]:
+    """Run a case three times and compare everything that has to be compared."""
+    inputs = build(case, backend.device)
+    before = [bits(memory) for memory in inputs.guarded]
+    edges = bits(inputs.out_memory)
+    expected = oracle.attention(
+        inputs.query, inputs.k_cache, inputs.v_cache, inputs.batch,
+        scale=inputs.scale, window=inputs.window, soft_cap=inputs.soft_cap, sinks=inputs.sinks,
+    )  # fmt: skip
+    out = inputs.run(backend).clone()
+    live = sum(count for count, _ in case.seqs)
+    nans = int(out[:live].isnan().sum())
+    yield _finding("poison", case, "" if nans == 0 else f"{nans} NaN in the output")
+    if nans == 0:
+        ratio, relative = expected.worst_ratio(out), expected.relative_error(out)
+        limit = RELATIVE_LIMIT[case.dtype]
+        good = ratio <= 1 and relative <= limit
+        detail = f"a row errs {ratio:.2f} times what is allowed; in all {relative:.1e} of {limit}"
+        yield _finding("accuracy", case, "" if good else detail, ratio)
+    yield _finding("untouched", case, _strays(inputs, before, edges, live))
+    inputs.run(backend)
+    same = torch.equal(bits(inputs.out), bits(out))
+    yield _finding("repeatable", case, "" if same else "a second run gave other bits")
+    moved = build(case, backend.device, layout=1).run(backend)
+    same = torch.equal(bits(moved[:live]), bits(out[:live]))
+    yield _finding("permutation", case, "" if same else "other bits with the blocks elsewhere")
+
+
+def attention_cases(backend: Backend, *, quick: bool) -> tuple[AttentionCase, ...]:
+    """The cases that the backend's capabilities allow; quick: the fewest that cover each feature.
+
+    Quick cases stay small enough for an interpreter.
+    """
+    can = backend.capabilities
+    cases: tuple[AttentionCase, ...] = ()
+    for dtype in can.dtypes:
+        for case in _quick_cases() if quick else _all_cases():
+            cases += (case.with_(dtype=dtype, name=f"{case.name}, {str(dtype)[6:]}"),)
+    return tuple(
+        case
+        for case in cases
+        if case.head_dim <= can.max_head_dim
+        and case.group <= can.max_group_size
+        and (case.window is None or "window" in can.features)
+        and (case.soft_cap is None or "soft_cap" in can.features)
+        and (not case.sinks or "sinks" in can.features)
+    )
+
+
+def _quick_cases() -> tuple[AttentionCase, ...]:
+    small = AttentionCase("", (), num_kv_heads=1, head_dim=16, block_size=4)
+    mixed = ((1, 9), (5, 5), (0, 0), (3, 71))
+    return (
+        small.with_(name="decode, prefill and chunk", seqs=mixed, padding=2),
+        small.with_(name="window", seqs=mixed, window=4),
+        small.with_(name="soft cap", seqs=((1, 9), (4, 7)), soft_cap=2.0),
+        small.with_(name="sinks, strided", seqs=((1, 5), (3, 4)), sinks=True, strided=True),
+        small.with_(name="group 3, head_dim 24", seqs=((2, 6),), group=3, head_dim=24),
+        small.with_(name="two KV heads", seqs=((1, 8), (2, 3)), num_kv_heads=2),
+    )
+
+
+def _all_cases() -> tuple[AttentionCase, ...]:
+    base = AttentionCase("", ((1, 37), (9, 9), (5, 133), (0, 0), (1, 1), (2, 64)), padding=3)
+    cases = [
+        base.with_(name="decode, prefill and chunk"),
+        base.with_(name="decode alone", seqs=((1, 300), (1, 16), (1, 17), (1, 15), (1, 1))),
+        base.with_(name="long prefill", seqs=((150, 150), (70, 200))),
+        base.with_(name="strided", strided=True),
+        base.with_(name="soft cap", soft_cap=3.0),
+        base.with_(name="sinks", sinks=True),
+        base.with_(name="all features", window=20, soft_cap=5.0, sinks=True, strided=True),
+        base.with_(name="all logits equal", values="equal"),
+        base.with_(name="one huge logit", values="huge"),
+        base.with_(name="one huge logit, capped", values="huge", soft_cap=30.0),
+        base.with_(name="nothing to do", seqs=((0, 0), (0, 5))),
+        base.with_(name="window, long prefill", seqs=((100, 170),), window=33),
+    ]
+    cases += [base.with_(name=f"window {w}", window=w) for w in (1, 2, 16, 17, 63, 1000)]
+    cases += [base.with_(name=f"block size {n}", block_size=n) for n in (1, 5, 32, 64, 128)]
+    cases += [base.with_(name=f"group {g}", group=g) for g in (1, 3, 5, 8, 16)]
+    cases += [base.with_(name=f"head_dim {d}", head_dim=d) for d in (8, 16, 80, 96, 128, 256)]
+    cases += [
+        base.with_(
+            name=f"lengths around {n}", seqs=((1, n - 1), (1, n), (1, n + 1), (n, n), (3, n))
+        )
+        for n in (16, 32, 64)
+    ]
+    return tuple(cases)
+
+
+def _strays(
+    inputs: AttentionInputs, before: list[torch.Tensor], edges: torch.Tensor, live: int
+) -> str:
+    """Which memory changed that had no reason to; empty: none."""
+    strays = [
+        name
+        for name, memory, old in zip(_GUARDED, inputs.guarded, before, strict=False)
+        if not torch.equal(bits(memory), old)
+    ]
+    out, memory = inputs.out, inputs.out_memory.clone()
+    memory.as_strided(out.size(), out.stride(), out.storage_offset())[:live] = torch.nan
+    if not torch.equal(bits(memory), edges):
+        strays.append("the memory around the output's live rows")
+    return "changed: " + ", ".join(strays) if strays else ""
+
+
+def _finding(check: str, case: AttentionCase, detail: str, ratio: float | None = None) -> Finding:
+    return Finding(check, case.name, passed=not detail, detail=detail, ratio=ratio)

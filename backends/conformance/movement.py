@@ -1,0 +1,151 @@
+"""Checks of the operations that only move: stores, block copies, slots. Exact, over whole caches.
+
+Every element carries a pattern of its own, the rest of memory another one, and the whole memory is
+compared bit by bit, so that a stray write shows wherever it lands.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from backends import oracle
+from backends.conformance.cases import AttentionCase, bits, build
+from backends.conformance.report import Finding
+from backends.contract import Backend, PagedBatch
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_FINITE = 0x7B00  # bit patterns 1 .. this are finite numbers, halves included
+
+
+def check_movement(backend: Backend, *, quick: bool) -> Iterator[Finding]:
+    """All checks of `store_kv`, `copy_blocks` and `compute_slot_mapping`."""
+    for dtype in backend.capabilities.dtypes:
+        for strided in (False, True):
+            name = f"{str(dtype)[6:]}{', strided' if strided else ''}"
+            yield _stores(backend, name, dtype, strided=strided, slots=(5, -1, 11, 0, -7, 4, 3))
+            yield _stores(backend, f"{name}, nothing", dtype, strided=strided, slots=())
+            nowhere = (-1, -(1 << 62), -4)
+            yield _stores(backend, f"{name}, nowhere", dtype, strided=strided, slots=nowhere)
+        if not quick:
+            slots = tuple(torch.randperm(4 * 60, generator=_generator()).tolist()[:200])
+            yield _stores(backend, f"{str(dtype)[6:]}, many", dtype, strided=False, slots=slots)
+        yield _copies(backend, str(dtype)[6:], dtype, ((1, 4), (1, 0), (3, 2)))
+        yield _copies(backend, f"{str(dtype)[6:]}, none", dtype, ())
+    mixed = AttentionCase("mixed, padded", ((1, 9), (5, 5), (0, 0), (3, 71), (2, 4)), block_size=4)
+    yield _slots(backend, mixed, padding=3)
+    if not quick:
+        yield _slots(backend, mixed.with_(name="many", seqs=((1, 17),) * 300), padding=0)
+        yield _slots(backend, mixed.with_(name="none", seqs=()), padding=5)
+    yield _far_slots(backend)
+
+
+def _stores(
+    backend: Backend, case: str, dtype: torch.dtype, *, strided: bool, slots: tuple[int, ...]
+) -> Finding:
+    heads, size, block_size = 3, 10, 4
+    num_blocks = 3 + max((0, *slots)) // block_size
+    rows = [_pattern((len(slots), heads, size), dtype, i, strided=strided) for i in (0, 7001)]
+    shape = (num_blocks, block_size, heads, size)
+    caches = [_pattern(shape, dtype, i, strided=strided) for i in (14002, 21003)]
+    wanted = [(memory.clone(), view) for memory, view in caches]
+    for (_, row), (memory, like) in zip(rows, wanted, strict=True):
+        view = memory.as_strided(like.size(), like.stride(), like.storage_offset())
+        for i, slot in enumerate(slots):
+            if slot >= 0:
+                view[slot // block_size, slot % block_size] = row[i]
+    device = backend.device
+    there = [(memory.clone().to(device), view) for memory, view in (*rows, *caches)]
+    key, value, k_cache, v_cache = (
+        memory.as_strided(view.size(), view.stride(), view.storage_offset())
+        for memory, view in there
+    )
+    mapping = torch.tensor(slots, dtype=torch.int64, device=device)
+    backend.store_kv(key, value, k_cache, v_cache, mapping)
+    problems = [
+        name
+        for name, (memory, _), (old, _) in zip(
+            ("key", "value", "k_cache", "v_cache"), there, (*rows, *wanted), strict=True
+        )
+        if not torch.equal(bits(memory), bits(old))
+    ]
+    if mapping.tolist() != list(slots):
+        problems.append("slot_mapping")
+    return _finding("store_kv", case, problems)
+
+
+def _copies(
+    backend: Backend, case: str, dtype: torch.dtype, copies: tuple[tuple[int, int], ...]
+) -> Finding:
+    caches = [_pattern((5, *shape), dtype, 0, strided=False)[0] for shape in ((4, 2, 8), (3,))]
+    whole = _pattern((5, 2, 4, 8), dtype, 50, strided=False)[0]
+    there = [memory.clone().to(backend.device) for memory in (*caches, whole)]
+    pairs = torch.tensor(copies, dtype=torch.int64, device=backend.device).reshape(-1, 2)
+    backend.copy_blocks([there[0], there[1], there[2][:, 0]], pairs)
+    for source, target in copies:
+        for cache in (caches[0], caches[1], whole[:, 0]):
+            cache[target] = cache[source]
+    problems = [
+        f"cache {i}"
+        for i, (came, wanted) in enumerate(zip(there, (*caches, whole), strict=True))
+        if not torch.equal(bits(came), bits(wanted))
+    ]
+    return _finding("copy_blocks", case, problems)
+
+
+def _slots(backend: Backend, case: AttentionCase, *, padding: int) -> Finding:
+    batch = build(case, backend.device).batch
+    size = sum(count for count, _ in case.seqs) + padding
+    return _compare_slots(backend, case.name, batch, case.block_size, size)
+
+
+def _far_slots(backend: Backend) -> Finding:
+    """Slots past 2^31 and block ids past 65,535 need 64 bits."""
+
+    def ints(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=backend.device)
+
+    batch = PagedBatch(
+        query_start_loc=ints(0, 3, 4),
+        seq_lens=ints(130, 65),
+        block_table=torch.stack([ints(7, 70_000, (1 << 31) - 1), ints(-1, 1 << 27, 1 << 30)]),
+        slot_mapping=torch.full((4,), -1, dtype=torch.int64, device=backend.device),
+        max_query_len=3,
+        max_seq_len=130,
+    )
+    return _compare_slots(backend, "past 2^31", batch, 64, 4)
+
+
+def _compare_slots(
+    backend: Backend, case: str, batch: PagedBatch, block_size: int, size: int
+) -> Finding:
+    memory = torch.full((size + 2,), 1 << 40, dtype=torch.int64, device=backend.device)
+    backend.compute_slot_mapping(
+        batch.query_start_loc, batch.seq_lens, batch.block_table, block_size, memory[1:-1]
+    )
+    wanted = oracle.slot_mapping(batch, block_size, size)
+    came = memory.tolist()
+    problems = [f"row {i}" for i in range(size) if came[i + 1] != wanted[i]]
+    if {came[0], came[-1]} != {1 << 40}:
+        problems.append("memory around out")
+    return _finding("compute_slot_mapping", case, problems[:5])
+
+
+def _pattern(
+    shape: tuple[int, ...], dtype: torch.dtype, first: int, *, strided: bool
+) -> tuple[Tensor, Tensor]:
+    """(whole memory, the tensor in it), each element's bits a running number."""
+    *outer, heads, size = shape
+    whole = (*outer, heads + 1, size + 6) if strided and len(shape) > 2 else shape
+    number = torch.arange(first, first + torch.Size(whole).numel()) % _FINITE + 1
+    memory = number.to(_INTEGERS[dtype.itemsize]).view(dtype).reshape(whole)
+    return memory, memory[..., :heads, :size] if whole != shape else memory
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _finding(check: str, case: str, problems: list[str]) -> Finding:
+    detail = "wrong: " + ", ".join(problems) if problems else ""
+    return Finding(check, case, passed=not problems, detail=detail)

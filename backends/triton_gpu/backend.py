@@ -1,0 +1,80 @@
+"""The GPU backend's face: its name, its limits, and each operation's launcher."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from backends.contract import Capabilities, PagedBatch
+from backends.triton_gpu.copy_blocks import copy_blocks
+from backends.triton_gpu.paged_attention import paged_attention
+from backends.triton_gpu.place import Place
+from backends.triton_gpu.slot_mapping import compute_slot_mapping
+from backends.triton_gpu.store_kv import store_kv
+
+
+class TritonBackend:
+    """Triton kernels on the current CUDA device; see `backends.Backend` for the operations."""
+
+    __slots__ = ("_place",)
+
+    def __init__(self, *, interpreting: bool) -> None:
+        self._place = Place(interpreting=interpreting)
+
+    @property
+    def name(self) -> str:
+        """The name it is asked for by."""
+        return "triton"
+
+    @property
+    def device(self) -> torch.device:
+        """CUDA, or the CPU under the interpreter."""
+        return self._place.device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Three dtypes; no bfloat16 under the interpreter, which computes it wrongly."""
+        halves = (torch.float16,) if self._place.interpreting else (torch.float16, torch.bfloat16)
+        return Capabilities(dtypes=(torch.float32, *halves), max_head_dim=256, max_group_size=64)
+
+    def store_kv(
+        self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """See `Backend.store_kv`."""
+        store_kv(self, self._place, key, value, k_cache, v_cache, slot_mapping)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """See `Backend.paged_attention`."""
+        return paged_attention(
+            self, self._place, query, k_cache, v_cache, batch,
+            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
+        )  # fmt: skip
+
+    def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
+        """See `Backend.copy_blocks`."""
+        copy_blocks(self, self._place, caches, copies)
+
+    def compute_slot_mapping(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        out: Tensor,
+    ) -> None:
+        """See `Backend.compute_slot_mapping`."""
+        compute_slot_mapping(
+            self, self._place, query_start_loc, seq_lens, block_table, block_size, out
+        )

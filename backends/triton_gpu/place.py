@@ -1,0 +1,68 @@
+"""Where kernels are launched: a CUDA device, or Triton's interpreter on the CPU.
+
+Decides the guard around a launch: on a GPU the tensors' device becomes the current one; the
+interpreter keeps global state, so there launches take turns. `jit` and `Kernel` give Triton's
+decorator a type.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import torch
+import triton
+
+
+class Kernel(Protocol):
+    """What `jit` makes of a function."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        """The launcher for a grid."""
+        ...
+
+
+if TYPE_CHECKING:
+    _F = TypeVar("_F")
+
+    def jit(**options: object) -> Callable[[Callable[..., None]], Kernel]:
+        """`triton.jit` with options."""
+
+    def device_function(function: _F) -> _F:
+        """`triton.jit` for functions that kernels call."""
+else:
+    jit = triton.jit
+    device_function = triton.jit
+
+
+class Place:
+    """A device type and the guard that a launch needs there."""
+
+    __slots__ = ("_turns", "interpreting")
+
+    def __init__(self, *, interpreting: bool) -> None:
+        self.interpreting = interpreting
+        self._turns = threading.Lock()
+
+    @property
+    def device(self) -> torch.device:
+        """The current CUDA device, or the CPU under the interpreter."""
+        return torch.device("cpu" if self.interpreting else "cuda")
+
+    def guard(self, device: torch.device) -> AbstractContextManager[object]:
+        """Hold this around a launch on tensors of this device."""
+        if self.interpreting:
+            return self._turns
+        if device.index == torch.cuda.current_device():
+            return nullcontext()
+        return torch.cuda.device(device)
+
+
+def ceil_div(count: int, size: int) -> int:
+    """Tiles of `size` that cover `count`."""
+    return -(-count // size)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`."""
+    return 1 << max(0, size - 1).bit_length()

@@ -1,0 +1,82 @@
+"""Positions to slots, for a whole batch on a GPU.
+
+    out[j] = block_table[s, position // block_size] * block_size + position % block_size
+    position = seq_lens[s] - query_start_loc[s + 1] + j, for the query rows j of sequence s
+
+Grid: tiles of 128 rows of `out`; each row finds its sequence by bisection. Exact, in int64. The
+rest of `out` becomes -1. Values are the caller's duty.
+"""
+
+# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
+
+import triton.language as tl
+from torch import Tensor
+
+from backends.checks import check_slot_mapping
+from backends.contract import Backend
+from backends.triton_gpu.place import Place, ceil_div, jit
+
+TILE = 128
+
+
+@jit(do_not_specialize=["num_seqs", "num_rows", "table_stride", "steps"])
+def _fill(
+    query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
+    seq_lens: tl.tensor,  # int32 [num_seqs]
+    tables: tl.tensor,  # int32 [num_seqs, max_blocks]
+    out: tl.tensor,  # int64 [num_rows]
+    num_seqs: tl.tensor,
+    num_rows: tl.tensor,
+    table_stride: tl.tensor,
+    steps: tl.tensor,  # of the bisection: bits of num_seqs
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    live = row < tl.load(query_start_loc + num_seqs)
+    low = tl.zeros([TILE], tl.int32)
+    high = low + num_seqs
+    for _ in range(steps):  # the last sequence that starts at or before the row
+        middle = (low + high) // 2
+        before = tl.load(query_start_loc + middle) <= row
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    end = tl.load(query_start_loc + low + 1, mask=live, other=0)
+    position = tl.load(seq_lens + low, mask=live, other=0) - end + row
+    entry = tables + low.to(tl.int64) * table_stride + position // BLOCK_SIZE
+    block_id = tl.load(entry, mask=live, other=0).to(tl.int64)
+    slot = tl.where(live, block_id * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+    tl.store(out + row, slot, mask=row < num_rows)
+
+
+def compute_slot_mapping(
+    backend: Backend,
+    place: Place,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    block_size: int,
+    out: Tensor,
+) -> None:
+    """Fill `out` with the slots of the new tokens; see `Backend.compute_slot_mapping`.
+
+    Raises:
+        InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
+    """
+    check_slot_mapping(backend, query_start_loc, seq_lens, block_table, block_size, out)
+    num_rows, num_seqs = out.shape[0], seq_lens.shape[0]
+    if num_rows == 0:
+        return
+    with place.guard(out.device):
+        _fill[(ceil_div(num_rows, TILE),)](
+            query_start_loc,
+            seq_lens,
+            block_table,
+            out,
+            num_seqs,
+            num_rows,
+            block_table.stride(0),
+            num_seqs.bit_length(),
+            block_size,
+            TILE,
+        )

@@ -1,0 +1,98 @@
+"""A backend in plain torch that keeps the contract, written to be broken in one place at a time.
+
+Slow on purpose: one query row at a time, in float32. Each step that a bug could live in is a
+method.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from backends import Capabilities, PagedBatch
+
+
+class HonestBackend:
+    name = "honest"
+    device = torch.device("cpu")
+    capabilities = Capabilities(dtypes=(torch.float32,), max_head_dim=256, max_group_size=64)
+
+    def store_kv(self, key, value, k_cache, v_cache, slot_mapping) -> None:
+        for i, slot in enumerate(slot_mapping.tolist()):
+            if self.stores(slot):
+                where = self.place(slot, k_cache.shape[1])
+                k_cache[where] = key[i]
+                v_cache[where] = value[i]
+
+    def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
+        for cache in caches:
+            for src, dst in copies.tolist():
+                cache[dst] = cache[src]
+
+    def compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out) -> None:
+        out.fill_(-1)
+        for s in range(len(seq_lens)):
+            start, stop = query_start_loc[s : s + 2].tolist()
+            for row in range(start, stop):
+                position = int(seq_lens[s]) - stop + row
+                block_id = int(block_table[s, position // block_size])
+                out[row] = block_id * block_size + position % block_size
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: PagedBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        sinks: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        out = torch.empty_like(query) if out is None else out
+        starts = batch.query_start_loc.tolist()
+        for s, length in enumerate(batch.seq_lens.tolist()):
+            for row in range(starts[s], starts[s + 1]):
+                position = self.position(length, starts[s + 1] - starts[s], row - starts[s])
+                first, last = self.seen(position, window, k_cache.shape[1])
+                keys = self.gather(k_cache, batch.block_table[self.table_row(s)], first, last)
+                values = self.gather(v_cache, batch.block_table[self.table_row(s)], first, last)
+                heads = self.kv_heads(query.shape[1], k_cache.shape[2])
+                logits = torch.einsum("hd,nhd->hn", query[row], keys[:, heads])
+                logits = self.shape_logits(logits, scale, soft_cap)
+                p = self.probabilities(logits, sinks)
+                out[row] = torch.einsum("hn,nhd->hd", p, values[:, heads])
+        return out
+
+    def stores(self, slot: int) -> bool:
+        return slot >= 0
+
+    def place(self, slot: int, block_size: int) -> tuple[int, int]:
+        return slot // block_size, slot % block_size
+
+    def position(self, length: int, count: int, index: int) -> int:
+        return length - count + index
+
+    def seen(self, position: int, window: int | None, block_size: int) -> tuple[int, int]:
+        return (0 if window is None else max(0, position - window + 1)), position
+
+    def table_row(self, s: int) -> int:
+        return s
+
+    def gather(self, cache: Tensor, table: Tensor, first: int, last: int) -> Tensor:
+        seen, size = torch.arange(first, last + 1), cache.shape[1]
+        return cache[table[seen // size].long(), seen % size]
+
+    def kv_heads(self, num_q_heads: int, num_kv_heads: int) -> Tensor:
+        return torch.arange(num_q_heads) // (num_q_heads // num_kv_heads)
+
+    def shape_logits(self, logits: Tensor, scale: float, soft_cap: float | None) -> Tensor:
+        logits = logits * scale
+        return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+    def probabilities(self, logits: Tensor, sinks: Tensor | None) -> Tensor:
+        if sinks is None:
+            return logits.softmax(-1)
+        return torch.cat([logits, sinks.float()[:, None]], 1).softmax(-1)[:, :-1]

@@ -1,0 +1,30 @@
+"""Random ragged attention cases."""
+
+from hypothesis import strategies as st
+
+from backends.conformance import AttentionCase
+
+
+@st.composite
+def attention_cases(draw, dtypes, *, longest=90, most_seqs=5, head_dims=(4, 16, 24, 64, 80)):
+    """Any mix of decode, prefill, chunks and padding, with any features."""
+    seqs = []
+    for _ in range(draw(st.integers(1, most_seqs))):
+        length = draw(st.integers(0, longest))
+        seqs.append((draw(st.integers(0, min(length, 20))), length))
+    return AttentionCase(
+        name="random",
+        seqs=tuple(seqs),
+        num_kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from((1, 2, 3, 4, 5, 8))),
+        head_dim=draw(st.sampled_from(head_dims)),
+        block_size=draw(st.sampled_from((1, 2, 3, 4, 8, 16, 32))),
+        dtype=draw(st.sampled_from(dtypes)),
+        window=draw(st.none() | st.integers(1, longest + 5)),
+        soft_cap=draw(st.none() | st.sampled_from((0.5, 5.0, 50.0))),
+        sinks=draw(st.booleans()),
+        values=draw(st.sampled_from(("random", "random", "equal", "huge"))),
+        strided=draw(st.booleans()),
+        padding=draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 2**20)),
+    )

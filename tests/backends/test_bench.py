@@ -1,0 +1,65 @@
+"""The benchmark measures what it says, in turns, and reports it in both forms."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import backends
+from backends.bench.cpu import DENSE, GATHER
+from backends.bench.measured import DecodeCase, row_of
+
+
+def _bench(*arguments):
+    command = [sys.executable, "-m", "backends.bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_a_quick_run_reports_every_case_against_its_yardsticks():
+    done = _bench("--backend", "numba", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["backend"] == "numba"
+    rows = {row["case"]: row for row in report["rows"]}
+    assert rows.keys() == {
+        "decode 4 x 256, 32/8 heads d64, float32",
+        "prefill 128 of 1 x 128, 32/8 heads d128, bfloat16",
+        "store_kv, 256 tokens, bf16",
+        "copy_blocks, 16 blocks, bf16",
+    }
+    for row in rows.values():
+        assert 0 < row["low_us"] <= row["median_us"] <= row["high_us"]
+        assert row["gb_per_s"] > 0
+        assert row["ratios"].keys() == row["others_us"].keys() != set()
+    assert rows["decode 4 x 256, 32/8 heads d64, float32"]["ratios"].keys() == {GATHER, DENSE}
+
+
+def test_an_unknown_backend_is_one_line_and_exit_code_2():
+    done = _bench("--backend", "numbs")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "did you mean 'numba'" in done.stderr
+
+
+def test_bytes_and_bandwidth_by_hand():
+    case = DecodeCase(8, 2048, dtype=torch.float32)
+    assert case.kv_bytes == 2 * 8 * 2048 * 8 * 128 * 4
+    row = row_of("x", [3.0, 1.0, 2.0], 4000, {}, {})
+    assert (row.median_us, row.low_us, row.high_us, row.gb_per_s) == (2.0, 1.0, 3.0, 2.0)
+
+
+@pytest.mark.parametrize("new", [1, 5])
+def test_what_is_compared_computes_the_same(new):
+    case = DecodeCase(2, 40, num_q_heads=4, num_kv_heads=2, head_dim=16, new=new)
+    query, k_cache, v_cache, batch = case.inputs(torch.device("cpu"))
+    ours = backends.get_backend("numba").paged_attention(query, k_cache, v_cache, batch, scale=0.25)
+    table = batch.block_table.long()
+    k, v = (cache[table].flatten(1, 2)[:, :40].transpose(1, 2) for cache in (k_cache, v_cache))
+    rows = query.view(2, new, 4, 16).transpose(1, 2)
+    mask = torch.ones(new, 40, dtype=torch.bool).tril(40 - new)
+    theirs = torch.nn.functional.scaled_dot_product_attention(
+        rows.float(), k.float(), v.float(), attn_mask=mask, enable_gqa=True
+    )
+    assert torch.allclose(ours.float().view(2, new, 4, 16), theirs.transpose(1, 2), atol=2e-2)

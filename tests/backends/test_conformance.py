@@ -1,0 +1,339 @@
+"""The conformance kit passes an honest backend and catches each planted bug, by name."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from backends import conformance
+from backends.conformance.relations import check_relations
+from tests.backends.honest import HonestBackend
+
+
+class SeesTheNextKey(HonestBackend):
+    def seen(self, position, window, block_size):
+        first, last = super().seen(position, window, block_size)
+        return first, last + 1
+
+
+class MissesItsOwnKey(HonestBackend):
+    def seen(self, position, window, block_size):
+        first, last = super().seen(position, window, block_size)
+        return first, max(first, last - 1)
+
+
+class WindowOneTooWide(HonestBackend):
+    def seen(self, position, window, block_size):
+        return super().seen(position, None if window is None else window + 1, block_size)
+
+
+class WindowOneTooNarrow(HonestBackend):
+    def seen(self, position, window, block_size):
+        return super().seen(position, None if window is None else max(1, window - 1), block_size)
+
+
+class IgnoresTheWindow(HonestBackend):
+    def gather(self, cache, table, first, last):
+        return super().gather(cache, table.clamp(0, cache.shape[0] - 1), 0, last)
+
+
+class ForgetsTheLastPartialBlock(HonestBackend):
+    def seen(self, position, window, block_size):
+        first, last = super().seen(position, window, block_size)
+        return first, max(first, (last + 1) // block_size * block_size - 1)
+
+
+class AlignsPrefillTopLeft(HonestBackend):
+    def position(self, length, count, index):
+        return index
+
+
+class IgnoresCausality(HonestBackend):
+    def position(self, length, count, index):
+        return length - 1
+
+
+class InterleavesTheGroups(HonestBackend):
+    def kv_heads(self, num_q_heads, num_kv_heads):
+        return torch.arange(num_q_heads) % num_kv_heads
+
+
+class IgnoresTheSoftCap(HonestBackend):
+    def shape_logits(self, logits, scale, soft_cap):
+        return super().shape_logits(logits, scale, None)
+
+
+class CapsBeforeScaling(HonestBackend):
+    def shape_logits(self, logits, scale, soft_cap):
+        return super().shape_logits(logits, 1.0, soft_cap) * scale
+
+
+class IgnoresTheScale(HonestBackend):
+    def shape_logits(self, logits, scale, soft_cap):
+        return super().shape_logits(logits, 16**-0.5, soft_cap)
+
+
+class IgnoresTheSinks(HonestBackend):
+    def probabilities(self, logits, sinks):
+        return super().probabilities(logits, None)
+
+
+class SinksOfTheWrongHead(HonestBackend):
+    def probabilities(self, logits, sinks):
+        return super().probabilities(logits, None if sinks is None else sinks.roll(1))
+
+
+class RoundsTheLogitsToHalf(HonestBackend):
+    def shape_logits(self, logits, scale, soft_cap):
+        return super().shape_logits(logits, scale, soft_cap).half().float()
+
+
+class ReadsTheTableTail(HonestBackend):
+    def gather(self, cache, table, first, last):
+        everything = cache[table.long()].flatten(0, 1)
+        return everything[first : last + 1]
+
+
+class MultipliesUnmaskedValues(HonestBackend):
+    """Reads whole blocks and trusts a probability of 0 to erase what it should not have read."""
+
+    def gather(self, cache, table, first, last):
+        size = cache.shape[1]
+        return super().gather(cache, table, first, last // size * size + size - 1)
+
+    def probabilities(self, logits, sinks):
+        return super().probabilities(logits.nan_to_num(nan=-math.inf), sinks)
+
+
+class SumsInBlockOrder(HonestBackend):
+    def gather(self, cache, table, first, last):
+        seen, size = torch.arange(first, last + 1), cache.shape[1]
+        blocks = table[seen // size].long()
+        order = blocks.argsort(stable=True)
+        return cache[blocks[order], (seen % size)[order]]
+
+
+class TakesTheFirstTable(HonestBackend):
+    def table_row(self, s):
+        return 0
+
+
+class WritesARowTooMany(HonestBackend):
+    def paged_attention(self, *arguments, out=None, **options):
+        out = super().paged_attention(*arguments, out=out, **options)
+        out[int(arguments[3].query_start_loc[-1]) :] = 0
+        return out
+
+
+class ScalesTheQueryInPlace(HonestBackend):
+    def paged_attention(self, query, *arguments, scale, **options):
+        query *= scale
+        return super().paged_attention(query, *arguments, scale=1.0, **options)
+
+
+class CleansTheCache(HonestBackend):
+    def paged_attention(self, query, k_cache, *arguments, **options):
+        k_cache.nan_to_num_(nan=0.0)
+        return super().paged_attention(query, k_cache, *arguments, **options)
+
+
+class IgnoresOut(HonestBackend):
+    def paged_attention(self, *arguments, out=None, **options):
+        super().paged_attention(*arguments, **options)
+        return out
+
+
+class AnswersDifferentlyEachTime(HonestBackend):
+    def __init__(self):
+        self.calls = itertools.count()
+
+    def probabilities(self, logits, sinks):
+        return super().probabilities(logits, sinks) * (1 + next(self.calls) % 2 * 2e-7)
+
+
+class StoresNegativeSlots(HonestBackend):
+    def stores(self, slot):
+        return slot > -10
+
+
+class SkipsSlotZero(HonestBackend):
+    def stores(self, slot):
+        return slot > 0
+
+
+class TruncatesTheDivision(HonestBackend):
+    def stores(self, slot):
+        return int(slot / 4) >= 0
+
+
+class SwapsBlockAndOffset(HonestBackend):
+    def place(self, slot, block_size):
+        return slot % block_size % 3, slot // block_size
+
+
+class StoresKeysTwice(HonestBackend):
+    def store_kv(self, key, value, k_cache, v_cache, slot_mapping):
+        super().store_kv(key, key, k_cache, v_cache, slot_mapping)
+
+
+class ChangesTheKeys(HonestBackend):
+    def store_kv(self, key, value, k_cache, v_cache, slot_mapping):
+        super().store_kv(key, value, k_cache, v_cache, slot_mapping)
+        key.zero_()
+
+
+class StoresANeighbour(HonestBackend):
+    def store_kv(self, key, value, k_cache, v_cache, slot_mapping):
+        super().store_kv(key, value, k_cache, v_cache, slot_mapping)
+        if len(slot_mapping):
+            v_cache[-1, -1, -1, -1] += 1
+
+
+class CopiesBackwards(HonestBackend):
+    def copy_blocks(self, caches, copies):
+        super().copy_blocks(caches, copies.flip(1))
+
+
+class CopiesTheFirstCacheAlone(HonestBackend):
+    def copy_blocks(self, caches, copies):
+        super().copy_blocks(caches[:1], copies)
+
+
+class LeavesSlotsUnpadded(HonestBackend):
+    def compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out):
+        end = int(query_start_loc[-1])
+        super().compute_slot_mapping(query_start_loc, seq_lens, block_table, block_size, out[:end])
+
+
+class ComputesSlotsIn32Bits(HonestBackend):
+    def compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out):
+        super().compute_slot_mapping(query_start_loc, seq_lens, block_table, block_size, out)
+        out.copy_(out.int().long())
+
+
+SABOTAGE = {
+    SeesTheNextKey: "poison",
+    MissesItsOwnKey: "accuracy",
+    WindowOneTooWide: "poison",
+    WindowOneTooNarrow: "accuracy",
+    IgnoresTheWindow: "poison",
+    ForgetsTheLastPartialBlock: "accuracy",
+    AlignsPrefillTopLeft: "accuracy",
+    IgnoresCausality: "accuracy",
+    InterleavesTheGroups: "accuracy",
+    IgnoresTheSoftCap: "accuracy",
+    CapsBeforeScaling: "accuracy",
+    IgnoresTheScale: "accuracy",
+    IgnoresTheSinks: "accuracy",
+    SinksOfTheWrongHead: "accuracy",
+    RoundsTheLogitsToHalf: "accuracy",
+    ReadsTheTableTail: "attention raised",
+    MultipliesUnmaskedValues: "poison",
+    SumsInBlockOrder: "permutation",
+    TakesTheFirstTable: "attention raised",
+    WritesARowTooMany: "untouched",
+    ScalesTheQueryInPlace: "untouched",
+    CleansTheCache: "untouched",
+    IgnoresOut: "poison",
+    AnswersDifferentlyEachTime: "repeatable",
+    StoresNegativeSlots: "store_kv",
+    SkipsSlotZero: "store_kv",
+    TruncatesTheDivision: "store_kv",
+    SwapsBlockAndOffset: "store_kv",
+    StoresKeysTwice: "store_kv",
+    StoresANeighbour: "store_kv",
+    ChangesTheKeys: "store_kv",
+    CopiesBackwards: "copy_blocks",
+    CopiesTheFirstCacheAlone: "copy_blocks",
+    LeavesSlotsUnpadded: "compute_slot_mapping",
+    ComputesSlotsIn32Bits: "compute_slot_mapping",
+}
+
+
+def test_an_honest_backend_conforms():
+    report = conformance.run(HonestBackend(), quick=True)
+    assert report.passed, report.as_text()
+    assert 0 < report.worst_ratio <= 1
+
+
+@pytest.mark.parametrize("bug", SABOTAGE, ids=lambda bug: bug.__name__)
+def test_a_planted_bug_is_caught_by_name(bug):
+    report = conformance.run(bug(), quick=True)
+    assert SABOTAGE[bug] in report.failed_checks, report.as_text()
+
+
+class ForgetsToMultiplyByTheCap(HonestBackend):
+    def shape_logits(self, logits, scale, soft_cap):
+        capped = super().shape_logits(logits, scale, soft_cap)
+        return capped if soft_cap is None else capped / soft_cap
+
+
+class CountsEverySinkAsOne(HonestBackend):
+    def probabilities(self, logits, sinks):
+        return super().probabilities(logits, None if sinks is None else sinks * 0)
+
+
+class AssumesBlocksOfFour(HonestBackend):
+    def gather(self, cache, table, first, last):
+        seen = torch.arange(first, last + 1)
+        return cache[table[seen // cache.shape[1]].long(), seen % 4]
+
+
+class ChangesWithCompany(HonestBackend):
+    def paged_attention(self, query, k_cache, v_cache, batch, *, scale, **options):
+        scale *= 1 + 0.01 * batch.num_seqs
+        return super().paged_attention(query, k_cache, v_cache, batch, scale=scale, **options)
+
+
+class LosesAPartOfTheSum(HonestBackend):
+    def probabilities(self, logits, sinks):
+        return super().probabilities(logits, sinks) * 0.99
+
+
+RELATIONS = {
+    WindowOneTooNarrow: "a window of the length is no window",
+    ForgetsToMultiplyByTheCap: "an endless soft cap is none",
+    CountsEverySinkAsOne: "a sink of nothing is none",
+    AssumesBlocksOfFour: "another block size",
+    ChangesWithCompany: "alone or batched",
+    IgnoresCausality: "one more token changes no earlier row",
+    LosesAPartOfTheSum: "values plus one",
+    InterleavesTheGroups: "grouped heads are repeated heads",
+}
+
+
+@pytest.mark.parametrize("bug", RELATIONS, ids=lambda bug: bug.__name__)
+def test_each_relation_catches_a_bug_without_the_oracles_answer(bug):
+    base = conformance.AttentionCase(
+        "small", ((2, 9), (3, 3)), num_kv_heads=2, head_dim=16, block_size=4
+    )
+    findings = list(check_relations(bug(), base))
+    assert {f.check for f in findings} == {f"relation: {name}" for name in RELATIONS.values()}
+    assert f"relation: {RELATIONS[bug]}" in {f.check for f in findings if not f.passed}
+
+
+def test_a_report_without_findings_is_not_a_pass():
+    assert not conformance.Report("none", "cpu", ()).passed
+
+
+def _command(*arguments):
+    command = [sys.executable, "-m", "backends.conformance", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_command_reports_as_json_and_exits_0():
+    done = _command("numba", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert len(report["findings"]) > 50
+
+
+def test_the_command_names_an_unknown_backend_and_exits_2():
+    done = _command("nmba")
+    assert done.returncode == 2
+    assert "did you mean 'numba'" in done.stderr

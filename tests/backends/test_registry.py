@@ -1,0 +1,140 @@
+"""Backends are found by name, loaded when asked for, and say why they cannot run."""
+
+import importlib.metadata
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+import backends
+from backends import registry
+from tests.backends.honest import HonestBackend
+
+HERE = "tests.backends.test_registry"
+
+
+def load_honest():
+    return HonestBackend()
+
+
+def load_broken():
+    raise OSError("libfast.so is missing")
+
+
+def load_picky():
+    raise backends.BackendUnavailableError("picky", "needs an NPU", "numba")
+
+
+def load_nothing():
+    return object()
+
+
+@pytest.fixture
+def plug_ins(monkeypatch):
+    """Register entry points (name -> value) as if installed packages had."""
+
+    def register(*pairs):
+        points = [EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in pairs]
+
+        def entry_points(*, group):
+            return [point for point in points if point.group == group]
+
+        monkeypatch.setattr(registry, "entry_points", entry_points)
+
+    return register
+
+
+def _python(code, **environment):
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_backends_imports_no_toolchain():
+    code = "import sys, backends; print({'numba', 'llvmlite', 'triton'} & set(sys.modules))"
+    assert _python(code) == "set()"
+
+
+def test_loading_one_backend_does_not_import_the_other():
+    code = "import sys, backends; backends.get_backend('numba'); print('triton' in sys.modules)"
+    assert _python(code) == "False"
+
+
+def test_auto_is_numba_without_cuda_and_triton_with_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(registry, "_load", lambda name, point: asked.append(name))
+    for cuda in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        backends.get_backend()
+    assert asked == ["numba", "triton"]
+
+
+def test_the_same_backend_comes_back_each_time():
+    assert backends.get_backend("numba") is backends.get_backend("numba")
+
+
+def test_an_unknown_name_lists_the_known_ones_and_the_closest():
+    with pytest.raises(backends.UnknownBackendError) as caught:
+        backends.get_backend("tritn")
+    assert "auto, numba, triton" in str(caught.value)
+    assert "did you mean 'triton'" in str(caught.value)
+
+
+def test_a_plug_in_is_found_and_loaded_when_asked_for(plug_ins):
+    plug_ins(("honest", f"{HERE}:load_honest"), ("broken", "no.such.module:load"))
+    assert backends.backend_names() == ("numba", "triton", "broken", "honest")
+    backend = backends.get_backend("honest")
+    assert isinstance(backend, HonestBackend)
+    assert isinstance(backend, backends.Backend)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (f"{HERE}:load_broken", "OSError: libfast.so is missing"),
+        ("no.such.module:load", "No module named 'no'"),
+        (f"{HERE}:load_nothing", "returned object, which is no Backend"),
+        (f"{HERE}:absent", "absent"),
+    ],
+)
+def test_a_broken_plug_in_gives_its_reason_and_an_alternative(plug_ins, value, reason):
+    plug_ins(("broken", value))
+    with pytest.raises(backends.BackendUnavailableError) as caught:
+        backends.get_backend("broken")
+    assert reason in caught.value.reason
+    assert "numba" in caught.value.alternative
+    assert "broken" not in caught.value.alternative
+
+
+def test_a_plug_ins_own_refusal_is_passed_on(plug_ins):
+    plug_ins(("picky", f"{HERE}:load_picky"))
+    with pytest.raises(backends.BackendUnavailableError, match="needs an NPU"):
+        backends.get_backend("picky")
+
+
+def test_a_plug_in_cannot_take_a_built_in_name(plug_ins):
+    plug_ins(("numba", f"{HERE}:load_broken"))
+    assert backends.get_backend("numba").name == "numba"
+    assert backends.backend_names().count("numba") == 1
+
+
+def test_two_packages_with_one_name_are_an_error_that_names_both(plug_ins):
+    plug_ins(("twin", f"{HERE}:load_honest"), ("twin", f"{HERE}:load_broken"))
+    with pytest.raises(backends.BackendUnavailableError, match=r"load_broken.*load_honest"):
+        backends.get_backend("twin")
+
+
+def test_list_backends_says_which_can_run_and_why_others_cannot(plug_ins):
+    plug_ins(("broken", f"{HERE}:load_broken"))
+    found = {status.name: status for status in backends.list_backends()}
+    assert found["numba"].available
+    assert found["numba"].reason == ""
+    assert not found["broken"].available
+    assert "libfast.so" in found["broken"].reason
+
+
+def test_the_registry_reads_what_packages_install():
+    assert registry.entry_points is importlib.metadata.entry_points

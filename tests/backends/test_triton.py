@@ -1,0 +1,143 @@
+"""The Triton backend: in the interpreter, through the compiler without a GPU, and on one.
+
+The interpreter has to be chosen before triton is first imported, so it runs in programs of its own.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import backends
+from backends import conformance
+from backends.conformance import AttentionCase
+from backends.conformance.cases import bits, build
+from backends.triton_gpu import interpreter_fault
+
+has_triton = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+def _python(*arguments, interpret):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    if interpret:
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@needs_triton
+def test_in_the_interpreter_it_passes_the_quick_conformance_kit():
+    done = _python("-m", "backends.conformance", "triton", "--quick", interpret=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "triton on cpu conforms" in done.stdout
+
+
+@needs_triton
+def test_in_the_interpreter_it_agrees_with_numba_and_the_oracle():
+    done = _python("-m", "tests.backends.cross_check", "12", interpret=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "triton and numba agree\n"
+
+
+@needs_triton
+def test_the_interpreter_refuses_bfloat16_which_it_computes_wrongly():
+    code = (
+        "import backends, torch; b = backends.get_backend('triton');"
+        "c = torch.zeros(2, 4, 1, 8, dtype=torch.bfloat16);"
+        "b.store_kv(c[0, :1], c[0, :1], c, c, torch.zeros(1, dtype=torch.int64))"
+    )
+    done = _python("-c", code, interpret=True)
+    assert (
+        "UnsupportedError: k_cache: wanted a dtype of torch.float32, torch.float16" in done.stderr
+    )
+
+
+@needs_triton
+def test_every_kernel_compiles_for_sm_80_and_sm_90_without_a_gpu():
+    done = _python("-m", "tests.backends.compile_offline", interpret=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "all kernels compile\n"
+
+
+@needs_triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_gpu_it_says_so_and_what_to_choose_instead():
+    done = _python("-m", "backends.conformance", "triton", interpret=False)
+    assert done.returncode == 2
+    assert "there is no CUDA device" in done.stderr
+    assert "the backend numba" in done.stderr
+    assert "TRITON_INTERPRET=1" in done.stderr
+
+
+@needs_triton
+def test_an_interpreter_asked_for_too_late_is_refused():
+    code = (
+        "import triton, os; os.environ['TRITON_INTERPRET'] = '1';"
+        "import backends; backends.get_backend('triton')"
+    )
+    done = _python("-c", code, interpret=False)
+    assert "TRITON_INTERPRET changed after triton was first imported" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "works"),
+    [
+        ("3.6.0", "2.3.5", True),
+        ("3.6.0", "2.4.0", False),
+        ("3.7.1", "2.5.2", True),
+        ("3.10.0+git1", "2.4", True),
+    ],
+)
+def test_versions_whose_interpreter_cannot_loop_are_refused(triton, numpy, works):
+    assert (interpreter_fault(triton, numpy) == "") == works
+
+
+def test_without_triton_it_says_so():
+    code = (
+        "import sys, backends, importlib.util as u; f = u.find_spec;"
+        "u.find_spec = lambda name, *a: None if name == 'triton' else f(name, *a);"
+        "backends.get_backend('triton')"
+    )
+    done = _python("-c", code, interpret=False)
+    assert "triton is not installed" in done.stderr
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_on_a_gpu_it_passes_the_whole_conformance_kit():
+    report = conformance.run(backends.get_backend("triton"))
+    assert report.passed, report.as_text()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_on_a_gpu_block_ids_past_65535_and_offsets_past_2_to_the_31_elements():
+    backend = backends.get_backend("triton")
+    num_blocks, block_size, heads, size = 140_000, 16, 8, 128
+    assert num_blocks * block_size * heads * size > 1 << 31
+    shape = (num_blocks, block_size, heads, size)
+    caches = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    case = AttentionCase("far", ((2, 40),), num_kv_heads=heads, head_dim=size, dtype=torch.bfloat16)
+    near = build(case, torch.device("cuda"))
+    table = torch.tensor([[139_999, 65_536, 3]], dtype=torch.int32, device="cuda")
+    slots = torch.empty(40, dtype=torch.int64, device="cuda")
+    whole = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
+    backend.compute_slot_mapping(whole, near.batch.seq_lens, table, block_size, slots)
+    assert int(slots.max()) == 139_999 * 16 + 15
+    rows = [
+        cache[near.batch.block_table[0, :3].long()].flatten(0, 1)[:40].contiguous()
+        for cache in (near.k_cache, near.v_cache)
+    ]
+    backend.store_kv(*rows, *caches, slots)
+    backend.copy_blocks(caches, torch.tensor([[139_999, 139_998]], device="cuda"))
+    assert torch.equal(caches[0][139_998], caches[0][139_999])
+    batch = backends.PagedBatch(
+        near.batch.query_start_loc, near.batch.seq_lens, table, near.batch.slot_mapping, 2, 40
+    )
+    far = backend.paged_attention(near.query, *caches, batch, scale=near.scale)
+    assert torch.equal(bits(far), bits(near.run(backend)))

@@ -1,0 +1,51 @@
+"""What the tests of the runner share: quiet threads, and a checkpoint that is made on the spot."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.model.networks import build
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread():
+    """Networks this small gain nothing from a second thread, and lose much where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def byte_tokenizer():
+    """One token a byte: a byte-level vocabulary without merges, and an end of text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
+    end = "<end>"
+    vocabulary[end] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """A folder with a random network of 2 layers and a byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    build("qwen3", seed=25).network.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """Makes a folder whose config.json says this, and which has no weights."""
+
+    def make(**config):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    return make

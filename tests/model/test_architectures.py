@@ -1,0 +1,102 @@
+"""Six architectures, paged, against `generate`: the same tokens, whatever the step looks like.
+
+Random networks; from the seed given, the next is taken in which every greedy choice is clear: two
+ways of computing agree token by token only where the two best logits are not nearly equal.
+"""
+
+import copy
+import functools
+import random
+
+import pytest
+
+import backends
+from model import EngineConfig, SamplingParams
+from model.engine import Engine
+from model.loader import wrap_network
+from tests.model.networks import CONFIGS, ByteCodec, build, greedy_and_margin
+from tests.model.reference import ReferenceBackend
+
+NUM_TOKENS = 20
+CLEAR = 1e-3
+SEEDS = {"qwen3": 18, "llama": 19, "mistral": 15, "gemma2": 0, "gemma3": 21, "gpt_oss": 10}
+
+
+def prompts():
+    """Four prompts: three share 21 tokens, all are longer than the window of 7, one is not."""
+    draw = random.Random(0)
+    shared = [draw.randrange(256) for _ in range(21)]
+    tails = [[draw.randrange(256) for _ in range(size)] for size in (1, 9, 14)]
+    return [*(shared + tail for tail in tails), [draw.randrange(256) for _ in range(5)]]
+
+
+@functools.cache
+def clear_case(architecture):
+    """A network whose greedy choices are clear, and its dense tokens."""
+    for seed in range(SEEDS[architecture], SEEDS[architecture] + 50):
+        model = build(architecture, seed)
+        dense = [greedy_and_margin(model, prompt, NUM_TOKENS) for prompt in prompts()]
+        if min(margin for _, margin in dense) > CLEAR:
+            return model, [tokens for tokens, _ in dense]
+    raise AssertionError(f"no clear network of {architecture} in 50")
+
+
+@functools.cache
+def backend_of(name):
+    return ReferenceBackend() if name == "reference" else backends.get_backend(name)
+
+
+def paged(architecture, backend, **sizes):
+    model, _ = clear_case(architecture)
+    engine = Engine(model, backend_of(backend), EngineConfig(block_size=4, **sizes))
+    done = engine.generate(prompts(), SamplingParams(max_tokens=NUM_TOKENS))
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    return engine, [completion.request.output_tokens for completion in done]
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba"])
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_the_tokens_are_those_of_generate(architecture, backend):
+    _, tokens = paged(architecture, backend, num_blocks=80)
+    assert tokens == clear_case(architecture)[1]
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_cached_chunked_and_preempted_at_once_changes_no_token(architecture):
+    engine, tokens = paged(architecture, "numba", num_blocks=24, max_num_batched_tokens=11)
+    assert tokens == clear_case(architecture)[1]
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_hit_tokens > 0
+    assert engine.stats.num_steps > NUM_TOKENS + 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "feature", "without"),
+    [
+        ("mistral", "sliding_window", None),
+        ("gemma2", "sliding_window", 4096),
+        ("gemma2", "attn_logit_softcapping", None),
+        ("gemma3", "sliding_window", 4096),
+        ("gpt_oss", "sliding_window", 4096),
+    ],
+)
+def test_without_its_feature_a_network_says_something_else(architecture, feature, without):
+    """The comparison above would not notice a feature that changes nothing."""
+    model, dense = clear_case(architecture)
+    config = copy.deepcopy(model.network.config)
+    setattr(config, feature, without)
+    network = type(model.network)(config)
+    network.load_state_dict(model.network.state_dict())
+    network.set_attn_implementation(model.dense_implementation)
+    other = wrap_network(architecture, network, ByteCodec())
+    assert [greedy_and_margin(other, prompt, NUM_TOKENS)[0] for prompt in prompts()] != dense
+
+
+def test_without_its_sinks_gpt_oss_says_something_else():
+    model, dense = clear_case("gpt_oss")
+    network = copy.deepcopy(model.network)
+    for layer in network.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e9)
+    network.set_attn_implementation(model.dense_implementation)
+    other = wrap_network("gpt_oss", network, ByteCodec())
+    assert [greedy_and_margin(other, prompt, NUM_TOKENS)[0] for prompt in prompts()] != dense

@@ -1,0 +1,223 @@
+"""The engine on a small random network and the reference backend."""
+
+import functools
+
+import pytest
+import torch
+
+from model import (
+    EngineConfig,
+    FinishReason,
+    InvalidArgumentError,
+    RequestTooLongError,
+    SamplingParams,
+    StalledError,
+)
+from model.engine import Engine
+from model.errors import NumericalError, UnsupportedModelError
+from tests.model.networks import build, greedy_and_margin
+from tests.model.reference import ReferenceBackend
+
+SEED = 25  # the greedy choices of the prompts below are clear: the first test checks it
+PROMPT = "a prompt of some length, "
+
+
+@functools.cache
+def network():
+    return build("qwen3", SEED)
+
+
+def make(**sizes):
+    sizes = {"num_blocks": 60, "block_size": 4, **sizes}
+    return Engine(network(), ReferenceBackend(), EngineConfig(**sizes))
+
+
+def tokens_of(completions):
+    return [completion.request.output_tokens for completion in completions]
+
+
+def greedy(max_tokens=12, **fields):
+    return SamplingParams(max_tokens=max_tokens, **fields)
+
+
+def drawn(seed, max_tokens=12):
+    return SamplingParams(max_tokens=max_tokens, temperature=1.0, top_k=50, seed=seed)
+
+
+def test_the_greedy_choices_of_these_prompts_are_clear():
+    for prompt, count in ((PROMPT, 30), (PROMPT + "x", 12), ("first", 20), ("short", 12)):
+        tokens, margin = greedy_and_margin(network(), prompt.encode(), count)
+        assert len(set(tokens)) > 4
+        assert margin > 1e-3
+
+
+def test_a_cached_prompt_gives_what_an_uncached_one_gives():
+    engine, uncached = make(), make(enable_prefix_caching=False)
+    first = engine.generate([PROMPT], greedy())
+    second = engine.generate([PROMPT], greedy())
+    assert (first[0].request.num_cached_tokens, second[0].request.num_cached_tokens) == (0, 24)
+    alone = uncached.generate([PROMPT, PROMPT], greedy())
+    assert uncached.stats.num_hit_tokens == 0
+    assert tokens_of(first) == tokens_of(second) == tokens_of(alone[:1]) == tokens_of(alone[1:])
+    assert first[0].text == alone[0].text
+
+
+def test_a_preempted_request_gives_what_an_undisturbed_one_gives_drawn_or_greedy():
+    prompts = ["first", "second", "third one"]
+    params = [greedy(20), drawn(5, 20), drawn(6, 20)]
+    small, large = make(num_blocks=15), make()
+    disturbed = small.generate(prompts, params)
+    assert sum(done.request.num_preemptions for done in disturbed) > 0
+    assert tokens_of(disturbed) == tokens_of(large.generate(prompts, params))
+    assert large.stats.num_preemptions == 0
+    assert small.kv.num_free_blocks == small.kv.num_usable_blocks
+
+
+@pytest.mark.parametrize("budget", [1, 3, 7])
+def test_a_prompt_in_chunks_gives_what_a_whole_one_gives(budget):
+    chunked, whole = make(max_num_batched_tokens=budget), make()
+    prompts = [PROMPT, "short", PROMPT + "x"]
+    assert tokens_of(chunked.generate(prompts, greedy())) == tokens_of(
+        whole.generate(prompts, greedy())
+    )
+    assert chunked.stats.num_steps > whole.stats.num_steps
+
+
+def test_a_seed_gives_the_same_tokens_in_any_company_and_another_seed_others():
+    alone = make().generate([PROMPT], drawn(7))
+    company = make().generate(["x", PROMPT, PROMPT], [drawn(1), drawn(7), drawn(8)])
+    assert tokens_of(alone) == tokens_of(company[1:2])
+    assert tokens_of(company[1:2]) != tokens_of(company[2:])
+
+
+def test_without_seeds_twins_differ_and_the_same_engine_seed_repeats_them():
+    first = tokens_of(make(seed=3).generate([PROMPT, PROMPT], drawn(None)))
+    assert first[0] != first[1]
+    assert first == tokens_of(make(seed=3).generate([PROMPT, PROMPT], drawn(None)))
+    assert first != tokens_of(make(seed=4).generate([PROMPT, PROMPT], drawn(None)))
+
+
+def test_streamed_pieces_are_the_text_and_tokens_come_one_a_step():
+    engine = make()
+    whole = engine.generate([PROMPT], greedy())[0]
+    outputs = list(engine.stream([PROMPT], greedy()))
+    assert [output.token for output in outputs] == whole.request.output_tokens
+    assert "".join(output.text for output in outputs) == whole.text
+    assert outputs[-1].request.is_finished
+
+
+def test_closing_a_stream_early_gives_all_blocks_back():
+    engine = make()
+    stream = engine.stream([PROMPT, "another"], greedy())
+    request = next(stream).request
+    assert engine.kv.num_free_blocks < engine.kv.num_usable_blocks
+    stream.close()
+    assert request.finish_reason is FinishReason.ABORTED
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    assert not engine.has_unfinished
+
+
+def test_an_aborted_request_leaves_the_others_as_they_were():
+    engine = make()
+    kept, dropped = engine.add_all([PROMPT, "another"], greedy())
+    engine.step()
+    assert engine.abort(dropped)
+    assert not engine.abort(dropped)
+    while engine.has_unfinished:
+        engine.step()
+    assert dropped.num_output_tokens == 1
+    assert kept.output_tokens == tokens_of(make().generate([PROMPT], greedy()))[0]
+
+
+def test_a_stop_token_ends_a_request_and_a_stop_string_cuts_its_text():
+    free = make().generate([PROMPT], greedy(30))[0]
+    token = free.request.output_tokens[4]
+    stopped = make().generate([PROMPT], greedy(30, stop_token_ids=(token,)))[0]
+    place = free.request.output_tokens.index(token) + 1
+    assert stopped.request.output_tokens == free.request.output_tokens[:place]
+    assert stopped.request.finish_reason is FinishReason.STOP
+
+    stop = free.text[4:6]
+    cut = make().generate([PROMPT], greedy(30, stop=(stop,)))[0]
+    assert cut.text == free.text[: free.text.index(stop)]
+    assert cut.request.finish_reason is FinishReason.STOP
+    assert cut.request.num_output_tokens < 30
+
+
+def test_a_refused_prompt_among_several_leaves_nothing_behind():
+    engine = make(num_blocks=10)
+    with pytest.raises(RequestTooLongError):
+        engine.generate([PROMPT, "x" * 60], greedy(4))
+    with pytest.raises(InvalidArgumentError, match="wanted 2 of them, got 1"):
+        engine.generate([PROMPT, PROMPT], [greedy()])
+    assert not engine.has_unfinished
+    assert len(engine.generate([PROMPT], greedy(4))) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "got an empty one"), ([], "at least one token"), ([1, 320], "token ids below 320")],
+)
+def test_a_prompt_that_means_nothing_is_refused(prompt, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        make().add_request(prompt)
+
+
+def test_a_prompt_longer_than_the_models_positions_is_refused():
+    with pytest.raises(RequestTooLongError, match="positions for 256 tokens"):
+        make(num_blocks=500).add_request([1] * 250, greedy(7))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("num_blocks", 1), ("block_size", 0), ("max_num_seqs", 0)]
+)
+def test_a_size_out_of_range_is_refused_by_name(field, value):
+    with pytest.raises(InvalidArgumentError, match=f"{field}: wanted at least"):
+        make(**{field: value})
+
+
+def test_more_memory_than_there_is_is_refused_with_the_bytes():
+    with pytest.raises(InvalidArgumentError, match=r"num_blocks: .* blocks take .* bytes"):
+        make(num_blocks=2**45)
+
+
+def test_without_a_number_there_are_as_many_blocks_as_are_useful():
+    assert make(num_blocks=None, max_useful_blocks=7).kv.num_usable_blocks == 7
+
+
+def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(monkeypatch):
+    engine = make()
+    requests = engine.add_all([PROMPT, "another"], greedy())
+
+    def broken(step):
+        return torch.full((len(step.logit_rows), 320), torch.nan)
+
+    monkeypatch.setattr(engine.network, "logits", broken)
+    with pytest.raises(NumericalError):
+        engine.step()
+    assert [r.finish_reason for r in requests] == [FinishReason.ABORTED] * 2
+    stats = engine.kv.stats()
+    assert (stats.num_used_blocks, stats.num_cached_blocks) == (0, 0)
+    monkeypatch.undo()
+    assert len(engine.generate([PROMPT], greedy())) == 1
+
+
+def test_an_engine_whose_blocks_someone_else_holds_says_so_and_does_not_spin():
+    engine = make(num_blocks=10)
+    stranger = engine.kv.open([1])
+    engine.kv.reserve(stranger, 30)
+    engine.add_request(PROMPT, greedy(2))
+    with pytest.raises(StalledError, match="none can be admitted"):
+        engine.step()
+    engine.kv.close(stranger)
+    while engine.has_unfinished:
+        engine.step()
+
+
+def test_a_backend_without_the_models_dtype_is_refused_by_name():
+    half = build("qwen3", SEED)
+    half.network.half()
+    with pytest.raises(
+        UnsupportedModelError, match=r"backend reference: layer 0 is torch\.float16"
+    ):
+        Engine(half, ReferenceBackend(), EngineConfig(num_blocks=4))

@@ -1,0 +1,47 @@
+"""The same comparisons on a GPU, with the Triton backend."""
+
+import pytest
+import torch
+
+import backends
+from model import EngineConfig, SamplingParams
+from model.engine import Engine
+from model.loader import wrap_network
+from tests.model.networks import CONFIGS, build, greedy_and_margin
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+PROMPTS = [list(range(40, 61)), [*range(40, 61), 7, 8, 9], [200, 100, 5]]
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
+    backend = backends.get_backend("triton")
+    for seed in range(20):
+        built = build(architecture, seed)
+        model = wrap_network(architecture, built.network.to(backend.device), built.codec)
+        dense = [greedy_and_margin(model, prompt, 16) for prompt in PROMPTS]
+        if min(margin for _, margin in dense) > 1e-3:
+            break
+    else:
+        raise AssertionError("no clear network in 20")
+    config = EngineConfig(num_blocks=30, block_size=16, max_num_batched_tokens=11)
+    engine = Engine(model, backend, config)
+    done = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
+    assert [c.request.output_tokens for c in done] == [tokens for tokens, _ in dense]
+    assert engine.stats.num_hit_tokens > 0
+
+
+def test_draws_on_a_gpu_repeat_with_their_seed():
+    backend = backends.get_backend("triton")
+    built = build("qwen3")
+    model = wrap_network("qwen3", built.network.to(backend.device, torch.bfloat16), built.codec)
+    params = [SamplingParams(max_tokens=12, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    engine = Engine(model, backend, EngineConfig(num_blocks=30, enable_prefix_caching=False))
+    first, twin, other = (
+        done.request.output_tokens for done in engine.generate([PROMPTS[0]] * 3, params)
+    )
+    assert first == twin != other

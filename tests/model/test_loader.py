@@ -1,0 +1,98 @@
+"""What loads, and what is refused by name before a weight is read."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from model.errors import ModelNotFoundError, UnsupportedModelError
+from model.loader import load_model
+from tests.model.networks import ByteCodec
+
+CPU = torch.device("cpu")
+
+
+def test_a_folder_loads_with_its_codec_and_its_limits(checkpoint):
+    model = load_model(str(checkpoint), CPU)
+    assert (model.network.dtype, model.network.training) == (torch.float32, False)
+    assert (model.max_positions, model.eos_token_ids) == (256, frozenset())
+    text = "two\nlines and \u20ac"
+    tokens = model.codec.encode(text)
+    assert len(tokens) == len(text.encode())
+    assert model.codec.decode(tokens) == text
+    assert len(ByteCodec().encode(text)) == len(tokens)
+
+
+def test_a_dtype_can_be_asked_for(checkpoint):
+    assert load_model(str(checkpoint), CPU, torch.float16).network.dtype == torch.float16
+
+
+def test_a_folder_that_is_not_there_is_refused_without_asking_the_hub():
+    with pytest.raises(ModelNotFoundError, match=r"there is no folder '\./missing/model'"):
+        load_model("./missing/model", CPU)
+    with pytest.raises(ModelNotFoundError, match="has the form owner/name"):
+        load_model("missing", CPU)
+
+
+def test_a_file_is_no_model(tmp_path):
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match=r"wanted a folder, .* is a file"):
+        load_model(str(file), CPU)
+
+
+def test_a_folder_without_a_configuration_is_no_model(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+        load_model(str(tmp_path), CPU)
+
+
+def test_a_broken_configuration_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelNotFoundError, match=r"config\.json is not JSON"):
+        load_model(str(tmp_path), CPU)
+
+
+def test_a_folder_without_weights_says_so(folder_of):
+    with pytest.raises(ModelNotFoundError, match=r"does not load: .*model\.safetensors"):
+        load_model(folder_of(model_type="llama"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "no_such_thing"}, "no_such_thing"),
+        ({"model_type": "t5", "architectures": ["T5Model"]}, "T5Model: wanted a decoder-only"),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "BertForMaskedLM: wanted a decoder-only",
+        ),
+        ({"model_type": "mamba"}, "MambaConfig: its Transformers class does not take"),
+        (
+            {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
+            "Qwen3Config: wanted layers of full or sliding attention, got chunked_attention",
+        ),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "Gemma3TextConfig: wanted causal attention",
+        ),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_an_architecture_that_cannot_run_is_refused_by_name(folder_of, config, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model(folder_of(**config), CPU)
+
+
+def test_an_id_that_cannot_be_had_says_so_without_a_network(tmp_path):
+    code = (
+        "import torch; from model.loader import load_model\n"
+        "try: load_model('no-such-owner/no-such-model', torch.device('cpu'))\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("ModelNotFoundError model: there is no folder 'no-such-owner/no")

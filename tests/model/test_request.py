@@ -1,0 +1,100 @@
+"""The life of a request, and what its parameters may be."""
+
+import math
+
+import pytest
+
+import kvcore
+from model import (
+    FinishReason,
+    InvalidArgumentError,
+    Request,
+    RequestStateError,
+    SamplingParams,
+    Status,
+)
+
+
+def running(params=None, eos=frozenset()):
+    request = Request(0, [1, 2], params or SamplingParams(), eos)
+    request.start(kvcore.KVCacheManager(4, 2).open([1, 2]))
+    return request
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 2.0),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("top_k", 0),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("stop", ("",)),
+        ("stop", ["a"]),
+        ("stop_token_ids", ("a",)),
+        ("ignore_eos", 1),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_by_name(name, value):
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: wanted .*, got "):
+        SamplingParams(**{name: value})
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(InvalidArgumentError, match="at least one token"):
+        Request(0, [], SamplingParams())
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_what_is_no_token_id_is_refused(token):
+    with pytest.raises(InvalidArgumentError, match=f"got {token}"):
+        Request(0, [1, token], SamplingParams())
+
+
+def test_a_request_knows_its_prompt_from_its_output():
+    request = running(SamplingParams(max_tokens=3))
+    assert [request.accept(7), request.accept(8)] == [None, None]
+    assert request.accept(9) is FinishReason.LENGTH
+    assert (request.prompt_tokens, request.output_tokens) == ([1, 2], [7, 8, 9])
+
+
+def test_a_stop_token_ends_a_request_and_stays_in_its_output():
+    request = running(SamplingParams(stop_token_ids=(5,)))
+    assert request.accept(5) is FinishReason.STOP
+    assert request.output_tokens == [5]
+
+
+def test_an_end_of_text_ends_a_request_unless_it_is_ignored():
+    assert running(eos=frozenset({5})).accept(5) is FinishReason.STOP
+    ignoring = SamplingParams(ignore_eos=True, max_tokens=2)
+    assert running(ignoring, frozenset({5})).accept(5) is None
+
+
+def test_only_a_running_request_takes_tokens_or_holds_a_sequence():
+    request = Request(0, [1], SamplingParams())
+    with pytest.raises(RequestStateError, match="accept wants a running request"):
+        request.accept(1)
+    with pytest.raises(RequestStateError, match="only a running request holds a sequence"):
+        request.preempt()
+    assert request.status is Status.WAITING
+
+
+def test_a_preempted_request_runs_again_and_a_finished_one_never():
+    request = running()
+    sequence = request.preempt()
+    assert (request.status, request.sequence) == (Status.PREEMPTED, None)
+    request.start(sequence)
+    with pytest.raises(RequestStateError, match="cannot become running"):
+        request.start(sequence)
+    assert request.finish(FinishReason.ABORTED) is sequence
+    for again in (lambda: request.start(sequence), lambda: request.finish(FinishReason.STOP)):
+        with pytest.raises(RequestStateError, match="cannot become"):
+            again()
+    assert request.finish_reason is FinishReason.ABORTED

@@ -1,0 +1,217 @@
+"""`python -m model.run`: what it writes where, and its exit codes."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import run
+from model.attention import PagedPass
+from model.run import main
+
+ROOT = Path(__file__).parents[2]
+TWO = ["--prompt", "a prompt of some length, ", "--prompt", "a prompt of some length, again"]
+
+
+@pytest.fixture
+def call(checkpoint, capsys, monkeypatch):
+    """Runs a command line on the random checkpoint; exit code, stdout, stderr."""
+
+    def run(*argv, stdin=""):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        sizes = ["--model", str(checkpoint), "--block-size", "4", "--max-tokens", "12"]
+        code = main([*sizes, *argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_texts_and_the_table_go_to_stdout_and_progress_to_stderr(call):
+    code, out, err = call(*TWO)
+    assert code == 0
+    assert "[1] a prompt of some length, \n    =>" in out
+    table = out[out.index("requests ") :].splitlines()
+    names = ["requests", "new tokens", "tokens per second", "prefix hit rate"]
+    names += ["blocks used", "blocks evicted", "KV bytes"]
+    assert [line[:17].rstrip() for line in table] == names
+    assert all(line[17:19] == "  " and line[19] != " " for line in table)
+    # 25 and 30 tokens; the second starts a step later and finds 24 of the first. In the last step
+    # of the first they have 36 and 40 tokens, so 9 and 10 blocks, of which 6 are shared.
+    assert "43.6% (24 of 55 prompt tokens)" in out
+    assert "13 of 20 at the peak, 4 tokens each" in out
+    assert "numba on cpu" in err
+
+
+def test_json_is_one_document_with_the_numbers_of_the_table(call):
+    code, out, _ = call(*TWO, "--json")
+    document = json.loads(out)
+    assert (code, document["backend"], document["dtype"]) == (0, "numba", "float32")
+    first, second = document["requests"]
+    assert (first["num_prompt_tokens"], first["num_cached_tokens"]) == (25, 0)
+    assert (second["num_prompt_tokens"], second["num_cached_tokens"]) == (30, 24)
+    assert len(first["tokens"]) == 12
+    assert first["finish_reason"] == "length"
+    stats = document["stats"]
+    token_bytes = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, float32
+    assert stats["peak_used_blocks"] == 13
+    assert stats["paged_kv_bytes"] == 13 * 4 * token_bytes
+    assert stats["flat_kv_bytes"] == 2 * (30 + 12) * token_bytes
+    assert stats["hit_rate"] == round(24 / 55, 4)
+    assert document["verified"] is None
+
+
+def test_a_stream_is_character_for_character_the_whole_text(call):
+    _, whole, _ = call(*TWO, "--prompt", "b\nb")
+    code, streamed, _ = call(*TWO, "--prompt", "b\nb", "--stream")
+    assert code == 0
+    assert streamed[: streamed.index("requests ")] == whole[: whole.index("requests ")]
+
+
+def test_without_the_prefix_cache_nothing_is_hit_and_the_text_is_the_same(call):
+    cached = json.loads(call(*TWO, "--json")[1])
+    uncached = json.loads(call(*TWO, "--json", "--no-prefix-cache")[1])
+    assert (cached["stats"]["num_hit_tokens"], uncached["stats"]["num_hit_tokens"]) == (24, 0)
+    assert [r["tokens"] for r in cached["requests"]] == [r["tokens"] for r in uncached["requests"]]
+
+
+def test_a_small_pool_and_a_small_step_change_how_and_not_what(call):
+    large = json.loads(call(*TWO, "--json")[1])
+    small = json.loads(
+        call(*TWO, "--json", "--num-blocks", "13", "--max-num-batched-tokens", "5")[1]
+    )
+    assert small["stats"]["num_preemptions"] + small["stats"]["num_evicted_blocks"] > 0
+    assert small["stats"]["num_steps"] > large["stats"]["num_steps"]
+    assert [r["text"] for r in small["requests"]] == [r["text"] for r in large["requests"]]
+
+
+def test_draws_repeat_with_their_seed(call):
+    draw = [*TWO, "--json", "--temperature", "1.5", "--seed"]
+    texts = [
+        [request["text"] for request in json.loads(call(*draw, seed)[1])["requests"]]
+        for seed in ("1", "1", "2")
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_verify_compares_every_token_with_generate(call):
+    code, out, err = call(*TWO, "--verify", "--json")
+    assert (code, json.loads(out)["verified"]) == (0, True)
+    assert "verified: 24 tokens of 2 requests equal generate's" in err
+
+
+def test_verify_says_where_a_wrong_token_is(call, monkeypatch):
+    """Positions 30 and later of every cache read as if nothing had been written there."""
+    attend = PagedPass.attend
+
+    def forgetful(self, layer, query, key, value, terms):
+        lost = self.batch.seq_lens.max() > 30
+        return attend(self, layer, query, key, torch.zeros_like(value) if lost else value, terms)
+
+    monkeypatch.setattr(PagedPass, "attend", forgetful)
+    code, out, err = call(*TWO, "--verify", "--json")
+    document = json.loads(out)
+    assert (code, document["verified"]) == (1, False)
+    mismatch = document["mismatches"][0]
+    paged = document["requests"][mismatch["index"]]["tokens"]
+    assert paged[mismatch["position"]] == mismatch["paged"] != mismatch["dense"]
+    where = f"request {mismatch['index'] + 1}, token {mismatch['position']}: paged "
+    assert where in err
+
+
+def test_a_prompt_from_standard_input_is_continued(call):
+    code, out, _ = call("--prompt", "-", stdin="piped in\n")
+    assert code == 0
+    assert out.startswith("[1] piped in\n    =>")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--backend", "nunba"], "unknown backend 'nunba'"),
+        (["--model", "./missing"], "there is no folder './missing'"),
+        (["--prompt", ""], "wanted a prompt with some text"),
+        (["--prompt", "x" * 40, "--num-blocks", "5"], "the pool has 4"),
+        (["--prompt", "x" * 250], "the model has positions for 256 tokens"),
+        (["--block-size", "0"], "block_size: wanted at least 1"),
+        (["--prompts-file", "missing.jsonl"], "cannot read 'missing.jsonl'"),
+        (["--temperature", "nan"], "temperature: wanted a number"),
+        (["--max-num-seqs", "0"], "max_num_seqs: wanted at least 1"),
+        (["--verify", "--seed", "1"], "--seed cannot be given too"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(call, argv, message):
+    code, out, err = call(*argv)
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
+    assert "Traceback" not in err
+
+
+def test_an_interrupt_is_one_line_and_exit_code_130(call, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "read_prompts", interrupted)
+    assert call() == (130, "", "interrupted\n")
+
+
+def spawn(*argv, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "model.run", *argv],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_help_shows_every_flag_and_exits_with_0():
+    done = spawn("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--max-num-batched-tokens" in done.stdout
+
+
+def test_a_reader_that_goes_away_ends_the_run_quietly(checkpoint):
+    command = [sys.executable, "-m", "model.run", "--model", str(checkpoint), "--stream"]
+    with subprocess.Popen(
+        [*command, "--block-size", "4", *TWO],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.read(3) == "[1]"
+        process.stdout.close()
+        errors = process.stderr.read()
+        assert process.wait() == 141
+    assert "Traceback" not in errors
+    assert "Exception" not in errors
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what would be missing")
+def test_triton_without_a_gpu_says_what_is_missing_and_what_to_choose(checkpoint):
+    done = spawn("--model", str(checkpoint), "--backend", "triton", TRITON_INTERPRET="0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "backend 'triton' cannot run here" in done.stderr
+    assert "instead: " in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_triton_in_its_interpreter_gives_generates_tokens(checkpoint):
+    pytest.importorskip("triton", reason="triton has wheels for Linux only")
+    done = spawn(
+        *("--model", str(checkpoint), "--backend", "triton", "--prompt", "ab", "--prompt", "b"),
+        *("--max-tokens", "3", "--block-size", "4", "--verify", "--json"),
+        TRITON_INTERPRET="1",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verified"] is True
