@@ -18,7 +18,7 @@ from kvcore.errors import NotReservedError, StaleSequenceError
 from kvcore.groups import LayerGroup
 from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
 from kvcore.items import Item
-from kvcore.slots import slots_of, write_ints
+from kvcore.slots import int_view, put_ints, slots_of
 
 
 @final
@@ -111,7 +111,7 @@ class KVSequence:
             InvalidArgumentError: no such group, or `out` is another kind of buffer or too short.
         """
         table = self._table(group)
-        write_ints("out", out, table.block_ids)
+        put_ints(int_view("out", out, (4,), len(table.block_ids)), 0, table.block_ids)
         return len(table.block_ids)
 
     def write_slot_mapping(self, start: int, stop: int, out: object, group: int = 0) -> int:
@@ -136,7 +136,8 @@ class KVSequence:
                 f"wanted the slots of positions {start} to {stop - 1}, "
                 f"the table has blocks for {first} to {room - 1}"
             )
-        write_ints("out", out, slots_of(table.block_ids, start, stop, table.block_size))
+        view = int_view("out", out, (8,), stop - start)
+        put_ints(view, 0, slots_of(table.block_ids, start, stop, table.block_size))
         return stop - start
 
     def block_names(self, algorithm: NameAlgorithm = "xxh3-128") -> tuple[BlockHash, ...]:

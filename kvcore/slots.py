@@ -39,44 +39,19 @@ def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int)
     return slots
 
 
-def write_ints(name: str, out: object, values: array[int]) -> None:
-    """Copy `values` to the beginning of the writable buffer `out`. O(len(values)).
+def int_view(name: str, out: object, widths: tuple[int, ...], num_entries: int) -> memoryview:
+    """Return a buffer that can take `num_entries` integers as a view. O(1).
+
+    Args:
+        name: what the caller calls it.
+        out: any object with a buffer.
+        widths: the bytes an integer may have.
+        num_entries: the room wanted.
 
     Raises:
-        InvalidArgumentError: `out` is not a writable, contiguous, one-dimensional buffer of
-            integers of the same width, or is too short; it is not touched then.
+        InvalidArgumentError: `out` is not a writable, contiguous, one-dimensional buffer of signed
+            integers of such a width, or is too short.
     """
-    view = _int_view(name, out, (values.itemsize,))
-    if len(view) < len(values):
-        raise InvalidArgumentError(
-            f"{name}: wanted room for {len(values)} entries, got {len(view)}"
-        )
-    width = values.itemsize
-    # Same width and signedness under two letters ("l" and "q"): as bytes they are the same.
-    view.cast("B")[: width * len(values)] = memoryview(values).cast("B")
-
-
-def write_rows(name: str, out: object, rows: Sequence[array[int]], stride: int) -> None:
-    """Copy int32 rows into `out`, row `i` to entry `i * stride` and after. O(entries).
-
-    Raises:
-        InvalidArgumentError: `out` is not a writable, contiguous buffer of int32 or int64, or is
-            too short; it is not touched then.
-    """
-    view = _int_view(name, out, (4, 8))
-    wanted = (len(rows) - 1) * stride + len(rows[-1]) if rows else 0
-    if len(view) < wanted:
-        raise InvalidArgumentError(f"{name}: wanted room for {wanted} entries, got {len(view)}")
-    width = view.itemsize
-    data = view.cast("B")
-    for index, row in enumerate(rows):
-        values = row if width == row.itemsize else array("q", row)
-        start = index * stride * width
-        data[start : start + len(row) * width] = memoryview(values).cast("B")
-
-
-def _int_view(name: str, out: object, widths: tuple[int, ...]) -> memoryview:
-    """Return `out` as a flat view of signed integers, if it is one that can be written to."""
     try:
         view = memoryview(out)  # type: ignore[arg-type]  # the call is the check
     except TypeError:
@@ -92,4 +67,18 @@ def _int_view(name: str, out: object, widths: tuple[int, ...]) -> memoryview:
         )
     if view.readonly or not view.contiguous:
         raise InvalidArgumentError(f"{name}: wanted a writable, contiguous buffer")
+    if len(view) < num_entries:
+        raise InvalidArgumentError(
+            f"{name}: wanted room for {num_entries} entries, got {len(view)}"
+        )
     return view
+
+
+def put_ints(view: memoryview, start: int, values: array[int]) -> None:
+    """Copy integers into an `int_view`, to entry `start` and after. O(len(values))."""
+    width = view.itemsize
+    if width != values.itemsize:
+        values = array("q" if width == 8 else "i", values)
+    # The same width under two letters ("l" and "q"): as bytes they are the same.
+    target = view.cast("B")[start * width : (start + len(values)) * width]
+    target[:] = memoryview(values).cast("B")

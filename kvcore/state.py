@@ -23,7 +23,7 @@ from kvcore.items import Item, check_items
 from kvcore.leases import LeaseBook
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
-from kvcore.slots import slot_of, write_ints, write_rows
+from kvcore.slots import int_view, put_ints, slot_of
 from kvcore.stats import Stats
 from kvcore.tokens import Tokens, pack
 
@@ -121,8 +121,11 @@ class CacheState:
                 )
             slots.append(slot_of(table.block_ids, position, table.block_size))
             tables.append(table.block_ids)
-        write_rows("block_tables", block_tables, tables, stride)
-        write_ints("slot_mapping", slot_mapping, slots)
+        room = (len(tables) - 1) * stride + len(tables[-1]) if tables else 0
+        rows = int_view("block_tables", block_tables, (4, 8), room)
+        put_ints(int_view("slot_mapping", slot_mapping, (8,), len(slots)), 0, slots)
+        for index, block_ids in enumerate(tables):
+            put_ints(rows, index * stride, block_ids)
 
     def snapshot(self) -> Snapshot:
         """Return all that can be hit now, for a reader of events who joins late. O(contents).
