@@ -5,6 +5,7 @@ share one. It needs the standard library and xxhash, and knows nothing of tensor
 """
 
 from kvcore.block import NULL_BLOCK, Block, BlockId, Node
+from kvcore.block_table import BlockTable
 from kvcore.content_tree import ContentTree
 from kvcore.errors import (
     BlockStateError,
@@ -20,7 +21,9 @@ from kvcore.errors import (
     SequenceTooLongError,
     StaleSequenceError,
 )
+from kvcore.events import AllCleared, BlockRemoved, BlockStored, Event, EventLog, Snapshot, fold
 from kvcore.free_queue import FreeQueue
+from kvcore.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
 from kvcore.hashing import (
     DEFAULT_NAMESPACE,
     BlockHash,
@@ -28,15 +31,19 @@ from kvcore.hashing import (
     NameChain,
     Namespace,
     decode_namespace,
+    digest,
     encode_block,
     encode_namespace,
 )
 from kvcore.invariants import PROPERTIES, check
+from kvcore.items import Item
+from kvcore.leases import Lease, LeaseBook
 from kvcore.manager import KVCacheManager
 from kvcore.pool import BlockPool
+from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.sequence import KVSequence
 from kvcore.slots import Slot, slot_of, slots_of
-from kvcore.stats import Plan, Stats
+from kvcore.stats import Stats
 from kvcore.tokens import Tokens, pack
 
 __version__ = "0.1.0"
@@ -45,21 +52,35 @@ __all__ = [
     "DEFAULT_NAMESPACE",
     "NULL_BLOCK",
     "PROPERTIES",
+    "AllCleared",
     "Block",
     "BlockHash",
     "BlockId",
     "BlockPool",
+    "BlockRemoved",
     "BlockStateError",
+    "BlockStored",
+    "BlockTable",
+    "ChunkedLocal",
     "ContentTree",
+    "CopyOrder",
     "DoubleFreeError",
+    "Event",
+    "EventLog",
     "ForeignBlockError",
     "ForeignSequenceError",
     "FreeQueue",
+    "FullAttention",
+    "Growth",
     "InvalidArgumentError",
     "InvariantError",
+    "Item",
     "KVCacheManager",
     "KVCoreError",
     "KVSequence",
+    "LayerGroup",
+    "Lease",
+    "LeaseBook",
     "MisuseError",
     "NameAlgorithm",
     "NameChain",
@@ -68,15 +89,20 @@ __all__ = [
     "NotReservedError",
     "OutOfBlocksError",
     "Plan",
+    "ResetReport",
     "SequenceTooLongError",
+    "SlidingWindow",
     "Slot",
+    "Snapshot",
     "StaleSequenceError",
     "Stats",
     "Tokens",
     "check",
     "decode_namespace",
+    "digest",
     "encode_block",
     "encode_namespace",
+    "fold",
     "pack",
     "slot_of",
     "slots_of",

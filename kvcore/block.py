@@ -27,11 +27,13 @@ class Block:
         ref_count: how many holders it has.
         prev_free, next_free: neighbours in the free queue; None when not in it.
         node: the content it holds and can be hit by, or None.
+        group: the layer group that it was published for.
         prev_copy, next_copy: the published blocks of the same content before and after it.
     """
 
     __slots__ = (
         "block_id",
+        "group",
         "next_copy",
         "next_free",
         "node",
@@ -46,6 +48,7 @@ class Block:
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
         self.node: Node | None = None
+        self.group = 0
         self.prev_copy: Block | None = None
         self.next_copy: Block | None = None
 
@@ -62,15 +65,17 @@ class Node:
     they are the same object.
 
     Attributes:
-        tokens: the block's tokens, packed; for a root, its namespace, encoded.
+        tokens: the block's tokens, packed, and after them the encoded items that reach into it;
+            for a root, its namespace, encoded.
         parent: the content before it; None for a root.
         last_child: the child that was followed or added last, the first to be tried.
         children: all children by their tokens, once there are two; None before.
         first_copy: the block published first of those that still hold it; None when all are gone.
         last_copy: the block published last of those.
+        name: its name for the world outside, once somebody has asked.
     """
 
-    __slots__ = ("children", "first_copy", "last_child", "last_copy", "parent", "tokens")
+    __slots__ = ("children", "first_copy", "last_child", "last_copy", "name", "parent", "tokens")
 
     def __init__(self, parent: Node | None, tokens: bytes) -> None:
         self.parent = parent
@@ -79,3 +84,27 @@ class Node:
         self.children: dict[bytes, Node] | None = None
         self.first_copy: Block | None = None
         self.last_copy: Block | None = None
+        self.name: bytes | None = None
+
+    def copies(self) -> list[Block]:
+        """Return the blocks that hold the content, oldest first. O(copies)."""
+        found: list[Block] = []
+        block = self.first_copy
+        while block is not None:
+            found.append(block)
+            block = block.next_copy
+        return found
+
+    def descendants(self) -> list[Node]:
+        """Return every node below it, a parent before its children. O(nodes below)."""
+        found: list[Node] = []
+        pending = [self]
+        while pending:
+            node = pending.pop()
+            if node is not self:
+                found.append(node)
+            if node.children is not None:
+                pending.extend(node.children.values())
+            elif node.last_child is not None:
+                pending.append(node.last_child)
+        return found

@@ -1,21 +1,22 @@
-"""The index of cached content: a tree in which a path from a root spells a prefix exactly.
+"""The index of one layer group's cached content: in its tree a path spells a prefix exactly.
 
 A root is a namespace, an edge is the tokens of one block, and a node lists the blocks that hold
 its content now, oldest first. Finding a prefix compares tokens, never digests, so a collision
 cannot hand one request the KV of another.
 
-Invariants: a node is in the tree while it, or anything below it, has a block; a node without
-blocks ends a match, because nothing after a gap in the KV can be used. `last_child` is one of the
-children whenever there is any; `children` exists from the second child on. What is not held by
-anybody is removed by the pool, which decides on eviction; the tree knows nothing of ref counts.
+Invariants: a node is in the tree while it, or anything below it, has a block. Where attention is
+full, a node without blocks ends a match, because nothing after a gap in the KV can be used; a
+window looks past it. `last_child` is one of the children whenever there is any; `children` exists
+from the second child on. The pool decides on eviction; the tree knows nothing of ref counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import final
 
 from kvcore.block import Block, Node
+from kvcore.events import EventLog
 from kvcore.tokens import BYTES_PER_TOKEN
 
 
@@ -25,34 +26,70 @@ class ContentTree:
 
     Args:
         block_size: tokens a block.
+        group: the layer group whose content it is.
+        log: where to note what is stored and removed; None: nowhere.
     """
 
-    __slots__ = ("_key_bytes", "_roots")
+    __slots__ = ("_group", "_key_bytes", "_log", "_roots")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, group: int = 0, log: EventLog | None = None) -> None:
         self._key_bytes = block_size * BYTES_PER_TOKEN
+        self._group = group
+        self._log = log
         self._roots: dict[bytes, Node] = {}
 
-    def match(self, namespace_key: bytes, packed: bytes, max_blocks: int) -> list[Block]:
+    def match(
+        self,
+        namespace_key: bytes,
+        packed: bytes,
+        max_blocks: int,
+        items: Sequence[bytes] | None = None,
+    ) -> list[Block]:
         """Return the blocks of the longest cached prefix. O(blocks matched).
 
         Args:
             namespace_key: the encoded namespace.
             packed: the tokens of the prefix, 4 bytes each.
             max_blocks: the longest match wanted, in blocks; `packed` is at least that long.
+            items: for each block the encoded items that reach into it; None: there are none.
         """
         found: list[Block] = []
         node = self._roots.get(namespace_key)
         if node is None:
             return found
         size = self._key_bytes
-        for start in range(0, max_blocks * size, size):
-            child = self._child(node, packed[start : start + size])
+        for index in range(max_blocks):
+            content = packed[index * size : (index + 1) * size]
+            child = self._child(node, content if items is None else content + items[index])
             if child is None or child.first_copy is None:
                 break
             node.last_child = child
             found.append(child.first_copy)
             node = child
+        return found
+
+    def path(
+        self,
+        namespace_key: bytes,
+        packed: bytes,
+        max_blocks: int,
+        items: Sequence[bytes] | None = None,
+    ) -> list[Block | None]:
+        """Return the block of every node along the prefix, None where it has none. O(nodes).
+
+        For groups that do not need every block of a prefix. Arguments as for `match`.
+        """
+        found: list[Block | None] = []
+        node = self._roots.get(namespace_key)
+        size = self._key_bytes
+        for index in range(max_blocks):
+            if node is None:
+                break
+            content = packed[index * size : (index + 1) * size]
+            node = self._child(node, content if items is None else content + items[index])
+            if node is None:
+                break
+            found.append(node.first_copy)
         return found
 
     def attach(
@@ -70,6 +107,8 @@ class ContentTree:
         block.prev_copy = node.last_copy
         if node.last_copy is None:
             node.first_copy = block
+            if self._log is not None:
+                self._log.stored(node, self._group)
         else:
             node.last_copy.next_copy = block
         node.last_copy = block
@@ -93,8 +132,14 @@ class ContentTree:
         else:
             after.prev_copy = before
         block.node = block.prev_copy = block.next_copy = None
+        if node.first_copy is None and self._log is not None:
+            self._log.removed(node, self._group)
         if node.first_copy is None and node.last_child is None:
             self._prune(node)
+
+    def clear(self) -> None:
+        """Forget all content at once. The caller has detached every block. O(1)."""
+        self._roots.clear()
 
     def roots(self) -> Iterator[Node]:
         """Yield the roots, in the order in which they were made."""
@@ -102,15 +147,8 @@ class ContentTree:
 
     def nodes(self) -> Iterator[Node]:
         """Yield every node that is not a root, a parent before its children. O(nodes)."""
-        pending = list(self._roots.values())
-        while pending:
-            node = pending.pop()
-            if node.parent is not None:
-                yield node
-            if node.children is not None:
-                pending.extend(node.children.values())
-            elif node.last_child is not None:
-                pending.append(node.last_child)
+        for root in self._roots.values():
+            yield from root.descendants()
 
     @staticmethod
     def _child(node: Node, tokens: bytes) -> Node | None:

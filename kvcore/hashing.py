@@ -5,12 +5,13 @@ compared whole: identity is exact. A *name* is derived, for the world outside th
 other tiers, routers), and computed only when asked for:
 
     root     = H("KVN1" | fields of the namespace)
-    name[i]  = H("KVB1" | size of name[i-1] | name[i-1] | number of tokens | tokens)
+    name[i]  = H("KVB1" | size of name[i-1] | name[i-1] | number of tokens | tokens | items)
 
 Integers are little-endian: 1 byte for a tag or a name's size, 4 for a length or a token, 8 for a
-number. A field is (tag, length, value); fields stand in ascending order of their tags and one
-that has its default is left out, so equal values give equal bytes in every process, and
+number. A field is (tag, length, value); fields stand in ascending order of their tags and one that
+has its default is left out, so equal values give equal bytes in every process, and
 `decode_namespace(encode_namespace(x)) == x` proves that different values give different bytes.
+Items are encoded as `items.py` says; text has none.
 H is xxh3-128, or sha256 where a name leaves the trust domain.
 """
 
@@ -20,6 +21,7 @@ import hashlib
 import struct
 import sys
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NewType
 
@@ -27,6 +29,7 @@ import xxhash
 
 from kvcore.arguments import as_int
 from kvcore.errors import InvalidArgumentError
+from kvcore.items import Item, encode_items
 from kvcore.tokens import BYTES_PER_TOKEN
 
 BlockHash = NewType("BlockHash", bytes)
@@ -138,19 +141,33 @@ def decode_namespace(data: bytes) -> Namespace:
     return namespace
 
 
-def encode_block(parent: BlockHash, packed: bytes) -> bytes:
+def digest(data: bytes, algorithm: NameAlgorithm) -> BlockHash:
+    """Return the digest that names `data`: 16 bytes for xxh3-128, 32 for sha256. O(len(data)).
+
+    Raises:
+        InvalidArgumentError: an unknown algorithm.
+    """
+    if algorithm == "xxh3-128":
+        return BlockHash(xxhash.xxh3_128_digest(data))
+    if algorithm == "sha256":
+        return BlockHash(hashlib.sha256(data).digest())
+    raise InvalidArgumentError(f"algorithm: wanted 'xxh3-128' or 'sha256', got {algorithm!r}")
+
+
+def encode_block(parent: bytes, content: bytes, block_size: int) -> bytes:
     """Return the bytes that a block's name is the digest of.
 
-    `packed` holds the block's tokens in native byte order, 4 bytes each.
+    Args:
+        parent: the name of what stands before it.
+        content: its tokens in native byte order, 4 bytes each, then its encoded items.
+        block_size: how many tokens that is.
     """
     if sys.byteorder == "big":
-        swapped = array("I", packed)
+        swapped = array("I", content[: block_size * BYTES_PER_TOKEN])
         swapped.byteswap()
-        packed = swapped.tobytes()
-    count = len(packed) // BYTES_PER_TOKEN
-    return b"".join(
-        (_BLOCK_MAGIC, struct.pack("<B", len(parent)), parent, struct.pack("<I", count), packed)
-    )
+        content = swapped.tobytes() + content[block_size * BYTES_PER_TOKEN :]
+    head = struct.pack("<B", len(parent)) + parent + struct.pack("<I", block_size)
+    return b"".join((_BLOCK_MAGIC, head, content))
 
 
 class NameChain:
@@ -165,35 +182,34 @@ class NameChain:
         InvalidArgumentError: an unknown algorithm.
     """
 
-    __slots__ = ("_algorithm", "_block_size", "_names", "_root")
+    __slots__ = ("_block_size", "_names", "_root", "algorithm")
 
     def __init__(self, namespace_key: bytes, block_size: int, algorithm: NameAlgorithm) -> None:
-        if algorithm not in {"xxh3-128", "sha256"}:
-            raise InvalidArgumentError(
-                f"algorithm: wanted 'xxh3-128' or 'sha256', got {algorithm!r}"
-            )
-        self._algorithm: NameAlgorithm = algorithm
+        self.algorithm: NameAlgorithm = algorithm
         self._block_size = block_size
-        self._root = self._digest(namespace_key)
+        self._root = digest(namespace_key, algorithm)
         self._names: list[BlockHash] = []
 
-    def names(self, tokens: array[int], num_blocks: int) -> tuple[BlockHash, ...]:
+    def names(
+        self, tokens: array[int], num_blocks: int, items: Sequence[Item] = ()
+    ) -> tuple[BlockHash, ...]:
         """Return the names of the first `num_blocks` blocks. O(blocks not named before)."""
         size = self._block_size
         for index in range(len(self._names), num_blocks):
             parent = self._names[index - 1] if index else self._root
-            packed = tokens[index * size : (index + 1) * size].tobytes()
-            self._names.append(self._digest(encode_block(parent, packed)))
+            content = block_content(tokens, items, index * size, (index + 1) * size)
+            self._names.append(digest(encode_block(parent, content, size), self.algorithm))
         return tuple(self._names[:num_blocks])
 
     def cut(self, num_blocks: int) -> None:
         """Forget every name after the first `num_blocks`: their tokens may change."""
         del self._names[num_blocks:]
 
-    def _digest(self, data: bytes) -> BlockHash:
-        if self._algorithm == "sha256":
-            return BlockHash(hashlib.sha256(data).digest())
-        return BlockHash(xxhash.xxh3_128_digest(data))
+
+def block_content(tokens: array[int], items: Sequence[Item], start: int, stop: int) -> bytes:
+    """Return what stands at the positions from `start` to `stop - 1`: tokens, then items."""
+    packed = tokens[start:stop].tobytes()
+    return packed + encode_items(items, start, stop) if items else packed
 
 
 def _field(tag: int, value: bytes) -> bytes:

@@ -10,12 +10,17 @@ machines of the test suite check those.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, NoReturn
 
 from kvcore.block import Block, Node
+from kvcore.block_table import BlockTable
 from kvcore.errors import InvariantError
+from kvcore.events import fold
+from kvcore.groups import first_kept_block
+from kvcore.hashing import block_content
 from kvcore.manager import KVCacheManager
+from kvcore.sequence import KVSequence
 from kvcore.tokens import BYTES_PER_TOKEN
 
 
@@ -40,17 +45,20 @@ def partition(manager: KVCacheManager) -> None:
 
 
 def ref_counts(manager: KVCacheManager) -> None:
-    """P2: a block's ref count is the number of its places in live tables."""
-    held = Counter(id(block) for seq in manager.sequences.values() for block in seq.blocks)
+    """P2: a block's ref count is the number of its places in live tables and leases."""
+    held = Counter(id(block) for _, table in _tables(manager) for block in _owned(table))
+    for lease in manager.leases.active.values():
+        held.update(id(block) for block in lease.blocks)
     for block in manager.pool.blocks:
         if block.ref_count != held[id(block)]:
-            _fail("P2", f"{block!r} has {held[id(block)]} places in live tables")
+            _fail("P2", f"{block!r} has {held[id(block)]} places in live tables and leases")
 
 
 def quiescence(manager: KVCacheManager) -> None:
-    """P5: with no sequence open, every block is free."""
+    """P5: with no sequence open and nothing in flight, every block is free."""
     pool = manager.pool
-    if not manager.sequences and pool.num_free_blocks != pool.num_usable_blocks:
+    idle = not manager.sequences and not manager.leases.active
+    if idle and pool.num_free_blocks != pool.num_usable_blocks:
         _fail(
             "P5",
             f"no sequence is open, {pool.num_free_blocks} of "
@@ -59,59 +67,55 @@ def quiescence(manager: KVCacheManager) -> None:
 
 
 def index(manager: KVCacheManager) -> None:
-    """P6: a block says it holds a content exactly when the tree lists it there.
+    """P6: a block says it holds a content exactly when a tree lists it there.
 
-    The tree itself is sound: parents and children agree, no node is empty with nothing below it.
+    The trees themselves are sound: parents and children agree, no node is empty with nothing below.
     """
     listed: dict[int, Node] = {}
-    for root in manager.pool.tree.roots():
-        if root.parent is not None or root.first_copy is not None:
-            _fail("P6", "a root has a parent or a block")
-        _check_node(root)
-    for node in manager.pool.tree.nodes():
-        if len(node.tokens) != manager.block_size * BYTES_PER_TOKEN:
-            _fail("P6", f"a node has {len(node.tokens)} bytes of tokens")
-        _check_node(node)
-        for block in copies(node):
-            if id(block) in listed:
-                _fail("P6", f"{block!r} is listed twice in the tree")
-            listed[id(block)] = node
+    for number, tree in enumerate(manager.pool.trees):
+        for root in tree.roots():
+            _check_root(root)
+        for node in tree.nodes():
+            if len(node.tokens) < manager.groups[number].block_size * BYTES_PER_TOKEN:
+                _fail("P6", f"a node has {len(node.tokens)} bytes of tokens")
+            _check_node(node)
+            for block in copies(node):
+                if id(block) in listed or block.group != number:
+                    _fail("P6", f"{block!r} is listed twice, or for another group")
+                listed[id(block)] = node
     for block in manager.pool.blocks[1:]:
         if block.node is not listed.pop(id(block), None):
             _fail("P6", f"{block!r} and the tree disagree on what it holds")
     if listed:
-        _fail("P6", "the tree lists a block that cannot be owned")
+        _fail("P6", "a tree lists a block that cannot be owned")
 
 
 def visibility(manager: KVCacheManager) -> None:
     """P9: published is exactly what is committed: whole blocks, from the first token on."""
-    for seq in manager.sequences.values():
+    for seq, table in _tables(manager):
         cached = seq.namespace_key is not None
-        wanted = seq.num_computed_tokens // manager.block_size if cached else 0
-        published = [block.node is not None for block in seq.blocks]
-        if seq.num_published_blocks != wanted or published != [
-            index < wanted for index in range(len(published))
+        wanted = seq.num_computed_tokens // table.block_size if cached else 0
+        published = [block.node is not None for block in _owned(table)]
+        if table.num_published != wanted or published != [
+            place < wanted for place in range(table.num_null, len(table.blocks))
         ]:
             _fail("P9", f"{seq!r}: wanted its first {wanted} blocks published, got {published}")
 
 
 def identity(manager: KVCacheManager) -> None:
     """P10: the path of a sequence's published block spells the sequence's own tokens."""
-    size = manager.block_size
-    for seq in manager.sequences.values():
+    for seq, table in _tables(manager):
         above: Node | None = None
-        for number, block in enumerate(seq.blocks[: seq.num_published_blocks]):
-            node = block.node
-            tokens = seq.packed[number * size : (number + 1) * size].tobytes()
-            if node is None or node.tokens != tokens:
-                _fail("P10", f"{seq!r}: {block!r} does not hold its tokens")
-            parent = node.parent
-            if number == 0:
-                at_root = parent is not None and parent.parent is None
-                if not at_root or parent is None or parent.tokens != seq.namespace_key:
-                    _fail("P10", f"{seq!r}: its first block is in another namespace")
-            elif parent is not above:
-                _fail("P10", f"{seq!r}: {block!r} follows other content")
+        for place in range(table.num_null, table.num_published):
+            node = table.blocks[place].node
+            end = (place + 1) * table.block_size
+            if node is None:
+                _fail("P10", f"{seq!r}: {table.blocks[place]!r} is not published")
+            if above is not None and node.parent is not above:
+                _fail("P10", f"{seq!r}: {table.blocks[place]!r} follows other content")
+            content = block_content(seq.packed, seq.items, end - table.block_size, end)
+            if node.tokens != content or (above is None and not _spells(node, seq, table, end)):
+                _fail("P10", f"{seq!r}: {table.blocks[place]!r} does not hold its tokens")
             above = node
 
 
@@ -129,31 +133,69 @@ def capacity(manager: KVCacheManager) -> None:
 
 def coverage(manager: KVCacheManager) -> None:
     """P14: lengths are in order and within their caps; a table covers what is computed."""
-    for seq in manager.sequences.values():
-        room = len(seq.blocks) * manager.block_size
+    longest = manager.max_model_len
+    for seq, table in _tables(manager):
+        room = len(table.blocks) * table.block_size
         if not 0 <= seq.num_cached_tokens <= seq.num_computed_tokens <= seq.num_tokens:
             _fail("P14", f"{seq!r}: its lengths are out of order")
         if seq.num_computed_tokens > room:
             _fail("P14", f"{seq!r}: room for {room} tokens")
-        longest = manager.max_model_len
         if longest is not None and (
-            seq.num_tokens > longest or len(seq.blocks) > -(-longest // manager.block_size)
+            seq.num_tokens > longest or len(table.blocks) > -(-longest // table.block_size)
         ):
             _fail("P14", f"{seq!r}: max_model_len is {longest}")
 
 
 def tables(manager: KVCacheManager) -> None:
-    """P18: a live table names blocks that its sequence holds, each once, never the null block."""
+    """P18: a live table names blocks that its sequence holds, each once, null ones first."""
     blocks = manager.pool.blocks
     for seq in manager.sequences.values():
-        if [block.block_id for block in seq.blocks] != list(seq.block_ids):
+        names = [block.block_id for table in seq.tables for block in _owned(table)]
+        if len(set(names)) != len(names):
+            _fail("P18", f"{seq!r}: a block stands twice in its tables: {seq.block_tables}")
+    for seq, table in _tables(manager):
+        if [block.block_id for block in table.blocks] != list(table.block_ids):
             _fail("P18", f"{seq!r}: its blocks and its block ids differ")
-        if len(set(seq.block_ids)) != len(seq.block_ids):
-            _fail("P18", f"{seq!r}: a block stands twice in its table: {seq.block_table}")
-        for block in seq.blocks:
+        if any(block is not blocks[0] for block in table.blocks[: table.num_null]):
+            _fail("P18", f"{seq!r}: its first {table.num_null} entries are not all null")
+        for block in _owned(table):
             ours = 0 < block.block_id < len(blocks) and blocks[block.block_id] is block
             if not ours or block.ref_count < 1:
                 _fail("P18", f"{seq!r}: {block!r} is not held, or not the pool's")
+
+
+def leased(manager: KVCacheManager) -> None:
+    """P17: no block of an active lease is free, and no lease outlives its deadline."""
+    for lease in manager.leases.active.values():
+        if lease.deadline is not None and lease.deadline <= manager.leases.step:
+            _fail("P17", f"{lease!r} is past its deadline")
+        for block in lease.blocks:
+            if block.ref_count < 1 or block.next_free is not None:
+                _fail("P17", f"{block!r} is free under {lease!r}")
+
+
+def folded(manager: KVCacheManager) -> None:
+    """P21: folding the snapshot gives what can be hit, a parent named before its children."""
+    if manager.events is None:
+        return
+    snapshot = manager.snapshot()
+    contents = sum(
+        node.first_copy is not None for tree in manager.pool.trees for node in tree.nodes()
+    )
+    if len(fold((), snapshot)) != contents:
+        _fail("P21", f"{contents} contents can be hit, the snapshot names {len(snapshot.stored)}")
+    for tree in manager.pool.trees:
+        for node in tree.nodes():
+            if node.name is not None and node.parent is not None and node.parent.name is None:
+                _fail("P21", "a content has a name and its parent has none")
+
+
+def settled(manager: KVCacheManager) -> None:
+    """P19: what a query after the committed tokens can see is still there."""
+    for seq, table in _tables(manager):
+        kept = first_kept_block(table.group, table.block_size, seq.num_computed_tokens)
+        if table.num_null > kept:
+            _fail("P19", f"{seq!r}: gave back {table.num_null} blocks, {kept} are out of sight")
 
 
 def copies(node: Node) -> list[Block]:
@@ -176,8 +218,9 @@ def copies(node: Node) -> list[Block]:
 
 def chains(manager: KVCacheManager) -> None:
     """P11: of several copies each is reachable: evicting one leaves the others."""
-    for node in manager.pool.tree.nodes():
-        copies(node)
+    for tree in manager.pool.trees:
+        for node in tree.nodes():
+            copies(node)
 
 
 PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
@@ -190,7 +233,10 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P11": chains,
     "P13": capacity,
     "P14": coverage,
+    "P17": leased,
     "P18": tables,
+    "P19": settled,
+    "P21": folded,
 }
 """The properties that one state can show, by number."""
 
@@ -213,6 +259,39 @@ def _walk_queue(manager: KVCacheManager) -> list[Block]:
         if len(walked) > len(manager.pool.blocks):
             _fail("P1", "the free queue runs in a circle")
     return walked
+
+
+def _tables(manager: KVCacheManager) -> Iterator[tuple[KVSequence, BlockTable]]:
+    """Yield every table of every open sequence."""
+    for seq in manager.sequences.values():
+        for table in seq.tables:
+            yield seq, table
+
+
+def _owned(table: BlockTable) -> list[Block]:
+    """Return the blocks that a table holds."""
+    return table.blocks[table.num_null :]
+
+
+def _spells(node: Node, seq: KVSequence, table: BlockTable, num_tokens: int) -> bool:
+    """Say whether a path from a root is the sequence's namespace and first tokens."""
+    size = table.block_size
+    pieces: list[bytes] = []
+    while node.parent is not None:
+        pieces.append(node.tokens)
+        node = node.parent
+    wanted = [
+        block_content(seq.packed, seq.items, start, start + size)
+        for start in range(0, num_tokens, size)
+    ]
+    return node.tokens == seq.namespace_key and pieces[::-1] == wanted
+
+
+def _check_root(root: Node) -> None:
+    """Check that a root is one, and its children."""
+    if root.parent is not None or root.first_copy is not None:
+        _fail("P6", "a root has a parent or a block")
+    _check_node(root)
 
 
 def _check_node(node: Node) -> None:

@@ -1,9 +1,9 @@
-"""Sequences over a pool: open, reserve, append, commit, truncate, close.
+"""Sequences over a pool: open, plan, reserve, append, commit, truncate, fork, close, reset.
 
 One rule decides what others can see: reserve, write, commit(n), visible. A block is published when
 the last of its tokens is committed, never earlier, so drafts, chunks, failed loads and aborts need
-no rule of their own. A published block is immutable: a sequence that is cut inside one gives it
-back and computes its head again.
+no rule of their own. A block that is published or shared is immutable: a sequence that is cut
+inside one gives it back and computes its head again.
 
 Every call checks first and changes afterwards: one that raises has changed nothing. Nothing here
 reads a clock, a hash or the order of a set, so managers fed the same calls give the same ids in
@@ -12,87 +12,52 @@ every process. A manager is not thread-safe, and does not know what a block's me
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Sequence
 from typing import final
 
 from kvcore.arguments import as_int
-from kvcore.block import BlockId
-from kvcore.errors import (
-    ForeignSequenceError,
-    InvalidArgumentError,
-    NotReservedError,
-    SequenceTooLongError,
-    StaleSequenceError,
+from kvcore.block import Block, BlockId
+from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
+from kvcore.items import Item, check_items, cut_items
+from kvcore.leases import Lease
+from kvcore.prefix import (
+    advance_to,
+    blocks_tail_first,
+    committable,
+    computed_after_cut,
+    distrust_from,
+    find_prefix,
+    release_from,
+    share_computed,
 )
-from kvcore.hashing import (
-    DEFAULT_NAMESPACE,
-    BlockHash,
-    NameAlgorithm,
-    NameChain,
-    Namespace,
-    encode_namespace,
-)
-from kvcore.pool import BlockPool
+from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.sequence import KVSequence
-from kvcore.slots import slots_of, write_ints
-from kvcore.stats import Plan, Stats
+from kvcore.state import CacheState
 from kvcore.tokens import MAX_TOKEN, Tokens, pack
 
 
 @final
-class KVCacheManager:
+class KVCacheManager(CacheState):
     """The block tables of all sequences, and the prefixes that they share.
 
     Args:
         num_blocks: blocks in the cache; block 0 is the null block and is never handed out.
         block_size: tokens a block.
+        groups: the layer groups that draw from the pool; None: one of full attention.
         enable_caching: False: nothing is published and nothing is hit.
         max_model_len: the most tokens a sequence may have, and the most it may reserve for.
-        name_algorithm: how blocks are named for the outside: "xxh3-128", or "sha256".
+        record_events: name contents so, and note in `events` what can be hit; None: note nothing.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        enable_caching: bool = True,
-        max_model_len: int | None = None,
-        name_algorithm: NameAlgorithm = "xxh3-128",
-    ) -> None:
-        self.pool = BlockPool(num_blocks, block_size)
-        self.block_size = self.pool.block_size
-        self.enable_caching = bool(enable_caching)
-        self.max_model_len = (
-            None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
-        )
-        NameChain(b"", self.block_size, name_algorithm)  # refuses an unknown algorithm now
-        self.name_algorithm: NameAlgorithm = name_algorithm
-        self.sequences: dict[int, KVSequence] = {}
-        self._next_seq_id = 0
-        self._num_queried_tokens = 0
-        self._num_hit_tokens = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the cache, the null block included. O(1)."""
-        return len(self.pool.blocks)
-
-    @property
-    def num_usable_blocks(self) -> int:
-        """Blocks that can be handed out in all: all but the null block. O(1)."""
-        return self.pool.num_usable_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now. O(1)."""
-        return self.pool.num_free_blocks
-
     def open(
-        self, tokens: Tokens, *, namespace: Namespace | None = DEFAULT_NAMESPACE
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = DEFAULT_NAMESPACE,
+        items: Sequence[Item] = (),
     ) -> KVSequence:
         """Begin a sequence: its longest cached prefix is found and held in one step.
 
@@ -102,66 +67,81 @@ class KVCacheManager:
         Args:
             tokens: at least one token id; packed (a buffer of uint32) is fastest.
             namespace: with whom it shares; None: with nobody, and nothing of it is published.
+            items: content that is not tokens (images, embeddings), in order and apart.
 
         Raises:
-            InvalidArgumentError: no tokens, not token ids, or not a namespace.
+            InvalidArgumentError: no tokens, not token ids, not a namespace, or items that overlap
+                or reach beyond the tokens.
             SequenceTooLongError: more tokens than `max_model_len`.
         """
-        packed, key = self._described(tokens, namespace)
-        seq = KVSequence(self, self._next_seq_id, packed, key)
+        packed, key, checked = self._described(tokens, namespace, items)
+        seq = self._new_sequence(packed, key, checked)
         if key is not None:
-            hits = self.pool.match(key, packed.tobytes(), (len(packed) - 1) // self.block_size)
-            self.pool.hold(hits)
-            seq.blocks = hits
-            seq.block_ids = array("i", [block.block_id for block in hits])
-            seq.num_published_blocks = len(hits)
-            seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * self.block_size
+            cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
+            for table, blocks in zip(seq.tables, hits, strict=True):
+                self.pool.hold(blocks)
+                num_null = cached // table.block_size - len(blocks)
+                table.start(self.pool.blocks[0], num_null, blocks)
+            seq.num_computed_tokens = seq.num_cached_tokens = cached
             self._num_queried_tokens += len(packed)
-            self._num_hit_tokens += seq.num_cached_tokens
-        self._next_seq_id += 1
-        self.sequences[seq.seq_id] = seq
+            self._num_hit_tokens += cached
         return seq
 
-    def plan(self, tokens: Tokens, *, namespace: Namespace | None = DEFAULT_NAMESPACE) -> Plan:
+    def plan(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace | None = DEFAULT_NAMESPACE,
+        items: Sequence[Item] = (),
+    ) -> Plan:
         """Say what `open` and `reserve` of all the tokens would take; changes nothing.
 
         O(len(tokens)). Raises like `open`.
         """
-        packed, key = self._described(tokens, namespace)
-        hits = []
+        packed, key, checked = self._described(tokens, namespace, items)
+        cached = 0
+        hits: list[list[Block]] = []
         if key is not None:
-            hits = self.pool.match(key, packed.tobytes(), (len(packed) - 1) // self.block_size)
+            cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
         return Plan(
-            num_cached_tokens=len(hits) * self.block_size,
-            num_new_blocks=-(-len(packed) // self.block_size) - len(hits),
-            num_revived_blocks=sum(block.ref_count == 0 for block in hits),
+            num_cached_tokens=cached,
+            num_new_blocks=sum(
+                [-(-len(packed) // g.block_size) - cached // g.block_size for g in self.groups]
+            ),
+            num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
             num_free_blocks=self.pool.num_free_blocks,
+            num_deferred_blocks=self.leases.num_deferred_blocks(),
         )
 
-    def reserve(self, seq: KVSequence, num_tokens: int) -> tuple[BlockId, ...]:
+    def reserve(self, seq: KVSequence, num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
         """Make room for the next `num_tokens` tokens after the computed ones.
 
         They may reach beyond the tokens that the sequence has: room for drafts. O(new blocks).
 
         Returns:
-            The ids that were appended to the block table, often none.
+            For each layer group the ids that were appended to its block table, often none.
 
         Raises:
             OutOfBlocksError: too few blocks are free.
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
-        missing = self._num_missing_blocks(seq, num_tokens)
-        if missing <= 0:
-            return ()
-        taken = self.pool.take(missing)
-        ids = tuple(block.block_id for block in taken)
-        seq.blocks.extend(taken)
-        seq.block_ids.extend(ids)
-        return ids
+        total = self._room_wanted(seq, num_tokens)
+        missing = [table.num_missing(total) for table in seq.tables]
+        taken = self.pool.take(sum(missing))
+        appended: list[tuple[BlockId, ...]] = []
+        start = 0
+        for table, count in zip(seq.tables, missing, strict=True):
+            new = taken[start : start + count]
+            table.grow(new)
+            appended.append(tuple([block.block_id for block in new]))
+            start += count
+        return tuple(appended)
 
     def can_reserve(self, seq: KVSequence, num_tokens: int) -> bool:
-        """Say whether `reserve` with the same arguments would succeed now. O(1)."""
-        return self._num_missing_blocks(seq, num_tokens) <= self.pool.num_free_blocks
+        """Say whether `reserve` with the same arguments would succeed now. O(groups)."""
+        total = self._room_wanted(seq, num_tokens)
+        missing = sum([table.num_missing(total) for table in seq.tables])
+        return missing <= self.pool.num_free_blocks
 
     def append(self, seq: KVSequence, token: int) -> None:
         """Let a token join the end; its KV is not computed yet. O(1).
@@ -175,63 +155,171 @@ class KVCacheManager:
         self._check_length(len(seq.packed) + 1)
         seq.packed.append(token)
 
-    def extend(self, seq: KVSequence, tokens: Tokens) -> None:
+    def extend(self, seq: KVSequence, tokens: Tokens, *, items: Sequence[Item] = ()) -> None:
         """Let several tokens join the end: drafts, or a next turn. O(len(tokens)).
 
-        Raises like `append`.
+        Items lie within the new tokens, at their positions in the whole sequence. Raises like
+        `append`, and like `open` for items.
         """
         self._check_open(seq)
         packed = pack(tokens)
-        self._check_length(len(seq.packed) + len(packed))
+        length = len(seq.packed)
+        self._check_length(length + len(packed))
+        seq.items += check_items(items, length, length + len(packed))
         seq.packed.extend(packed)
 
     def commit(self, seq: KVSequence, num_tokens: int) -> None:
         """State that the KV of the next `num_tokens` tokens is written.
 
-        Blocks that this fills can be hit by others from now on. O(blocks filled).
+        Blocks that this fills can be hit by others from now on; blocks of window and chunk groups
+        that no query can see any more are given back. O(blocks filled and given back).
 
         Raises:
             InvalidArgumentError: more tokens than the sequence has.
             NotReservedError: more tokens than it has room for.
         """
         self._check_open(seq)
-        count = as_int("num_tokens", num_tokens, 0)
-        computed = seq.num_computed_tokens + count
-        if computed > len(seq.packed):
-            raise InvalidArgumentError(
-                f"num_tokens: wanted at most the {len(seq.packed) - seq.num_computed_tokens} "
-                f"tokens that are not computed, got {count}"
-            )
-        if computed > len(seq.blocks) * self.block_size:
-            raise NotReservedError(
-                f"commit: {computed} tokens computed, room for {len(seq.blocks) * self.block_size}"
-            )
-        seq.num_computed_tokens = computed
-        if seq.namespace_key is not None:
-            self._publish(seq, seq.namespace_key)
+        computed = committable(seq, as_int("num_tokens", num_tokens, 0))
+        advance_to(self.pool, seq, computed)
+
+    def reserve_step(
+        self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]
+    ) -> tuple[Growth, ...]:
+        """Make room for the next tokens of every sequence of a step, or of none.
+
+        O(sequences + new blocks); a sequence that needs no block costs a comparison.
+
+        Args:
+            seqs: open sequences, each once.
+            num_tokens: for each, how many tokens after its computed ones.
+
+        Returns:
+            What was appended, in the order of the sequences; those that grew alone.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free for all of them.
+            InvalidArgumentError: a sequence twice, or not one number for each.
+            SequenceTooLongError: the room would reach past `max_model_len`.
+        """
+        self._check_step(seqs, num_tokens)
+        wanted: list[tuple[int, int, int]] = []
+        total = 0
+        for index, seq in enumerate(seqs):
+            room = self._room_wanted(seq, num_tokens[index])
+            for group, table in enumerate(seq.tables):
+                count = table.num_missing(room)
+                if count:
+                    wanted.append((index, group, count))
+                    total += count
+        if not total:
+            return ()
+        taken = self.pool.take(total)
+        grown: list[Growth] = []
+        start = 0
+        for index, group, count in wanted:
+            new = taken[start : start + count]
+            seqs[index].tables[group].grow(new)
+            grown.append(Growth(index, group, tuple([block.block_id for block in new])))
+            start += count
+        return tuple(grown)
+
+    def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]) -> None:
+        """State for every sequence of a step that the KV of its next tokens is written.
+
+        All or none; otherwise as `commit` for each in turn, and with its errors.
+        """
+        self._check_step(seqs, num_tokens)
+        computed = [
+            committable(seq, as_int("num_tokens", count, 0))
+            for seq, count in zip(seqs, num_tokens, strict=True)
+        ]
+        for seq, target in zip(seqs, computed, strict=True):
+            advance_to(self.pool, seq, target)
 
     def truncate(self, seq: KVSequence, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
 
         Rejected drafts leave so, and room that was reserved beyond. Where the cut goes through a
-        published block, that block is given back too (it still holds its content for others) and
-        `num_computed_tokens` falls to its first token. O(blocks released).
+        block that is published or shared, that block is given back too (it still holds its content
+        for others) and `num_computed_tokens` falls to its first token. Where it goes below what a
+        window group still has, everything is given back and `num_computed_tokens` falls to 0.
+        O(blocks released).
 
         Raises:
             InvalidArgumentError: more tokens than the sequence has.
         """
         self._check_open(seq)
         count = as_int("num_tokens", num_tokens, 0, len(seq.packed))
-        size = self.block_size
-        whole = count // size
-        keep = whole if whole < seq.num_published_blocks else -(-count // size)
-        self.pool.release(seq.blocks[keep:][::-1])
-        del seq.blocks[keep:], seq.block_ids[keep:], seq.packed[count:]
-        seq.num_published_blocks = min(seq.num_published_blocks, keep)
-        seq.num_computed_tokens = min(seq.num_computed_tokens, count, keep * size)
-        seq.num_cached_tokens = min(seq.num_cached_tokens, seq.num_computed_tokens)
-        if seq.chain is not None:
-            seq.chain.cut(whole)
+        computed = computed_after_cut(seq, count)
+        kept = count if computed == min(count, seq.num_computed_tokens) else computed
+        release_from(self.pool, seq, kept)
+        del seq.packed[count:]
+        seq.items = cut_items(seq.items, count)
+        seq.num_computed_tokens = computed
+        seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
+        seq.cut_names(count)
+
+    def fork(self, seq: KVSequence) -> tuple[KVSequence, tuple[CopyOrder, ...]]:
+        """Begin a second sequence with the same tokens and the same computed KV.
+
+        Full blocks are shared. A block that is computed in part cannot be: the child gets a block
+        of its own, and the caller must carry out the copy orders before either sequence is written
+        to. O(num_blocks).
+
+        Returns:
+            The child, and one copy order for each group whose last block is half full.
+
+        Raises:
+            OutOfBlocksError: no block is free for a half-full one.
+        """
+        self._check_open(seq)
+        computed = seq.num_computed_tokens
+        half_full = [table for table in seq.tables if computed % table.block_size]
+        own = self.pool.take(len(half_full))
+        child = self._new_sequence(seq.packed[:], seq.namespace_key, seq.items)
+        return child, share_computed(self.pool, seq, child, own)
+
+    def lease(
+        self,
+        seq: KVSequence,
+        kind: str = "step",
+        *,
+        owner: str = "",
+        max_steps: int | None = None,
+    ) -> Lease:
+        """Keep every block that the sequence has now until the lease ends. O(num_blocks).
+
+        For a step in flight or a transfer: the sequence may be cut or closed meanwhile, its blocks
+        are handed out to nobody. Use it in a `with`, or end it by `lease.end()`, by
+        `leases.end(lease_id)` when a completion arrives, or by its deadline.
+
+        Args:
+            seq: an open sequence.
+            kind: what holds the blocks, such as "step", "load" or "store".
+            owner: who, for reports.
+            max_steps: `leases.advance()` ends it after so many steps; None: it has no deadline.
+
+        Raises:
+            InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
+        """
+        self._check_open(seq)
+        return self.leases.begin(blocks_tail_first(seq), kind, owner, max_steps)
+
+    def fail_load(self, seq: KVSequence, num_tokens: int) -> tuple[KVSequence, ...]:
+        """State that KV after the first `num_tokens` tokens was committed and never arrived.
+
+        Nothing that spells this prefix beyond them can be hit any more, and every sequence that has
+        such a block computes it again: `num_computed_tokens` falls, the tokens stay. O(num_blocks).
+
+        Returns:
+            The sequences that this has set back, in the order in which they were opened.
+
+        Raises:
+            InvalidArgumentError: more tokens than are computed.
+        """
+        self._check_open(seq)
+        count = as_int("num_tokens", num_tokens, 0, seq.num_computed_tokens)
+        return distrust_from(self.pool, seq, count, list(self.sequences.values()))
 
     def close(self, seq: KVSequence) -> None:
         """End a sequence: its blocks are released, tail first. O(num_blocks).
@@ -239,118 +327,29 @@ class KVCacheManager:
         What it published can be hit until its blocks are reused.
         """
         self._check_open(seq)
-        self.pool.release(seq.blocks[::-1])
-        seq.blocks = []
-        seq.block_ids = array("i")
-        seq.num_published_blocks = 0
+        release_from(self.pool, seq, 0)
         seq.is_open = False
         del self.sequences[seq.seq_id]
 
-    def write_block_table(self, seq: KVSequence, out: object) -> int:
-        """Write the sequence's block ids to the beginning of `out`. O(num_blocks).
+    def reset(self, *, canonical_order: bool = False) -> ResetReport:
+        """Make all cached content unreachable at once, as after a change of weights.
+
+        Open sequences keep their blocks and go on, but nothing that they have computed or still
+        compute is ever shared: it belongs to before. O(num_blocks).
 
         Args:
-            seq: an open sequence.
-            out: a writable, contiguous buffer of int32: [at least num_blocks].
+            canonical_order: also put the free blocks in the order of their ids, as when new.
 
         Returns:
-            How many entries were written; those after them are untouched.
-
-        Raises:
-            InvalidArgumentError: `out` is another kind of buffer, or too short.
+            How many blocks lost content, and how many are still held by open sequences.
         """
-        self._check_open(seq)
-        write_ints("out", out, seq.block_ids)
-        return len(seq.block_ids)
+        forgotten = self.pool.clear(canonical_order=canonical_order)
+        for seq in self.sequences.values():
+            seq.forget_identity()
+        return ResetReport(forgotten, self.pool.num_used_blocks, len(self.sequences))
 
-    def write_slot_mapping(self, seq: KVSequence, start: int, stop: int, out: object) -> int:
-        """Write the slots of the positions `start` to `stop - 1` to the beginning of `out`.
-
-        O(stop - start). `out` is a writable, contiguous buffer of int64: [at least stop - start].
-
-        Returns:
-            How many entries were written.
-
-        Raises:
-            NotReservedError: the sequence has no block for one of the positions.
-            InvalidArgumentError: `stop < start`, or `out` is another kind of buffer or too short.
-        """
-        self._check_open(seq)
-        start = as_int("start", start, 0)
-        stop = as_int("stop", stop, start)
-        if stop > len(seq.blocks) * self.block_size:
-            raise NotReservedError(
-                f"stop: position {stop - 1} has no block, "
-                f"room for {len(seq.blocks) * self.block_size}"
-            )
-        write_ints("out", out, slots_of(seq.block_table, start, stop, self.block_size))
-        return stop - start
-
-    def block_names(self, seq: KVSequence) -> tuple[BlockHash, ...]:
-        """Return the names of the sequence's published blocks. O(blocks not named before).
-
-        No hit depends on them. A sequence that is not cached has none.
-        """
-        self._check_open(seq)
-        if seq.namespace_key is None:
-            return ()
-        if seq.chain is None:
-            seq.chain = NameChain(seq.namespace_key, self.block_size, self.name_algorithm)
-        return seq.chain.names(seq.packed, seq.num_published_blocks)
-
-    def stats(self) -> Stats:
-        """Return a snapshot of the counters. O(num_blocks)."""
-        return Stats(
-            num_blocks=len(self.pool.blocks),
-            num_used_blocks=self.pool.num_used_blocks,
-            num_free_blocks=self.pool.num_free_blocks,
-            num_cached_blocks=sum(block.node is not None for block in self.pool.blocks),
-            peak_used_blocks=self.pool.peak_used_blocks,
-            num_queried_tokens=self._num_queried_tokens,
-            num_hit_tokens=self._num_hit_tokens,
-            num_evicted_blocks=self.pool.num_evicted_blocks,
-            num_allocated_blocks=self.pool.num_allocated_blocks,
-        )
-
-    def _described(
-        self, tokens: Tokens, namespace: Namespace | None
-    ) -> tuple[array[int], bytes | None]:
-        """Check what `open` and `plan` are given; return packed tokens and the namespace's key."""
-        if namespace is not None and not isinstance(namespace, Namespace):
-            raise InvalidArgumentError(
-                f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
-            )
-        packed = pack(tokens)
-        if not packed:
-            raise InvalidArgumentError("tokens: wanted at least one token, got none")
-        self._check_length(len(packed))
-        cached = self.enable_caching and namespace is not None
-        return packed, encode_namespace(namespace) if cached and namespace is not None else None
-
-    def _num_missing_blocks(self, seq: KVSequence, num_tokens: int) -> int:
+    def _room_wanted(self, seq: KVSequence, num_tokens: int) -> int:
         self._check_open(seq)
         total = seq.num_computed_tokens + as_int("num_tokens", num_tokens, 0)
         self._check_length(total)
-        return -(-total // self.block_size) - len(seq.blocks)
-
-    def _publish(self, seq: KVSequence, key: bytes) -> None:
-        size = self.block_size
-        for index in range(seq.num_published_blocks, seq.num_computed_tokens // size):
-            parent = seq.blocks[index - 1] if index else None
-            tokens = seq.packed[index * size : (index + 1) * size].tobytes()
-            self.pool.publish(seq.blocks[index], key, parent, tokens)
-            seq.num_published_blocks = index + 1
-
-    def _check_open(self, seq: KVSequence) -> None:
-        if not isinstance(seq, KVSequence):
-            raise InvalidArgumentError(f"seq: wanted a KVSequence, got {type(seq).__name__}")
-        if seq.owner is not self:
-            raise ForeignSequenceError(f"seq: {seq!r} was opened by another manager")
-        if not seq.is_open:
-            raise StaleSequenceError(f"seq: {seq!r} is closed")
-
-    def _check_length(self, num_tokens: int) -> None:
-        if self.max_model_len is not None and num_tokens > self.max_model_len:
-            raise SequenceTooLongError(
-                f"{num_tokens} tokens, max_model_len is {self.max_model_len}"
-            )
+        return total

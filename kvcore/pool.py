@@ -1,10 +1,10 @@
 """Every block there is: who holds it, what it holds, and which one is reused next.
 
-The pool moves blocks between free and held, counts references, and keeps the tree of published
-content. Its order of reuse: blocks without content first, because nothing is lost with them, the
-last released foremost; then published ones, least recently used first. A published block loses its
-content (is *evicted*) only when it is reused. Callers release a sequence's blocks tail first, so
-that a shared prefix outlives what followed it.
+The pool moves blocks between free and held, counts references, and keeps the trees of published
+content, one a layer group. Its order of reuse: blocks without content first, because nothing is
+lost with them, the last released foremost; then published ones, least recently used first. A
+published block loses its content (is *evicted*) only when it is reused. Callers release a
+sequence's blocks tail first, so that a shared prefix outlives what followed it.
 
 Every call checks first and changes afterwards: one that raises has changed nothing. The pool
 knows nothing of sequences, of how much of a block is written, or of when it may be published.
@@ -25,6 +25,7 @@ from kvcore.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
 )
+from kvcore.events import EventLog
 from kvcore.free_queue import FreeQueue
 from kvcore.tokens import BYTES_PER_TOKEN
 
@@ -35,12 +36,13 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in the cache, the null block included; at least 2.
-        block_size: tokens a block; at least 1.
+        block_sizes: tokens a block, for each layer group; at least 1.
+        log: where to note what can be hit and what cannot any more; None: nowhere.
 
     Attributes:
         blocks: every block, by id.
         free_queue: the free ones, the one reused next first.
-        tree: the published content.
+        trees: the published content of each layer group.
         num_evicted_blocks: blocks that lost published content when they were reused, ever.
         num_allocated_blocks: blocks handed out by `take`, ever.
         peak_used_blocks: the most that were held at once.
@@ -50,23 +52,27 @@ class BlockPool:
     """
 
     __slots__ = (
-        "block_size",
+        "_log",
+        "block_sizes",
         "blocks",
         "free_queue",
         "num_allocated_blocks",
         "num_evicted_blocks",
         "peak_used_blocks",
-        "tree",
+        "trees",
     )
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, *block_sizes: int, log: EventLog | None = None) -> None:
         num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
-        self.block_size = as_int("block_size", block_size, 1, 2**20)
+        self.block_sizes = tuple(as_int("block_size", size, 1, 2**20) for size in block_sizes)
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeQueue()
         for block in self.blocks[1:]:
             self.free_queue.push_back(block)
-        self.tree = ContentTree(self.block_size)
+        self.trees = tuple(
+            [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
+        )
+        self._log = log
         self.num_evicted_blocks = 0
         self.num_allocated_blocks = 0
         self.peak_used_blocks = 0
@@ -112,7 +118,7 @@ class BlockPool:
         for _ in range(count):
             block = self.free_queue.pop_front()
             if block.node is not None:
-                self.tree.detach(block)
+                self.trees[block.group].detach(block)
                 self.num_evicted_blocks += 1
             block.ref_count = 1
             taken.append(block)
@@ -161,15 +167,39 @@ class BlockPool:
                 else:
                     self.free_queue.push_back(block)
 
-    def match(self, namespace_key: bytes, packed: bytes, max_blocks: int) -> list[Block]:
+    def match(
+        self,
+        namespace_key: bytes,
+        packed: bytes,
+        max_blocks: int,
+        group: int = 0,
+        items: Sequence[bytes] | None = None,
+    ) -> list[Block]:
         """Return the blocks of the longest published prefix; they are not held yet. O(blocks).
 
-        `packed` holds the tokens, 4 bytes each, and at least `max_blocks` blocks of them.
+        `packed` holds the tokens, 4 bytes each, and at least `max_blocks` blocks of them; `items`
+        for each block the encoded items that reach into it, None if there are none.
         """
-        return self.tree.match(namespace_key, packed, max_blocks)
+        return self.trees[group].match(namespace_key, packed, max_blocks, items)
+
+    def path(
+        self,
+        namespace_key: bytes,
+        packed: bytes,
+        max_blocks: int,
+        group: int,
+        items: Sequence[bytes] | None = None,
+    ) -> list[Block | None]:
+        """Return what is published along a prefix, None where a block is gone. O(blocks)."""
+        return self.trees[group].path(namespace_key, packed, max_blocks, items)
 
     def publish(
-        self, block: Block, namespace_key: bytes, parent: Block | None, tokens: bytes
+        self,
+        block: Block,
+        namespace_key: bytes,
+        parent: Block | None,
+        tokens: bytes,
+        group: int = 0,
     ) -> None:
         """Let others hit `block`: it holds `tokens` after the content of `parent`. O(1).
 
@@ -177,23 +207,57 @@ class BlockPool:
             block: a held block, all of whose tokens are written.
             namespace_key: the encoded namespace; read where `parent` is None.
             parent: a published block that holds what comes before; None for the first block.
-            tokens: the block's tokens, packed: block_size * 4 bytes.
+            tokens: the block's tokens, packed: block_size * 4 bytes; then its encoded items.
+            group: the layer group that the block belongs to.
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
-            BlockStateError: `block` is free or published already, or `parent` is not published.
+            BlockStateError: `block` is free or published already, or `parent` is not published
+                for the same group.
             InvalidArgumentError: not a whole block of tokens.
         """
         self._check_own((block,) if parent is None else (block, parent))
         if block.ref_count == 0 or block.node is not None:
             raise BlockStateError(f"publish: wanted a held, unpublished block, got {block!r}")
-        if parent is not None and parent.node is None:
+        if parent is not None and (parent.node is None or parent.group != group):
             raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
-        if len(tokens) != self.block_size * BYTES_PER_TOKEN:
-            raise InvalidArgumentError(
-                f"tokens: wanted {self.block_size * BYTES_PER_TOKEN} bytes, got {len(tokens)}"
-            )
-        self.tree.attach(block, namespace_key, None if parent is None else parent.node, tokens)
+        wanted = self.block_sizes[group] * BYTES_PER_TOKEN
+        if len(tokens) < wanted:
+            raise InvalidArgumentError(f"tokens: wanted {wanted} bytes, got {len(tokens)}")
+        block.group = group
+        above = None if parent is None else parent.node
+        self.trees[group].attach(block, namespace_key, above, tokens)
+
+    def forget(self, block: Block) -> None:
+        """Take a block's content from it: it is wrong. A free one is reused first now. O(1)."""
+        if block.node is None:
+            return
+        self.trees[block.group].detach(block)
+        if block.next_free is not None:
+            self.free_queue.remove(block)
+            self.free_queue.push_front(block)
+
+    def clear(self, *, canonical_order: bool = False) -> int:
+        """Forget all published content at once; return how many blocks held some. O(num_blocks).
+
+        Held blocks stay held; free ones stay free, in the order of their reuse, or by id if
+        `canonical_order` is asked for.
+        """
+        count = 0
+        for block in self.blocks:
+            if block.node is not None:
+                count += 1
+                block.node = block.prev_copy = block.next_copy = None
+        for tree in self.trees:
+            tree.clear()
+        if self._log is not None:
+            self._log.cleared()
+        if canonical_order:
+            free = sorted(self.free_queue, key=lambda block: block.block_id)
+            for block in free:
+                self.free_queue.remove(block)
+                self.free_queue.push_back(block)
+        return count
 
     def _check_own(self, blocks: Iterable[Block]) -> None:
         everything = self.blocks

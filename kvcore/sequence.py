@@ -1,17 +1,24 @@
 """A sequence: the handle that an engine holds, between `open` and `close`.
 
 It stores its lengths, and nothing ever infers one from another:
-`num_cached_tokens <= num_computed_tokens <= num_tokens`, and the table covers the computed and the
+`num_cached_tokens <= num_computed_tokens <= num_tokens`, and its tables cover the computed and the
 reserved ones. The manager alone changes it; after `close` every call with it is a typed error.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import final
 
-from kvcore.block import Block, BlockId
-from kvcore.hashing import NameChain
+from kvcore.arguments import as_int
+from kvcore.block import BlockId
+from kvcore.block_table import BlockTable
+from kvcore.errors import NotReservedError, StaleSequenceError
+from kvcore.groups import LayerGroup
+from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
+from kvcore.items import Item
+from kvcore.slots import int_view, put_ints, slots_of
 
 
 @final
@@ -21,43 +28,46 @@ class KVSequence:
     Attributes:
         seq_id: counts the sequences of its manager from 0.
         num_computed_tokens: tokens whose KV is written; the next step computes from here.
-        num_cached_tokens: how many of them `open` found in the cache.
+        num_cached_tokens: how many of them were found in the cache when it was opened.
         is_open: False once it is closed.
         packed: its tokens, as `array("I")`. Read it, do not write it.
-        blocks: its blocks, in order. Read it, do not write it.
-        block_ids: their ids, as `array("i")`. Read it, do not write it.
-        namespace_key: the encoded namespace, or None: never cached.
-        num_published_blocks: how many blocks from the start can be hit by others.
+        items: content that is not tokens, in order.
+        tables: its block table for each layer group. Read them, do not write them.
+        namespace_key: the encoded namespace, or None: not cached, or not any more.
         chain: its blocks' names, once somebody has asked for them.
         owner: the manager that opened it.
     """
 
     __slots__ = (
-        "block_ids",
-        "blocks",
         "chain",
         "is_open",
+        "items",
         "namespace_key",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_published_blocks",
         "owner",
         "packed",
         "seq_id",
+        "tables",
     )
 
     def __init__(
-        self, owner: object, seq_id: int, packed: array[int], namespace_key: bytes | None
+        self,
+        owner: object,
+        seq_id: int,
+        packed: array[int],
+        namespace_key: bytes | None,
+        groups: Sequence[LayerGroup],
+        items: tuple[Item, ...],
     ) -> None:
         self.owner = owner
+        self.items = items
         self.seq_id = seq_id
         self.packed = packed
         self.namespace_key = namespace_key
-        self.blocks: list[Block] = []
-        self.block_ids = array("i")
+        self.tables = tuple([BlockTable(group) for group in groups])
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.num_published_blocks = 0
         self.is_open = True
         self.chain: NameChain | None = None
 
@@ -68,8 +78,8 @@ class KVSequence:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it holds. O(1)."""
-        return len(self.blocks)
+        """How many blocks it holds, of all groups; null entries are not among them. O(groups)."""
+        return sum([len(table.blocks) - table.num_null for table in self.tables])
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -78,8 +88,86 @@ class KVSequence:
 
     @property
     def block_table(self) -> tuple[BlockId, ...]:
-        """A copy of its block ids, in order. O(num_blocks)."""
-        return tuple(BlockId(block_id) for block_id in self.block_ids)
+        """A copy of its first group's block ids, in order. O(num_blocks)."""
+        return tuple([BlockId(block_id) for block_id in self.tables[0].block_ids])
+
+    @property
+    def block_tables(self) -> tuple[tuple[BlockId, ...], ...]:
+        """A copy of every group's block ids, null entries included. O(num_blocks)."""
+        return tuple([tuple(map(BlockId, table.block_ids)) for table in self.tables])
+
+    def write_block_table(self, out: object, group: int = 0) -> int:
+        """Write a group's block ids to the beginning of `out`. O(num_blocks).
+
+        Args:
+            out: a writable, contiguous buffer of int32: [at least as many as the table has].
+            group: which layer group.
+
+        Returns:
+            How many entries were written; those after them are untouched.
+
+        Raises:
+            StaleSequenceError: the sequence is closed.
+            InvalidArgumentError: no such group, or `out` is another kind of buffer or too short.
+        """
+        table = self._table(group)
+        put_ints(int_view("out", out, (4,), len(table.block_ids)), 0, table.block_ids)
+        return len(table.block_ids)
+
+    def write_slot_mapping(self, start: int, stop: int, out: object, group: int = 0) -> int:
+        """Write the slots of the positions `start` to `stop - 1` to the beginning of `out`.
+
+        O(stop - start). `out` is a writable, contiguous buffer of int64: [at least stop - start].
+
+        Returns:
+            How many entries were written.
+
+        Raises:
+            StaleSequenceError: the sequence is closed.
+            NotReservedError: the group has no block for one of the positions, or none any more.
+            InvalidArgumentError: `stop < start`, no such group, or `out` does not fit.
+        """
+        table = self._table(group)
+        start = as_int("start", start, 0)
+        stop = as_int("stop", stop, start)
+        first, room = table.num_null * table.block_size, len(table.blocks) * table.block_size
+        if stop > start and not first <= start <= stop <= room:
+            raise NotReservedError(
+                f"wanted the slots of positions {start} to {stop - 1}, "
+                f"the table has blocks for {first} to {room - 1}"
+            )
+        view = int_view("out", out, (8,), stop - start)
+        put_ints(view, 0, slots_of(table.block_ids, start, stop, table.block_size))
+        return stop - start
+
+    def block_names(self, algorithm: NameAlgorithm = "xxh3-128") -> tuple[BlockHash, ...]:
+        """Return the names of the first group's published blocks. O(blocks not named before).
+
+        No hit depends on them. A sequence that is not cached has none.
+
+        Args:
+            algorithm: "xxh3-128", or "sha256" for names that leave the trust domain.
+
+        Raises:
+            StaleSequenceError: the sequence is closed.
+            InvalidArgumentError: an unknown algorithm.
+        """
+        table = self._table(0)
+        if self.chain is None or self.chain.algorithm != algorithm:
+            self.chain = NameChain(self.namespace_key or b"", table.block_size, algorithm)
+        return self.chain.names(self.packed, table.num_published, self.items)
+
+    def cut_names(self, num_tokens: int) -> None:
+        """Forget the names of blocks that the first `num_tokens` tokens do not fill. O(1)."""
+        if self.chain is not None:
+            self.chain.cut(num_tokens // self.tables[0].block_size)
+
+    def forget_identity(self) -> None:
+        """From now on nothing of it is published; what was is not its any more. O(groups)."""
+        self.namespace_key = None
+        self.chain = None
+        for table in self.tables:
+            table.num_published = 0
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -87,3 +175,8 @@ class KVSequence:
             f"KVSequence({self.seq_id}, {state}, {self.num_tokens} tokens, "
             f"{self.num_computed_tokens} computed, {self.num_blocks} blocks)"
         )
+
+    def _table(self, group: int) -> BlockTable:
+        if not self.is_open:
+            raise StaleSequenceError(f"{self!r} is closed")
+        return self.tables[as_int("group", group, 0, len(self.tables) - 1)]

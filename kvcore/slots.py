@@ -11,20 +11,19 @@ from array import array
 from collections.abc import Sequence
 from typing import NewType
 
-from kvcore.block import BlockId
 from kvcore.errors import InvalidArgumentError
 
 Slot = NewType("Slot", int)
 """A token's place in the KV cache."""
 
 
-def slot_of(block_table: Sequence[BlockId], position: int, block_size: int) -> Slot:
+def slot_of(block_table: Sequence[int], position: int, block_size: int) -> Slot:
     """Return the slot of one position. O(1). `block_table` covers `position`."""
     block_index, offset = divmod(position, block_size)
     return Slot(block_table[block_index] * block_size + offset)
 
 
-def slots_of(block_table: Sequence[BlockId], start: int, stop: int, block_size: int) -> array[int]:
+def slots_of(block_table: Sequence[int], start: int, stop: int, block_size: int) -> array[int]:
     """Return the slots of the positions from `start` to `stop - 1`, as int64. O(stop - start).
 
     `block_table` covers them.
@@ -40,12 +39,18 @@ def slots_of(block_table: Sequence[BlockId], start: int, stop: int, block_size: 
     return slots
 
 
-def write_ints(name: str, out: object, values: array[int]) -> None:
-    """Copy `values` to the beginning of the writable buffer `out`. O(len(values)).
+def int_view(name: str, out: object, widths: tuple[int, ...], num_entries: int) -> memoryview:
+    """Return a buffer that can take `num_entries` integers as a view. O(1).
+
+    Args:
+        name: what the caller calls it.
+        out: any object with a buffer.
+        widths: the bytes an integer may have.
+        num_entries: the room wanted.
 
     Raises:
-        InvalidArgumentError: `out` is not a writable, contiguous, one-dimensional buffer of
-            integers of the same width, or is too short; it is not touched then.
+        InvalidArgumentError: `out` is not a writable, contiguous, one-dimensional buffer of signed
+            integers of such a width, or is too short.
     """
     try:
         view = memoryview(out)  # type: ignore[arg-type]  # the call is the check
@@ -53,18 +58,27 @@ def write_ints(name: str, out: object, values: array[int]) -> None:
         raise InvalidArgumentError(
             f"{name}: wanted a writable buffer, got {type(out).__name__}"
         ) from None
-    width = values.itemsize
     signed = view.format.lstrip("@=<") in {"i", "l", "q"}
-    if view.ndim != 1 or view.itemsize != width or not signed:
+    if view.ndim != 1 or view.itemsize not in widths or not signed:
+        wanted = " or ".join(f"int{8 * width}" for width in widths)
         raise InvalidArgumentError(
-            f"{name}: wanted one dimension of int{8 * width}, "
+            f"{name}: wanted one dimension of {wanted}, "
             f"got {view.ndim} of {view.itemsize} bytes with format {view.format!r}"
         )
     if view.readonly or not view.contiguous:
         raise InvalidArgumentError(f"{name}: wanted a writable, contiguous buffer")
-    if len(view) < len(values):
+    if len(view) < num_entries:
         raise InvalidArgumentError(
-            f"{name}: wanted room for {len(values)} entries, got {len(view)}"
+            f"{name}: wanted room for {num_entries} entries, got {len(view)}"
         )
-    # Same width and signedness under two letters ("l" and "q"): as bytes they are the same.
-    view.cast("B")[: width * len(values)] = memoryview(values).cast("B")
+    return view
+
+
+def put_ints(view: memoryview, start: int, values: array[int]) -> None:
+    """Copy integers into an `int_view`, to entry `start` and after. O(len(values))."""
+    width = view.itemsize
+    if width != values.itemsize:
+        values = array("q" if width == 8 else "i", values)
+    # The same width under two letters ("l" and "q"): as bytes they are the same.
+    target = view.cast("B")[start * width : (start + len(values)) * width]
+    target[:] = memoryview(values).cast("B")

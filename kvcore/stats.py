@@ -35,25 +35,3 @@ class Stats:
     def hit_rate(self) -> float:
         """Hit tokens of queried ones, 0 to 1; 0 before the first query."""
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What opening a sequence and reserving all its tokens would take now.
-
-    Attributes:
-        num_cached_tokens: tokens that would be found computed.
-        num_new_blocks: blocks to be taken for the rest.
-        num_revived_blocks: hits that nobody holds: they leave the free queue too.
-        num_free_blocks: blocks free now.
-    """
-
-    num_cached_tokens: int
-    num_new_blocks: int
-    num_revived_blocks: int
-    num_free_blocks: int
-
-    @property
-    def fits(self) -> bool:
-        """Whether `open` and `reserve` of the whole sequence would succeed now."""
-        return self.num_new_blocks + self.num_revived_blocks <= self.num_free_blocks

@@ -114,7 +114,7 @@ class BatchBuilder:
         width = max(sequence.num_blocks for sequence in sequences)
         table = self._block_table.view(len(sequences) * width).reshape(len(sequences), width)
         for row, sequence in zip(table, sequences, strict=True):
-            row[self._kv.write_block_table(sequence, row) :] = 0
+            row[sequence.write_block_table(row) :] = 0
         return width
 
     def _write_tokens(self, step: Step, num_tokens: int) -> None:
@@ -126,7 +126,6 @@ class BatchBuilder:
             last, stop = first + chunk.num_tokens, chunk.start + chunk.num_tokens
             input_ids[first:last] = chunk.request.tokens[chunk.start : stop]
             positions[first:last] = np.arange(chunk.start, stop)
-            self._kv.write_slot_mapping(
-                chunk.request.running_sequence, chunk.start, stop, slots[first:last]
-            )
+            sequence = chunk.request.running_sequence
+            sequence.write_slot_mapping(chunk.start, stop, slots[first:last])
             first = last

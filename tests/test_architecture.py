@@ -59,9 +59,9 @@ PLANTED = {
     "a file for everything": ("model/utils.py", "x = 1", "a name that says nothing"),
     "a file without a word": ("model/batch.py", "x = 1", "opens with what it decides"),
     "a function without end": (
-        "model/batch.py", "def run():\n" + "    x = 1\n" * 60, "run has 61 lines"
+        "model/batch.py", "def run():\n" + "    x = 1\n" * 61, "run has 61 lines"
     ),
-    "a file without end": ("model/batch.py", "x = 1\n" * 301, "301 lines"),
+    "a file without end": ("model/batch.py", "x = 1\n" * 251, "251 of code"),
 }  # fmt: skip
 
 

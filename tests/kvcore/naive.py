@@ -85,76 +85,282 @@ class NaivePool:
         return hits
 
 
+class NaiveTable:
+    """One group's blocks of one sequence; 0 where a block was given back."""
+
+    def __init__(self):
+        self.entries = []
+        self.published = 0
+
+    def held(self):
+        return [block_id for block_id in self.entries if block_id]
+
+
 class NaiveSequence:
-    def __init__(self, tokens, namespace):
+    def __init__(self, tokens, namespace, num_groups):
         self.tokens = list(tokens)
         self.namespace = namespace
-        self.table = []
+        self.tables = [NaiveTable() for _ in range(num_groups)]
         self.computed = 0
         self.cached = 0
-        self.published = 0
+
+
+def sees(kind, span, query, key):
+    """Whether a query at position `query` sees the key at position `key`: attention, literally."""
+    if key > query:
+        return False
+    if kind == "window":
+        return key > query - span
+    if kind == "chunk":
+        return key // span == query // span
+    return True
 
 
 class NaiveManager:
-    """Sequences over a naive pool. `namespace` is any value; None is never cached."""
+    """Sequences over a naive pool. `namespace` is any value; None is never cached.
 
-    def __init__(self, num_blocks, block_size, caching=True):
+    `groups` are (kind, span, block size), kind one of "full", "window", "chunk".
+    """
+
+    HORIZON = 64  # no test sequence is longer
+
+    def __init__(self, num_blocks, groups, caching=True):
         self.pool = NaivePool(num_blocks)
-        self.block_size = block_size
+        self.groups = groups
         self.caching = caching
         self.num_queried = self.num_hit = 0
+        self.leases = {}  # id: (blocks in the order of release, deadline)
+        self.num_leases = self.step = 0
 
-    def blocks_for(self, num_tokens):
-        full, rest = divmod(num_tokens, self.block_size)
+    @staticmethod
+    def blocks_for(num_tokens, size):
+        full, rest = divmod(num_tokens, size)
         return full + (1 if rest else 0)
 
+    def keeps(self, group, computed):
+        """The places of full blocks that are needed after `computed` tokens, and the last one."""
+        kind, span, size = group
+        full = computed // size
+        wanted = {full - 1} if full else set()
+        for place in range(full):
+            keys = range(place * size, (place + 1) * size)
+            queries = range(computed, self.HORIZON)
+            if any(sees(kind, span, query, key) for query in queries for key in keys):
+                wanted.add(place)
+        return wanted
+
+    def content(self, number, namespace, tokens):
+        return (number, namespace, tuple(tokens))
+
     def hits(self, tokens, namespace):
+        """The longest servable prefix, by trying every length from the longest."""
+        nothing = 0, [[] for _ in self.groups]
         if namespace is None or not self.caching:
-            return []
-        longest = (len(tokens) - 1) // self.block_size
-        return self.pool.match(namespace, tokens, self.block_size, longest)
+            return nothing
+        for length in range(len(tokens) - 1, 0, -1):
+            found = []
+            for number, group in enumerate(self.groups):
+                size = group[2]
+                if length % size:
+                    break
+                table = [0] * (length // size)
+                for place in self.keeps(group, length):
+                    prefix = tokens[: (place + 1) * size]
+                    table[place] = self.pool.oldest_copy(self.content(number, namespace, prefix))
+                if None in table:
+                    break
+                found.append(table)
+            else:
+                return length, found
+        return nothing
 
     def open(self, tokens, namespace):
-        seq = NaiveSequence(tokens, namespace if self.caching else None)
-        seq.table = self.hits(tokens, namespace)
-        seq.published = len(seq.table)
-        seq.computed = seq.cached = len(seq.table) * self.block_size
-        self.pool.hold(seq.table)
+        seq = NaiveSequence(tokens, namespace if self.caching else None, len(self.groups))
+        seq.computed, found = self.hits(tokens, namespace)
+        seq.cached = seq.computed
+        for table, entries in zip(seq.tables, found, strict=True):
+            table.entries = list(entries)
+            table.published = len(entries)
+            self.pool.hold(table.held())
         if seq.namespace is not None:
             self.num_queried += len(tokens)
             self.num_hit += seq.cached
         return seq
 
     def missing(self, seq, num_tokens):
-        return max(0, self.blocks_for(seq.computed + num_tokens) - len(seq.table))
+        total = seq.computed + num_tokens
+        return [
+            max(0, self.blocks_for(total, group[2]) - len(table.entries))
+            for group, table in zip(self.groups, seq.tables, strict=True)
+        ]
 
     def can_reserve(self, seq, num_tokens):
-        return self.missing(seq, num_tokens) <= len(self.pool.free)
+        return sum(self.missing(seq, num_tokens)) <= len(self.pool.free)
 
     def reserve(self, seq, num_tokens):
-        new = self.pool.take(self.missing(seq, num_tokens))
-        seq.table += new
-        return new
+        for table, count in zip(seq.tables, self.missing(seq, num_tokens), strict=True):
+            table.entries += self.pool.take(count)
+
+    def room(self, seq):
+        return min(
+            len(table.entries) * group[2]
+            for group, table in zip(self.groups, seq.tables, strict=True)
+        )
 
     def commit(self, seq, num_tokens):
         seq.computed += num_tokens
-        if seq.namespace is None:
-            return
-        while (seq.published + 1) * self.block_size <= seq.computed:
-            end = (seq.published + 1) * self.block_size
-            content = (seq.namespace, tuple(seq.tokens[:end]))
-            self.pool.publish(seq.table[seq.published], content)
-            seq.published += 1
+        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            size = group[2]
+            while seq.namespace is not None and (table.published + 1) * size <= seq.computed:
+                prefix = seq.tokens[: (table.published + 1) * size]
+                content = self.content(number, seq.namespace, prefix)
+                self.pool.publish(table.entries[table.published], content)
+                table.published += 1
+            kept = self.keeps(group, seq.computed)
+            for place in range(seq.computed // size):
+                if table.entries[place] and place < min(kept):
+                    self.pool.release([table.entries[place]])
+                    table.entries[place] = 0
 
     def truncate(self, seq, num_tokens):
-        full = num_tokens // self.block_size
-        keep = full if full < seq.published else self.blocks_for(num_tokens)
-        self.pool.release(list(reversed(seq.table[keep:])))
-        seq.table = seq.table[:keep]
+        computed = min(num_tokens, seq.computed)
+        if computed < seq.computed:
+            for _ in self.groups:  # each may lower it for the others
+                for group, table in zip(self.groups, seq.tables, strict=True):
+                    place = computed // group[2]
+                    inside = computed % group[2]
+                    if inside and table.entries[place]:
+                        block_id = table.entries[place]
+                        shared = self.pool.refs[block_id] > 1
+                        if shared or self.pool.content_of(block_id) is not None:
+                            computed = place * group[2]
+            for group, table in zip(self.groups, seq.tables, strict=True):
+                wanted = self.keeps(group, computed)
+                if computed % group[2]:
+                    wanted.add(computed // group[2])
+                if any(not table.entries[place] for place in wanted):
+                    computed = 0
+        lowered = computed < min(num_tokens, seq.computed)
+        self.release_from(seq, computed if lowered else num_tokens)
         seq.tokens = seq.tokens[:num_tokens]
-        seq.published = min(seq.published, keep)
-        seq.computed = min(seq.computed, num_tokens, keep * self.block_size)
-        seq.cached = min(seq.cached, seq.computed)
+        seq.computed = computed
+        seq.cached = min(seq.cached, computed)
+
+    def release_from(self, seq, num_tokens):
+        leaving = []
+        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            size = group[2]
+            keep = self.blocks_for(num_tokens, size)
+            leaving += [
+                ((place + 1) * size, number, block_id)
+                for place, block_id in enumerate(table.entries)
+                if place >= keep and block_id
+            ]
+            table.entries = table.entries[:keep]
+            table.published = min(table.published, keep)
+        self.pool.release([block_id for _, _, block_id in sorted(leaving, reverse=True)])
+
+    def tail_first(self, seq):
+        held = [
+            ((place + 1) * group[2], number, block_id)
+            for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True))
+            for place, block_id in enumerate(table.entries)
+            if block_id
+        ]
+        return [block_id for _, _, block_id in sorted(held, reverse=True)]
+
+    def lease(self, seq, max_steps):
+        blocks = self.tail_first(seq)
+        self.pool.hold(blocks)
+        deadline = None if max_steps is None else self.step + max_steps
+        self.leases[self.num_leases] = (blocks, deadline)
+        self.num_leases += 1
+
+    def end_lease(self, number):
+        if number not in self.leases:
+            return False
+        self.pool.release(self.leases.pop(number)[0])
+        return True
+
+    def advance(self, num_steps):
+        self.step += num_steps
+        late = [n for n, (_, end) in self.leases.items() if end is not None and end <= self.step]
+        for number in late:
+            self.end_lease(number)
+        return late
+
+    def num_deferred(self):
+        leased = [block_id for blocks, _ in self.leases.values() for block_id in blocks]
+        return sum(leased.count(b) == self.pool.refs[b] for b in set(leased))
+
+    def fail_load(self, seq, num_tokens, sequences):
+        """Nobody trusts a block that spells this prefix further than `num_tokens`."""
+        doubtful = set()
+        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            size = group[2]
+            first = num_tokens // size
+            doubtful |= set(table.entries[first : self.blocks_for(seq.computed, size)]) - {0}
+            if first < table.published:
+                start = (number, seq.namespace, tuple(seq.tokens[: (first + 1) * size]))
+                for (where, whose, prefix), block_id in self.pool.published:
+                    if (where, whose, prefix[: len(start[2])]) == start:
+                        doubtful.add(block_id)
+        for block_id in sorted(doubtful):
+            if self.pool.content_of(block_id) is not None:
+                self.pool.published = [e for e in self.pool.published if e[1] != block_id]
+                if block_id in self.pool.free:
+                    self.pool.free.remove(block_id)
+                    self.pool.free.insert(0, block_id)
+        return [other for other in sequences if self.set_back(other, doubtful)]
+
+    def set_back(self, seq, doubtful):
+        starts = [
+            place * group[2]
+            for group, table in zip(self.groups, seq.tables, strict=True)
+            for place, block_id in enumerate(table.entries)
+            if block_id in doubtful
+        ]
+        if not starts:
+            return False
+        computed = min(seq.computed, *starts)
+        while any(computed % group[2] for group in self.groups):
+            computed -= 1
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            if any(not table.entries[place] for place in self.keeps(group, computed)):
+                computed = 0
+        self.release_from(seq, computed)
+        seq.computed = computed
+        seq.cached = min(seq.cached, computed)
+        return True
+
+    def copies_needed(self, seq):
+        return sum(1 for group in self.groups if seq.computed % group[2])
+
+    def fork(self, seq):
+        child = NaiveSequence(seq.tokens, seq.namespace, len(self.groups))
+        child.computed = seq.computed
+        own = self.pool.take(self.copies_needed(seq))
+        orders = []
+        for number, (group, mine) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            full, rest = divmod(seq.computed, group[2])
+            table = child.tables[number]
+            table.entries = mine.entries[:full]
+            table.published = mine.published
+            self.pool.hold(table.held())
+            if rest:
+                copy = own.pop(0)
+                table.entries.append(copy)
+                orders.append((mine.entries[full], copy, rest, number))
+        return child, orders
+
+    def reset(self, sequences, canonical):
+        self.pool.published = []
+        if canonical:
+            self.pool.free.sort()
+        for seq in sequences:
+            seq.namespace = None
+            for table in seq.tables:
+                table.published = 0
 
     def close(self, seq):
-        self.pool.release(list(reversed(seq.table)))
+        self.release_from(seq, 0)

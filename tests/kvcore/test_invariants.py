@@ -38,19 +38,19 @@ def queue_a_stranger(kv):
 
 
 def swap_children(kv):
-    root = next(kv.pool.tree.roots())
+    root = next(kv.pool.trees[0].roots())
     node = root.children[kvcore.pack([1, 2]).tobytes()]
     node.children[b"12345678"] = node.children.pop(kvcore.pack([7, 8]).tobytes())
 
 
 def publish_a_stranger(kv):
     stranger = kvcore.Block(3)
-    kv.pool.tree.attach(stranger, kv.sequences[0].namespace_key, None, bytes(8))
+    kv.pool.trees[0].attach(stranger, kv.sequences[0].namespace_key, None, bytes(8))
 
 
 def attach_an_empty_node(kv):
     block = kvcore.Block(3)
-    kv.pool.tree.attach(block, kv.sequences[0].namespace_key, None, bytes(8)).first_copy = None
+    kv.pool.trees[0].attach(block, kv.sequences[0].namespace_key, None, bytes(8)).first_copy = None
 
 
 def drop_the_null_blocks_guard(kv):
@@ -70,8 +70,12 @@ def first_sequence(kv):
     return kv.sequences[0]
 
 
+def first_table(kv):
+    return kv.sequences[0].tables[0]
+
+
 def held_block(kv):
-    return kv.sequences[0].blocks[0]
+    return kv.sequences[0].tables[0].blocks[0]
 
 
 def pool(kv):
@@ -83,25 +87,31 @@ def queue(kv):
 
 
 def twin_node(kv):
-    return kv.sequences[4].blocks[0].node
+    return kv.sequences[4].tables[0].blocks[0].node
 
 
 def cut_block_ids(kv):
-    kv.sequences[0].block_ids.pop()
+    kv.sequences[0].tables[0].block_ids.pop()
 
 
 def repeat_a_block(kv):
-    seq = kv.sequences[0]
-    seq.blocks.append(seq.blocks[0])
-    seq.block_ids.append(seq.block_ids[0])
-    seq.blocks[0].ref_count += 1
+    table = kv.sequences[0].tables[0]
+    table.grow(table.blocks[:1])
+    table.blocks[0].ref_count += 1
 
 
 def hold_the_null_block(kv):
-    seq = kv.sequences[0]
-    seq.blocks.append(kv.pool.blocks[0])
-    seq.block_ids.append(0)
+    kv.sequences[0].tables[0].grow(kv.pool.blocks[:1])
     kv.pool.blocks[0].ref_count = 1
+
+
+def forget_a_block_in_sight(kv):
+    table = kv.sequences[0].tables[0]
+    kv.pool.release(table.forget(kv.pool.blocks[0], 1))
+
+
+def say_null_of_a_held_block(kv):
+    kv.sequences[0].tables[0].num_null = 1
 
 
 def forget_the_sequences(kv):
@@ -126,7 +136,7 @@ DAMAGE = [
     (set_on(twin_node, "first_copy", lambda b: b.next_copy), "P11"),
     (set_on(twin_node, "last_copy", lambda b: b.prev_copy), "P11"),
     (set_on(twin_node, "tokens", lambda t: t[:4]), "P6"),
-    (set_on(first_sequence, "num_published_blocks", lambda n: n - 1), "P9"),
+    (set_on(first_table, "num_published", lambda n: n - 1), "P9"),
     (set_on(first_sequence, "num_computed_tokens", lambda n: n - 2), "P9"),
     (set_on(first_sequence, "packed", lambda p: kvcore.pack([9, *p[1:]])), "P10"),
     (set_on(first_sequence, "namespace_key", lambda k: b"other"), "P10"),
@@ -136,6 +146,8 @@ DAMAGE = [
     (cut_block_ids, "P18"),
     (repeat_a_block, "P18"),
     (hold_the_null_block, "P18"),
+    (forget_a_block_in_sight, "P19"),
+    (say_null_of_a_held_block, "P18"),
     (forget_the_sequences, "P1"),
 ]
 

@@ -1,5 +1,8 @@
 """A checker is itself checked: every planted bug is caught, and for the right reason."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -31,7 +34,9 @@ HUNT = settings(
 @pytest.mark.parametrize("name", SABOTAGES)
 def test_a_planted_bug_is_caught_for_the_right_reason(name):
     planted = SABOTAGES[name]
-    broken = type(name, (planted.machine,), {SEAMS[planted.machine]: staticmethod(planted.make)})
+    seam = {SEAMS[planted.machine]: staticmethod(planted.make), "layouts": planted.layouts}
+    seam["with_events"] = "always" if name.startswith("events") else "never"
+    broken = type(name, (planted.machine,), seam)
     with pytest.raises((PropertyError, kvcore.InvariantError)) as caught:
         run_state_machine_as_test(broken, settings=HUNT)
     assert caught.value.prop in planted.properties
@@ -41,3 +46,14 @@ def test_there_are_enough_planted_bugs_of_every_part():
     parts = [planted.machine for planted in SABOTAGES.values()]
     assert len(parts) >= 12
     assert set(parts) == set(SEAMS)
+
+
+def test_the_page_of_properties_names_planted_bugs_that_exist():
+    page = (Path(__file__).parents[2] / "docs" / "invariants.md").read_text(encoding="utf-8")
+    prefixes = ("queue_", "pool_", "manager_", "leases_", "events_", "window_", "groups_")
+    named = [name for name in re.findall(r"`(\w+)`", page) if name.startswith(prefixes)]
+    assert len(named) > 20
+    assert set(named) <= set(SABOTAGES)
+    for name in named:
+        row = next(line for line in page.splitlines() if f"`{name}`" in line)
+        assert row.split("|")[1].strip() in SABOTAGES[name].properties | {"P5", "P12", "P20"}

@@ -37,19 +37,19 @@ def opened():
 
 @pytest.mark.parametrize("make", [lambda n: array("i", [-7] * n), lambda n: np.full(n, -7, "i4")])
 def test_a_block_table_is_written_at_the_start_of_a_buffer(opened, make):
-    kv, seq = opened
+    _, seq = opened
     out = make(5)
-    assert kv.write_block_table(seq, out) == 3
+    assert seq.write_block_table(out) == 3
     assert list(out) == [1, 2, 3, -7, -7]
 
 
 @pytest.mark.parametrize("make", [lambda n: array("q", [-7] * n), lambda n: np.full(n, -7, "i8")])
 def test_a_slot_mapping_is_written_at_the_start_of_a_buffer(opened, make):
-    kv, seq = opened
+    _, seq = opened
     out = make(6)
-    assert kv.write_slot_mapping(seq, 3, 6, out) == 3
+    assert seq.write_slot_mapping(3, 6, out) == 3
     assert list(out) == [7, 8, 9, -7, -7, -7]
-    assert kv.write_slot_mapping(seq, 6, 6, out) == 0
+    assert seq.write_slot_mapping(6, 6, out) == 0
 
 
 @pytest.mark.parametrize(
@@ -69,23 +69,23 @@ def test_a_slot_mapping_is_written_at_the_start_of_a_buffer(opened, make):
     ids=lambda out: type(out).__name__,
 )
 def test_a_buffer_that_does_not_fit_is_refused_and_untouched(opened, out):
-    kv, seq = opened
+    _, seq = opened
     before = (
         None
         if out is None
         else bytes(memoryview(out).tobytes() if not isinstance(out, list) else out)
     )
     with pytest.raises(kvcore.InvalidArgumentError, match="out: wanted"):
-        kv.write_block_table(seq, out)
+        seq.write_block_table(out)
     if before is not None:
         assert before == bytes(memoryview(out).tobytes() if not isinstance(out, list) else out)
 
 
 def test_slots_without_a_block_are_refused(opened):
-    kv, seq = opened
+    _, seq = opened
     out = array("q", [0] * 20)
-    assert kv.write_slot_mapping(seq, 0, 12, out) == 12
-    with pytest.raises(kvcore.NotReservedError, match="position 12"):
-        kv.write_slot_mapping(seq, 0, 13, out)
+    assert seq.write_slot_mapping(0, 12, out) == 12
+    with pytest.raises(kvcore.NotReservedError, match="positions 0 to 12"):
+        seq.write_slot_mapping(0, 13, out)
     with pytest.raises(kvcore.InvalidArgumentError, match="stop"):
-        kv.write_slot_mapping(seq, 3, 2, out)
+        seq.write_slot_mapping(3, 2, out)

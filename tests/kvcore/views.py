@@ -36,7 +36,9 @@ def pool_view(pool):
         "free": pool.num_free_blocks,
         "content": [None if block.node is None else spelled(block.node) for block in pool.blocks],
         "copies": {
-            spelled(node): [block.block_id for block in copies(node)] for node in pool.tree.nodes()
+            (number, *spelled(node)): [block.block_id for block in copies(node)]
+            for number, tree in enumerate(pool.trees)
+            for node in tree.nodes()
         },
         "evicted": pool.num_evicted_blocks,
         "allocated": pool.num_allocated_blocks,
@@ -47,10 +49,12 @@ def pool_view(pool):
 def sequence_view(seq):
     return {
         "tokens": seq.tokens,
-        "table": seq.block_table,
+        "tables": seq.block_tables,
+        "null": [table.num_null for table in seq.tables],
+        "published": [table.num_published for table in seq.tables],
+        "namespace": seq.namespace_key,
         "computed": seq.num_computed_tokens,
         "cached": seq.num_cached_tokens,
-        "published": seq.num_published_blocks,
         "open": seq.is_open,
     }
 
@@ -59,5 +63,7 @@ def manager_view(manager):
     return {
         "pool": pool_view(manager.pool),
         "sequences": {key: sequence_view(seq) for key, seq in manager.sequences.items()},
+        "leases": {key: repr(lease) for key, lease in manager.leases.active.items()},
+        "step": manager.leases.step,
         "stats": manager.stats(),
     }

@@ -37,7 +37,7 @@ class SimulatedModel:
             if request.is_finished:
                 continue
             slots = array("q", [-1] * chunk.num_tokens)
-            written = self.kv.write_slot_mapping(request.running_sequence, chunk.start, stop, slots)
+            written = request.running_sequence.write_slot_mapping(chunk.start, stop, slots)
             assert written == chunk.num_tokens
             for position, slot in zip(range(chunk.start, stop), slots, strict=True):
                 self.ghost[slot] = prefix_digest(request, position)
@@ -50,7 +50,7 @@ class SimulatedModel:
 
     def check_content(self, request):
         table = array("i", [0] * request.running_sequence.num_blocks)
-        self.kv.write_block_table(request.running_sequence, table)
+        request.running_sequence.write_block_table(table)
         size = self.kv.block_size
         for position in range(len(request.tokens)):
             slot = table[position // size] * size + position % size

@@ -1,0 +1,157 @@
+"""Layer groups: which positions of a prefix a kind of attention still needs.
+
+Layers that see the same part of the past share one block table, their *group*. A group is full
+attention (sees everything), a sliding window (the last `window` tokens, the query's own included)
+or chunked local (the tokens of the query's own chunk). All groups draw from one pool; their block
+sizes are multiples of the manager's.
+
+The one question asked of a group is `first_visible(position)`: the lowest position that a query at
+`position` or after it can see. It never falls as the position grows, so what is below it can be
+given back. What a group keeps is its visible blocks, and always the last full one: the next block's
+content hangs below it in the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from kvcore.arguments import as_int
+from kvcore.block import Block
+from kvcore.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention:
+    """Every layer of the group sees all tokens before it.
+
+    Attributes:
+        block_size: tokens a block; 0: the manager's.
+    """
+
+    block_size: int = 0
+
+    def first_visible(self, position: int) -> int:  # noqa: ARG002  # the same for every position
+        """Return the lowest position that a query at `position` or later can see. O(1)."""
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """Every layer of the group sees the last `window` tokens, the query's own included.
+
+    Attributes:
+        window: tokens; at least 1.
+        block_size: tokens a block; 0: the manager's.
+    """
+
+    window: int
+    block_size: int = 0
+
+    def __post_init__(self) -> None:
+        as_int("window", self.window, 1)
+
+    def first_visible(self, position: int) -> int:
+        """Return the lowest position that a query at `position` or later can see. O(1)."""
+        return max(0, position - self.window + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLocal:
+    """Every layer of the group sees the tokens of the query's own chunk.
+
+    Attributes:
+        chunk: tokens; at least 1.
+        block_size: tokens a block; 0: the manager's.
+    """
+
+    chunk: int
+    block_size: int = 0
+
+    def __post_init__(self) -> None:
+        as_int("chunk", self.chunk, 1)
+
+    def first_visible(self, position: int) -> int:
+        """Return the lowest position that a query at `position` or later can see. O(1)."""
+        return position // self.chunk * self.chunk
+
+
+LayerGroup = FullAttention | SlidingWindow | ChunkedLocal
+
+
+def first_kept_block(group: LayerGroup, block_size: int, num_computed_tokens: int) -> int:
+    """Return the first block that a group must keep after so many computed tokens. O(1).
+
+    Everything before it is invisible to all queries to come; the last full block always stays.
+    """
+    visible = group.first_visible(num_computed_tokens) // block_size
+    return min(visible, max(0, num_computed_tokens // block_size - 1))
+
+
+def resolve(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[LayerGroup, ...]:
+    """Return the groups with every block size filled in; one of full attention for None.
+
+    Raises:
+        InvalidArgumentError: no group, an unknown kind, or a block size that is no multiple.
+    """
+    if groups is None:
+        return (FullAttention(block_size),)
+    resolved: list[LayerGroup] = []
+    for group in groups:
+        if not isinstance(group, (FullAttention, SlidingWindow, ChunkedLocal)):
+            raise InvalidArgumentError(
+                "groups: wanted FullAttention, SlidingWindow or ChunkedLocal, "
+                f"got {type(group).__name__}"
+            )
+        size = as_int("block_size", group.block_size, 0, 2**20) or block_size
+        if size % block_size:
+            raise InvalidArgumentError(
+                f"groups: wanted block sizes that are multiples of {block_size}, got {size}"
+            )
+        if isinstance(group, FullAttention):
+            resolved.append(FullAttention(size))
+        elif isinstance(group, SlidingWindow):
+            resolved.append(SlidingWindow(group.window, size))
+        else:
+            resolved.append(ChunkedLocal(group.chunk, size))
+    if not resolved:
+        raise InvalidArgumentError("groups: wanted at least one layer group, got none")
+    return tuple(resolved)
+
+
+def longest_servable(
+    groups: Sequence[LayerGroup], paths: Sequence[Sequence[Block | None]], max_tokens: int
+) -> int:
+    """Return the longest prefix, in tokens, that every group has the blocks for.
+
+    Candidates are tried from the longest down, so the answer is the greatest common one, and no
+    group can talk another out of a prefix that both could serve. O(groups * blocks).
+
+    Args:
+        groups: the layer groups, block sizes filled in.
+        paths: for each group, the block of every node along the prefix, None where it has none.
+        max_tokens: the longest prefix wanted.
+    """
+    step = lcm(*(group.block_size for group in groups))
+    runs = [_runs(path) for path in paths]
+    longest = min(len(path) * group.block_size for group, path in zip(groups, paths, strict=True))
+    longest = min(longest, max_tokens)
+    for num_tokens in range(longest - longest % step, 0, -step):
+        for group, run in zip(groups, runs, strict=True):
+            end = num_tokens // group.block_size
+            if run[end - 1] < end - first_kept_block(group, group.block_size, num_tokens):
+                break
+        else:
+            return num_tokens
+    return 0
+
+
+def _runs(path: Sequence[Block | None]) -> list[int]:
+    """Return, for each place, how many blocks in a row end there."""
+    runs: list[int] = []
+    length = 0
+    for block in path:
+        length = 0 if block is None else length + 1
+        runs.append(length)
+    return runs

@@ -1,0 +1,108 @@
+"""Content that is not tokens: images, audio, prompt embeddings, each over a run of positions.
+
+A block's KV depends on what stood at its positions, and under an image the token ids are only
+placeholders. So the identity of a block is its tokens and, for every item that reaches into it: the
+item's content, which of its rows lie in the block and where, and which of those rows are embeddings
+at all. An item that cannot be described this way has no place here: open its request with
+`namespace=None`, and it is not cached.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcore.arguments import as_int
+from kvcore.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One piece of content that is not tokens.
+
+    Attributes:
+        content: what identifies it, whole: a digest of the data with its shape and type, or the
+            data itself. Never a shortened digest: a collision here hands out somebody else's KV.
+        start: the position of its first row in the sequence.
+        length: how many positions it takes; at least 1.
+        mask: for each row one byte, 1 where the row is an embedding and 0 where the token itself
+            is embedded; None: every row is.
+
+    Raises:
+        InvalidArgumentError: a field has the wrong type or is out of range.
+    """
+
+    content: bytes
+    start: int
+    length: int
+    mask: bytes | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, bytes):
+            raise InvalidArgumentError(f"content: wanted bytes, got {type(self.content).__name__}")
+        if not self.content:
+            raise InvalidArgumentError("content: wanted at least one byte, got none")
+        object.__setattr__(self, "start", as_int("start", self.start, 0, 2**63 - 1))
+        object.__setattr__(self, "length", as_int("length", self.length, 1, 2**32 - 1))
+        if self.mask is None:
+            return
+        if not isinstance(self.mask, bytes):
+            raise InvalidArgumentError(f"mask: wanted bytes, got {type(self.mask).__name__}")
+        if len(self.mask) != self.length or set(self.mask) - {0, 1}:
+            raise InvalidArgumentError(
+                f"mask: wanted {self.length} bytes of 0 or 1, got {self.mask!r}"
+            )
+
+
+def check_items(items: Sequence[Item], first: int, num_tokens: int) -> tuple[Item, ...]:
+    """Return items as a tuple if they lie in order, apart, and from `first` to `num_tokens`.
+
+    Raises:
+        InvalidArgumentError: they do not.
+    """
+    for item in items:
+        if not isinstance(item, Item):
+            raise InvalidArgumentError(f"items: wanted Item, got {type(item).__name__}")
+        if item.start < first or item.start + item.length > num_tokens:
+            raise InvalidArgumentError(
+                f"items: wanted them apart, in order and within positions {first} to "
+                f"{num_tokens - 1}, got one from {item.start} to {item.start + item.length - 1}"
+            )
+        first = item.start + item.length
+    return tuple(items)
+
+
+def cut_items(items: tuple[Item, ...], num_tokens: int) -> tuple[Item, ...]:
+    """Return what is left of items when a sequence is cut to `num_tokens`. O(items)."""
+    left: list[Item] = []
+    for item in items:
+        length = min(item.length, num_tokens - item.start)
+        if length == item.length:
+            left.append(item)
+        elif length > 0:
+            mask = None if item.mask is None else item.mask[:length]
+            left.append(Item(item.content, item.start, length, mask))
+    return tuple(left)
+
+
+def encode_items(items: Sequence[Item], start: int, stop: int) -> bytes:
+    """Return the canonical bytes of what reaches into the positions from `start` to `stop - 1`.
+
+    Empty where nothing does. For each item, little-endian: the place of its first row in the block
+    (4 bytes), which of its rows that is (8), how many rows (4), whether a mask follows (1), the
+    size of the content (4), the content, the mask's bytes for those rows. O(items).
+    """
+    pieces: list[bytes] = []
+    for item in items:
+        first = max(start, item.start)
+        last = min(stop, item.start + item.length)
+        if first < last:
+            row = first - item.start
+            masked = item.mask is not None
+            head = struct.pack(
+                "<IQIBI", first - start, row, last - first, masked, len(item.content)
+            )
+            mask = b"" if item.mask is None else item.mask[row : row + last - first]
+            pieces += [head, item.content, mask]
+    return b"".join(pieces)

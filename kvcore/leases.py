@@ -1,0 +1,156 @@
+"""Leases: blocks that something outside is still reading or writing.
+
+A step in flight on the GPU, a transfer in, a transfer out: for each, a lease holds the blocks that
+a sequence has now, so none of them is handed out before it ends, whatever happens to the sequence
+in the meantime. Leases are counted, never a flag: two transfers of one block are two leases. A
+completion that comes late, twice or from nowhere changes nothing and says so. A lease may have a
+deadline in steps, after which `advance` ends it. Time is what the caller says it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from types import TracebackType
+from typing import final
+
+from kvcore.arguments import as_int
+from kvcore.block import Block
+from kvcore.errors import InvalidArgumentError
+from kvcore.pool import BlockPool
+
+
+@final
+class Lease:
+    """Blocks that stay where they are until it ends. A context manager: it ends at the exit.
+
+    Attributes:
+        lease_id: counts the leases of its manager from 0.
+        kind: what holds them, such as "step", "load" or "store".
+        owner: who, for whoever reads a report.
+        deadline: the step at which it ends by itself, or None.
+        is_active: False once it has ended.
+        blocks: what it holds, in the order in which it will be released.
+    """
+
+    __slots__ = ("_book", "blocks", "deadline", "is_active", "kind", "lease_id", "owner")
+
+    def __init__(
+        self,
+        book: LeaseBook,
+        lease_id: int,
+        kind: str,
+        owner: str,
+        deadline: int | None,
+        blocks: list[Block],
+    ) -> None:
+        self._book = book
+        self.lease_id = lease_id
+        self.kind = kind
+        self.owner = owner
+        self.deadline = deadline
+        self.blocks = blocks
+        self.is_active = True
+
+    def end(self) -> bool:
+        """End it; the blocks that nobody else holds are free now. O(blocks).
+
+        Returns:
+            True if it was active; False changes nothing.
+        """
+        return self._book.end(self.lease_id)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def __repr__(self) -> str:
+        state = "active" if self.is_active else "ended"
+        return f"Lease({self.lease_id}, {self.kind!r}, {state}, {len(self.blocks)} blocks)"
+
+
+@final
+class LeaseBook:
+    """A manager's leases, and its count of steps.
+
+    Attributes:
+        active: the leases that have not ended, by id.
+        step: how many steps `advance` has counted.
+    """
+
+    __slots__ = ("_next_id", "_pool", "active", "step")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self.active: dict[int, Lease] = {}
+        self.step = 0
+        self._next_id = 0
+
+    def begin(self, blocks: Sequence[Block], kind: str, owner: str, max_steps: int | None) -> Lease:
+        """Hold blocks until the lease ends. O(blocks).
+
+        Raises:
+            InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
+        """
+        for name, text in (("kind", kind), ("owner", owner)):
+            if not isinstance(text, str):
+                raise InvalidArgumentError(f"{name}: wanted a string, got {type(text).__name__}")
+        deadline = None if max_steps is None else self.step + as_int("max_steps", max_steps, 1)
+        self._pool.hold(blocks)
+        lease = Lease(self, self._next_id, kind, owner, deadline, list(blocks))
+        self._next_id += 1
+        self.active[lease.lease_id] = lease
+        return lease
+
+    def end(self, lease_id: int) -> bool:
+        """End a lease by its id, as a completion from outside does. O(its blocks).
+
+        Returns:
+            True if it was active. Late, second and unknown completions return False and change
+            nothing.
+        """
+        lease = self.active.pop(lease_id, None)
+        if lease is None:
+            return False
+        lease.is_active = False
+        self._pool.release(lease.blocks)
+        return True
+
+    def advance(self, num_steps: int = 1) -> tuple[Lease, ...]:
+        """Count steps; leases whose deadline this reaches end, oldest first. O(active leases).
+
+        Returns:
+            Those leases.
+        """
+        self.step += as_int("num_steps", num_steps, 0)
+        late = [
+            lease
+            for lease in self.active.values()
+            if lease.deadline is not None and lease.deadline <= self.step
+        ]
+        for lease in late:
+            self.end(lease.lease_id)
+        return tuple(late)
+
+    def counts(self) -> dict[str, int]:
+        """Return how many leases of each kind are active. O(active leases)."""
+        return dict(Counter([lease.kind for lease in self.active.values()]))
+
+    def num_deferred_blocks(self) -> int:
+        """Return how many blocks are held by leases alone: free as soon as those end.
+
+        O(leased blocks).
+        """
+        leased: Counter[int] = Counter()
+        for lease in self.active.values():
+            leased.update([block.block_id for block in lease.blocks])
+        return sum(
+            [self._pool.blocks[number].ref_count == count for number, count in leased.items()]
+        )

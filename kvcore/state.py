@@ -1,0 +1,211 @@
+"""The parts of a cache, the checks of what it is given, and what can be read from it.
+
+`KVCacheManager` is this plus the verbs. Nothing here changes what a block holds or who holds it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+from kvcore.arguments import as_int
+from kvcore.errors import (
+    ForeignSequenceError,
+    InvalidArgumentError,
+    NotReservedError,
+    SequenceTooLongError,
+    StaleSequenceError,
+)
+from kvcore.events import EventLog, Snapshot
+from kvcore.groups import LayerGroup, resolve
+from kvcore.hashing import NameAlgorithm, Namespace, encode_namespace
+from kvcore.items import Item, check_items
+from kvcore.leases import LeaseBook
+from kvcore.pool import BlockPool
+from kvcore.sequence import KVSequence
+from kvcore.slots import int_view, put_ints, slot_of
+from kvcore.stats import Stats
+from kvcore.tokens import Tokens, pack
+
+
+class CacheState:
+    """A pool, the open sequences, what is in flight, and the limits they were made with.
+
+    Attributes:
+        pool: the blocks.
+        groups: the layer groups, block sizes filled in.
+        leases: what is in flight.
+        events: what was stored and removed; None unless asked for.
+        sequences: the open sequences by their ids, oldest first.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        groups: Sequence[LayerGroup] | None = None,
+        enable_caching: bool = True,
+        max_model_len: int | None = None,
+        record_events: NameAlgorithm | None = None,
+    ) -> None:
+        self.block_size = as_int("block_size", block_size, 1, 2**20)
+        self.groups = resolve(groups, self.block_size)
+        sizes = [group.block_size for group in self.groups]
+        self.events = None if record_events is None else EventLog(sizes, record_events)
+        self.pool = BlockPool(num_blocks, *sizes, log=self.events)
+        self.enable_caching = bool(enable_caching)
+        self.max_model_len = (
+            None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
+        )
+        self.leases = LeaseBook(self.pool)
+        self.sequences: dict[int, KVSequence] = {}
+        self._next_seq_id = 0
+        self._num_queried_tokens = 0
+        self._num_hit_tokens = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the cache, the null block included. O(1)."""
+        return len(self.pool.blocks)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that can be handed out in all: all but the null block. O(1)."""
+        return self.pool.num_usable_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out now. O(1)."""
+        return self.pool.num_free_blocks
+
+    def write_step(
+        self,
+        seqs: Sequence[KVSequence],
+        block_tables: object,
+        slot_mapping: object,
+        *,
+        row_stride: int,
+        group: int = 0,
+    ) -> None:
+        """Write a decode step's block tables and slots into buffers of the caller. O(blocks).
+
+        Args:
+            seqs: open sequences, each with room for the token after its computed ones.
+            block_tables: a writable, contiguous buffer of int32 or int64: row `i` begins at entry
+                `i * row_stride` and gets the table of sequence `i`; what follows in the row is
+                untouched.
+            slot_mapping: a writable, contiguous buffer of int64: [at least len(seqs)]; the slot of
+                each sequence's next token.
+            row_stride: entries from one row to the next.
+            group: which layer group.
+
+        Raises:
+            NotReservedError: a sequence has no room for its next token.
+            InvalidArgumentError: a row is longer than `row_stride`, or a buffer does not fit.
+                Nothing is written then.
+        """
+        stride = as_int("row_stride", row_stride, 1)
+        number = as_int("group", group, 0, len(self.groups) - 1)
+        slots = array("q")
+        tables: list[array[int]] = []
+        for seq in seqs:
+            self._check_open(seq)
+            table = seq.tables[number]
+            position = seq.num_computed_tokens
+            if position >= len(table.blocks) * table.block_size:
+                raise NotReservedError(f"{seq!r} has no room for its next token")
+            if len(table.block_ids) > stride:
+                raise InvalidArgumentError(
+                    f"row_stride: wanted at least {len(table.block_ids)}, got {stride}"
+                )
+            slots.append(slot_of(table.block_ids, position, table.block_size))
+            tables.append(table.block_ids)
+        room = (len(tables) - 1) * stride + len(tables[-1]) if tables else 0
+        rows = int_view("block_tables", block_tables, (4, 8), room)
+        put_ints(int_view("slot_mapping", slot_mapping, (8,), len(slots)), 0, slots)
+        for index, block_ids in enumerate(tables):
+            put_ints(rows, index * stride, block_ids)
+
+    def snapshot(self) -> Snapshot:
+        """Return all that can be hit now, for a reader of events who joins late. O(contents).
+
+        Raises:
+            InvalidArgumentError: the manager was made without `record_events`.
+        """
+        if self.events is None:
+            raise InvalidArgumentError("snapshot: wanted a manager with record_events, got none")
+        return self.events.snapshot(
+            [
+                (group, node)
+                for group, tree in enumerate(self.pool.trees)
+                for node in tree.nodes()
+                if node.first_copy is not None
+            ]
+        )
+
+    def stats(self) -> Stats:
+        """Return a snapshot of the counters. O(num_blocks)."""
+        return Stats(
+            num_blocks=len(self.pool.blocks),
+            num_used_blocks=self.pool.num_used_blocks,
+            num_free_blocks=self.pool.num_free_blocks,
+            num_cached_blocks=sum([block.node is not None for block in self.pool.blocks]),
+            peak_used_blocks=self.pool.peak_used_blocks,
+            num_queried_tokens=self._num_queried_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+            num_evicted_blocks=self.pool.num_evicted_blocks,
+            num_allocated_blocks=self.pool.num_allocated_blocks,
+        )
+
+    def _described(
+        self, tokens: Tokens, namespace: Namespace | None, items: Sequence[Item]
+    ) -> tuple[array[int], bytes | None, tuple[Item, ...]]:
+        """Check what `open` and `plan` are given; return tokens, the namespace's key, items."""
+        if namespace is not None and not isinstance(namespace, Namespace):
+            raise InvalidArgumentError(
+                f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
+            )
+        packed = pack(tokens)
+        if not packed:
+            raise InvalidArgumentError("tokens: wanted at least one token, got none")
+        self._check_length(len(packed))
+        key = None
+        if self.enable_caching and namespace is not None:
+            key = encode_namespace(namespace)
+        return packed, key, check_items(items, 0, len(packed)) if items else ()
+
+    def _new_sequence(
+        self, packed: array[int], key: bytes | None, items: tuple[Item, ...]
+    ) -> KVSequence:
+        seq = KVSequence(self, self._next_seq_id, packed, key, self.groups, items)
+        self._next_seq_id += 1
+        self.sequences[seq.seq_id] = seq
+        return seq
+
+    def _check_open(self, seq: KVSequence) -> None:
+        if not isinstance(seq, KVSequence):
+            raise InvalidArgumentError(f"seq: wanted a KVSequence, got {type(seq).__name__}")
+        if seq.owner is not self:
+            raise ForeignSequenceError(f"seq: {seq!r} was opened by another manager")
+        if not seq.is_open:
+            raise StaleSequenceError(f"seq: {seq!r} is closed")
+
+    def _check_length(self, num_tokens: int) -> None:
+        if self.max_model_len is not None and num_tokens > self.max_model_len:
+            raise SequenceTooLongError(
+                f"{num_tokens} tokens, max_model_len is {self.max_model_len}"
+            )
+
+    def _check_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]) -> None:
+        if len(seqs) != len(num_tokens):
+            raise InvalidArgumentError(
+                f"num_tokens: wanted one number for each of {len(seqs)} sequences, "
+                f"got {len(num_tokens)}"
+            )
+        seen: set[int] = set()
+        for seq in seqs:
+            self._check_open(seq)
+            if seq.seq_id in seen:
+                raise InvalidArgumentError(f"seqs: wanted each once, got {seq!r} twice")
+            seen.add(seq.seq_id)

@@ -1,0 +1,372 @@
+"""Groups, forks, leases, items, events, steps by example: small pools, ids by hand."""
+
+from array import array
+
+import numpy as np
+import pytest
+
+import kvcore
+
+
+def filled(kv, tokens, **options):
+    """Open, reserve and commit everything."""
+    seq = kv.open(tokens, **options)
+    todo = seq.num_tokens - seq.num_computed_tokens
+    kv.reserve(seq, todo)
+    kv.commit(seq, todo)
+    return seq
+
+
+# Layer groups.
+
+
+def test_a_window_gives_back_what_no_later_query_sees():
+    kv = kvcore.KVCacheManager(20, 4, groups=[kvcore.SlidingWindow(window=6)])
+    seq = filled(kv, range(12))
+    # The next query, at 12, sees 7 to 12: blocks 1 (4 to 7) and 2; block 0 is out of sight.
+    assert seq.block_tables == ((0, 2, 3),)
+    kv.truncate(seq, 12)
+    assert seq.num_computed_tokens == 12
+
+
+def test_drafts_move_no_window():
+    kv = kvcore.KVCacheManager(20, 4, groups=[kvcore.SlidingWindow(window=5)])
+    seq = filled(kv, range(8))
+    before = seq.block_tables
+    kv.extend(seq, range(8))
+    kv.reserve(seq, 8)
+    assert seq.block_tables[0][:2] == before[0]
+    kv.truncate(seq, 8)
+    assert seq.block_tables == before
+
+
+def test_a_full_group_and_a_window_group_share_one_pool_and_agree_on_a_prefix():
+    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(window=4)]
+    kv = kvcore.KVCacheManager(30, 4, groups=groups)
+    first = filled(kv, range(16))
+    assert first.block_tables == ((1, 2, 3, 4), (0, 0, 0, 8))
+    second = kv.open([*range(16), 99])
+    assert second.num_cached_tokens == 16
+    assert second.block_tables == ((1, 2, 3, 4), (0, 0, 0, 8))
+
+
+def test_a_window_serves_a_prefix_with_its_last_blocks_and_none_without_them():
+    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(window=4)]
+    kv = kvcore.KVCacheManager(9, 4, groups=groups)
+    kv.close(filled(kv, range(8)))
+    assert [block.block_id for block in kv.pool.free_queue] == [5, 6, 7, 8, 3, 4, 2, 1]
+    kv.pool.take(5)  # block 3, the window's first, is gone
+    assert kv.plan([*range(8), 9]).num_cached_tokens == 8
+    kv.pool.take(1)  # and now block 4, its last
+    assert kv.plan([*range(8), 9]).num_cached_tokens == 0
+
+
+def test_groups_may_have_blocks_of_different_sizes():
+    groups = [kvcore.FullAttention(block_size=8), kvcore.ChunkedLocal(chunk=8, block_size=4)]
+    kv = kvcore.KVCacheManager(30, 4, groups=groups)
+    seq = filled(kv, range(17))
+    assert [len(table) for table in seq.block_tables] == [3, 5]
+    assert kv.open(range(17)).num_cached_tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], "at least one layer group"),
+        (["full"], "wanted FullAttention"),
+        ([kvcore.FullAttention(block_size=6)], "multiples of 4"),
+    ],
+)
+def test_groups_that_cannot_be_are_named(groups, message):
+    with pytest.raises(kvcore.InvalidArgumentError, match=message):
+        kvcore.KVCacheManager(9, 4, groups=groups)
+
+
+def test_a_window_or_chunk_of_nothing_is_refused():
+    with pytest.raises(kvcore.InvalidArgumentError, match="window: wanted at least 1"):
+        kvcore.SlidingWindow(window=0)
+    with pytest.raises(kvcore.InvalidArgumentError, match="chunk: wanted at least 1"):
+        kvcore.ChunkedLocal(chunk=0)
+
+
+def test_slots_of_positions_that_a_window_gave_back_are_refused():
+    kv = kvcore.KVCacheManager(20, 4, groups=[kvcore.SlidingWindow(window=4)])
+    seq = filled(kv, range(12))
+    out = array("q", [0] * 4)
+    assert seq.write_slot_mapping(8, 12, out) == 4
+    with pytest.raises(kvcore.NotReservedError, match="blocks for 8 to 11"):
+        seq.write_slot_mapping(7, 11, out)
+
+
+# Fork.
+
+
+def test_a_fork_shares_full_blocks_and_asks_for_a_copy_of_the_half_full_one():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(6))
+    child, orders = kv.fork(seq)
+    assert orders == (kvcore.CopyOrder(src=2, dst=3, num_tokens=2, group=0),)
+    assert child.block_table == (1, 3)
+    assert child.tokens == seq.tokens
+    assert child.num_computed_tokens == 6
+
+
+def test_a_fork_at_a_block_edge_needs_no_block_at_all():
+    kv = kvcore.KVCacheManager(3, 4)
+    seq = filled(kv, range(8))
+    child, orders = kv.fork(seq)
+    assert orders == ()
+    assert child.block_table == seq.block_table == (1, 2)
+
+
+def test_a_fork_without_room_changes_nothing():
+    kv = kvcore.KVCacheManager(3, 4)
+    seq = filled(kv, range(6))
+    with pytest.raises(kvcore.OutOfBlocksError):
+        kv.fork(seq)
+    kvcore.check(kv)
+    assert len(kv.sequences) == 1
+
+
+def test_a_cut_inside_a_block_that_a_fork_shares_never_writes_into_it():
+    kv = kvcore.KVCacheManager(9, 4, enable_caching=False)
+    seq = filled(kv, range(8))
+    kv.fork(seq)
+    kv.truncate(seq, 6)
+    assert seq.block_table == (1,)
+    assert seq.num_computed_tokens == 4
+
+
+# Leases and loads.
+
+
+def test_blocks_under_a_lease_are_handed_out_only_after_it():
+    kv = kvcore.KVCacheManager(4, 4)
+    seq = filled(kv, range(12))
+    lease = kv.lease(seq, "store", owner="disk")
+    kv.close(seq)
+    assert kv.num_free_blocks == 0
+    assert kv.plan([1]).num_deferred_blocks == 3
+    assert kv.leases.counts() == {"store": 1}
+    assert lease.end() is True
+    assert kv.num_free_blocks == 3
+    assert lease.end() is False
+    assert kv.leases.end(99) is False
+    kvcore.check(kv)
+
+
+def test_a_lease_is_a_context_and_ends_with_an_error_too():
+    kv = kvcore.KVCacheManager(4, 4)
+    seq = filled(kv, range(4))
+    free_under_lease = []
+
+    def step():
+        with kv.lease(seq):
+            kv.close(seq)
+            free_under_lease.append(kv.num_free_blocks)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        step()
+    assert free_under_lease == [2]
+    assert kv.num_free_blocks == 3
+
+
+def test_a_lease_ends_at_its_deadline():
+    kv = kvcore.KVCacheManager(4, 4)
+    lease = kv.lease(filled(kv, range(4)), "load", max_steps=2)
+    assert kv.leases.advance() == ()
+    assert kv.leases.advance() == (lease,)
+    assert not lease.is_active
+    with pytest.raises(kvcore.InvalidArgumentError, match="max_steps"):
+        kv.lease(kv.open([1]), max_steps=0)
+    with pytest.raises(kvcore.InvalidArgumentError, match="kind"):
+        kv.lease(kv.open([1]), kind=1)
+
+
+def test_a_failed_load_sets_back_everybody_who_had_hit_it():
+    kv = kvcore.KVCacheManager(12, 4)
+    loader = filled(kv, range(12))
+    reader = filled(kv, [*range(12), 1, 2])
+    bystander = filled(kv, [5, 5, 5, 5, 5])
+    assert kv.fail_load(loader, 4) == (loader, reader)
+    assert (loader.num_computed_tokens, reader.num_computed_tokens) == (4, 4)
+    assert bystander.num_computed_tokens == 5
+    assert kv.plan([*range(12), 9]).num_cached_tokens == 4
+    kvcore.check(kv)
+
+
+# Reset.
+
+
+def test_after_a_reset_nothing_old_is_hit_and_nothing_old_is_published():
+    kv = kvcore.KVCacheManager(12, 4)
+    old = filled(kv, range(6))
+    report = kv.reset()
+    assert report == kvcore.ResetReport(1, 2, 1)
+    assert kv.plan(range(9)).num_cached_tokens == 0
+    kv.extend(old, [6, 7, 8])
+    kv.reserve(old, 3)
+    kv.commit(old, 3)
+    assert kv.plan(range(9)).num_cached_tokens == 0
+    kv.close(old)
+    kv.close(filled(kv, range(9)))
+    assert kv.plan(range(9)).num_cached_tokens == 8
+
+
+def test_a_reset_can_put_the_free_blocks_in_the_order_of_a_new_pool():
+    kv = kvcore.KVCacheManager(6, 2)
+    for seq in [filled(kv, [1, 2, 3]), filled(kv, [4, 5, 6])]:
+        kv.close(seq)
+    assert [block.block_id for block in kv.pool.free_queue] != [1, 2, 3, 4, 5]
+    kv.reset(canonical_order=True)
+    assert [block.block_id for block in kv.pool.free_queue] == [1, 2, 3, 4, 5]
+
+
+# Items.
+
+
+def cat(start, **more):
+    return kvcore.Item(b"cat", start, 3, **more)
+
+
+def test_the_same_tokens_under_another_image_are_another_prefix():
+    kv = kvcore.KVCacheManager(20, 4)
+    tokens = [1, 9, 9, 9, 5, 6, 7, 8, 2]
+    filled(kv, tokens, items=[cat(1)])
+    assert kv.plan(tokens, items=[cat(1)]).num_cached_tokens == 8
+    assert kv.plan(tokens, items=[kvcore.Item(b"dog", 1, 3)]).num_cached_tokens == 0
+    assert kv.plan(tokens, items=[cat(1, mask=b"\x01\x00\x01")]).num_cached_tokens == 0
+    assert kv.plan(tokens).num_cached_tokens == 0
+
+
+def test_which_rows_of_an_image_lie_in_a_block_matters():
+    kv = kvcore.KVCacheManager(20, 4)
+    filled(kv, [9] * 8 + [1], items=[kvcore.Item(b"cat", 0, 8)])
+    assert kv.plan([9] * 8 + [1], items=[kvcore.Item(b"cat", 0, 8)]).num_cached_tokens == 8
+    # The same content, begun again at the block's edge: row 0 stands where row 4 stood.
+    twice = [kvcore.Item(b"cat", 0, 4), kvcore.Item(b"cat", 4, 4)]
+    assert kv.plan([9] * 8 + [1], items=twice).num_cached_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: kvcore.Item("cat", 0, 1), "content: wanted bytes"),
+        (lambda: kvcore.Item(b"", 0, 1), "at least one byte"),
+        (lambda: kvcore.Item(b"c", -1, 1), "start"),
+        (lambda: kvcore.Item(b"c", 0, 0), "length"),
+        (lambda: kvcore.Item(b"c", 0, 2, b"\x01"), "mask: wanted 2 bytes"),
+        (lambda: kvcore.Item(b"c", 0, 1, b"\x02"), "mask: wanted 1 bytes"),
+        (lambda: kvcore.Item(b"c", 0, 1, [1]), "mask: wanted bytes, got list"),
+        (lambda: kvcore.KVCacheManager(9, 4).open([1, 2], items=[cat(0)]), "within positions 0"),
+        (lambda: kvcore.KVCacheManager(9, 4).open([1] * 9, items=[cat(2), cat(3)]), "apart"),
+        (lambda: kvcore.KVCacheManager(9, 4).open([1] * 9, items=["cat"]), "wanted Item, got str"),
+    ],
+)
+def test_an_item_that_cannot_be_described_is_refused(make, message):
+    with pytest.raises(kvcore.InvalidArgumentError, match=message):
+        make()
+
+
+def test_a_cut_through_an_image_keeps_its_first_rows():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, [9] * 6, items=[kvcore.Item(b"cat", 1, 4, b"\x01\x00\x01\x01")])
+    kv.truncate(seq, 3)
+    assert seq.items == (kvcore.Item(b"cat", 1, 2, b"\x01\x00"),)
+    kv.truncate(seq, 1)
+    assert seq.items == ()
+
+
+# Events.
+
+
+def test_events_name_contents_and_a_late_reader_needs_only_a_snapshot():
+    kv = kvcore.KVCacheManager(4, 2, record_events="sha256")
+    seq = filled(kv, [1, 2, 3, 4, 5])
+    first, second = kv.events.take()
+    assert first.parent == kvcore.digest(first.namespace_key, "sha256")
+    assert (second.parent, second.namespace_key) == (first.name, None)
+    assert (first.number, second.number) == (1, 2)
+    assert (first.name, second.name) == seq.block_names("sha256")
+    assert (first.tokens, second.tokens) == ((1, 2), (3, 4))
+    snapshot = kv.snapshot()
+    kv.close(seq)
+    kv.reserve(kv.open([7]), 4)  # takes the block without content, and the tail's
+    (removed,) = kv.events.take()
+    assert removed == kvcore.BlockRemoved(3, 0, second.name)
+    assert kvcore.fold([first, second, removed]) == {(0, first.name)}
+    assert kvcore.fold([first, second, removed], snapshot) == {(0, first.name)}
+    kv.reset()
+    assert kv.events.take() == (kvcore.AllCleared(4),)
+
+
+def test_without_events_there_is_no_snapshot_to_give():
+    with pytest.raises(kvcore.InvalidArgumentError, match="record_events"):
+        kvcore.KVCacheManager(4, 2).snapshot()
+    with pytest.raises(kvcore.InvalidArgumentError, match="algorithm"):
+        kvcore.KVCacheManager(4, 2, record_events="md5")
+
+
+# Steps.
+
+
+def test_a_step_grows_all_or_none_and_says_which_grew():
+    kv = kvcore.KVCacheManager(6, 4)
+    seqs = [filled(kv, range(4)), filled(kv, [7] * 6)]
+    for seq in seqs:
+        kv.append(seq, 1)
+    assert kv.reserve_step(seqs, [1, 1]) == (kvcore.Growth(0, 0, (4,)),)
+    with pytest.raises(kvcore.OutOfBlocksError, match="needed 2 free blocks, 1 available"):
+        kv.reserve_step(seqs, [5, 3])
+    kv.commit_step(seqs, [1, 1])
+    assert [seq.num_computed_tokens for seq in seqs] == [5, 7]
+
+
+def test_a_commit_of_a_step_that_one_sequence_cannot_make_is_made_by_none():
+    kv = kvcore.KVCacheManager(9, 4)
+    seqs = [filled(kv, range(4)), filled(kv, [7] * 6)]
+    kv.append(seqs[1], 1)
+    with pytest.raises(kvcore.InvalidArgumentError):
+        kv.commit_step([seqs[1], seqs[0]], [1, 1])
+    assert seqs[1].num_computed_tokens == 6
+
+
+def test_a_step_takes_each_sequence_once_and_one_number_for_each():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(4))
+    with pytest.raises(kvcore.InvalidArgumentError, match="wanted each once"):
+        kv.reserve_step([seq, seq], [1, 1])
+    with pytest.raises(kvcore.InvalidArgumentError, match="one number for each of 1"):
+        kv.commit_step([seq], [])
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_a_step_is_written_into_the_callers_buffers(dtype):
+    kv = kvcore.KVCacheManager(9, 4)
+    seqs = [filled(kv, range(6)), filled(kv, [7] * 4)]
+    for seq in seqs:
+        kv.append(seq, 1)
+    kv.reserve_step(seqs, [1, 1])
+    tables = np.full((2, 3), -1, dtype)
+    slots = np.full(4, -1, np.int64)
+    kv.write_step(seqs, tables.reshape(-1), slots, row_stride=3)
+    assert tables.tolist() == [[1, 2, -1], [3, 4, -1]]
+    assert slots.tolist() == [2 * 4 + 2, 4 * 4, -1, -1]
+
+
+def test_buffers_too_small_for_a_step_are_untouched():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(6))
+    tables, slots = array("i", [-1] * 4), array("q", [-1])
+    with pytest.raises(kvcore.InvalidArgumentError, match="row_stride: wanted at least 2"):
+        kv.write_step([seq], tables, slots, row_stride=1)
+    with pytest.raises(kvcore.InvalidArgumentError, match="block_tables: wanted room for 2"):
+        kv.write_step([seq], array("i", [-1]), slots, row_stride=2)
+    with pytest.raises(kvcore.InvalidArgumentError, match="slot_mapping: wanted room for 1"):
+        kv.write_step([seq], tables, array("q"), row_stride=2)
+    full = filled(kv, [3] * 4)
+    with pytest.raises(kvcore.NotReservedError, match="no room for its next token"):
+        kv.write_step([full], tables, slots, row_stride=2)
+    assert list(tables) == [-1] * 4
+    assert list(slots) == [-1]
