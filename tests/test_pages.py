@@ -1,0 +1,56 @@
+"""The project's pages are true: their links, commands, examples and numbers."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.kvcore.sabotage import SABOTAGES
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_readmes_session_prints_what_it_shows():
+    (session,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    test = doctest.DocTestParser().get_doctest(session, {}, "README", "README.md", 0)
+    assert len(test.examples) == 8
+    report = []
+    result = doctest.DocTestRunner().run(test, out=report.append)
+    assert result.failed == 0, "".join(report)
+
+
+def test_the_gate_finds_the_readmes_two_commands():
+    assert re.findall(r"^pip install .* && python -m model\.run$", README, re.MULTILINE)
+    assert re.findall(r"^pip install .* && pytest$", README, re.MULTILINE)
+
+
+def test_the_readme_counts_the_planted_bugs():
+    assert f"{len(SABOTAGES)} planted bugs" in README
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_pages_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_a_page_names_exist(page):
+    pattern = r"`((?:kvcore|backends|model|tests|docs)/[\w/.]+\.(?:py|md))`"
+    for name in re.findall(pattern, page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists(), name
+
+
+def test_every_page_is_in_the_readmes_reading_order():
+    for page in PAGES[1:]:
+        assert f"docs/{page.name}" in README, page.name
+
+
+def test_the_architecture_names_every_file_of_kvcore():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for path in (ROOT / "kvcore").glob("*.py"):
+        assert f"`{path.name}`" in text or path.name == "__init__.py", path.name
