@@ -1,0 +1,97 @@
+"""kvcore behind the protocol that other allocators are measured by, and a cache that does nothing.
+
+Ours makes the calls that an engine makes, argument checks included. The empty cache costs what the
+driver of a trace costs, and is subtracted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import kvcore
+from kvcore.bench.peer import WORKLOADS, Cache, Release, Subject, Take, TokenFormat, Tokens
+
+
+class OurCache:
+    """A `KVCacheManager` of one full-attention group.
+
+    Attributes:
+        manager: what is measured.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.manager = kvcore.KVCacheManager(num_blocks, block_size)
+
+    def start(self, tokens: Tokens) -> kvcore.KVSequence:
+        """Open, reserve and commit a whole prompt."""
+        manager = self.manager
+        seq = manager.open(tokens)
+        todo = len(tokens) - seq.num_computed_tokens
+        manager.reserve(seq, todo)
+        manager.commit(seq, todo)
+        return seq
+
+    def decode(self, requests: Sequence[kvcore.KVSequence], tokens: Sequence[int]) -> None:
+        """Append a token to each, reserve the step and commit it."""
+        manager = self.manager
+        append = manager.append
+        for seq, token in zip(requests, tokens, strict=True):
+            append(seq, token)
+        ones = [1] * len(requests)
+        manager.reserve_step(requests, ones)
+        manager.commit_step(requests, ones)
+
+    def finish(self, request: kvcore.KVSequence) -> None:
+        """Close."""
+        self.manager.close(request)
+
+    def num_hit_tokens(self) -> int:
+        """Return the manager's own count."""
+        return self.manager.stats().num_hit_tokens
+
+
+class OurPeer:
+    """kvcore as a `Peer`. One that takes packed prompts and one that takes lists are the same."""
+
+    name = "kvcore"
+    workloads = frozenset(WORKLOADS)
+
+    def __init__(self, tokens: TokenFormat = "packed") -> None:
+        self.tokens: TokenFormat = tokens
+
+    def make_pool(self, num_blocks: int, block_size: int) -> tuple[Take, Release]:
+        """Return `take` and `release` of a `BlockPool`."""
+        pool = kvcore.BlockPool(num_blocks, block_size)
+        return pool.take, cast("Release", pool.release)  # it is given only what `take` returned
+
+    def make_cache(self, num_blocks: int, block_size: int) -> Cache:
+        """Return an `OurCache`."""
+        # The protocol cannot name each allocator's own type of request; it only hands them back.
+        return cast("Cache", OurCache(num_blocks, block_size))
+
+
+class EmptyCache:
+    """Does nothing: driving it costs what the driver costs."""
+
+    def start(self, tokens: Tokens) -> object:
+        """Return the prompt as the request."""
+        return tokens
+
+    def decode(self, requests: Sequence[object], tokens: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def finish(self, request: object) -> None:
+        """Do nothing."""
+
+    def num_hit_tokens(self) -> int:
+        """Return 0: nothing is ever found."""
+        return 0
+
+
+def our_subjects() -> list[Subject]:
+    """Return kvcore with packed prompts, and with lists of ints."""
+    return [
+        Subject("kvcore", OurPeer("packed"), "packed", is_ours=True),
+        Subject("kvcore, list[int]", OurPeer("list"), "list", is_ours=True),
+    ]
