@@ -115,7 +115,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, NUM_BLOCKS + 1))
     def take(self, count):
-        if count > len(self.naive.free):
+        if count > len(self.naive.order()):
             refused("P13", kvcore.OutOfBlocksError, self.view, lambda: self.pool.take(count))
             return
         taken = [block.block_id for block in self.pool.take(count)]
@@ -214,9 +214,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def agree(self):
-        order = [block.block_id for block in self.pool.free_queue]
-        expect("P15", order, self.naive.free, "the order of reuse")
-        expect("P1", self.pool.num_free_blocks, len(self.naive.free), "the free counter")
+        order = [block.block_id for block in self.pool.free_blocks()]
+        expect("P15", order, self.naive.order(), "the order of reuse")
+        expect("P1", self.pool.num_free_blocks, len(order), "the free counter")
         refs = {block.block_id: block.ref_count for block in self.pool.blocks[1:]}
         expect("P2", refs, self.naive.refs, "the ref counts")
         expect("P13", self.pool.num_evicted_blocks, self.naive.num_evicted, "evictions")
@@ -280,6 +280,21 @@ def lowered(elements, first=0):
         items.append(kvcore.Item(rows[0][1], first + start, len(rows), mask))
     return tokens, items
 
+
+RETENTIONS = st.one_of(
+    st.just([]),
+    st.lists(
+        st.builds(
+            lambda start, length, priority, steps: (start, start + length, priority, steps or None),
+            st.integers(0, 9),
+            st.integers(1, 9),
+            st.integers(1, 3),
+            st.integers(0, 3),
+        ),
+        max_size=2,
+    ),
+    st.just([(0, 8, 2, 1), (0, 8, 1, None)]),  # strong for a while, weak for ever
+)
 
 IMAGES = st.none() | st.tuples(
     st.sampled_from([b"cat", b"dog"]), st.integers(0, 9), st.integers(1, 5), st.booleans()
@@ -352,10 +367,11 @@ class ManagerMachine(RuleBasedStateMachine):
         image=IMAGES,
         name=st.sampled_from(SALTS),
         packed=st.booleans(),
+        retain=RETENTIONS,
     )
-    def open(self, prompt, image, name, packed):
+    def open(self, prompt, image, name, packed, retain):
         """A prompt of a small family, so that whole, half and missed hits are all common."""
-        return self.begin(with_image(prompt, image), NAMESPACES[name], packed)
+        return self.begin(with_image(prompt, image), NAMESPACES[name], packed, retain)
 
     @rule(target=sequences, entry=sequences, packed=st.booleans())
     def open_again(self, entry, packed):
@@ -370,15 +386,17 @@ class ManagerMachine(RuleBasedStateMachine):
             self.run(entry)
         return multiple(*pair)
 
-    def begin(self, tokens, namespace, packed):
+    def begin(self, tokens, namespace, packed, retain=()):
         plain, items = lowered(tokens)
         given = kvcore.pack(plain) if packed else plain
         plan = self.kv.plan(given, namespace=namespace, items=items)
         cached, hits = self.naive.hits(tokens, namespace)
         held = [block_id for table in hits for block_id in table if block_id]
         revived = sum(self.naive.pool.refs[block_id] == 0 for block_id in held)
-        real = self.kv.open(given, namespace=namespace, items=items)
-        entry = [real, self.naive.open(tokens, namespace), [*map(list, real.block_tables)]]
+        wishes = [kvcore.Retention(*wish) for wish in retain]
+        real = self.kv.open(given, namespace=namespace, items=items, retain=wishes)
+        naive = self.naive.open(tokens, namespace, retain)
+        entry = [real, naive, [*map(list, real.block_tables)]]
         self.live.append(entry)
         self.check_memory(entry)
         if len(tokens) <= real.num_cached_tokens:
@@ -470,7 +488,7 @@ class ManagerMachine(RuleBasedStateMachine):
             sum(self.naive.missing(naive, count))
             for (_, naive, _), count in zip(ready, counts, strict=True)
         )
-        if missing > len(self.naive.pool.free):
+        if missing > len(self.naive.pool.order()):
             refused(
                 "P13",
                 kvcore.OutOfBlocksError,
@@ -561,7 +579,7 @@ class ManagerMachine(RuleBasedStateMachine):
         real, naive, _ = entry
         if not real.is_open:
             return entry
-        if self.naive.copies_needed(naive) > len(self.naive.pool.free):
+        if self.naive.copies_needed(naive) > len(self.naive.pool.order()):
             refused("P13", kvcore.OutOfBlocksError, self.view, lambda: self.kv.fork(real))
             return entry
         child, orders = self.kv.fork(real)
@@ -582,14 +600,16 @@ class ManagerMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["step", "load"]),
         steps=st.integers(0, 3),
         count=st.integers(1, 2),
+        first=st.none() | st.integers(0, 12),
     )
-    def lease(self, entry, kind, steps, count):
+    def lease(self, entry, kind, steps, count, first):
         """Steps or transfers begin; the sequence may be cut or closed while they run."""
         real, naive, _ = entry
         begun = []
         for _ in range(count if real.is_open else 0):
-            begun.append(self.kv.lease(real, kind, max_steps=steps or None))
-            self.naive.lease(naive, steps or None)
+            lease = self.kv.lease(real, kind, num_tokens=first, max_steps=steps or None)
+            begun.append(lease)
+            self.naive.lease(naive, steps or None, first)
         return multiple(*begun)
 
     @rule(lease=leases, by_id=st.booleans())
@@ -610,7 +630,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 2))
     def advance(self, steps):
-        late = [lease.lease_id for lease in self.kv.leases.advance(steps)]
+        late = [lease.lease_id for lease in self.kv.advance(steps)]
         expect("P17", late, self.naive.advance(steps), "the leases whose deadline has come")
 
     @rule(entry=sequences, kept=st.integers(0, 20))
@@ -710,8 +730,8 @@ class ManagerMachine(RuleBasedStateMachine):
         for entry in self.live:
             self.check_memory(entry)
             self.check_sequence(entry)
-        order = [block.block_id for block in self.kv.pool.free_queue]
-        expect("P15", order, self.naive.pool.free, "the order of reuse")
+        order = [block.block_id for block in self.kv.pool.free_blocks()]
+        expect("P15", order, self.naive.pool.order(), "the order of reuse")
         published = {block.block_id for block in self.kv.pool.blocks if block.node is not None}
         wanted = {block_id for _, block_id in self.naive.pool.published}
         expect("P6", published, wanted, "the published blocks")
