@@ -6,23 +6,25 @@ that the prefix has the same tokens in every prompt. It does not know how prompt
 """
 
 SHARED_PREFIX = (
-    "class storage.Storage\n\n"
-    "A collection of named values that is kept in a file. The keys are strings and the values are "
-    "bytes objects. If the file does not exist, it is created. The file is closed when the object "
-    "is deleted, or when the close() method is called.\n\n"
-    "Storage.__init__(path, mode)\n\n"
-    "Open the file for reading or writing. If the mode is 'r', the file must exist already. If the "
-    "mode is 'w', the file is created, and an existing file is overwritten.\n\n"
+    "class matrix.Matrix\n\n"
+    "A table of numbers with a fixed number of rows and columns. All elements have the same type, "
+    "which is either int or float. Two matrices are equal if they have the same size and if all "
+    "their elements are equal.\n\n"
+    "Matrix.__init__(rows, columns, value)\n\n"
+    "Create a matrix in which each element has the given value. The default value is zero. If the "
+    "number of rows or columns is negative, ValueError is raised.\n\n"
+    "Matrix.__getitem__(index)\n\n"
+    "Return the element at the given index, a tuple of two integers.\n\n"
 )
-"""The documentation of a class that does not exist, as the model has read many."""
+"""The documentation of a class that does not exist, in the form of the many that were read."""
 
 ENDINGS = (
-    "Storage.write(data)\n\n",
-    "Storage.copy(path)\n\n",
-    "Storage.flush()\n\n",
-    "Storage.__len__()\n\n",
+    "Matrix.__setitem__(index, value)\n\n",
+    "Matrix.__add__(other)\n\n",
+    "Matrix.insert(index, row)\n\n",
+    "Matrix.is_empty()\n\n",
 )
-"""A method for each prompt; the model explains what it would do."""
+"""A method for each prompt; the model says what it would do."""
 
 DEMO_PROMPTS = tuple(SHARED_PREFIX + ending for ending in ENDINGS)
 """The prompts of `python -m model.run` without arguments."""

@@ -40,7 +40,7 @@ CHECKPOINT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-HELD_OUT_BOUND = 1.75  # bits a byte
+HELD_OUT_BOUND = 1.5  # bits a byte; the whole held-out text costs 1.414
 TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT_DIR, local_files_only=True)
 
 
@@ -142,7 +142,7 @@ def test_greedy_text_is_made_of_words_and_no_rounding_can_change_it(network, cor
     assert len(words) >= 10
     assert len(set(words)) >= len(words) / 3  # no word goes round and round
     assert sum(word in known for word in words) >= 0.95 * len(words)
-    assert leads.min() > 1e-3  # float32 sums in another order differ by about 1e-5
+    assert leads.min() > 1e-3  # float32 sums in another order differ by about 2e-5
 
 
 def test_the_corpus_speaks_of_no_licence_and_has_no_name_twice(corpus):
