@@ -203,6 +203,16 @@ class PoolMachine(RuleBasedStateMachine):
             parent = data.draw(st.sampled_from(published)) if deeper and published else 0
             self.publish(data.draw(st.sampled_from(ready)), parent, token, b"a")
 
+    @rule(token=st.integers(0, 1))
+    def two_copies(self, token):
+        """Two requests compute the same block; the first one ends."""
+        if len(self.naive.order()) > 1:
+            ids = self.naive.order()[:2]
+            self.take(2)
+            for block_id in ids:
+                self.publish(block_id, 0, token, b"a")
+            self.release(ids[:1])
+
     @rule(
         tokens=st.lists(st.integers(0, 2), min_size=1, max_size=4),
         namespace=st.sampled_from([b"a", b"b"]),
@@ -385,6 +395,17 @@ class ManagerMachine(RuleBasedStateMachine):
         for entry in pair:
             self.run(entry)
         return multiple(*pair)
+
+    @rule(prompt=PROMPTS, retain=RETENTIONS, steps=st.integers(0, 2))
+    def keep_for_later(self, prompt, retain, steps):
+        """A request comes, is to be kept, and goes; time passes."""
+        entry = self.begin(prompt, kvcore.Namespace(), packed=False, retain=retain)
+        self.run(entry)
+        self.kv.close(entry[0])
+        self.naive.close(entry[1])
+        self.live.remove(entry)
+        self.agree()
+        self.advance(steps)
 
     def begin(self, tokens, namespace, packed, retain=()):
         plain, items = lowered(tokens)
@@ -612,6 +633,23 @@ class ManagerMachine(RuleBasedStateMachine):
             self.naive.lease(naive, steps or None, first)
         return multiple(*begun)
 
+    @rule(target=leases, entry=sequences, steps=st.integers(0, 2))
+    def close_in_flight(self, entry, steps):
+        """A sequence ends while two transfers of its blocks run; one of them is done first."""
+        real, naive, _ = entry
+        if not real.is_open:
+            return multiple()
+        self.run(entry)
+        pair = [self.kv.lease(real, "store", max_steps=steps or None) for _ in range(2)]
+        for _ in pair:
+            self.naive.lease(naive, steps or None)
+        self.kv.close(real)
+        self.naive.close(naive)
+        self.live.remove(entry)
+        self.agree()
+        self.end_lease(pair[0], by_id=True)
+        return pair[1]
+
     @rule(lease=leases, by_id=st.booleans())
     def end_lease(self, lease, by_id):
         """A completion arrives: in time, late, or for the second time."""
@@ -620,13 +658,6 @@ class ManagerMachine(RuleBasedStateMachine):
         expect("P17", ended, self.naive.end_lease(lease.lease_id), "whether it was active")
         if before is not None:
             expect("P17", self.view(), before, "state after a late completion")
-
-    @rule(number=st.integers(-1, 99))
-    def end_an_unknown_lease(self, number):
-        if number not in self.naive.leases:
-            before = self.view()
-            expect("P17", self.kv.leases.end(number), False, "an unknown completion")
-            expect("P17", self.view(), before, "state after an unknown completion")
 
     @rule(steps=st.integers(0, 2))
     def advance(self, steps):
@@ -658,6 +689,14 @@ class ManagerMachine(RuleBasedStateMachine):
             for mine, table in zip(told, other.tables, strict=True):
                 del mine[len(table.entries) :]
 
+    @rule(target=sequences, entry=sequences, keep=st.integers(0, 9), token=st.integers(0, 2))
+    def diverge(self, entry, keep, token):
+        """A beam splits off and goes another way; the one it left must not notice."""
+        child = self.fork(entry)
+        self.agree()
+        self.edit(child, keep, token)
+        return child
+
     @rule(target=closed, entry=consumes(sequences))
     def close(self, entry):
         real, naive, _ = entry
@@ -680,21 +719,29 @@ class ManagerMachine(RuleBasedStateMachine):
             lambda: getattr(self.kv, call)(*arguments),
         )
 
-    @rule(entry=sequences, call=st.sampled_from(["reserve", "commit", "truncate", "append"]))
-    def give_a_negative_number(self, entry, call):
-        if entry[0].is_open:
+    @rule(
+        entry=sequences,
+        what=st.sampled_from(["reserve", "commit", "truncate", "append", "foreign", "lease"]),
+        number=st.integers(-1, 99),
+    )
+    def misuse(self, entry, what, number):
+        """A negative number, another manager's sequence, a completion from nowhere."""
+        if what == "foreign":
+            foreign = self.other.open([1, 2])
+            refused("P3", kvcore.ForeignSequenceError, self.view, lambda: self.kv.close(foreign))
+            self.other.close(foreign)
+        elif what == "lease":
+            if number not in self.naive.leases:
+                before = self.view()
+                expect("P17", self.kv.leases.end(number), False, "an unknown completion")
+                expect("P17", self.view(), before, "state after an unknown completion")
+        elif entry[0].is_open:
             refused(
                 "P3",
                 kvcore.InvalidArgumentError,
                 self.view,
-                lambda: getattr(self.kv, call)(entry[0], -1),
+                lambda: getattr(self.kv, what)(entry[0], -1),
             )
-
-    @rule()
-    def use_a_foreign_one(self):
-        foreign = self.other.open([1, 2])
-        refused("P3", kvcore.ForeignSequenceError, self.view, lambda: self.kv.close(foreign))
-        self.other.close(foreign)
 
     @precondition(lambda self: self.live)
     @rule(chance=st.integers(0, 3), canonical=st.booleans())

@@ -312,7 +312,7 @@ def keep_the_cut_block(manager, seq, num_tokens):
     seq.num_cached_tokens = min(seq.num_cached_tokens, num_tokens)
 
 
-@sabotage(machines.ManagerMachine, "P7", "P10", "P9", "P6")
+@sabotage(machines.ManagerMachine, "P7", "P10", "P9", "P6", "P16")
 class manager_cuts_tokens_and_keeps_their_identity(kvcore.KVCacheManager):  # vLLM #49377
     def truncate(self, seq, num_tokens):
         if seq.is_open and 0 < num_tokens <= seq.num_tokens:
