@@ -41,6 +41,7 @@ from kvcore.leases import Lease, LeaseBook
 from kvcore.manager import KVCacheManager
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
+from kvcore.retention import Retention
 from kvcore.sequence import KVSequence
 from kvcore.slots import Slot, slot_of, slots_of
 from kvcore.stats import Stats
@@ -90,6 +91,7 @@ __all__ = [
     "OutOfBlocksError",
     "Plan",
     "ResetReport",
+    "Retention",
     "SequenceTooLongError",
     "SlidingWindow",
     "Slot",

@@ -167,7 +167,7 @@ def tables(manager: KVCacheManager) -> None:
 def leased(manager: KVCacheManager) -> None:
     """P17: no block of an active lease is free, and no lease outlives its deadline."""
     for lease in manager.leases.active.values():
-        if lease.deadline is not None and lease.deadline <= manager.leases.step:
+        if lease.deadline is not None and lease.deadline <= manager.pool.step:
             _fail("P17", f"{lease!r} is past its deadline")
         for block in lease.blocks:
             if block.ref_count < 1 or block.next_free is not None:
@@ -188,6 +188,21 @@ def folded(manager: KVCacheManager) -> None:
         for node in tree.nodes():
             if node.name is not None and node.parent is not None and node.parent.name is None:
                 _fail("P21", "a content has a name and its parent has none")
+
+
+def shelved(manager: KVCacheManager) -> None:
+    """P15: what is kept is published and in time; what waits on the shelf is free and kept."""
+    pool = manager.pool
+    waiting = list(pool.shelf)
+    if len(waiting) != pool.shelf.num_free:
+        _fail("P15", f"{len(waiting)} blocks on the shelf, its counter says {pool.shelf.num_free}")
+    for block in waiting:
+        if block.ref_count or block.block_id not in pool.shelf.kept:
+            _fail("P15", f"{block!r} waits on the shelf, held or not kept")
+    for block_id, wishes in pool.shelf.kept.items():
+        block = pool.blocks[block_id]
+        if block.node is None or not wishes or any(end <= pool.step for _, end in wishes):
+            _fail("P15", f"{block!r} is kept without content, or longer than wished")
 
 
 def settled(manager: KVCacheManager) -> None:
@@ -233,6 +248,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P11": chains,
     "P13": capacity,
     "P14": coverage,
+    "P15": shelved,
     "P17": leased,
     "P18": tables,
     "P19": settled,
@@ -254,7 +270,7 @@ def check(manager: KVCacheManager) -> None:
 def _walk_queue(manager: KVCacheManager) -> list[Block]:
     """Walk the free queue, stopping at a loop."""
     walked: list[Block] = []
-    for block in manager.pool.free_queue:
+    for block in manager.pool.free_blocks():
         walked.append(block)
         if len(walked) > len(manager.pool.blocks):
             _fail("P1", "the free queue runs in a circle")

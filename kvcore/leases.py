@@ -4,7 +4,7 @@ A step in flight on the GPU, a transfer in, a transfer out: for each, a lease ho
 a sequence has now, so none of them is handed out before it ends, whatever happens to the sequence
 in the meantime. Leases are counted, never a flag: two transfers of one block are two leases. A
 completion that comes late, twice or from nowhere changes nothing and says so. A lease may have a
-deadline in steps, after which `advance` ends it. Time is what the caller says it is.
+deadline in steps, after which the manager's `advance` ends it. Time is what the caller says it is.
 """
 
 from __future__ import annotations
@@ -82,15 +82,13 @@ class LeaseBook:
 
     Attributes:
         active: the leases that have not ended, by id.
-        step: how many steps `advance` has counted.
     """
 
-    __slots__ = ("_next_id", "_pool", "active", "step")
+    __slots__ = ("_next_id", "_pool", "active")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.active: dict[int, Lease] = {}
-        self.step = 0
         self._next_id = 0
 
     def begin(self, blocks: Sequence[Block], kind: str, owner: str, max_steps: int | None) -> Lease:
@@ -102,7 +100,9 @@ class LeaseBook:
         for name, text in (("kind", kind), ("owner", owner)):
             if not isinstance(text, str):
                 raise InvalidArgumentError(f"{name}: wanted a string, got {type(text).__name__}")
-        deadline = None if max_steps is None else self.step + as_int("max_steps", max_steps, 1)
+        deadline = (
+            None if max_steps is None else self._pool.step + as_int("max_steps", max_steps, 1)
+        )
         self._pool.hold(blocks)
         lease = Lease(self, self._next_id, kind, owner, deadline, list(blocks))
         self._next_id += 1
@@ -123,17 +123,16 @@ class LeaseBook:
         self._pool.release(lease.blocks)
         return True
 
-    def advance(self, num_steps: int = 1) -> tuple[Lease, ...]:
-        """Count steps; leases whose deadline this reaches end, oldest first. O(active leases).
+    def expire(self) -> tuple[Lease, ...]:
+        """End the leases whose deadline has come, oldest first. O(active leases).
 
         Returns:
             Those leases.
         """
-        self.step += as_int("num_steps", num_steps, 0)
         late = [
             lease
             for lease in self.active.values()
-            if lease.deadline is not None and lease.deadline <= self.step
+            if lease.deadline is not None and lease.deadline <= self._pool.step
         ]
         for lease in late:
             self.end(lease.lease_id)

@@ -27,10 +27,12 @@ from kvcore.prefix import (
     computed_after_cut,
     distrust_from,
     find_prefix,
+    keep,
     release_from,
     share_computed,
 )
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
+from kvcore.retention import Retention, check_wishes
 from kvcore.sequence import KVSequence
 from kvcore.state import CacheState
 from kvcore.tokens import MAX_TOKEN, Tokens, pack
@@ -58,6 +60,7 @@ class KVCacheManager(CacheState):
         *,
         namespace: Namespace | None = DEFAULT_NAMESPACE,
         items: Sequence[Item] = (),
+        retain: Sequence[Retention] = (),
     ) -> KVSequence:
         """Begin a sequence: its longest cached prefix is found and held in one step.
 
@@ -68,6 +71,7 @@ class KVCacheManager(CacheState):
             tokens: at least one token id; packed (a buffer of uint32) is fastest.
             namespace: with whom it shares; None: with nobody, and nothing of it is published.
             items: content that is not tokens (images, embeddings), in order and apart.
+            retain: which ranges of it to keep longer than others once it is closed.
 
         Raises:
             InvalidArgumentError: no tokens, not token ids, not a namespace, or items that overlap
@@ -75,13 +79,17 @@ class KVCacheManager(CacheState):
             SequenceTooLongError: more tokens than `max_model_len`.
         """
         packed, key, checked = self._described(tokens, namespace, items)
+        wishes = check_wishes(retain) if retain else ()
         seq = self._new_sequence(packed, key, checked)
+        seq.wishes = wishes
         if key is not None:
             cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
             for table, blocks in zip(seq.tables, hits, strict=True):
                 self.pool.hold(blocks)
                 num_null = cached // table.block_size - len(blocks)
                 table.start(self.pool.blocks[0], num_null, blocks)
+                for index, block in enumerate(blocks if wishes else ()):
+                    keep(self.pool, seq, block, (num_null + index) * table.block_size)
             seq.num_computed_tokens = seq.num_cached_tokens = cached
             self._num_queried_tokens += len(packed)
             self._num_hit_tokens += cached
@@ -285,25 +293,41 @@ class KVCacheManager(CacheState):
         kind: str = "step",
         *,
         owner: str = "",
+        num_tokens: int | None = None,
         max_steps: int | None = None,
     ) -> Lease:
         """Keep every block that the sequence has now until the lease ends. O(num_blocks).
 
         For a step in flight or a transfer: the sequence may be cut or closed meanwhile, its blocks
         are handed out to nobody. Use it in a `with`, or end it by `lease.end()`, by
-        `leases.end(lease_id)` when a completion arrives, or by its deadline.
+        `leases.end(lease_id)` when a completion arrives, or by its deadline. A lease without one is
+        a pin: what it holds stays in the cache, and can be hit, until it is ended.
 
         Args:
             seq: an open sequence.
             kind: what holds the blocks, such as "step", "load" or "store".
             owner: who, for reports.
-            max_steps: `leases.advance()` ends it after so many steps; None: it has no deadline.
+            num_tokens: hold only the blocks of so many first tokens; None: all.
+            max_steps: `advance` ends it after so many steps; None: it has no deadline.
 
         Raises:
             InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
         """
         self._check_open(seq)
-        return self.leases.begin(blocks_tail_first(seq), kind, owner, max_steps)
+        count = None if num_tokens is None else as_int("num_tokens", num_tokens, 0)
+        return self.leases.begin(blocks_tail_first(seq, count), kind, owner, max_steps)
+
+    def advance(self, num_steps: int = 1) -> tuple[Lease, ...]:
+        """Let steps pass, or any other unit of time that the caller counts deadlines in.
+
+        Leases whose deadline has come end, and blocks are not kept beyond theirs.
+        O(active leases + kept blocks).
+
+        Returns:
+            The leases that this has ended, oldest first.
+        """
+        self.pool.advance(as_int("num_steps", num_steps, 0))
+        return self.leases.expire()
 
     def fail_load(self, seq: KVSequence, num_tokens: int) -> tuple[KVSequence, ...]:
         """State that KV after the first `num_tokens` tokens was committed and never arrived.

@@ -12,7 +12,7 @@ knows nothing of sequences, of how much of a block is written, or of when it may
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 from kvcore.arguments import as_int
@@ -27,6 +27,7 @@ from kvcore.errors import (
 )
 from kvcore.events import EventLog
 from kvcore.free_queue import FreeQueue
+from kvcore.retention import FOREVER, RetentionShelf, Wish
 from kvcore.tokens import BYTES_PER_TOKEN
 
 
@@ -42,7 +43,9 @@ class BlockPool:
     Attributes:
         blocks: every block, by id.
         free_queue: the free ones, the one reused next first.
+        shelf: the free ones that are to be kept longer, reused after those.
         trees: the published content of each layer group.
+        step: the time that deadlines speak of, as the caller counts it.
         num_evicted_blocks: blocks that lost published content when they were reused, ever.
         num_allocated_blocks: blocks handed out by `take`, ever.
         peak_used_blocks: the most that were held at once.
@@ -59,6 +62,8 @@ class BlockPool:
         "num_allocated_blocks",
         "num_evicted_blocks",
         "peak_used_blocks",
+        "shelf",
+        "step",
         "trees",
     )
 
@@ -67,12 +72,14 @@ class BlockPool:
         self.block_sizes = tuple(as_int("block_size", size, 1, 2**20) for size in block_sizes)
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeQueue()
+        self.shelf = RetentionShelf()
         for block in self.blocks[1:]:
             self.free_queue.push_back(block)
         self.trees = tuple(
             [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
         )
         self._log = log
+        self.step = 0
         self.num_evicted_blocks = 0
         self.num_allocated_blocks = 0
         self.peak_used_blocks = 0
@@ -85,12 +92,17 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """How many blocks `take` could hand out now. O(1)."""
-        return len(self.free_queue)
+        return len(self.free_queue) + self.shelf.num_free
 
     @property
     def num_used_blocks(self) -> int:
         """How many blocks are held. O(1)."""
-        return len(self.blocks) - 1 - len(self.free_queue)
+        return len(self.blocks) - 1 - self.num_free_blocks
+
+    def free_blocks(self) -> Iterator[Block]:
+        """Yield the free blocks in the order of their reuse. O(num_free_blocks)."""
+        yield from self.free_queue
+        yield from self.shelf
 
     def block(self, block_id: BlockId) -> Block:
         """Return the block of an id that can be owned. O(1).
@@ -112,11 +124,12 @@ class BlockPool:
             InvalidArgumentError: a negative number.
         """
         count = as_int("num_blocks", num_blocks, 0)
-        if count > len(self.free_queue):
-            raise OutOfBlocksError(count, len(self.free_queue))
+        if count > self.num_free_blocks:
+            raise OutOfBlocksError(count, self.num_free_blocks)
         taken = []
+        queue = self.free_queue
         for _ in range(count):
-            block = self.free_queue.pop_front()
+            block = queue.pop_front() if len(queue) else self.shelf.pop()
             if block.node is not None:
                 self.trees[block.group].detach(block)
                 self.num_evicted_blocks += 1
@@ -138,7 +151,7 @@ class BlockPool:
             if block.ref_count == 0 and block.node is None:
                 raise BlockStateError(f"hold: wanted a held or published block, got {block!r}")
         for block in blocks:
-            if block.ref_count == 0:
+            if block.ref_count == 0 and not (self.shelf.num_free and self.shelf.remove(block)):
                 self.free_queue.remove(block)
             block.ref_count += 1
         self._note_peak()
@@ -164,7 +177,7 @@ class BlockPool:
             if block.ref_count == 0 and block.next_free is None:
                 if block.node is None:
                     self.free_queue.push_front(block)
-                else:
+                elif not (self.shelf.kept and self.shelf.push(block)):
                     self.free_queue.push_back(block)
 
     def match(
@@ -234,8 +247,28 @@ class BlockPool:
             return
         self.trees[block.group].detach(block)
         if block.next_free is not None:
-            self.free_queue.remove(block)
+            if not self.shelf.remove(block):
+                self.free_queue.remove(block)
             self.free_queue.push_front(block)
+        self.shelf.drop(block)
+
+    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
+        """Keep a held, published block longer than others, once it is free. O(wishes).
+
+        Raises:
+            ForeignBlockError: a block of another pool, or the null block.
+            BlockStateError: the block is free or not published.
+        """
+        self._check_own((block,))
+        if block.ref_count == 0 or block.node is None:
+            raise BlockStateError(f"keep: wanted a held, published block, got {block!r}")
+        self.shelf.keep(block, wishes)
+
+    def advance(self, num_steps: int) -> None:
+        """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks)."""
+        self.step += num_steps
+        for block in self.shelf.expire(self.step):
+            self.free_queue.push_back(block)
 
     def clear(self, *, canonical_order: bool = False) -> int:
         """Forget all published content at once; return how many blocks held some. O(num_blocks).
@@ -250,6 +283,8 @@ class BlockPool:
                 block.node = block.prev_copy = block.next_copy = None
         for tree in self.trees:
             tree.clear()
+        for block in self.shelf.expire(FOREVER):
+            self.free_queue.push_back(block)
         if self._log is not None:
             self._log.cleared()
         if canonical_order:
@@ -267,5 +302,5 @@ class BlockPool:
                 raise ForeignBlockError(f"wanted a block of this pool, got {block!r}")
 
     def _note_peak(self) -> None:
-        used = len(self.blocks) - 1 - len(self.free_queue)
+        used = self.num_used_blocks
         self.peak_used_blocks = max(self.peak_used_blocks, used)

@@ -18,6 +18,7 @@ from kvcore.hashing import block_content
 from kvcore.items import Item, encode_items
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder
+from kvcore.retention import wishes_for
 from kvcore.sequence import KVSequence
 
 
@@ -91,9 +92,18 @@ def advance_to(pool: BlockPool, seq: KVSequence, computed: int) -> None:
                 content = block_content(seq.packed, seq.items, index * size, (index + 1) * size)
                 pool.publish(table.blocks[index], seq.namespace_key, parent, content, number)
                 table.num_published = index + 1
+                if seq.wishes:
+                    keep(pool, seq, table.blocks[index], index * size)
         kept = first_kept_block(table.group, size, computed)
         if kept > table.num_null:
             pool.release(table.forget(pool.blocks[0], kept))
+
+
+def keep(pool: BlockPool, seq: KVSequence, block: Block, start: int) -> None:
+    """Keep a published block, which begins at token `start`, as its sequence wishes. O(wishes)."""
+    wishes = wishes_for(seq.wishes, start, seq.opened_at, pool.step)
+    if wishes:
+        pool.keep(block, wishes)
 
 
 def _items_by_block(items: Sequence[Item], size: int, num_tokens: int) -> list[bytes] | None:
@@ -120,6 +130,7 @@ def share_computed(
         What has to be copied into those.
     """
     child.num_computed_tokens = parent.num_computed_tokens
+    child.wishes, child.opened_at = parent.wishes, parent.opened_at
     orders: list[CopyOrder] = []
     for number, (mine, its) in enumerate(zip(parent.tables, child.tables, strict=True)):
         full, rest = divmod(parent.num_computed_tokens, mine.block_size)
@@ -212,11 +223,18 @@ def _compute_again(pool: BlockPool, seq: KVSequence, doubtful: set[int]) -> None
     seq.cut_names(computed)
 
 
-def blocks_tail_first(seq: KVSequence) -> list[Block]:
-    """Return every block that a sequence holds, in the order of release. O(num_blocks)."""
-    return _tail_first(
-        [(table.num_null, table.block_size, table.blocks[table.num_null :]) for table in seq.tables]
-    )
+def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Block]:
+    """Return the blocks of a sequence in the order of release. O(num_blocks).
+
+    Every one that it holds, or only those of its first `num_tokens` tokens.
+    """
+    runs: list[tuple[int, int, list[Block]]] = []
+    for table in seq.tables:
+        stop = len(table.blocks)
+        if num_tokens is not None:
+            stop = min(stop, -(-num_tokens // table.block_size))
+        runs.append((table.num_null, table.block_size, table.blocks[table.num_null : stop]))
+    return _tail_first(runs)
 
 
 def release_from(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:

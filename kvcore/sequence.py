@@ -18,6 +18,7 @@ from kvcore.errors import NotReservedError, StaleSequenceError
 from kvcore.groups import LayerGroup
 from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
 from kvcore.items import Item
+from kvcore.retention import Retention
 from kvcore.slots import int_view, put_ints, slots_of
 
 
@@ -34,6 +35,8 @@ class KVSequence:
         items: content that is not tokens, in order.
         tables: its block table for each layer group. Read them, do not write them.
         namespace_key: the encoded namespace, or None: not cached, or not any more.
+        wishes: which ranges of it are to be kept longer.
+        opened_at: the step at which it was opened.
         chain: its blocks' names, once somebody has asked for them.
         owner: the manager that opened it.
     """
@@ -45,10 +48,12 @@ class KVSequence:
         "namespace_key",
         "num_cached_tokens",
         "num_computed_tokens",
+        "opened_at",
         "owner",
         "packed",
         "seq_id",
         "tables",
+        "wishes",
     )
 
     def __init__(
@@ -69,6 +74,8 @@ class KVSequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.is_open = True
+        self.wishes: tuple[Retention, ...] = ()
+        self.opened_at = 0
         self.chain: NameChain | None = None
 
     @property

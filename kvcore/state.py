@@ -179,6 +179,7 @@ class CacheState:
         self, packed: array[int], key: bytes | None, items: tuple[Item, ...]
     ) -> KVSequence:
         seq = KVSequence(self, self._next_seq_id, packed, key, self.groups, items)
+        seq.opened_at = self.pool.step
         self._next_seq_id += 1
         self.sequences[seq.seq_id] = seq
         return seq

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import backends
-import kvcore
 from model.step import Step
 
 
@@ -67,8 +66,7 @@ class _Buffer:
 class BatchBuilder:
     """Turns a step into tensors, in buffers that it keeps."""
 
-    def __init__(self, kv: kvcore.KVCacheManager, device: torch.device) -> None:
-        self._kv = kv
+    def __init__(self, device: torch.device) -> None:
         self._input_ids = _Buffer(torch.int64, device)
         self._position_ids = _Buffer(torch.int64, device)
         self._logit_rows = _Buffer(torch.int64, device)

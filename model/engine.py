@@ -87,7 +87,7 @@ class Engine:
             max_model_len=model.max_positions,
         )
         self._scheduler = Scheduler(self.kv, limits)
-        self._batches = BatchBuilder(self.kv, self.network.device)
+        self._batches = BatchBuilder(self.network.device)
         self._model = model
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
         self._streams: dict[int, TextStream] = {}

@@ -18,6 +18,7 @@ KVCORE_LAYERS = (
     ("hashing",),
     ("events",),
     ("free_queue", "content_tree", "groups", "slots", "stats", "reports"),
+    ("retention",),
     ("pool", "block_table"),
     ("leases", "sequence"),
     ("prefix", "state"),

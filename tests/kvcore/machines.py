@@ -115,7 +115,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, NUM_BLOCKS + 1))
     def take(self, count):
-        if count > len(self.naive.free):
+        if count > len(self.naive.order()):
             refused("P13", kvcore.OutOfBlocksError, self.view, lambda: self.pool.take(count))
             return
         taken = [block.block_id for block in self.pool.take(count)]
@@ -203,6 +203,16 @@ class PoolMachine(RuleBasedStateMachine):
             parent = data.draw(st.sampled_from(published)) if deeper and published else 0
             self.publish(data.draw(st.sampled_from(ready)), parent, token, b"a")
 
+    @rule(token=st.integers(0, 1))
+    def two_copies(self, token):
+        """Two requests compute the same block; the first one ends."""
+        if len(self.naive.order()) > 1:
+            ids = self.naive.order()[:2]
+            self.take(2)
+            for block_id in ids:
+                self.publish(block_id, 0, token, b"a")
+            self.release(ids[:1])
+
     @rule(
         tokens=st.lists(st.integers(0, 2), min_size=1, max_size=4),
         namespace=st.sampled_from([b"a", b"b"]),
@@ -214,9 +224,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def agree(self):
-        order = [block.block_id for block in self.pool.free_queue]
-        expect("P15", order, self.naive.free, "the order of reuse")
-        expect("P1", self.pool.num_free_blocks, len(self.naive.free), "the free counter")
+        order = [block.block_id for block in self.pool.free_blocks()]
+        expect("P15", order, self.naive.order(), "the order of reuse")
+        expect("P1", self.pool.num_free_blocks, len(order), "the free counter")
         refs = {block.block_id: block.ref_count for block in self.pool.blocks[1:]}
         expect("P2", refs, self.naive.refs, "the ref counts")
         expect("P13", self.pool.num_evicted_blocks, self.naive.num_evicted, "evictions")
@@ -280,6 +290,21 @@ def lowered(elements, first=0):
         items.append(kvcore.Item(rows[0][1], first + start, len(rows), mask))
     return tokens, items
 
+
+RETENTIONS = st.one_of(
+    st.just([]),
+    st.lists(
+        st.builds(
+            lambda start, length, priority, steps: (start, start + length, priority, steps or None),
+            st.integers(0, 9),
+            st.integers(1, 9),
+            st.integers(1, 3),
+            st.integers(0, 3),
+        ),
+        max_size=2,
+    ),
+    st.just([(0, 8, 2, 1), (0, 8, 1, None)]),  # strong for a while, weak for ever
+)
 
 IMAGES = st.none() | st.tuples(
     st.sampled_from([b"cat", b"dog"]), st.integers(0, 9), st.integers(1, 5), st.booleans()
@@ -352,10 +377,11 @@ class ManagerMachine(RuleBasedStateMachine):
         image=IMAGES,
         name=st.sampled_from(SALTS),
         packed=st.booleans(),
+        retain=RETENTIONS,
     )
-    def open(self, prompt, image, name, packed):
+    def open(self, prompt, image, name, packed, retain):
         """A prompt of a small family, so that whole, half and missed hits are all common."""
-        return self.begin(with_image(prompt, image), NAMESPACES[name], packed)
+        return self.begin(with_image(prompt, image), NAMESPACES[name], packed, retain)
 
     @rule(target=sequences, entry=sequences, packed=st.booleans())
     def open_again(self, entry, packed):
@@ -370,15 +396,28 @@ class ManagerMachine(RuleBasedStateMachine):
             self.run(entry)
         return multiple(*pair)
 
-    def begin(self, tokens, namespace, packed):
+    @rule(prompt=PROMPTS, retain=RETENTIONS, steps=st.integers(0, 2))
+    def keep_for_later(self, prompt, retain, steps):
+        """A request comes, is to be kept, and goes; time passes."""
+        entry = self.begin(prompt, kvcore.Namespace(), packed=False, retain=retain)
+        self.run(entry)
+        self.kv.close(entry[0])
+        self.naive.close(entry[1])
+        self.live.remove(entry)
+        self.agree()
+        self.advance(steps)
+
+    def begin(self, tokens, namespace, packed, retain=()):
         plain, items = lowered(tokens)
         given = kvcore.pack(plain) if packed else plain
         plan = self.kv.plan(given, namespace=namespace, items=items)
         cached, hits = self.naive.hits(tokens, namespace)
         held = [block_id for table in hits for block_id in table if block_id]
         revived = sum(self.naive.pool.refs[block_id] == 0 for block_id in held)
-        real = self.kv.open(given, namespace=namespace, items=items)
-        entry = [real, self.naive.open(tokens, namespace), [*map(list, real.block_tables)]]
+        wishes = [kvcore.Retention(*wish) for wish in retain]
+        real = self.kv.open(given, namespace=namespace, items=items, retain=wishes)
+        naive = self.naive.open(tokens, namespace, retain)
+        entry = [real, naive, [*map(list, real.block_tables)]]
         self.live.append(entry)
         self.check_memory(entry)
         if len(tokens) <= real.num_cached_tokens:
@@ -470,7 +509,7 @@ class ManagerMachine(RuleBasedStateMachine):
             sum(self.naive.missing(naive, count))
             for (_, naive, _), count in zip(ready, counts, strict=True)
         )
-        if missing > len(self.naive.pool.free):
+        if missing > len(self.naive.pool.order()):
             refused(
                 "P13",
                 kvcore.OutOfBlocksError,
@@ -561,7 +600,7 @@ class ManagerMachine(RuleBasedStateMachine):
         real, naive, _ = entry
         if not real.is_open:
             return entry
-        if self.naive.copies_needed(naive) > len(self.naive.pool.free):
+        if self.naive.copies_needed(naive) > len(self.naive.pool.order()):
             refused("P13", kvcore.OutOfBlocksError, self.view, lambda: self.kv.fork(real))
             return entry
         child, orders = self.kv.fork(real)
@@ -582,15 +621,34 @@ class ManagerMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["step", "load"]),
         steps=st.integers(0, 3),
         count=st.integers(1, 2),
+        first=st.none() | st.integers(0, 12),
     )
-    def lease(self, entry, kind, steps, count):
+    def lease(self, entry, kind, steps, count, first):
         """Steps or transfers begin; the sequence may be cut or closed while they run."""
         real, naive, _ = entry
         begun = []
         for _ in range(count if real.is_open else 0):
-            begun.append(self.kv.lease(real, kind, max_steps=steps or None))
-            self.naive.lease(naive, steps or None)
+            lease = self.kv.lease(real, kind, num_tokens=first, max_steps=steps or None)
+            begun.append(lease)
+            self.naive.lease(naive, steps or None, first)
         return multiple(*begun)
+
+    @rule(target=leases, entry=sequences, steps=st.integers(0, 2))
+    def close_in_flight(self, entry, steps):
+        """A sequence ends while two transfers of its blocks run; one of them is done first."""
+        real, naive, _ = entry
+        if not real.is_open:
+            return multiple()
+        self.run(entry)
+        pair = [self.kv.lease(real, "store", max_steps=steps or None) for _ in range(2)]
+        for _ in pair:
+            self.naive.lease(naive, steps or None)
+        self.kv.close(real)
+        self.naive.close(naive)
+        self.live.remove(entry)
+        self.agree()
+        self.end_lease(pair[0], by_id=True)
+        return pair[1]
 
     @rule(lease=leases, by_id=st.booleans())
     def end_lease(self, lease, by_id):
@@ -601,16 +659,9 @@ class ManagerMachine(RuleBasedStateMachine):
         if before is not None:
             expect("P17", self.view(), before, "state after a late completion")
 
-    @rule(number=st.integers(-1, 99))
-    def end_an_unknown_lease(self, number):
-        if number not in self.naive.leases:
-            before = self.view()
-            expect("P17", self.kv.leases.end(number), False, "an unknown completion")
-            expect("P17", self.view(), before, "state after an unknown completion")
-
     @rule(steps=st.integers(0, 2))
     def advance(self, steps):
-        late = [lease.lease_id for lease in self.kv.leases.advance(steps)]
+        late = [lease.lease_id for lease in self.kv.advance(steps)]
         expect("P17", late, self.naive.advance(steps), "the leases whose deadline has come")
 
     @rule(entry=sequences, kept=st.integers(0, 20))
@@ -638,6 +689,14 @@ class ManagerMachine(RuleBasedStateMachine):
             for mine, table in zip(told, other.tables, strict=True):
                 del mine[len(table.entries) :]
 
+    @rule(target=sequences, entry=sequences, keep=st.integers(0, 9), token=st.integers(0, 2))
+    def diverge(self, entry, keep, token):
+        """A beam splits off and goes another way; the one it left must not notice."""
+        child = self.fork(entry)
+        self.agree()
+        self.edit(child, keep, token)
+        return child
+
     @rule(target=closed, entry=consumes(sequences))
     def close(self, entry):
         real, naive, _ = entry
@@ -660,21 +719,29 @@ class ManagerMachine(RuleBasedStateMachine):
             lambda: getattr(self.kv, call)(*arguments),
         )
 
-    @rule(entry=sequences, call=st.sampled_from(["reserve", "commit", "truncate", "append"]))
-    def give_a_negative_number(self, entry, call):
-        if entry[0].is_open:
+    @rule(
+        entry=sequences,
+        what=st.sampled_from(["reserve", "commit", "truncate", "append", "foreign", "lease"]),
+        number=st.integers(-1, 99),
+    )
+    def misuse(self, entry, what, number):
+        """A negative number, another manager's sequence, a completion from nowhere."""
+        if what == "foreign":
+            foreign = self.other.open([1, 2])
+            refused("P3", kvcore.ForeignSequenceError, self.view, lambda: self.kv.close(foreign))
+            self.other.close(foreign)
+        elif what == "lease":
+            if number not in self.naive.leases:
+                before = self.view()
+                expect("P17", self.kv.leases.end(number), False, "an unknown completion")
+                expect("P17", self.view(), before, "state after an unknown completion")
+        elif entry[0].is_open:
             refused(
                 "P3",
                 kvcore.InvalidArgumentError,
                 self.view,
-                lambda: getattr(self.kv, call)(entry[0], -1),
+                lambda: getattr(self.kv, what)(entry[0], -1),
             )
-
-    @rule()
-    def use_a_foreign_one(self):
-        foreign = self.other.open([1, 2])
-        refused("P3", kvcore.ForeignSequenceError, self.view, lambda: self.kv.close(foreign))
-        self.other.close(foreign)
 
     @precondition(lambda self: self.live)
     @rule(chance=st.integers(0, 3), canonical=st.booleans())
@@ -710,8 +777,8 @@ class ManagerMachine(RuleBasedStateMachine):
         for entry in self.live:
             self.check_memory(entry)
             self.check_sequence(entry)
-        order = [block.block_id for block in self.kv.pool.free_queue]
-        expect("P15", order, self.naive.pool.free, "the order of reuse")
+        order = [block.block_id for block in self.kv.pool.free_blocks()]
+        expect("P15", order, self.naive.pool.order(), "the order of reuse")
         published = {block.block_id for block in self.kv.pool.blocks if block.node is not None}
         wanted = {block_id for _, block_id in self.naive.pool.published}
         expect("P6", published, wanted, "the published blocks")

@@ -34,6 +34,38 @@ class NaivePool:
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.published = []  # (content, block_id), in the order of publication
         self.num_evicted = 0
+        self.wishes = {}  # block_id: {(priority, deadline)}
+        self.shelves = {}  # priority: free blocks
+        self.now = 0
+
+    def order(self):
+        """The free blocks, the one reused next first."""
+        return self.free + [b for _, shelf in sorted(self.shelves.items()) for b in shelf]
+
+    def priority(self, block_id):
+        return max((p for p, end in self.wishes.get(block_id, ()) if end > self.now), default=0)
+
+    def put_back(self, block_id):
+        priority = self.priority(block_id)
+        (self.shelves.setdefault(priority, []) if priority else self.free).append(block_id)
+
+    def take_out(self, block_id):
+        for shelf in [self.free, *self.shelves.values()]:
+            if block_id in shelf:
+                shelf.remove(block_id)
+
+    def lose_content(self, block_id):
+        self.published = [entry for entry in self.published if entry[1] != block_id]
+        self.wishes.pop(block_id, None)
+
+    def advance(self, num_steps):
+        before = {block_id: self.priority(block_id) for block_id in self.order()}
+        waiting = self.order()
+        self.now += num_steps
+        gone = [b for b in waiting if before[b] != self.priority(b)]
+        for block_id in sorted(gone, key=lambda b: (self.priority(b) == 0, waiting.index(b))):
+            self.take_out(block_id)
+            self.put_back(block_id)
 
     def content_of(self, block_id):
         for content, holder in self.published:
@@ -48,19 +80,19 @@ class NaivePool:
         return None
 
     def take(self, count):
-        taken, self.free = self.free[:count], self.free[count:]
+        taken = self.order()[:count]
         for block_id in taken:
+            self.take_out(block_id)
             if self.content_of(block_id) is not None:
                 self.num_evicted += 1
-            self.published = [entry for entry in self.published if entry[1] != block_id]
+            self.lose_content(block_id)
             self.refs[block_id] = 1
         return taken
 
     def hold(self, block_ids):
         for block_id in block_ids:
             self.refs[block_id] += 1
-            if block_id in self.free:
-                self.free.remove(block_id)
+            self.take_out(block_id)
 
     def release(self, block_ids):
         for block_id in block_ids:
@@ -70,7 +102,7 @@ class NaivePool:
             if self.content_of(block_id) is None:
                 self.free.insert(0, block_id)
             else:
-                self.free.append(block_id)
+                self.put_back(block_id)
 
     def publish(self, block_id, content):
         self.published.append((content, block_id))
@@ -97,7 +129,9 @@ class NaiveTable:
 
 
 class NaiveSequence:
-    def __init__(self, tokens, namespace, num_groups):
+    def __init__(self, tokens, namespace, num_groups, retain=(), opened_at=0):
+        self.retain = retain  # (start, stop, priority, deadline)
+        self.opened_at = opened_at
         self.tokens = list(tokens)
         self.namespace = namespace
         self.tables = [NaiveTable() for _ in range(num_groups)]
@@ -130,7 +164,7 @@ class NaiveManager:
         self.caching = caching
         self.num_queried = self.num_hit = 0
         self.leases = {}  # id: (blocks in the order of release, deadline)
-        self.num_leases = self.step = 0
+        self.num_leases = 0
 
     @staticmethod
     def blocks_for(num_tokens, size):
@@ -174,14 +208,30 @@ class NaiveManager:
                 return length, found
         return nothing
 
-    def open(self, tokens, namespace):
-        seq = NaiveSequence(tokens, namespace if self.caching else None, len(self.groups))
+    def wish(self, seq, number):
+        """Every block of the path is kept as strongly as anything after it."""
+        size, table = self.groups[number][2], seq.tables[number]
+        for place in range(table.published):
+            if table.entries[place]:
+                wanted = {
+                    (priority, end)
+                    for _, stop, priority, end in seq.retain
+                    if stop > place * size and end > self.pool.now
+                }
+                self.pool.wishes.setdefault(table.entries[place], set()).update(wanted)
+
+    def open(self, tokens, namespace, retain=()):
+        namespace = namespace if self.caching else None
+        retain = [(a, b, p, 10**9 if n is None else self.pool.now + n) for a, b, p, n in retain]
+        seq = NaiveSequence(tokens, namespace, len(self.groups), retain)
         seq.computed, found = self.hits(tokens, namespace)
         seq.cached = seq.computed
         for table, entries in zip(seq.tables, found, strict=True):
             table.entries = list(entries)
             table.published = len(entries)
             self.pool.hold(table.held())
+        for number in range(len(self.groups)):
+            self.wish(seq, number)
         if seq.namespace is not None:
             self.num_queried += len(tokens)
             self.num_hit += seq.cached
@@ -195,7 +245,7 @@ class NaiveManager:
         ]
 
     def can_reserve(self, seq, num_tokens):
-        return sum(self.missing(seq, num_tokens)) <= len(self.pool.free)
+        return sum(self.missing(seq, num_tokens)) <= len(self.pool.order())
 
     def reserve(self, seq, num_tokens):
         for table, count in zip(seq.tables, self.missing(seq, num_tokens), strict=True):
@@ -216,6 +266,7 @@ class NaiveManager:
                 content = self.content(number, seq.namespace, prefix)
                 self.pool.publish(table.entries[table.published], content)
                 table.published += 1
+                self.wish(seq, number)
             kept = self.keeps(group, seq.computed)
             for place in range(seq.computed // size):
                 if table.entries[place] and place < min(kept):
@@ -260,19 +311,19 @@ class NaiveManager:
             table.published = min(table.published, keep)
         self.pool.release([block_id for _, _, block_id in sorted(leaving, reverse=True)])
 
-    def tail_first(self, seq):
+    def tail_first(self, seq, num_tokens=None):
         held = [
             ((place + 1) * group[2], number, block_id)
             for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True))
             for place, block_id in enumerate(table.entries)
-            if block_id
+            if block_id and (num_tokens is None or place * group[2] < num_tokens)
         ]
         return [block_id for _, _, block_id in sorted(held, reverse=True)]
 
-    def lease(self, seq, max_steps):
-        blocks = self.tail_first(seq)
+    def lease(self, seq, max_steps, num_tokens=None):
+        blocks = self.tail_first(seq, num_tokens)
         self.pool.hold(blocks)
-        deadline = None if max_steps is None else self.step + max_steps
+        deadline = None if max_steps is None else self.pool.now + max_steps
         self.leases[self.num_leases] = (blocks, deadline)
         self.num_leases += 1
 
@@ -283,8 +334,9 @@ class NaiveManager:
         return True
 
     def advance(self, num_steps):
-        self.step += num_steps
-        late = [n for n, (_, end) in self.leases.items() if end is not None and end <= self.step]
+        self.pool.advance(num_steps)
+        now = self.pool.now
+        late = [n for n, (_, end) in self.leases.items() if end is not None and end <= now]
         for number in late:
             self.end_lease(number)
         return late
@@ -307,9 +359,9 @@ class NaiveManager:
                         doubtful.add(block_id)
         for block_id in sorted(doubtful):
             if self.pool.content_of(block_id) is not None:
-                self.pool.published = [e for e in self.pool.published if e[1] != block_id]
-                if block_id in self.pool.free:
-                    self.pool.free.remove(block_id)
+                self.pool.lose_content(block_id)
+                if block_id in self.pool.order():
+                    self.pool.take_out(block_id)
                     self.pool.free.insert(0, block_id)
         return [other for other in sequences if self.set_back(other, doubtful)]
 
@@ -337,7 +389,7 @@ class NaiveManager:
         return sum(1 for group in self.groups if seq.computed % group[2])
 
     def fork(self, seq):
-        child = NaiveSequence(seq.tokens, seq.namespace, len(self.groups))
+        child = NaiveSequence(seq.tokens, seq.namespace, len(self.groups), seq.retain)
         child.computed = seq.computed
         own = self.pool.take(self.copies_needed(seq))
         orders = []
@@ -355,6 +407,8 @@ class NaiveManager:
 
     def reset(self, sequences, canonical):
         self.pool.published = []
+        self.pool.wishes = {}
+        self.pool.free, self.pool.shelves = self.pool.order(), {}
         if canonical:
             self.pool.free.sort()
         for seq in sequences:

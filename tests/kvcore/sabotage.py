@@ -11,7 +11,8 @@ import kvcore
 from kvcore.content_tree import ContentTree
 from kvcore.groups import first_kept_block
 from kvcore.items import cut_items
-from kvcore.prefix import advance_to
+from kvcore.prefix import advance_to, distrust_from
+from kvcore.retention import RetentionShelf
 from tests.kvcore import machines
 
 SABOTAGES = {}
@@ -311,7 +312,7 @@ def keep_the_cut_block(manager, seq, num_tokens):
     seq.num_cached_tokens = min(seq.num_cached_tokens, num_tokens)
 
 
-@sabotage(machines.ManagerMachine, "P7", "P10", "P9", "P6")
+@sabotage(machines.ManagerMachine, "P7", "P10", "P9", "P6", "P16")
 class manager_cuts_tokens_and_keeps_their_identity(kvcore.KVCacheManager):  # vLLM #49377
     def truncate(self, seq, num_tokens):
         if seq.is_open and 0 < num_tokens <= seq.num_tokens:
@@ -422,8 +423,7 @@ class CarelessBook(kvcore.LeaseBook):
 class EndlessBook(kvcore.LeaseBook):
     """Knows no deadline."""
 
-    def advance(self, num_steps=1):
-        self.step += num_steps
+    def expire(self):
         return ()
 
 
@@ -448,8 +448,8 @@ for book, name in (
 
 @sabotage(machines.ManagerMachine, "P17", "P2", "P20")
 class leases_hold_nothing(kvcore.KVCacheManager):  # vLLM PR #45357, PR #32255
-    def lease(self, seq, kind="step", *, owner="", max_steps=None):
-        lease = super().lease(seq, kind, owner=owner, max_steps=max_steps)
+    def lease(self, seq, kind="step", **options):
+        lease = super().lease(seq, kind, **options)
         self.pool.release(lease.blocks)
         return lease
 
@@ -457,9 +457,57 @@ class leases_hold_nothing(kvcore.KVCacheManager):  # vLLM PR #45357, PR #32255
 @sabotage(machines.ManagerMachine, "P7", "P9", "P14", "P16")
 class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):  # vLLM PR #19330
     def fail_load(self, seq, num_tokens):
-        super().fail_load(seq, max(num_tokens, seq.num_computed_tokens))
-        self.truncate(seq, num_tokens)
-        return (seq,)
+        if not 0 <= num_tokens <= seq.num_computed_tokens:
+            return super().fail_load(seq, num_tokens)
+        return distrust_from(self.pool, seq, num_tokens, [seq])
+
+
+# Retention.
+
+
+def with_shelf(shelf_class):
+    def make(num_blocks, block_size, **options):
+        manager = kvcore.KVCacheManager(num_blocks, block_size, **options)
+        manager.pool.shelf = shelf_class()
+        return manager
+
+    return make
+
+
+class DeafShelf(RetentionShelf):
+    def keep(self, block, wishes):
+        pass
+
+
+class ClingingShelf(RetentionShelf):
+    def expire(self, now):
+        return []
+
+
+class ForgetfulShelf(RetentionShelf):
+    """Remembers the strongest wish alone, so what is below it may outlive its prefix."""
+
+    def keep(self, block, wishes):
+        super().keep(block, wishes)
+        if block.block_id in self.kept:
+            self.kept[block.block_id] = self.kept[block.block_id][:1]
+
+
+for shelf, name in (
+    (DeafShelf, "retention_is_ignored"),
+    (ClingingShelf, "retention_never_ends"),
+    (ForgetfulShelf, "retention_forgets_the_weaker_wish"),
+):
+    maker = with_shelf(shelf)
+    maker.__name__ = name
+    sabotage(machines.ManagerMachine, "P15")(maker)
+
+
+@in_manager("P15")
+class retention_keeps_a_range_without_its_prefix(kvcore.BlockPool):
+    def keep(self, block, wishes):
+        if block.node.parent.parent is not None:
+            super().keep(block, wishes)
 
 
 # Identity of items, and events.

@@ -175,8 +175,8 @@ def test_a_lease_is_a_context_and_ends_with_an_error_too():
 def test_a_lease_ends_at_its_deadline():
     kv = kvcore.KVCacheManager(4, 4)
     lease = kv.lease(filled(kv, range(4)), "load", max_steps=2)
-    assert kv.leases.advance() == ()
-    assert kv.leases.advance() == (lease,)
+    assert kv.advance() == ()
+    assert kv.advance() == (lease,)
     assert not lease.is_active
     with pytest.raises(kvcore.InvalidArgumentError, match="max_steps"):
         kv.lease(kv.open([1]), max_steps=0)
@@ -194,6 +194,84 @@ def test_a_failed_load_sets_back_everybody_who_had_hit_it():
     assert bystander.num_computed_tokens == 5
     assert kv.plan([*range(12), 9]).num_cached_tokens == 4
     kvcore.check(kv)
+
+
+# Retention.
+
+
+def test_what_is_kept_is_reused_last_and_with_it_all_that_stands_before_it():
+    kv = kvcore.KVCacheManager(8, 2)
+    kept = filled(kv, [1, 2, 3, 4, 5], retain=[kvcore.Retention(2, 4, priority=1)])
+    later = filled(kv, [6, 7, 8])
+    kv.close(kept)
+    kv.close(later)
+    # 5, 3 hold nothing; 4 is ordinary; 2 and 1 are kept, although 1 was not named.
+    assert [block.block_id for block in kv.pool.free_blocks()] == [5, 3, 6, 7, 4, 2, 1]
+    kv.pool.take(5)
+    assert kv.plan([1, 2, 3, 4, 5]).num_cached_tokens == 4
+
+
+def test_a_lower_priority_is_reused_before_a_higher_one():
+    kv = kvcore.KVCacheManager(8, 2)
+    for priority, tokens in ((5, [1, 2, 3]), (2, [4, 5, 6])):
+        wish = kvcore.Retention(0, 2, priority)
+        kv.close(filled(kv, tokens, retain=[wish]))
+    assert [block.block_id for block in kv.pool.shelf] == [2, 1]
+
+
+def test_what_was_kept_for_some_steps_is_ordinary_after_them():
+    kv = kvcore.KVCacheManager(6, 2)
+    wish = kvcore.Retention(0, 2, max_steps=2)
+    kv.close(filled(kv, [1, 2, 3], retain=[wish]))
+    kv.advance()
+    assert [block.block_id for block in kv.pool.shelf] == [1]
+    kv.advance()
+    assert [block.block_id for block in kv.pool.shelf] == []
+    assert [block.block_id for block in kv.pool.free_queue][-1] == 1
+    kvcore.check(kv)
+
+
+def test_a_strong_wish_that_ends_leaves_the_weaker_one():
+    kv = kvcore.KVCacheManager(6, 2)
+    wishes = [kvcore.Retention(0, 2, priority=9, max_steps=1), kvcore.Retention(0, 2, priority=1)]
+    kv.close(filled(kv, [1, 2, 3], retain=wishes))
+    kv.close(filled(kv, [4, 5, 6], retain=[kvcore.Retention(0, 2, priority=5)]))
+    assert [block.block_id for block in kv.pool.shelf] == [2, 1]
+    kv.advance()
+    assert [block.block_id for block in kv.pool.shelf] == [1, 2]
+
+
+def test_a_pin_keeps_a_prefix_out_of_the_free_blocks():
+    kv = kvcore.KVCacheManager(6, 2)
+    seq = filled(kv, [1, 2, 3, 4, 5])
+    pin = kv.lease(seq, "pin", num_tokens=2)
+    kv.close(seq)
+    assert kv.num_free_blocks == 4
+    kv.pool.take(4)
+    assert kv.plan([1, 2, 9]).num_cached_tokens == 2
+    assert pin.end() is True
+    assert [block.block_id for block in kv.pool.free_queue] == [1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"start": -1, "stop": 2},
+        {"start": 2, "stop": 2},
+        {"start": 0, "stop": 2, "priority": 0},
+        {"start": 0, "stop": 2, "max_steps": 0},
+    ],
+)
+def test_a_wish_that_means_nothing_is_refused(wrong):
+    with pytest.raises(kvcore.InvalidArgumentError, match="wanted"):
+        kvcore.Retention(**wrong)
+
+
+def test_a_wish_of_another_kind_is_refused_before_anything_is_opened():
+    kv = kvcore.KVCacheManager(6, 2)
+    with pytest.raises(kvcore.InvalidArgumentError, match="retain: wanted Retention, got str"):
+        kv.open([1, 2, 3], retain=["forever"])
+    assert not kv.sequences
 
 
 # Reset.

@@ -20,7 +20,7 @@ SEAMS = {
 
 # Reproducible, and without the search for a smaller example: here only the verdict counts.
 HUNT = settings(
-    max_examples=1000,
+    max_examples=3000,
     stateful_step_count=40,
     derandomize=True,
     database=None,

@@ -32,7 +32,7 @@ def pool_view(pool):
     """Everything a pool decides from: refs, order, content and the order of copies, counters."""
     return {
         "refs": [block.ref_count for block in pool.blocks],
-        "order": [block.block_id for block in pool.free_queue],
+        "order": [block.block_id for block in pool.free_blocks()],
         "free": pool.num_free_blocks,
         "content": [None if block.node is None else spelled(block.node) for block in pool.blocks],
         "copies": {
@@ -40,6 +40,7 @@ def pool_view(pool):
             for number, tree in enumerate(pool.trees)
             for node in tree.nodes()
         },
+        "kept": dict(pool.shelf.kept),
         "evicted": pool.num_evicted_blocks,
         "allocated": pool.num_allocated_blocks,
         "peak": pool.peak_used_blocks,
@@ -64,6 +65,6 @@ def manager_view(manager):
         "pool": pool_view(manager.pool),
         "sequences": {key: sequence_view(seq) for key, seq in manager.sequences.items()},
         "leases": {key: repr(lease) for key, lease in manager.leases.active.items()},
-        "step": manager.leases.step,
+        "step": manager.pool.step,
         "stats": manager.stats(),
     }

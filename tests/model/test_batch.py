@@ -24,7 +24,7 @@ def step_of(kv, prompts, budget=64):
 def test_a_step_lies_chunk_after_chunk_with_padded_tables():
     kv = kvcore.KVCacheManager(10, 2)
     scheduler, step = step_of(kv, [[5, 6, 7], [8], [9, 10, 11, 12, 13]], budget=7)
-    tensors = BatchBuilder(kv, CPU).build(step)
+    tensors = BatchBuilder(CPU).build(step)
     # The third prompt has its three blocks already, and the budget for three of its tokens.
     assert tensors.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11]]
     assert tensors.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
@@ -36,7 +36,7 @@ def test_a_step_lies_chunk_after_chunk_with_padded_tables():
     assert (tensors.paged.max_query_len, tensors.paged.max_seq_len) == (3, 3)
 
     scheduler.update(step, {0: 20, 1: 21})
-    tensors = BatchBuilder(kv, CPU).build(scheduler.schedule())
+    tensors = BatchBuilder(CPU).build(scheduler.schedule())
     assert tensors.input_ids.tolist() == [[20, 21, 12, 13]]
     assert tensors.position_ids.tolist() == [[3, 1, 3, 4]]
     assert tensors.logit_rows.tolist() == [0, 1, 3]
@@ -45,7 +45,7 @@ def test_a_step_lies_chunk_after_chunk_with_padded_tables():
 
 def test_a_smaller_step_after_a_larger_one_keeps_nothing_of_it():
     kv = kvcore.KVCacheManager(300, 1)
-    builder = BatchBuilder(kv, CPU)
+    builder = BatchBuilder(CPU)
     scheduler, step = step_of(kv, [list(range(280))], budget=300)  # the buffers begin with 256
     assert builder.build(step).paged.block_table.shape == (1, 280)
     assert scheduler.abort(step.chunks[0].request)
@@ -61,7 +61,7 @@ def test_a_smaller_step_after_a_larger_one_keeps_nothing_of_it():
 def test_a_step_in_which_nothing_is_sampled_asks_for_no_logits():
     kv = kvcore.KVCacheManager(10, 2)
     _, step = step_of(kv, [[5, 6, 7, 8]], budget=3)
-    assert BatchBuilder(kv, CPU).build(step).logit_rows.shape == (0,)
+    assert BatchBuilder(CPU).build(step).logit_rows.shape == (0,)
 
 
 def test_a_probe_measures_every_layer():

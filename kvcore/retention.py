@@ -1,0 +1,200 @@
+"""Retention: published blocks that are to be reused later than least recently used would have it.
+
+A sequence may ask for ranges of its tokens to be kept with a priority, for ever or for a number of
+steps. The wish holds for whole paths: a block is kept at least as strongly as any block after it in
+the sequence, because content without what stands before it is worth nothing. Free blocks with a
+priority wait on a shelf of their own; they are reused when no free block without one is left, the
+lowest priority first and least recently used first within it. A block whose time is over joins the
+ordinary queue as if it had been used just then.
+
+Blocks that nobody asked to keep are never looked at here, and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from kvcore.arguments import as_int
+from kvcore.block import Block
+from kvcore.errors import BlockStateError, InvalidArgumentError
+from kvcore.free_queue import FreeQueue
+
+FOREVER = 2**63 - 1
+"""The deadline of what has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A wish: keep the blocks of a range of tokens longer than others.
+
+    Attributes:
+        start: the first position.
+        stop: one past the last.
+        priority: 1 or more; what has none is reused first, then the lowest.
+        max_steps: for how many steps from the opening of the sequence; None: for ever.
+
+    Raises:
+        InvalidArgumentError: a field is out of range.
+    """
+
+    start: int
+    stop: int
+    priority: int = 1
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        as_int("start", self.start, 0)
+        as_int("stop", self.stop, self.start + 1)
+        as_int("priority", self.priority, 1, 2**31 - 1)
+        if self.max_steps is not None:
+            as_int("max_steps", self.max_steps, 1)
+
+
+def check_wishes(wishes: Sequence[Retention]) -> tuple[Retention, ...]:
+    """Return wishes as a tuple.
+
+    Raises:
+        InvalidArgumentError: something else than a `Retention` is among them.
+    """
+    for wish in wishes:
+        if not isinstance(wish, Retention):
+            raise InvalidArgumentError(f"retain: wanted Retention, got {type(wish).__name__}")
+    return tuple(wishes)
+
+
+Wish = tuple[int, int]
+"""A priority, and the step from which it holds no longer."""
+
+
+def wishes_for(
+    wishes: Sequence[Retention], start: int, opened_at: int, now: int
+) -> tuple[Wish, ...]:
+    """Return what holds for a block that begins at token `start`. O(wishes).
+
+    All wishes that reach into it or beyond it and whose time is not over.
+    """
+    found: list[Wish] = []
+    for wish in wishes:
+        deadline = FOREVER if wish.max_steps is None else opened_at + wish.max_steps
+        if wish.stop > start and deadline > now:
+            found.append((wish.priority, deadline))
+    return tuple(found)
+
+
+@final
+class RetentionShelf:
+    """Which blocks are kept, and the free ones among them in the order of their reuse.
+
+    Attributes:
+        kept: for each kept block's id, free or held, its wishes: the highest priority first, and
+            after it only what holds for longer.
+        num_free: how many blocks wait here.
+    """
+
+    __slots__ = ("_queues", "kept", "num_free")
+
+    def __init__(self) -> None:
+        self.kept: dict[int, tuple[Wish, ...]] = {}
+        self._queues: dict[int, FreeQueue] = {}
+        self.num_free = 0
+
+    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
+        """Keep a held block at least as strongly as this. O(wishes)."""
+        latest = 0
+        front: list[Wish] = []
+        for priority, deadline in sorted(
+            [*self.kept.get(block.block_id, ()), *wishes], reverse=True
+        ):
+            if deadline > latest:
+                front.append((priority, deadline))
+                latest = deadline
+        if front:
+            self.kept[block.block_id] = tuple(front)
+
+    def drop(self, block: Block) -> None:
+        """Forget the wishes for a block that is not on a shelf. O(1)."""
+        self.kept.pop(block.block_id, None)
+
+    def push(self, block: Block) -> bool:
+        """Put a block that has just become free on its shelf, last in line. O(1).
+
+        Returns:
+            False if nobody wants it kept.
+        """
+        wishes = self.kept.get(block.block_id)
+        if wishes is None:
+            return False
+        priority = wishes[0][0]
+        queue = self._queues.get(priority)
+        if queue is None:
+            queue = self._queues[priority] = FreeQueue()
+        queue.push_back(block)
+        self.num_free += 1
+        return True
+
+    def remove(self, block: Block) -> bool:
+        """Take a free block from its shelf. O(1).
+
+        Returns:
+            False if it is on none.
+        """
+        wishes = self.kept.get(block.block_id)
+        if wishes is None:
+            return False
+        self._queues[wishes[0][0]].remove(block)
+        self.num_free -= 1
+        return True
+
+    def pop(self) -> Block:
+        """Take the block that is reused first, and forget the wishes for it. O(priorities).
+
+        Raises:
+            BlockStateError: no block waits here.
+        """
+        for priority in sorted(self._queues):
+            queue = self._queues[priority]
+            if len(queue):
+                block = queue.pop_front()
+                self.num_free -= 1
+                del self.kept[block.block_id]
+                return block
+        raise BlockStateError("pop: wanted a kept block, none is free")
+
+    def expire(self, now: int) -> list[Block]:
+        """Forget the wishes whose time is over. O(kept blocks).
+
+        A block on a shelf falls to that of the wish that is left.
+
+        Returns:
+            The free blocks for which no wish is left, in the order of their reuse.
+        """
+        freed: list[Block] = []
+        for block in list(self):
+            left = _still(self.kept[block.block_id], now)
+            if left != self.kept[block.block_id]:
+                self.remove(block)
+                if left:
+                    self.kept[block.block_id] = left
+                    self.push(block)
+                else:
+                    del self.kept[block.block_id]
+                    freed.append(block)
+        for block_id, wishes in list(self.kept.items()):
+            left = _still(wishes, now)
+            if left:
+                self.kept[block_id] = left
+            else:
+                del self.kept[block_id]
+        return freed
+
+    def __iter__(self) -> Iterator[Block]:
+        """Yield the blocks that wait, in the order of their reuse. O(num_free)."""
+        for priority in sorted(self._queues):
+            yield from self._queues[priority]
+
+
+def _still(wishes: tuple[Wish, ...], now: int) -> tuple[Wish, ...]:
+    """Return the wishes whose time is not over."""
+    return tuple([wish for wish in wishes if wish[1] > now])
