@@ -34,11 +34,11 @@ class ChatShape:
     """
 
     num_requests: int = 5000
-    num_open: int = 300
+    num_open: int = 325
     max_running: int = 64
     num_systems: int = 16
-    mean_system: int = 600
-    mean_message: int = 230
+    mean_system: int = 590
+    mean_message: int = 362
     mean_answer: int = 138
     mean_turns: int = 5
     mean_pause: int = 600
