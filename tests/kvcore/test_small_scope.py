@@ -1,0 +1,47 @@
+"""Exhaustion of a small scope, as far as the default run has time for; docs/testing.md has more."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import kvcore
+from tests.kvcore import small_scope
+from tests.kvcore.machines import ManagerMachine
+from tests.kvcore.sabotage import SABOTAGES
+from tests.kvcore.views import PropertyError
+
+REACHED = {"full": [1, 2, 16, 100, 530, 2588], "full and window": [1, 2, 15, 86, 404]}
+
+
+@pytest.mark.parametrize("layout", REACHED)
+def test_every_state_that_a_few_operations_reach_is_sound(layout):
+    counts, _ = small_scope.explore(len(REACHED[layout]) - 1, layout)
+    assert counts == REACHED[layout]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manager_leaks_the_last_block_on_close",
+        "manager_publishes_what_is_only_reserved",
+        "manager_forks_a_half_full_block_without_a_copy",
+        "leases_hold_nothing",
+    ],
+)
+def test_exhaustion_finds_planted_bugs_in_few_operations(monkeypatch, name):
+    monkeypatch.setattr(ManagerMachine, "make_manager", staticmethod(SABOTAGES[name].make))
+    with pytest.raises((PropertyError, kvcore.InvariantError)) as caught:
+        small_scope.explore(4)
+    assert caught.value.prop in SABOTAGES[name].properties
+    assert " -> " in caught.value.__notes__[0]
+
+
+def test_the_page_on_testing_states_what_was_visited():
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (full(?: and window)?) \| (\d+) \| ([\d,]+) \|", page, re.MULTILINE)
+    assert {layout for layout, *_ in rows} == set(REACHED)
+    for layout, depth, states in rows:
+        known = REACHED[layout]
+        assert int(depth) >= len(known) - 1
+        assert int(states.replace(",", "")) >= sum(known)
