@@ -38,6 +38,7 @@ from kvcore.hashing import (
 from kvcore.invariants import PROPERTIES, check
 from kvcore.items import Item
 from kvcore.leases import Lease, LeaseBook
+from kvcore.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.manager import KVCacheManager
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
@@ -73,6 +74,7 @@ __all__ = [
     "FreeQueue",
     "FullAttention",
     "Growth",
+    "Histogram",
     "InvalidArgumentError",
     "InvariantError",
     "Item",
@@ -82,6 +84,8 @@ __all__ = [
     "LayerGroup",
     "Lease",
     "LeaseBook",
+    "LifetimeRecorder",
+    "LifetimeStats",
     "MisuseError",
     "NameAlgorithm",
     "NameChain",

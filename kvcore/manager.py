@@ -49,6 +49,7 @@ class KVCacheManager(CacheState):
         enable_caching: False: nothing is published and nothing is hit.
         max_model_len: the most tokens a sequence may have, and the most it may reserve for.
         record_events: name contents so, and note in `events` what can be hit; None: note nothing.
+        record_lifetimes: keep in the stats how long blocks live, lie idle and wait for a hit.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
@@ -61,6 +62,7 @@ class KVCacheManager(CacheState):
         namespace: Namespace | None = DEFAULT_NAMESPACE,
         items: Sequence[Item] = (),
         retain: Sequence[Retention] = (),
+        resumed: bool = False,
     ) -> KVSequence:
         """Begin a sequence: its longest cached prefix is found and held in one step.
 
@@ -72,6 +74,7 @@ class KVCacheManager(CacheState):
             namespace: with whom it shares; None: with nobody, and nothing of it is published.
             items: content that is not tokens (images, embeddings), in order and apart.
             retain: which ranges of it to keep longer than others once it is closed.
+            resumed: it was preempted and computed before; the statistics count it apart.
 
         Raises:
             InvalidArgumentError: no tokens, not token ids, not a namespace, or items that overlap
@@ -91,8 +94,12 @@ class KVCacheManager(CacheState):
                 for index, block in enumerate(blocks if wishes else ()):
                     keep(self.pool, seq, block, (num_null + index) * table.block_size)
             seq.num_computed_tokens = seq.num_cached_tokens = cached
-            self._num_queried_tokens += len(packed)
-            self._num_hit_tokens += cached
+            if resumed:
+                self._num_resumed_tokens += len(packed)
+                self._num_resumed_hit_tokens += cached
+            else:
+                self._num_queried_tokens += len(packed)
+                self._num_hit_tokens += cached
         return seq
 
     def plan(

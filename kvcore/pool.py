@@ -27,6 +27,7 @@ from kvcore.errors import (
 )
 from kvcore.events import EventLog
 from kvcore.free_queue import FreeQueue
+from kvcore.lifetimes import LifetimeRecorder
 from kvcore.retention import FOREVER, RetentionShelf, Wish
 from kvcore.tokens import BYTES_PER_TOKEN
 
@@ -45,6 +46,7 @@ class BlockPool:
         free_queue: the free ones, the one reused next first.
         shelf: the free ones that are to be kept longer, reused after those.
         trees: the published content of each layer group.
+        lifetimes: how long blocks live, lie idle and wait; None: nobody wants to know.
         step: the time that deadlines speak of, as the caller counts it.
         num_evicted_blocks: blocks that lost published content when they were reused, ever.
         num_allocated_blocks: blocks handed out by `take`, ever.
@@ -59,6 +61,7 @@ class BlockPool:
         "block_sizes",
         "blocks",
         "free_queue",
+        "lifetimes",
         "num_allocated_blocks",
         "num_evicted_blocks",
         "peak_used_blocks",
@@ -79,6 +82,7 @@ class BlockPool:
             [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
         )
         self._log = log
+        self.lifetimes: LifetimeRecorder | None = None
         self.step = 0
         self.num_evicted_blocks = 0
         self.num_allocated_blocks = 0
@@ -133,6 +137,8 @@ class BlockPool:
             if block.node is not None:
                 self.trees[block.group].detach(block)
                 self.num_evicted_blocks += 1
+                if self.lifetimes is not None:
+                    self.lifetimes.evicted(block.block_id, self.step)
             block.ref_count = 1
             taken.append(block)
         self.num_allocated_blocks += count
@@ -153,6 +159,8 @@ class BlockPool:
         for block in blocks:
             if block.ref_count == 0 and not (self.shelf.num_free and self.shelf.remove(block)):
                 self.free_queue.remove(block)
+            if block.ref_count == 0 and self.lifetimes is not None:
+                self.lifetimes.revived(block.block_id, self.step)
             block.ref_count += 1
         self._note_peak()
 
@@ -177,7 +185,10 @@ class BlockPool:
             if block.ref_count == 0 and block.next_free is None:
                 if block.node is None:
                     self.free_queue.push_front(block)
-                elif not (self.shelf.kept and self.shelf.push(block)):
+                    continue
+                if self.lifetimes is not None:
+                    self.lifetimes.freed(block.block_id, self.step)
+                if not (self.shelf.kept and self.shelf.push(block)):
                     self.free_queue.push_back(block)
 
     def match(
@@ -240,6 +251,8 @@ class BlockPool:
         block.group = group
         above = None if parent is None else parent.node
         self.trees[group].attach(block, namespace_key, above, tokens)
+        if self.lifetimes is not None:
+            self.lifetimes.published(block.block_id, self.step)
 
     def forget(self, block: Block) -> None:
         """Take a block's content from it: it is wrong. A free one is reused first now. O(1)."""

@@ -21,6 +21,7 @@ from kvcore.groups import LayerGroup, resolve
 from kvcore.hashing import NameAlgorithm, Namespace, encode_namespace
 from kvcore.items import Item, check_items
 from kvcore.leases import LeaseBook
+from kvcore.lifetimes import LifetimeRecorder
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
 from kvcore.slots import int_view, put_ints, slot_of
@@ -48,12 +49,15 @@ class CacheState:
         enable_caching: bool = True,
         max_model_len: int | None = None,
         record_events: NameAlgorithm | None = None,
+        record_lifetimes: bool = False,
     ) -> None:
         self.block_size = as_int("block_size", block_size, 1, 2**20)
         self.groups = resolve(groups, self.block_size)
         sizes = [group.block_size for group in self.groups]
         self.events = None if record_events is None else EventLog(sizes, record_events)
         self.pool = BlockPool(num_blocks, *sizes, log=self.events)
+        if record_lifetimes:
+            self.pool.lifetimes = LifetimeRecorder(len(self.pool.blocks))
         self.enable_caching = bool(enable_caching)
         self.max_model_len = (
             None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
@@ -63,6 +67,8 @@ class CacheState:
         self._next_seq_id = 0
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
+        self._num_resumed_tokens = 0
+        self._num_resumed_hit_tokens = 0
 
     @property
     def num_blocks(self) -> int:
@@ -156,7 +162,22 @@ class CacheState:
             num_hit_tokens=self._num_hit_tokens,
             num_evicted_blocks=self.pool.num_evicted_blocks,
             num_allocated_blocks=self.pool.num_allocated_blocks,
+            num_resumed_tokens=self._num_resumed_tokens,
+            num_resumed_hit_tokens=self._num_resumed_hit_tokens,
+            num_computed_tokens=sum([s.num_computed_tokens for s in self.sequences.values()]),
+            num_slots=self._num_slots(),
+            lifetimes=None if self.pool.lifetimes is None else self.pool.lifetimes.stats(),
         )
+
+    def _num_slots(self) -> int:
+        """Count the slots of the blocks that open sequences hold, each block once."""
+        slots = {
+            block_id: table.block_size
+            for seq in self.sequences.values()
+            for table in seq.tables
+            for block_id in table.block_ids[table.num_null :]
+        }
+        return sum(slots.values())
 
     def _described(
         self, tokens: Tokens, namespace: Namespace | None, items: Sequence[Item]

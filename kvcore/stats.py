@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcore.lifetimes import LifetimeStats
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -19,6 +21,13 @@ class Stats:
         num_hit_tokens: those of them that were found computed.
         num_evicted_blocks: published blocks that were reused for something else.
         num_allocated_blocks: blocks handed out; hits are not among them.
+        num_resumed_tokens: tokens of sequences that were opened as resumed: work done before,
+            queried again; they are not among the queried ones, so a preemption is no hit.
+        num_resumed_hit_tokens: those of them that were found computed.
+        num_computed_tokens: tokens of the open sequences whose KV is written, shared ones counted
+            for each.
+        num_slots: slots of the used blocks: what those tokens really take.
+        lifetimes: durations of blocks, None unless recorded.
     """
 
     num_blocks: int
@@ -30,6 +39,11 @@ class Stats:
     num_hit_tokens: int
     num_evicted_blocks: int
     num_allocated_blocks: int
+    num_resumed_tokens: int = 0
+    num_resumed_hit_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_slots: int = 0
+    lifetimes: LifetimeStats | None = None
 
     @property
     def hit_rate(self) -> float:

@@ -187,7 +187,7 @@ class Scheduler:
             yield request
 
     def _start(self, request: Request) -> None:
-        sequence = self._kv.open(request.tokens)
+        sequence = self._kv.open(request.tokens, resumed=request.num_preemptions > 0)
         self._kv.reserve(sequence, sequence.num_tokens - sequence.num_computed_tokens)
         request.start(sequence)
         self._running.append(request)

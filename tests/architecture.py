@@ -17,6 +17,7 @@ KVCORE_LAYERS = (
     ("items", "block"),
     ("hashing",),
     ("events",),
+    ("lifetimes",),
     ("free_queue", "content_tree", "groups", "slots", "stats", "reports"),
     ("retention",),
     ("pool", "block_table"),

@@ -274,6 +274,47 @@ def test_a_wish_of_another_kind_is_refused_before_anything_is_opened():
     assert not kv.sequences
 
 
+# Statistics.
+
+
+def test_lifetimes_idle_times_and_reuse_gaps_are_counted_in_steps():
+    kv = kvcore.KVCacheManager(3, 2, record_lifetimes=True)
+    seq = filled(kv, [1, 2])
+    kv.advance(3)
+    kv.close(seq)  # published for 3 steps
+    kv.advance(4)
+    again = kv.open([1, 2, 3])  # revived after 4
+    kv.close(again)
+    kv.advance(1)
+    kv.pool.take(2)  # evicted 1 step after it was freed, 8 after it was published
+    lifetimes = kv.stats().lifetimes
+    assert lifetimes.reuse_gap == kvcore.Histogram(1, 4, 4, (0, 0, 0, 1))
+    assert lifetimes.idle_before_eviction == kvcore.Histogram(1, 1, 1, (0, 1))
+    assert lifetimes.lifetime == kvcore.Histogram(1, 8, 8, (0, 0, 0, 0, 1))
+    assert lifetimes.lifetime.mean == 8.0
+    assert kvcore.KVCacheManager(3, 2).stats().lifetimes is None
+
+
+def test_what_was_preempted_and_comes_again_is_counted_apart():
+    kv = kvcore.KVCacheManager(9, 2)
+    kv.close(filled(kv, [1, 2, 3]))
+    kv.open([1, 2, 3], resumed=True)
+    stats = kv.stats()
+    assert (stats.num_queried_tokens, stats.num_hit_tokens) == (3, 0)
+    assert (stats.num_resumed_tokens, stats.num_resumed_hit_tokens) == (3, 2)
+
+
+def test_occupancy_is_told_in_tokens_and_in_the_slots_they_take():
+    kv = kvcore.KVCacheManager(9, 4)
+    first = filled(kv, range(6))
+    filled(kv, [*range(4), 9])
+    stats = kv.stats()
+    assert stats.num_computed_tokens == 11
+    assert stats.num_slots == 12  # block 1 is shared
+    kv.close(first)
+    assert kv.stats().num_slots == 8
+
+
 # Reset.
 
 

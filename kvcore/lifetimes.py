@@ -1,0 +1,102 @@
+"""How long blocks live, lie idle, and wait for their next hit: for those who size a cache.
+
+Times are in steps, as `advance` counts them. Three durations are kept, each as a histogram:
+
+- lifetime: from the publication of a block to its eviction;
+- idle time: from the moment a block that is evicted was last freed, to its eviction. Short ones
+  say that the cache is too small;
+- reuse gap: from the moment a block was freed to the hit that revives it. A cache pays where these
+  are shorter than idle times.
+
+Nothing here is done unless the manager was made with `record_lifetimes`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import final
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Durations in steps.
+
+    Attributes:
+        count: how many.
+        total: their sum.
+        maximum: the longest; 0 if there is none.
+        buckets: how many there are of 0 steps, of 1, of 2 to 3, of 4 to 7, and so on.
+    """
+
+    count: int
+    total: int
+    maximum: int
+    buckets: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean duration; 0 if there is none."""
+        return self.total / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LifetimeStats:
+    """The three histograms at one moment."""
+
+    lifetime: Histogram
+    idle_before_eviction: Histogram
+    reuse_gap: Histogram
+
+
+@final
+class LifetimeRecorder:
+    """Three histograms, and for every block when it was published and freed.
+
+    Args:
+        num_blocks: blocks in the cache.
+    """
+
+    __slots__ = ("_durations", "_freed_at", "_published_at")
+
+    def __init__(self, num_blocks: int) -> None:
+        self._published_at = array("q", bytes(8 * num_blocks))
+        self._freed_at = array("q", bytes(8 * num_blocks))
+        self._durations: tuple[list[int], list[int], list[int]] = ([], [], [])
+        for counts in self._durations:
+            counts += [0, 0, 0]  # count, total, maximum; buckets follow
+
+    def published(self, block_id: int, now: int) -> None:
+        """Note that a block can be hit. O(1)."""
+        self._published_at[block_id] = now
+
+    def freed(self, block_id: int, now: int) -> None:
+        """Note that a published block is free. O(1)."""
+        self._freed_at[block_id] = now
+
+    def revived(self, block_id: int, now: int) -> None:
+        """Note that a free block was hit. O(1)."""
+        _add(self._durations[2], now - self._freed_at[block_id])
+
+    def evicted(self, block_id: int, now: int) -> None:
+        """Note that a published block is reused. O(1)."""
+        _add(self._durations[0], now - self._published_at[block_id])
+        _add(self._durations[1], now - self._freed_at[block_id])
+
+    def stats(self) -> LifetimeStats:
+        """Return a snapshot. O(buckets)."""
+        lifetime, idle, gap = [
+            Histogram(counts[0], counts[1], counts[2], tuple(counts[3:]))
+            for counts in self._durations
+        ]
+        return LifetimeStats(lifetime, idle, gap)
+
+
+def _add(counts: list[int], duration: int) -> None:
+    counts[0] += 1
+    counts[1] += duration
+    counts[2] = max(counts[2], duration)
+    bucket = 3 + duration.bit_length()
+    while len(counts) <= bucket:
+        counts.append(0)
+    counts[bucket] += 1
