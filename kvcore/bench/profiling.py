@@ -77,7 +77,7 @@ def _verbs_of(length: int, share: int, repeats: int) -> str:
     """Time each verb over `repeats` requests; return a line of the table."""
     prompts = shared_prompts(seeded(length + share), length, share, 1, repeats)
     blocks = -(-length // BLOCK_SIZE)
-    manager = _full_cache(max(16_384, (repeats + 2) * blocks), prompts.first).manager
+    manager = _full_cache(max(400, blocks) * (repeats + 2), prompts.first).manager
     spent: list[list[int]] = [[] for _ in _VERBS]
     clock = perf_counter_ns
     collector = _CollectorClock()
