@@ -3,7 +3,8 @@
 A case has one run for each subject. In every round each subject has its turn, a different one
 goes first each time, and ratios are taken within a round, so that what slows the machine slows
 both. What is read is the time that the thread ran: an allocator waits for nothing, and other
-programs' time is not its own. Before the rounds, garbage is collected and what is left is frozen:
+programs' time is not its own. (That clock loses a millisecond now and then on a busy virtual
+machine; a median does not notice, the lowest round may.) Before the rounds, garbage is collected and what is left is frozen:
 the collector runs as it would in an engine, and does not walk the set-up.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
+from time import thread_time_ns
 from typing import NamedTuple
 
 from kvcore.bench.peer import PeerError, Subject, Workload
@@ -94,6 +96,14 @@ class Row:
     hit_rate: float | None
     wanted_hit_rate: float | None
     speedup: dict[str, Spread]
+
+
+def ran_ns(begin: int) -> int:
+    """Return the nanoseconds that the thread ran since `thread_time_ns()` said `begin`.
+
+    At least 1, so that ratios exist where the clock is coarse.
+    """
+    return max(1, thread_time_ns() - begin)
 
 
 def spread(values: list[float]) -> Spread:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import repeat
 from time import thread_time_ns
 
-from kvcore.bench.measure import Case, Round, Run
+from kvcore.bench.measure import Case, Round, Run, ran_ns
 from kvcore.bench.peer import Release, Subject, Take, Workload
 from kvcore.bench.prompts import in_format, random_tokens, seeded
 
@@ -71,7 +71,7 @@ def _taking(take: Take, release: Release, count: int, repeats: int) -> Callable[
         begin = thread_time_ns()
         for _ in repeat(None, repeats):
             release(take(count))
-        return Round((thread_time_ns() - begin) / repeats / 1e3)
+        return Round(ran_ns(begin) / repeats / 1e3)
 
     return measure
 
@@ -81,7 +81,7 @@ def _making(subject: Subject, num_blocks: int) -> Callable[[], Round]:
         gc.collect()  # the one before: linked lists are cycles
         begin = thread_time_ns()
         cache = subject.make_cache(num_blocks, BLOCK_SIZE)
-        cost = (thread_time_ns() - begin) / 1e6
+        cost = ran_ns(begin) / 1e6
         del cache
         return Round(cost)
 

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from time import thread_time_ns
 
-from kvcore.bench.measure import Case, Round, Run, settled
+from kvcore.bench.measure import Case, Round, Run, ran_ns, settled
 from kvcore.bench.ours import EmptyCache
 from kvcore.bench.peer import Cache, Subject, Tokens, Workload
 from kvcore.bench.pools import BLOCK_SIZE, once_each
@@ -148,7 +148,7 @@ def play(cache: Cache, trace: Trace, prompts: Sequence[Tokens]) -> float:
         decode(running, step.tokens)
         for place in step.finished:
             finish(running.pop(place))
-    return (thread_time_ns() - begin) / 1e9
+    return ran_ns(begin) / 1e9
 
 
 def _able(subjects: list[Subject], workload: Workload) -> list[Subject]:
@@ -165,7 +165,7 @@ def _living(cache: Cache, rounds: list[list[Tokens]]) -> Callable[[], Round]:
         begin = thread_time_ns()
         for prompt in prompts:
             finish(start(prompt))
-        cost = (thread_time_ns() - begin) / len(prompts) / 1e3
+        cost = ran_ns(begin) / len(prompts) / 1e3
         return Round(cost, cache.num_hit_tokens() - before)
 
     return measure
@@ -194,7 +194,7 @@ class _Decoding:
         begin = thread_time_ns()
         for tokens in steps:
             decode(requests, tokens)
-        cost = (thread_time_ns() - begin) / len(steps) / 1e6
+        cost = ran_ns(begin) / len(steps) / 1e6
         written_before = len(self._written)
         self._written.extend([tokens[0] for tokens in steps])
         hits_before = self._cache.num_hit_tokens()
@@ -212,7 +212,7 @@ def _chatting(
         with settled():
             gross = play(cache, trace, prompts)
             driver = play(EmptyCache(), trace, prompts)
-        return Round(gross - driver, cache.num_hit_tokens())
+        return Round(max(1e-9, gross - driver), cache.num_hit_tokens())
 
     return measure
 
