@@ -4,8 +4,9 @@ A case has one run for each subject. In every round each subject has its turn, a
 goes first each time, and ratios are taken within a round, so that what slows the machine slows
 both. What is read is the time that the thread ran: an allocator waits for nothing, and other
 programs' time is not its own. (That clock loses a millisecond now and then on a busy virtual
-machine; a median does not notice, the lowest round may.) Before the rounds, garbage is collected and what is left is frozen:
-the collector runs as it would in an engine, and does not walk the set-up.
+machine; a median does not notice, the lowest round may.) Before the rounds, garbage is collected
+and what is left is frozen: the collector runs as it would in an engine, and does not walk the
+set-up.
 """
 
 from __future__ import annotations
