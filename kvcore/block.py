@@ -68,8 +68,9 @@ class Node:
         tokens: the block's tokens, packed, and after them the encoded items that reach into it;
             for a root, its namespace, encoded.
         parent: the content before it; None for a root.
-        last_child: the child that was followed or added last, the first to be tried.
-        children: all children by their tokens, once there are two; None before.
+        last_child: the child that was followed or added last, the first to be tried; None if that
+            one is gone, or if there is none at all.
+        children: all children by their tokens, while there are two or more; None otherwise.
         first_copy: the block published first of those that still hold it; None when all are gone.
         last_copy: the block published last of those.
         name: its name for the world outside, once somebody has asked.
@@ -85,6 +86,10 @@ class Node:
         self.first_copy: Block | None = None
         self.last_copy: Block | None = None
         self.name: bytes | None = None
+
+    def has_children(self) -> bool:
+        """Say whether any content follows it. O(1)."""
+        return self.last_child is not None or self.children is not None
 
     def copies(self) -> list[Block]:
         """Return the blocks that hold the content, oldest first. O(copies)."""

@@ -6,8 +6,9 @@ cannot hand one request the KV of another.
 
 Invariants: a node is in the tree while it, or anything below it, has a block. Where attention is
 full, a node without blocks ends a match, because nothing after a gap in the KV can be used; a
-window looks past it. `last_child` is one of the children whenever there is any; `children` exists
-from the second child on. The pool decides on eviction; the tree knows nothing of ref counts.
+window looks past it. `children` exists while there are two or more; `last_child` is then one of
+them or None, and otherwise the only child or None. The pool decides on eviction; the tree knows
+nothing of ref counts.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ class ContentTree:
         block.node = block.prev_copy = block.next_copy = None
         if node.first_copy is None and self._log is not None:
             self._log.removed(node, self._group)
-        if node.first_copy is None and node.last_child is None:
+        if node.first_copy is None and not node.has_children():
             self._prune(node)
 
     def clear(self) -> None:
@@ -153,7 +154,7 @@ class ContentTree:
     @staticmethod
     def _child(node: Node, tokens: bytes) -> Node | None:
         child = node.last_child
-        if child is None or child.tokens == tokens:
+        if child is not None and child.tokens == tokens:
             return child
         return None if node.children is None else node.children.get(tokens)
 
@@ -170,7 +171,7 @@ class ContentTree:
 
     def _prune(self, node: Node) -> None:
         """Take out `node`, and every ancestor that this leaves without blocks and children."""
-        while node.first_copy is None and node.last_child is None:
+        while node.first_copy is None and not node.has_children():
             parent = node.parent
             if parent is None:
                 del self._roots[node.tokens]
@@ -180,12 +181,11 @@ class ContentTree:
                 parent.last_child = None
             else:
                 del siblings[node.tokens]
-                # Insertion order makes the choice the same in every process.
-                heir = next(iter(siblings.values()))
-                if parent.last_child is node:
-                    parent.last_child = heir
                 if len(siblings) == 1:
+                    # The walk past entries that left is paid for by their deletions.
+                    parent.last_child = next(iter(siblings.values()))
                     parent.children = None
-                    parent.last_child = heir
+                elif parent.last_child is node:
+                    parent.last_child = None  # any heir would cost a walk, an eviction each
             node.parent = None
             node = parent

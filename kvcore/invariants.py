@@ -313,13 +313,14 @@ def _check_root(root: Node) -> None:
 def _check_node(node: Node) -> None:
     """Check that a node's links to its children hold, and that it is there for a reason."""
     children, last = node.children, node.last_child
-    if node.first_copy is None and last is None:
+    if node.first_copy is None and not node.has_children():
         _fail("P6", "a node has neither a block nor anything below it")
     if children is None:
         listed: list[tuple[bytes, Node]] = [] if last is None else [(last.tokens, last)]
     else:
         listed = list(children.items())
-        if len(listed) < 2 or last is None or children.get(last.tokens) is not last:
+        strange = last is not None and children.get(last.tokens) is not last
+        if len(listed) < 2 or strange:
             _fail("P6", f"a node with {len(listed)} children has lost track of them")
     for tokens, child in listed:
         if child.parent is not node or child.tokens != tokens:

@@ -32,7 +32,15 @@ KVCORE_LAYERS = (
 MAY_IMPORT = {"kvcore": set(), "backends": set(), "model": {"kvcore", "backends"}}
 
 # The control plane counts Python ints; these must not load a tensor library.
-CONTROL_PLANE = ("kvcore/*.py", "model/request.py", "model/scheduler.py")
+CONTROL_PLANE = (
+    "kvcore/*.py",
+    "model/config.py",
+    "model/errors.py",
+    "model/params.py",
+    "model/request.py",
+    "model/scheduler.py",
+    "model/step.py",
+)
 TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 KVCORE_NEEDS = {"xxhash"}
 

@@ -489,3 +489,31 @@ def test_buffers_too_small_for_a_step_are_untouched():
         kv.write_step([full], tables, slots, row_stride=2)
     assert list(tables) == [-1] * 4
     assert list(slots) == [-1]
+
+
+# Costs.
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_evicting_one_of_many_siblings_does_not_walk_past_those_that_left(newest_first):
+    """Either end of a dictionary whose entries there were deleted is found by a walk."""
+
+    def walks(num_siblings):
+        kv = kvcore.KVCacheManager(num_siblings + 1, 1)
+        seqs = [filled(kv, [token]) for token in range(num_siblings)]
+        for seq in reversed(seqs) if newest_first else seqs:
+            kv.close(seq)
+        (root,) = kv.pool.trees[0].roots()
+        walked = []
+
+        class Watched(dict):
+            def values(self):
+                walked.append(len(self))
+                return super().values()
+
+        root.children = Watched(root.children)
+        kv.pool.take(num_siblings)
+        assert list(kv.pool.trees[0].roots()) == []
+        return len(walked)
+
+    assert walks(50) == walks(400) == 1  # once, when a single sibling is left
