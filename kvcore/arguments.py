@@ -31,5 +31,7 @@ def as_int(name: str, value: object, minimum: int, maximum: int | None = None) -
             ) from None
     if number < minimum or (maximum is not None and number > maximum):
         wanted = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
-        raise InvalidArgumentError(f"{name}: wanted {wanted}, got {number}")
+        # Python refuses to print integers of thousands of digits.
+        came = str(number) if number.bit_length() < 1024 else f"one of {number.bit_length()} bits"
+        raise InvalidArgumentError(f"{name}: wanted {wanted}, got {came}")
     return number

@@ -94,26 +94,40 @@ class ContentTree:
         return found
 
     def attach(
-        self, block: Block, namespace_key: bytes, parent: Node | None, tokens: bytes
-    ) -> Node:
-        """Make `block` a copy of the content `tokens` after `parent` (None: the root). O(1)."""
+        self,
+        blocks: Sequence[Block],
+        namespace_key: bytes,
+        parent: Node | None,
+        contents: Sequence[bytes],
+    ) -> None:
+        """Make each block a copy of its content, one after the other. O(len(blocks)).
+
+        Args:
+            blocks: blocks that hold no content yet.
+            namespace_key: the encoded namespace; read where `parent` is None.
+            parent: the content before the first; None: the root.
+            contents: for each block its tokens, then its encoded items.
+        """
         if parent is None:
             parent = self._roots.get(namespace_key)
             if parent is None:
                 parent = self._roots[namespace_key] = Node(None, namespace_key)
-        node = self._child(parent, tokens)
-        if node is None:
-            node = self._grow(parent, tokens)
-        block.node = node
-        block.prev_copy = node.last_copy
-        if node.last_copy is None:
-            node.first_copy = block
-            if self._log is not None:
-                self._log.stored(node, self._group)
-        else:
-            node.last_copy.next_copy = block
-        node.last_copy = block
-        return node
+        for block, content in zip(blocks, contents, strict=True):
+            node = self._child(parent, content) if parent.has_children() else None
+            if node is None:
+                node = self._grow(parent, content)
+            block.node = node
+            block.group = self._group
+            before = node.last_copy
+            node.last_copy = block
+            if before is None:
+                node.first_copy = block
+                if self._log is not None:
+                    self._log.stored(node, self._group)
+            else:
+                block.prev_copy = before
+                before.next_copy = block
+            parent = node
 
     def detach(self, block: Block) -> None:
         """Forget that `block` holds its content; with the last copy the content is gone.

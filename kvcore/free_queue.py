@@ -18,9 +18,13 @@ from kvcore.errors import BlockStateError
 
 @final
 class FreeQueue:
-    """Free blocks, least recently used first."""
+    """Free blocks, least recently used first.
 
-    __slots__ = ("_head", "_length", "_tail")
+    Attributes:
+        length: how many there are.
+    """
+
+    __slots__ = ("_head", "_tail", "length")
 
     def __init__(self) -> None:
         # Sentinels have neighbours for good, so no operation has an edge case; their id is never
@@ -29,11 +33,11 @@ class FreeQueue:
         self._tail = Block(-2)
         self._head.next_free = self._tail
         self._tail.prev_free = self._head
-        self._length = 0
+        self.length = 0
 
     def __len__(self) -> int:
         """Return how many blocks are free. O(1)."""
-        return self._length
+        return self.length
 
     def __iter__(self) -> Iterator[Block]:
         """Yield the free blocks, the one reused next first. O(len)."""
@@ -84,7 +88,7 @@ class FreeQueue:
         before.next_free = after
         after.prev_free = before
         block.prev_free = block.next_free = None
-        self._length -= 1
+        self.length -= 1
 
     def _insert(self, block: Block, before: Block | None, after: Block | None) -> None:
         if block.prev_free is not None or block.next_free is not None:
@@ -94,4 +98,4 @@ class FreeQueue:
         block.prev_free, block.next_free = before, after
         before.next_free = block
         after.prev_free = block
-        self._length += 1
+        self.length += 1

@@ -50,7 +50,7 @@ class SlidingWindow:
     block_size: int = 0
 
     def __post_init__(self) -> None:
-        as_int("window", self.window, 1)
+        object.__setattr__(self, "window", as_int("window", self.window, 1))
 
     def first_visible(self, position: int) -> int:
         """Return the lowest position that a query at `position` or later can see. O(1)."""
@@ -70,7 +70,7 @@ class ChunkedLocal:
     block_size: int = 0
 
     def __post_init__(self) -> None:
-        as_int("chunk", self.chunk, 1)
+        object.__setattr__(self, "chunk", as_int("chunk", self.chunk, 1))
 
     def first_visible(self, position: int) -> int:
         """Return the lowest position that a query at `position` or later can see. O(1)."""
@@ -98,6 +98,10 @@ def resolve(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[Layer
     if groups is None:
         return (FullAttention(block_size),)
     resolved: list[LayerGroup] = []
+    if not isinstance(groups, Sequence):
+        raise InvalidArgumentError(
+            f"groups: wanted a sequence of layer groups, got {type(groups).__name__}"
+        )
     for group in groups:
         if not isinstance(group, (FullAttention, SlidingWindow, ChunkedLocal)):
             raise InvalidArgumentError(

@@ -68,9 +68,10 @@ class Namespace:
     weight_epoch: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.salt, bytes):
+        # Exact types: a subclass may compare or encode as something it is not.
+        if type(self.salt) is not bytes:
             raise InvalidArgumentError(f"salt: wanted bytes, got {type(self.salt).__name__}")
-        if self.lora_name is not None and not isinstance(self.lora_name, str):
+        if self.lora_name is not None and type(self.lora_name) is not str:
             raise InvalidArgumentError(
                 f"lora_name: wanted str or None, got {type(self.lora_name).__name__}"
             )
@@ -195,10 +196,11 @@ class NameChain:
     ) -> tuple[BlockHash, ...]:
         """Return the names of the first `num_blocks` blocks. O(blocks not named before)."""
         size = self._block_size
-        for index in range(len(self._names), num_blocks):
-            parent = self._names[index - 1] if index else self._root
-            content = block_content(tokens, items, index * size, (index + 1) * size)
-            self._names.append(digest(encode_block(parent, content, size), self.algorithm))
+        first = len(self._names)
+        parent = self._names[-1] if first else self._root
+        for content in block_contents(tokens, items, first, max(first, num_blocks), size):
+            parent = digest(encode_block(parent, content, size), self.algorithm)
+            self._names.append(parent)
         return tuple(self._names[:num_blocks])
 
     def cut(self, num_blocks: int) -> None:
@@ -206,10 +208,17 @@ class NameChain:
         del self._names[num_blocks:]
 
 
-def block_content(tokens: array[int], items: Sequence[Item], start: int, stop: int) -> bytes:
-    """Return what stands at the positions from `start` to `stop - 1`: tokens, then items."""
-    packed = tokens[start:stop].tobytes()
-    return packed + encode_items(items, start, stop) if items else packed
+def block_contents(
+    tokens: array[int], items: Sequence[Item], first: int, stop: int, block_size: int
+) -> list[bytes]:
+    """Return what stands in the blocks from number `first` to `stop - 1`. O(their tokens)."""
+    packed = tokens[first * block_size : stop * block_size].tobytes()
+    width = block_size * BYTES_PER_TOKEN
+    contents = [packed[start : start + width] for start in range(0, len(packed), width)]
+    if items:
+        extra = encode_items(items, first, stop, block_size)
+        return [content + more for content, more in zip(contents, extra, strict=True)]
+    return contents
 
 
 def _field(tag: int, value: bytes) -> bytes:

@@ -18,7 +18,7 @@ from kvcore.block_table import BlockTable
 from kvcore.errors import InvariantError
 from kvcore.events import fold
 from kvcore.groups import first_kept_block
-from kvcore.hashing import block_content
+from kvcore.hashing import block_contents
 from kvcore.manager import KVCacheManager
 from kvcore.sequence import KVSequence
 from kvcore.tokens import BYTES_PER_TOKEN
@@ -113,7 +113,7 @@ def identity(manager: KVCacheManager) -> None:
                 _fail("P10", f"{seq!r}: {table.blocks[place]!r} is not published")
             if above is not None and node.parent is not above:
                 _fail("P10", f"{seq!r}: {table.blocks[place]!r} follows other content")
-            content = block_content(seq.packed, seq.items, end - table.block_size, end)
+            (content,) = block_contents(seq.packed, seq.items, place, place + 1, table.block_size)
             if node.tokens != content or (above is None and not _spells(node, seq, table, end)):
                 _fail("P10", f"{seq!r}: {table.blocks[place]!r} does not hold its tokens")
             above = node
@@ -220,11 +220,13 @@ def copies(node: Node) -> list[Block]:
         InvariantError: P11, the chain of copies is broken.
     """
     found: list[Block] = []
+    seen: set[int] = set()
     block, before = node.first_copy, None
     while block is not None:
-        if block.node is not node or block.prev_copy is not before or block in found:
+        if block.node is not node or block.prev_copy is not before or id(block) in seen:
             _fail("P11", f"{block!r} stands wrong among the copies of its content")
         found.append(block)
+        seen.add(id(block))
         block, before = block.next_copy, block
     if node.last_copy is not before:
         _fail("P11", "the last copy of a content is not the end of its chain")
@@ -296,10 +298,7 @@ def _spells(node: Node, seq: KVSequence, table: BlockTable, num_tokens: int) -> 
     while node.parent is not None:
         pieces.append(node.tokens)
         node = node.parent
-    wanted = [
-        block_content(seq.packed, seq.items, start, start + size)
-        for start in range(0, num_tokens, size)
-    ]
+    wanted = block_contents(seq.packed, seq.items, 0, num_tokens // size, size)
     return node.tokens == seq.namespace_key and pieces[::-1] == wanted
 
 

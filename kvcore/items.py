@@ -39,7 +39,7 @@ class Item:
     mask: bytes | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.content, bytes):
+        if type(self.content) is not bytes:
             raise InvalidArgumentError(f"content: wanted bytes, got {type(self.content).__name__}")
         if not self.content:
             raise InvalidArgumentError("content: wanted at least one byte, got none")
@@ -47,7 +47,7 @@ class Item:
         object.__setattr__(self, "length", as_int("length", self.length, 1, 2**32 - 1))
         if self.mask is None:
             return
-        if not isinstance(self.mask, bytes):
+        if type(self.mask) is not bytes:
             raise InvalidArgumentError(f"mask: wanted bytes, got {type(self.mask).__name__}")
         if len(self.mask) != self.length or set(self.mask) - {0, 1}:
             raise InvalidArgumentError(
@@ -55,22 +55,40 @@ class Item:
             )
 
 
-def check_items(items: Sequence[Item], first: int, num_tokens: int) -> tuple[Item, ...]:
-    """Return items as a tuple if they lie in order, apart, and from `first` to `num_tokens`.
+def as_items(items: Sequence[Item]) -> tuple[Item, ...]:
+    """Return items as a tuple. O(items).
+
+    Raises:
+        InvalidArgumentError: something else than an `Item` is among them. That includes its
+            subclasses, which may mean more than their fields say and would share what they
+            should not.
+    """
+    try:
+        checked = tuple(items)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"items: wanted a sequence of Item, got {type(items).__name__}"
+        ) from None
+    for item in checked:
+        if type(item) is not Item:
+            raise InvalidArgumentError(f"items: wanted Item, got {type(item).__name__}")
+    return checked
+
+
+def check_items(items: tuple[Item, ...], first: int, num_tokens: int) -> tuple[Item, ...]:
+    """Return items if they lie in order, apart, and from `first` to `num_tokens`. O(items).
 
     Raises:
         InvalidArgumentError: they do not.
     """
     for item in items:
-        if not isinstance(item, Item):
-            raise InvalidArgumentError(f"items: wanted Item, got {type(item).__name__}")
         if item.start < first or item.start + item.length > num_tokens:
             raise InvalidArgumentError(
                 f"items: wanted them apart, in order and within positions {first} to "
                 f"{num_tokens - 1}, got one from {item.start} to {item.start + item.length - 1}"
             )
         first = item.start + item.length
-    return tuple(items)
+    return items
 
 
 def cut_items(items: tuple[Item, ...], num_tokens: int) -> tuple[Item, ...]:
@@ -86,23 +104,29 @@ def cut_items(items: tuple[Item, ...], num_tokens: int) -> tuple[Item, ...]:
     return tuple(left)
 
 
-def encode_items(items: Sequence[Item], start: int, stop: int) -> bytes:
-    """Return the canonical bytes of what reaches into the positions from `start` to `stop - 1`.
+def encode_items(items: Sequence[Item], first: int, stop: int, block_size: int) -> list[bytes]:
+    """Return, for the blocks from number `first` to `stop - 1`, what reaches into each.
 
-    Empty where nothing does. For each item, little-endian: the place of its first row in the block
-    (4 bytes), which of its rows that is (8), how many rows (4), whether a mask follows (1), the
-    size of the content (4), the content, the mask's bytes for those rows. O(items).
+    Canonical bytes, empty where nothing does. For each item, little-endian: the place of its first
+    row in the block (4 bytes), which of its rows that is (8), how many rows (4), whether a mask
+    follows (1), the size of the content (4), the content, the mask's bytes for those rows.
+    O(blocks + items + blocks that items reach into).
+
+    Args:
+        items: in order and apart.
+        first: the number of the first block.
+        stop: one past the last.
+        block_size: tokens a block.
     """
-    pieces: list[bytes] = []
+    encoded = [b""] * (stop - first)
     for item in items:
-        first = max(start, item.start)
-        last = min(stop, item.start + item.length)
-        if first < last:
-            row = first - item.start
+        end = item.start + item.length
+        for number in range(max(first, item.start // block_size), min(stop, -(-end // block_size))):
+            begin = number * block_size
+            low, high = max(begin, item.start), min(begin + block_size, end)
+            row = low - item.start
             masked = item.mask is not None
-            head = struct.pack(
-                "<IQIBI", first - start, row, last - first, masked, len(item.content)
-            )
-            mask = b"" if item.mask is None else item.mask[row : row + last - first]
-            pieces += [head, item.content, mask]
-    return b"".join(pieces)
+            head = struct.pack("<IQIBI", low - begin, row, high - low, masked, len(item.content))
+            mask = b"" if item.mask is None else item.mask[row : row + high - low]
+            encoded[number - first] += b"".join((head, item.content, mask))
+    return encoded

@@ -116,9 +116,9 @@ class LeaseBook:
             True if it was active. Late, second and unknown completions return False and change
             nothing.
         """
-        lease = self.active.pop(lease_id, None)
-        if lease is None:
+        if type(lease_id) is not int or lease_id not in self.active:
             return False
+        lease = self.active.pop(lease_id)
         lease.is_active = False
         self._pool.release(lease.blocks)
         return True

@@ -18,7 +18,7 @@ from typing import final
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
-from kvcore.items import Item, check_items, cut_items
+from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
 from kvcore.prefix import (
     advance_to,
@@ -111,7 +111,7 @@ class KVCacheManager(CacheState):
     ) -> Plan:
         """Say what `open` and `reserve` of all the tokens would take; changes nothing.
 
-        O(len(tokens)). Raises like `open`.
+        O(len(tokens) + blocks under leases). Raises like `open`.
         """
         packed, key, checked = self._described(tokens, namespace, items)
         cached = 0
@@ -153,7 +153,10 @@ class KVCacheManager(CacheState):
         return tuple(appended)
 
     def can_reserve(self, seq: KVSequence, num_tokens: int) -> bool:
-        """Say whether `reserve` with the same arguments would succeed now. O(groups)."""
+        """Say whether enough blocks are free for `reserve` with the same arguments. O(groups).
+
+        Raises like `reserve`, but for `OutOfBlocksError`.
+        """
         total = self._room_wanted(seq, num_tokens)
         missing = sum([table.num_missing(total) for table in seq.tables])
         return missing <= self.pool.num_free_blocks
@@ -165,8 +168,8 @@ class KVCacheManager(CacheState):
             InvalidArgumentError: not a token id.
             SequenceTooLongError: the sequence has `max_model_len` tokens already.
         """
-        self._check_open(seq)
         token = as_int("token", token, 0, MAX_TOKEN)
+        self._check_open(seq)
         self._check_length(len(seq.packed) + 1)
         seq.packed.append(token)
 
@@ -176,11 +179,12 @@ class KVCacheManager(CacheState):
         Items lie within the new tokens, at their positions in the whole sequence. Raises like
         `append`, and like `open` for items.
         """
-        self._check_open(seq)
         packed = pack(tokens)
+        given = as_items(items)
+        self._check_open(seq)
         length = len(seq.packed)
         self._check_length(length + len(packed))
-        seq.items += check_items(items, length, length + len(packed))
+        seq.items += check_items(given, length, length + len(packed))
         seq.packed.extend(packed)
 
     def commit(self, seq: KVSequence, num_tokens: int) -> None:
@@ -193,8 +197,9 @@ class KVCacheManager(CacheState):
             InvalidArgumentError: more tokens than the sequence has.
             NotReservedError: more tokens than it has room for.
         """
+        count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        computed = committable(seq, as_int("num_tokens", num_tokens, 0))
+        computed = committable(seq, count)
         advance_to(self.pool, seq, computed)
 
     def reserve_step(
@@ -216,11 +221,12 @@ class KVCacheManager(CacheState):
             InvalidArgumentError: a sequence twice, or not one number for each.
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
-        self._check_step(seqs, num_tokens)
+        counts = [as_int("num_tokens", number, 0) for number in num_tokens]
+        self._check_step(seqs, counts)
         wanted: list[tuple[int, int, int]] = []
         total = 0
         for index, seq in enumerate(seqs):
-            room = self._room_wanted(seq, num_tokens[index])
+            room = self._room_wanted(seq, counts[index])
             for group, table in enumerate(seq.tables):
                 count = table.num_missing(room)
                 if count:
@@ -243,11 +249,9 @@ class KVCacheManager(CacheState):
 
         All or none; otherwise as `commit` for each in turn, and with its errors.
         """
-        self._check_step(seqs, num_tokens)
-        computed = [
-            committable(seq, as_int("num_tokens", count, 0))
-            for seq, count in zip(seqs, num_tokens, strict=True)
-        ]
+        counts = [as_int("num_tokens", number, 0) for number in num_tokens]
+        self._check_step(seqs, counts)
+        computed = [committable(seq, count) for seq, count in zip(seqs, counts, strict=True)]
         for seq, target in zip(seqs, computed, strict=True):
             advance_to(self.pool, seq, target)
 
@@ -263,8 +267,9 @@ class KVCacheManager(CacheState):
         Raises:
             InvalidArgumentError: more tokens than the sequence has.
         """
+        count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        count = as_int("num_tokens", num_tokens, 0, len(seq.packed))
+        count = as_int("num_tokens", count, 0, len(seq.packed))
         computed = computed_after_cut(seq, count)
         kept = count if computed == min(count, seq.num_computed_tokens) else computed
         release_from(self.pool, seq, kept)
@@ -320,8 +325,8 @@ class KVCacheManager(CacheState):
         Raises:
             InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
         """
-        self._check_open(seq)
         count = None if num_tokens is None else as_int("num_tokens", num_tokens, 0)
+        self._check_open(seq)
         return self.leases.begin(blocks_tail_first(seq, count), kind, owner, max_steps)
 
     def advance(self, num_steps: int = 1) -> tuple[Lease, ...]:
@@ -348,8 +353,9 @@ class KVCacheManager(CacheState):
         Raises:
             InvalidArgumentError: more tokens than are computed.
         """
+        count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        count = as_int("num_tokens", num_tokens, 0, seq.num_computed_tokens)
+        count = as_int("num_tokens", count, 0, seq.num_computed_tokens)
         return distrust_from(self.pool, seq, count, list(self.sequences.values()))
 
     def close(self, seq: KVSequence) -> None:
@@ -380,7 +386,9 @@ class KVCacheManager(CacheState):
         return ResetReport(forgotten, self.pool.num_used_blocks, len(self.sequences))
 
     def _room_wanted(self, seq: KVSequence, num_tokens: int) -> int:
+        # Arguments first: what an `__index__` does must not come between a check and its use.
+        count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        total = seq.num_computed_tokens + as_int("num_tokens", num_tokens, 0)
+        total = seq.num_computed_tokens + count
         self._check_length(total)
         return total

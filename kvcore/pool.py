@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 from kvcore.arguments import as_int
-from kvcore.block import NULL_BLOCK, Block, BlockId
+from kvcore.block import NULL_BLOCK, Block, BlockId, Node
 from kvcore.content_tree import ContentTree
 from kvcore.errors import (
     BlockStateError,
@@ -43,14 +43,16 @@ class BlockPool:
 
     Attributes:
         blocks: every block, by id.
-        free_queue: the free ones, the one reused next first.
-        shelf: the free ones that are to be kept longer, reused after those.
+        empty_blocks: the free ones without content, the one reused next last: they go first. Their
+            `next_free` is themselves, which says that they are free.
+        free_queue: the free ones with content, the one reused next first.
+        shelf: the free ones that are to be kept longer, reused after all others.
         trees: the published content of each layer group.
         lifetimes: how long blocks live, lie idle and wait; None: nobody wants to know.
         step: the time that deadlines speak of, as the caller counts it.
         num_evicted_blocks: blocks that lost published content when they were reused, ever.
         num_allocated_blocks: blocks handed out by `take`, ever.
-        peak_used_blocks: the most that were held at once.
+        least_free_blocks: the fewest that were free at once.
 
     Raises:
         InvalidArgumentError: a size out of range.
@@ -60,11 +62,12 @@ class BlockPool:
         "_log",
         "block_sizes",
         "blocks",
+        "empty_blocks",
         "free_queue",
+        "least_free_blocks",
         "lifetimes",
         "num_allocated_blocks",
         "num_evicted_blocks",
-        "peak_used_blocks",
         "shelf",
         "step",
         "trees",
@@ -76,8 +79,9 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free_queue = FreeQueue()
         self.shelf = RetentionShelf()
-        for block in self.blocks[1:]:
-            self.free_queue.push_back(block)
+        self.empty_blocks = self.blocks[:0:-1]
+        for block in self.empty_blocks:
+            block.next_free = block
         self.trees = tuple(
             [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
         )
@@ -86,7 +90,7 @@ class BlockPool:
         self.step = 0
         self.num_evicted_blocks = 0
         self.num_allocated_blocks = 0
-        self.peak_used_blocks = 0
+        self.least_free_blocks = len(self.empty_blocks)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -96,7 +100,7 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """How many blocks `take` could hand out now. O(1)."""
-        return len(self.free_queue) + self.shelf.num_free
+        return len(self.empty_blocks) + self.free_queue.length + self.shelf.num_free
 
     @property
     def num_used_blocks(self) -> int:
@@ -105,8 +109,14 @@ class BlockPool:
 
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks in the order of their reuse. O(num_free_blocks)."""
+        yield from reversed(self.empty_blocks)
         yield from self.free_queue
         yield from self.shelf
+
+    @property
+    def peak_used_blocks(self) -> int:
+        """The most blocks that were held at once. O(1)."""
+        return len(self.blocks) - 1 - self.least_free_blocks
 
     def block(self, block_id: BlockId) -> Block:
         """Return the block of an id that can be owned. O(1).
@@ -128,21 +138,28 @@ class BlockPool:
             InvalidArgumentError: a negative number.
         """
         count = as_int("num_blocks", num_blocks, 0)
-        if count > self.num_free_blocks:
-            raise OutOfBlocksError(count, self.num_free_blocks)
-        taken = []
-        queue = self.free_queue
-        for _ in range(count):
-            block = queue.pop_front() if len(queue) else self.shelf.pop()
-            if block.node is not None:
-                self.trees[block.group].detach(block)
-                self.num_evicted_blocks += 1
-                if self.lifetimes is not None:
-                    self.lifetimes.evicted(block.block_id, self.step)
+        empty = self.empty_blocks
+        left = len(empty) + self.free_queue.length + self.shelf.num_free - count
+        if left < 0:
+            raise OutOfBlocksError(count, left + count)
+        # Slices of a list move many blocks at the price of one.
+        split = max(0, len(empty) - count)
+        taken = empty[split:]
+        del empty[split:]
+        taken.reverse()
+        for block in taken:
+            block.next_free = None
+            block.ref_count = 1
+        for _ in range(count - len(taken)):
+            block = self.free_queue.pop_front() if self.free_queue.length else self.shelf.pop()
+            self.trees[block.group].detach(block)
+            self.num_evicted_blocks += 1
+            if self.lifetimes is not None:
+                self.lifetimes.evicted(block.block_id, self.step)
             block.ref_count = 1
             taken.append(block)
         self.num_allocated_blocks += count
-        self._note_peak()
+        self.least_free_blocks = min(self.least_free_blocks, left)
         return taken
 
     def hold(self, blocks: Sequence[Block]) -> None:
@@ -157,12 +174,13 @@ class BlockPool:
             if block.ref_count == 0 and block.node is None:
                 raise BlockStateError(f"hold: wanted a held or published block, got {block!r}")
         for block in blocks:
-            if block.ref_count == 0 and not (self.shelf.num_free and self.shelf.remove(block)):
-                self.free_queue.remove(block)
-            if block.ref_count == 0 and self.lifetimes is not None:
-                self.lifetimes.revived(block.block_id, self.step)
+            if block.ref_count == 0:
+                if not (self.shelf.num_free and self.shelf.remove(block)):
+                    self.free_queue.remove(block)
+                if self.lifetimes is not None:
+                    self.lifetimes.revived(block.block_id, self.step)
             block.ref_count += 1
-        self._note_peak()
+        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
@@ -184,7 +202,8 @@ class BlockPool:
             # A block named twice was freed at its first place.
             if block.ref_count == 0 and block.next_free is None:
                 if block.node is None:
-                    self.free_queue.push_front(block)
+                    block.next_free = block
+                    self.empty_blocks.append(block)
                     continue
                 if self.lifetimes is not None:
                     self.lifetimes.freed(block.block_id, self.step)
@@ -219,40 +238,40 @@ class BlockPool:
 
     def publish(
         self,
-        block: Block,
+        blocks: Sequence[Block],
         namespace_key: bytes,
         parent: Block | None,
-        tokens: bytes,
+        contents: Sequence[bytes],
         group: int = 0,
     ) -> None:
-        """Let others hit `block`: it holds `tokens` after the content of `parent`. O(1).
+        """Let others hit a run of blocks: each holds its content after that of the one before.
+
+        O(len(blocks)).
 
         Args:
-            block: a held block, all of whose tokens are written.
+            blocks: held blocks, all of whose tokens are written, each once.
             namespace_key: the encoded namespace; read where `parent` is None.
-            parent: a published block that holds what comes before; None for the first block.
-            tokens: the block's tokens, packed: block_size * 4 bytes; then its encoded items.
-            group: the layer group that the block belongs to.
+            parent: a published block that holds what comes before; None at the beginning.
+            contents: for each its tokens, packed: block_size * 4 bytes; then its encoded items.
+            group: the layer group that the blocks belong to.
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
-            BlockStateError: `block` is free or published already, or `parent` is not published
-                for the same group.
-            InvalidArgumentError: not a whole block of tokens.
+            BlockStateError: a block is free, published already or named twice, or `parent` is not
+                published for the same group.
+            InvalidArgumentError: not a whole block of tokens, or not one content for each block.
         """
-        self._check_own((block,) if parent is None else (block, parent))
-        if block.ref_count == 0 or block.node is not None:
-            raise BlockStateError(f"publish: wanted a held, unpublished block, got {block!r}")
-        if parent is not None and (parent.node is None or parent.group != group):
-            raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
-        wanted = self.block_sizes[group] * BYTES_PER_TOKEN
-        if len(tokens) < wanted:
-            raise InvalidArgumentError(f"tokens: wanted {wanted} bytes, got {len(tokens)}")
-        block.group = group
-        above = None if parent is None else parent.node
-        self.trees[group].attach(block, namespace_key, above, tokens)
+        self._check_unpublished(blocks, contents, self.block_sizes[group] * BYTES_PER_TOKEN)
+        above: Node | None = None
+        if parent is not None:
+            self._check_own((parent,))
+            above = parent.node
+            if above is None or parent.group != group:
+                raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
+        self.trees[group].attach(blocks, namespace_key, above, contents)
         if self.lifetimes is not None:
-            self.lifetimes.published(block.block_id, self.step)
+            for block in blocks:
+                self.lifetimes.published(block.block_id, self.step)
 
     def forget(self, block: Block) -> None:
         """Take a block's content from it: it is wrong. A free one is reused first now. O(1)."""
@@ -262,7 +281,8 @@ class BlockPool:
         if block.next_free is not None:
             if not self.shelf.remove(block):
                 self.free_queue.remove(block)
-            self.free_queue.push_front(block)
+            block.next_free = block
+            self.empty_blocks.append(block)
         self.shelf.drop(block)
 
     def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
@@ -289,6 +309,12 @@ class BlockPool:
         Held blocks stay held; free ones stay free, in the order of their reuse, or by id if
         `canonical_order` is asked for.
         """
+        free = list(self.free_blocks())
+        if canonical_order:
+            free.sort(key=lambda block: block.block_id)
+        for block in list(self.free_queue):
+            self.free_queue.remove(block)
+        self.shelf.expire(FOREVER)
         count = 0
         for block in self.blocks:
             if block.node is not None:
@@ -296,16 +322,29 @@ class BlockPool:
                 block.node = block.prev_copy = block.next_copy = None
         for tree in self.trees:
             tree.clear()
-        for block in self.shelf.expire(FOREVER):
-            self.free_queue.push_back(block)
+        for block in free:
+            block.next_free = block
+        self.empty_blocks = free[::-1]
         if self._log is not None:
             self._log.cleared()
-        if canonical_order:
-            free = sorted(self.free_queue, key=lambda block: block.block_id)
-            for block in free:
-                self.free_queue.remove(block)
-                self.free_queue.push_back(block)
         return count
+
+    def _check_unpublished(
+        self, blocks: Sequence[Block], contents: Sequence[bytes], width: int
+    ) -> None:
+        self._check_own(blocks)
+        if len(blocks) != len(contents):
+            raise InvalidArgumentError(
+                f"contents: wanted one for each of {len(blocks)} blocks, got {len(contents)}"
+            )
+        for block in blocks:
+            if block.ref_count == 0 or block.node is not None:
+                raise BlockStateError(f"publish: wanted a held, unpublished block, got {block!r}")
+        if len(blocks) > 1 and len(set(blocks)) != len(blocks):
+            raise BlockStateError("publish: wanted each block once")
+        for content in contents:
+            if len(content) < width:
+                raise InvalidArgumentError(f"contents: wanted {width} bytes, got {len(content)}")
 
     def _check_own(self, blocks: Iterable[Block]) -> None:
         everything = self.blocks
@@ -313,7 +352,3 @@ class BlockPool:
             block_id = block.block_id
             if not NULL_BLOCK < block_id < len(everything) or everything[block_id] is not block:
                 raise ForeignBlockError(f"wanted a block of this pool, got {block!r}")
-
-    def _note_peak(self) -> None:
-        used = self.num_used_blocks
-        self.peak_used_blocks = max(self.peak_used_blocks, used)

@@ -14,8 +14,8 @@ from math import lcm
 from kvcore.block import Block
 from kvcore.errors import InvalidArgumentError, NotReservedError
 from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_servable
-from kvcore.hashing import block_content
-from kvcore.items import Item, encode_items
+from kvcore.hashing import block_contents
+from kvcore.items import Item, cut_items, encode_items
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder
 from kvcore.retention import wishes_for
@@ -83,20 +83,23 @@ def advance_to(pool: BlockPool, seq: KVSequence, computed: int) -> None:
 
     O(blocks filled and given back).
     """
+    kept_blocks = [first_kept_block(t.group, t.block_size, computed) for t in seq.tables]
     seq.num_computed_tokens = computed
     for number, table in enumerate(seq.tables):
         size = table.block_size
-        if seq.namespace_key is not None:
-            for index in range(table.num_published, computed // size):
-                parent = table.blocks[index - 1] if index else None
-                content = block_content(seq.packed, seq.items, index * size, (index + 1) * size)
-                pool.publish(table.blocks[index], seq.namespace_key, parent, content, number)
-                table.num_published = index + 1
-                if seq.wishes:
-                    keep(pool, seq, table.blocks[index], index * size)
-        kept = first_kept_block(table.group, size, computed)
-        if kept > table.num_null:
-            pool.release(table.forget(pool.blocks[0], kept))
+        full = computed // size
+        if full > table.num_published and seq.namespace_key is not None:
+            first = table.num_published
+            blocks = table.blocks[first:full]
+            parent = table.blocks[first - 1] if first else None
+            contents = block_contents(seq.packed, seq.items, first, full, size)
+            pool.publish(blocks, seq.namespace_key, parent, contents, number)
+            table.num_published = full
+            if seq.wishes:
+                for index, block in enumerate(blocks, first):
+                    keep(pool, seq, block, index * size)
+        if kept_blocks[number] > table.num_null:
+            pool.release(table.forget(pool.blocks[0], kept_blocks[number]))
 
 
 def keep(pool: BlockPool, seq: KVSequence, block: Block, start: int) -> None:
@@ -108,11 +111,7 @@ def keep(pool: BlockPool, seq: KVSequence, block: Block, start: int) -> None:
 
 def _items_by_block(items: Sequence[Item], size: int, num_tokens: int) -> list[bytes] | None:
     """Return the encoded items of every whole block, None if there are no items at all."""
-    if not items:
-        return None
-    return [
-        encode_items(items, start, start + size) for start in range(0, num_tokens - size + 1, size)
-    ]
+    return encode_items(items, 0, num_tokens // size, size) if items else None
 
 
 def share_computed(
@@ -173,24 +172,19 @@ def distrust_from(
 ) -> tuple[KVSequence, ...]:
     """Take back what a sequence says it computed after `num_tokens` tokens, from everybody.
 
-    Distrusted are its own blocks from there on, and every published block that spells the same
-    prefix further: which of those were computed on top of the bad ones nobody knows any more.
-    Sequences that have one are set back. O(all blocks of the sequences and of the content below).
+    Distrusted is every sequence that has the same tokens so far and one more: it may have hit the
+    bad blocks, or be a fork with a copy of a half-full one. So are their blocks from there on, and
+    every published block that spells one of their prefixes further: which of those were computed
+    on top of bad ones nobody knows any more.
+    O(all tokens and blocks of the sequences and of the content below).
 
     Returns:
         The sequences that were set back.
     """
-    doubtful: list[Block] = []
-    for table in seq.tables:
-        first = num_tokens // table.block_size
-        present = max(first, table.num_null)
-        doubtful += table.blocks[present : -(-seq.num_computed_tokens // table.block_size)]
-        node = table.blocks[present].node if present < table.num_published else None
-        for _ in range(present - first):  # up to the first that is gone from the table
-            node = None if node is None else node.parent
-        if node is not None:
-            for below in [node, *node.descendants()]:
-                doubtful += below.copies()
+    suspects = [seq]
+    if num_tokens < seq.num_computed_tokens:
+        suspects = [other for other in sequences if _agree(seq, other, num_tokens + 1)]
+    doubtful = [block for suspect in suspects for block in _doubtful(suspect, num_tokens)]
     numbers: set[int] = {block.block_id for block in doubtful}
     for number in sorted(numbers):
         pool.forget(pool.blocks[number])
@@ -198,6 +192,32 @@ def distrust_from(
     for other in set_back:
         _compute_again(pool, other, numbers)
     return tuple(set_back)
+
+
+def _agree(one: KVSequence, other: KVSequence, num_tokens: int) -> bool:
+    """Say whether two sequences have computed the same first tokens for the same namespace."""
+    return (
+        other.num_computed_tokens >= num_tokens
+        and other.namespace_key == one.namespace_key
+        and other.packed[:num_tokens] == one.packed[:num_tokens]
+        and cut_items(other.items, num_tokens) == cut_items(one.items, num_tokens)
+    )
+
+
+def _doubtful(seq: KVSequence, num_tokens: int) -> list[Block]:
+    """Return a sequence's blocks from `num_tokens` on, and all that spell its prefix further."""
+    found: list[Block] = []
+    for table in seq.tables:
+        first = num_tokens // table.block_size
+        present = max(first, table.num_null)
+        found += table.blocks[present : -(-seq.num_computed_tokens // table.block_size)]
+        node = table.blocks[present].node if present < table.num_published else None
+        for _ in range(present - first):  # up to the first that is gone from the table
+            node = None if node is None else node.parent
+        if node is not None:
+            for below in [node, *node.descendants()]:
+                found += below.copies()
+    return found
 
 
 def _has_any(seq: KVSequence, numbers: set[int]) -> bool:

@@ -45,11 +45,12 @@ class Retention:
     max_steps: int | None = None
 
     def __post_init__(self) -> None:
-        as_int("start", self.start, 0)
-        as_int("stop", self.stop, self.start + 1)
-        as_int("priority", self.priority, 1, 2**31 - 1)
+        start = as_int("start", self.start, 0)
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "stop", as_int("stop", self.stop, start + 1))
+        object.__setattr__(self, "priority", as_int("priority", self.priority, 1, 2**31 - 1))
         if self.max_steps is not None:
-            as_int("max_steps", self.max_steps, 1)
+            object.__setattr__(self, "max_steps", as_int("max_steps", self.max_steps, 1, 2**62))
 
 
 def check_wishes(wishes: Sequence[Retention]) -> tuple[Retention, ...]:
@@ -58,10 +59,16 @@ def check_wishes(wishes: Sequence[Retention]) -> tuple[Retention, ...]:
     Raises:
         InvalidArgumentError: something else than a `Retention` is among them.
     """
-    for wish in wishes:
-        if not isinstance(wish, Retention):
+    try:
+        checked = tuple(wishes)
+    except TypeError:
+        raise InvalidArgumentError(
+            f"retain: wanted a sequence of Retention, got {type(wishes).__name__}"
+        ) from None
+    for wish in checked:
+        if type(wish) is not Retention:
             raise InvalidArgumentError(f"retain: wanted Retention, got {type(wish).__name__}")
-    return tuple(wishes)
+    return checked
 
 
 Wish = tuple[int, int]

@@ -19,7 +19,7 @@ from kvcore.errors import (
 from kvcore.events import EventLog, Snapshot
 from kvcore.groups import LayerGroup, resolve
 from kvcore.hashing import NameAlgorithm, Namespace, encode_namespace
-from kvcore.items import Item, check_items
+from kvcore.items import Item, as_items, check_items
 from kvcore.leases import LeaseBook
 from kvcore.lifetimes import LifetimeRecorder
 from kvcore.pool import BlockPool
@@ -183,7 +183,8 @@ class CacheState:
         self, tokens: Tokens, namespace: Namespace | None, items: Sequence[Item]
     ) -> tuple[array[int], bytes | None, tuple[Item, ...]]:
         """Check what `open` and `plan` are given; return tokens, the namespace's key, items."""
-        if namespace is not None and not isinstance(namespace, Namespace):
+        # A subclass may mean more than its fields say, and would share what it should not.
+        if namespace is not None and type(namespace) is not Namespace:
             raise InvalidArgumentError(
                 f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
             )
@@ -194,7 +195,7 @@ class CacheState:
         key = None
         if self.enable_caching and namespace is not None:
             key = encode_namespace(namespace)
-        return packed, key, check_items(items, 0, len(packed)) if items else ()
+        return packed, key, check_items(as_items(items), 0, len(packed))
 
     def _new_sequence(
         self, packed: array[int], key: bytes | None, items: tuple[Item, ...]
@@ -210,8 +211,8 @@ class CacheState:
             raise InvalidArgumentError(f"seq: wanted a KVSequence, got {type(seq).__name__}")
         if seq.owner is not self:
             raise ForeignSequenceError(f"seq: {seq!r} was opened by another manager")
-        if not seq.is_open:
-            raise StaleSequenceError(f"seq: {seq!r} is closed")
+        if self.sequences.get(seq.seq_id) is not seq:
+            raise StaleSequenceError(f"seq: {seq!r} is closed, or a copy")
 
     def _check_length(self, num_tokens: int) -> None:
         if self.max_model_len is not None and num_tokens > self.max_model_len:

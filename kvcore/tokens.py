@@ -45,12 +45,12 @@ def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
         if view is not None:
             packed.frombytes(view.tobytes())
         else:
-            packed.extend(tokens)
+            packed.extend(iter(tokens))  # an array of another type is a sequence of ints too
     except OverflowError:
         raise InvalidArgumentError(
             f"{name}: wanted token ids in [0, 2**32), got one outside"
         ) from None
-    except TypeError:
+    except (TypeError, ValueError):
         raise InvalidArgumentError(f"{name}: wanted integer token ids, got another type") from None
     return packed
 

@@ -188,10 +188,10 @@ class PoolMachine(RuleBasedStateMachine):
                 "P3",
                 kvcore.BlockStateError,
                 self.view,
-                lambda: self.pool.publish(block, namespace, parent, packed),
+                lambda: self.pool.publish([block], namespace, parent, [packed]),
             )
             return
-        self.pool.publish(block, namespace, parent, packed)
+        self.pool.publish([block], namespace, parent, [packed])
         self.naive.publish(block_id, (above[0], (*above[1], token)))
 
     @rule(data=st.data(), token=st.integers(0, 1), deeper=st.booleans())
@@ -681,13 +681,20 @@ class ManagerMachine(RuleBasedStateMachine):
         for number, table in enumerate(real.tables):
             first = max(kept, table.num_null * table.block_size)
             for position in range(first, naive.computed):
-                self.memory[self.place(real, number, position)] = ("never arrived",)
+                self.spoil(number, tuple(naive.tokens[: position + 1]), self.origin(naive))
         hit = [other.seq_id for other in self.kv.fail_load(real, kept)]
         wanted = self.naive.fail_load(naive, kept, [other for _, other, _ in self.live])
         expect("P9", hit, [o.seq_id for o, n, _ in self.live if n in wanted], "who is set back")
         for _, other, told in self.live:
             for mine, table in zip(told, other.tables, strict=True):
                 del mine[len(table.entries) :]
+
+    def spoil(self, number, prefix, origin):
+        """This KV never arrived, wherever it was copied to, and nothing built on it is right."""
+        for place, content in self.memory.items():
+            mine = content[0] == number and content[2:] == (origin,)
+            if mine and content[1][: len(prefix)] == prefix:
+                self.memory[place] = ("never arrived",)
 
     @rule(target=sequences, entry=sequences, keep=st.integers(0, 9), token=st.integers(0, 2))
     def diverge(self, entry, keep, token):

@@ -347,16 +347,12 @@ class NaiveManager:
 
     def fail_load(self, seq, num_tokens, sequences):
         """Nobody trusts a block that spells this prefix further than `num_tokens`."""
+        end = num_tokens + 1
         doubtful = set()
-        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
-            size = group[2]
-            first = num_tokens // size
-            doubtful |= set(table.entries[first : self.blocks_for(seq.computed, size)]) - {0}
-            if first < table.published:
-                start = (number, seq.namespace, tuple(seq.tokens[: (first + 1) * size]))
-                for (where, whose, prefix), block_id in self.pool.published:
-                    if (where, whose, prefix[: len(start[2])]) == start:
-                        doubtful.add(block_id)
+        for suspect in sequences if num_tokens < seq.computed else [seq]:
+            same = suspect.namespace == seq.namespace and suspect.tokens[:end] == seq.tokens[:end]
+            if suspect is seq or (same and suspect.computed >= end):
+                doubtful |= self.beyond(suspect, num_tokens)
         for block_id in sorted(doubtful):
             if self.pool.content_of(block_id) is not None:
                 self.pool.lose_content(block_id)
@@ -364,6 +360,20 @@ class NaiveManager:
                     self.pool.take_out(block_id)
                     self.pool.free.insert(0, block_id)
         return [other for other in sequences if self.set_back(other, doubtful)]
+
+    def beyond(self, seq, num_tokens):
+        """A sequence's blocks from `num_tokens` on, and all that spell its prefix further."""
+        found = set()
+        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            size = group[2]
+            first = num_tokens // size
+            found |= set(table.entries[first : self.blocks_for(seq.computed, size)]) - {0}
+            if first < table.published:
+                start = (number, seq.namespace, tuple(seq.tokens[: (first + 1) * size]))
+                for (where, whose, prefix), block_id in self.pool.published:
+                    if (where, whose, prefix[: len(start[2])]) == start:
+                        found.add(block_id)
+        return found
 
     def set_back(self, seq, doubtful):
         starts = [

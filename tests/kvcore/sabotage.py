@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import kvcore
+from kvcore import prefix
 from kvcore.content_tree import ContentTree
 from kvcore.groups import first_kept_block
 from kvcore.items import cut_items
@@ -69,7 +70,7 @@ def in_manager(*properties, layouts=("full",)):
 class queue_counts_wrong_after_removal(kvcore.FreeQueue):  # vLLM #14283, PR #24228
     def remove(self, block):
         super().remove(block)
-        self._length += 1
+        self.length += 1
 
 
 @sabotage(machines.FreeQueueMachine, "P1", "P3")
@@ -124,7 +125,8 @@ class pool_frees_a_block_named_twice_twice(kvcore.BlockPool):  # vLLM #42571
         for block in blocks:
             block.ref_count -= 1
             if block.ref_count <= 0 and block.next_free is None:
-                self.free_queue.push_back(block)
+                block.next_free = block
+                self.empty_blocks.append(block)
 
 
 @sabotage(machines.PoolMachine, "P4")
@@ -168,7 +170,7 @@ class pool_revives_without_leaving_the_queue(kvcore.BlockPool):  # vLLM R2
 @sabotage(machines.PoolMachine, "P6", "P7", "P11")
 class pool_forgets_all_copies_with_the_first(kvcore.BlockPool):  # vLLM R5
     def take(self, num_blocks):
-        nodes = [block.node for block in self.free_queue][:num_blocks]
+        nodes = [block.node for block in self.free_blocks()][:num_blocks]
         taken = super().take(num_blocks)
         for node in nodes:
             while node is not None and node.first_copy is not None:
@@ -176,15 +178,17 @@ class pool_forgets_all_copies_with_the_first(kvcore.BlockPool):  # vLLM R5
         return taken
 
 
-@sabotage(machines.PoolMachine, "P6", "P7", "P11")
+class NoTree(ContentTree):
+    def detach(self, block):
+        pass
+
+
+@sabotage(machines.PoolMachine, "P6", "P7", "P11", "P4")
 class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):  # nano-vllm #163, kvcached #362
     def take(self, num_blocks):
-        contents = [(block, block.node) for block in self.free_queue]
-        for block, _ in contents:
-            block.node = None
+        trees, self.trees = self.trees, (NoTree(1),)
         taken = super().take(num_blocks)
-        for block, node in contents:
-            block.node = node
+        self.trees = trees
         return taken
 
 
@@ -195,13 +199,13 @@ class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):  # nano-vllm #
 class manager_hands_out_the_null_block(kvcore.BlockPool):  # vLLM PR #19330
     def __init__(self, num_blocks, *block_sizes, log=None):
         super().__init__(num_blocks, *block_sizes, log=log)
-        self.free_queue.push_front(self.blocks[0])
+        self.empty_blocks.append(self.blocks[0])
 
 
 @in_manager("P7", "P10", "P6")
 class manager_finds_what_was_evicted(kvcore.BlockPool):  # vLLM PR #4764
     def take(self, num_blocks):
-        stale = [(block, block.node) for block in self.free_queue][:num_blocks]
+        stale = [(block, block.node) for block in self.free_blocks()][:num_blocks]
         taken = super().take(num_blocks)
         for block, node in stale:
             if node is not None:
@@ -462,6 +466,20 @@ class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):  # vLLM PR #19330
         return distrust_from(self.pool, seq, num_tokens, [seq])
 
 
+@sabotage(machines.ManagerMachine, "P7", "P9", "P14")
+class loads_fail_without_the_copies_of_forks(kvcore.KVCacheManager):
+    def fail_load(self, seq, num_tokens):
+        if not 0 <= num_tokens <= seq.num_computed_tokens:
+            return super().fail_load(seq, num_tokens)
+        numbers = {block.block_id for block in prefix._doubtful(seq, num_tokens)}
+        for number in sorted(numbers):
+            self.pool.forget(self.pool.blocks[number])
+        hit = [other for other in self.sequences.values() if prefix._has_any(other, numbers)]
+        for other in hit:
+            prefix._compute_again(self.pool, other, numbers)
+        return tuple(hit)
+
+
 # Retention.
 
 
@@ -565,7 +583,7 @@ for log, name in (
 @in_manager("P21")
 class events_remove_with_the_first_copy(kvcore.BlockPool):  # vLLM R5
     def take(self, num_blocks):
-        for block in list(self.free_queue)[:num_blocks]:
+        for block in list(self.free_blocks())[:num_blocks]:
             if self._log is not None and block.node is not None and len(block.node.copies()) > 1:
                 self._log.removed(block.node, block.group)
         return super().take(num_blocks)

@@ -54,7 +54,7 @@ def test_a_window_serves_a_prefix_with_its_last_blocks_and_none_without_them():
     groups = [kvcore.FullAttention(), kvcore.SlidingWindow(window=4)]
     kv = kvcore.KVCacheManager(9, 4, groups=groups)
     kv.close(filled(kv, range(8)))
-    assert [block.block_id for block in kv.pool.free_queue] == [5, 6, 7, 8, 3, 4, 2, 1]
+    assert [block.block_id for block in kv.pool.free_blocks()] == [5, 6, 7, 8, 3, 4, 2, 1]
     kv.pool.take(5)  # block 3, the window's first, is gone
     assert kv.plan([*range(8), 9]).num_cached_tokens == 8
     kv.pool.take(1)  # and now block 4, its last
@@ -227,7 +227,7 @@ def test_what_was_kept_for_some_steps_is_ordinary_after_them():
     assert [block.block_id for block in kv.pool.shelf] == [1]
     kv.advance()
     assert [block.block_id for block in kv.pool.shelf] == []
-    assert [block.block_id for block in kv.pool.free_queue][-1] == 1
+    assert [block.block_id for block in kv.pool.free_blocks()][-1] == 1
     kvcore.check(kv)
 
 
@@ -250,7 +250,7 @@ def test_a_pin_keeps_a_prefix_out_of_the_free_blocks():
     kv.pool.take(4)
     assert kv.plan([1, 2, 9]).num_cached_tokens == 2
     assert pin.end() is True
-    assert [block.block_id for block in kv.pool.free_queue] == [1]
+    assert [block.block_id for block in kv.pool.free_blocks()] == [1]
 
 
 @pytest.mark.parametrize(
@@ -337,9 +337,9 @@ def test_a_reset_can_put_the_free_blocks_in_the_order_of_a_new_pool():
     kv = kvcore.KVCacheManager(6, 2)
     for seq in [filled(kv, [1, 2, 3]), filled(kv, [4, 5, 6])]:
         kv.close(seq)
-    assert [block.block_id for block in kv.pool.free_queue] != [1, 2, 3, 4, 5]
+    assert [block.block_id for block in kv.pool.free_blocks()] != [1, 2, 3, 4, 5]
     kv.reset(canonical_order=True)
-    assert [block.block_id for block in kv.pool.free_queue] == [1, 2, 3, 4, 5]
+    assert [block.block_id for block in kv.pool.free_blocks()] == [1, 2, 3, 4, 5]
 
 
 # Items.

@@ -163,7 +163,7 @@ for name in (None, "adapter"):
     kv.reserve(seq, 9), kv.commit(seq, 9)
     print(seq.block_table, [name.hex() for name in seq.block_names("sha256")])
     kv.close(seq)
-print([block.block_id for block in kv.pool.free_queue])
+print([block.block_id for block in kv.pool.free_blocks()])
 """
 
 

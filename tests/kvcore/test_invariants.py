@@ -45,12 +45,13 @@ def swap_children(kv):
 
 def publish_a_stranger(kv):
     stranger = kvcore.Block(3)
-    kv.pool.trees[0].attach(stranger, kv.sequences[0].namespace_key, None, bytes(8))
+    kv.pool.trees[0].attach([stranger], kv.sequences[0].namespace_key, None, [bytes(8)])
 
 
 def attach_an_empty_node(kv):
     block = kvcore.Block(3)
-    kv.pool.trees[0].attach(block, kv.sequences[0].namespace_key, None, bytes(8)).first_copy = None
+    kv.pool.trees[0].attach([block], kv.sequences[0].namespace_key, None, [bytes(8)])
+    block.node.first_copy = None
 
 
 def drop_the_null_blocks_guard(kv):
@@ -125,7 +126,7 @@ DAMAGE = [
     (close_the_queue_to_a_circle, "P1"),
     (queue_a_stranger, "P1"),
     (drop_the_null_blocks_guard, "P1"),
-    (set_on(queue, "_length", lambda n: n + 1), "P1"),
+    (set_on(queue, "length", lambda n: n + 1), "P1"),
     (set_on(held_block, "block_id", lambda n: n + 1), "P1"),
     (set_on(held_block, "ref_count", lambda n: 0), "P1"),
     (set_on(held_block, "ref_count", lambda n: n + 1), "P2"),
@@ -140,7 +141,7 @@ DAMAGE = [
     (set_on(first_sequence, "num_computed_tokens", lambda n: n - 2), "P9"),
     (set_on(first_sequence, "packed", lambda p: kvcore.pack([9, *p[1:]])), "P10"),
     (set_on(first_sequence, "namespace_key", lambda k: b"other"), "P10"),
-    (set_on(pool, "peak_used_blocks", lambda n: 0), "P13"),
+    (set_on(pool, "least_free_blocks", lambda n: 19), "P13"),
     (set_on(first_sequence, "num_cached_tokens", lambda n: 99), "P14"),
     (set_on(first_sequence, "packed", lambda p: p[:4]), "P14"),
     (cut_block_ids, "P18"),

@@ -15,7 +15,7 @@ def filled(kv, tokens, **options):
 
 
 def order(kv):
-    return [block.block_id for block in kv.pool.free_queue]
+    return [block.block_id for block in kv.pool.free_blocks()]
 
 
 def test_blocks_are_handed_out_in_order_and_never_the_null_block():

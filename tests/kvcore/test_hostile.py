@@ -1,0 +1,210 @@
+"""What a careless or malicious caller may hand in, and what must not come of it."""
+
+import copy
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import kvcore
+
+
+def filled(kv, tokens, **options):
+    seq = kv.open(tokens, **options)
+    todo = seq.num_tokens - seq.num_computed_tokens
+    kv.reserve(seq, todo)
+    kv.commit(seq, todo)
+    return seq
+
+
+class Evil:
+    """An integer that does something when it is looked at."""
+
+    def __init__(self, value, action):
+        self.value, self.action = value, action
+
+    def __index__(self):
+        self.action()
+        return self.value
+
+
+def test_items_from_a_generator_are_items_all_the_same():
+    kv = kvcore.KVCacheManager(20, 4)
+    tokens = [9] * 8 + [1]
+    first = filled(kv, tokens, items=(kvcore.Item(b"cat", 0, 8) for _ in range(1)))
+    assert first.items == (kvcore.Item(b"cat", 0, 8),)
+    other = kv.open(tokens, items=(kvcore.Item(b"dog", 0, 8) for _ in range(1)))
+    assert other.num_cached_tokens == 0
+
+
+def test_a_sequence_of_items_that_says_it_is_empty_is_still_read():
+    class Shy(list):
+        def __bool__(self):
+            return False
+
+    kv = kvcore.KVCacheManager(20, 4)
+    seq = kv.open([9] * 9, items=Shy([kvcore.Item(b"cat", 0, 8)]))
+    assert len(seq.items) == 1
+
+
+def test_what_is_no_sequence_of_items_is_refused():
+    kv = kvcore.KVCacheManager(20, 4)
+    seq = kv.open([1])
+    for call in (lambda: kv.open([1], items=5), lambda: kv.extend(seq, [1], items=5)):
+        with pytest.raises(kvcore.InvalidArgumentError, match="items: wanted a sequence"):
+            call()
+    assert seq.tokens == (1,)
+
+
+def test_subclasses_that_may_mean_more_are_refused_rather_than_shared():
+    @dataclass(frozen=True)
+    class TenantNamespace(kvcore.Namespace):
+        tenant: str = ""
+
+    @dataclass(frozen=True)
+    class ShapedItem(kvcore.Item):
+        shape: tuple = ()
+
+    class Falsy(bytes):
+        def __bool__(self):
+            return False
+
+    kv = kvcore.KVCacheManager(20, 4)
+    with pytest.raises(kvcore.InvalidArgumentError, match="namespace: wanted a Namespace"):
+        kv.open([1], namespace=TenantNamespace(tenant="a"))
+    with pytest.raises(kvcore.InvalidArgumentError, match="wanted Item, got ShapedItem"):
+        kv.open([1] * 9, items=[ShapedItem(b"cat", 0, 2)])
+    with pytest.raises(kvcore.InvalidArgumentError, match="salt: wanted bytes, got Falsy"):
+        kvcore.Namespace(salt=Falsy(b"tenant"))
+
+
+@pytest.mark.parametrize("integer", [np.uint8, np.uint32, np.uint64, np.int16])
+def test_a_window_of_any_integer_type_is_the_same_window(integer):
+    tables = []
+    for window in (16, integer(16)):
+        kv = kvcore.KVCacheManager(40, 4, groups=[kvcore.SlidingWindow(window)])
+        seq = filled(kv, range(90))
+        tables.append(seq.block_table)
+    assert tables[0] == tables[1]
+    assert type(kvcore.ChunkedLocal(integer(8)).chunk) is int
+    assert type(kvcore.Retention(integer(0), integer(2)).stop) is int
+
+
+def test_a_copy_of_a_handle_is_no_handle():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(6))
+    forged = kvcore.KVSequence(kv, 77, kvcore.pack([1]), None, kv.groups, ())
+    for stranger in (copy.copy(seq), forged):
+        for call in (kv.close, kv.fork, lambda s: kv.reserve(s, 9), lambda s: kv.commit(s, 0)):
+            with pytest.raises(kvcore.StaleSequenceError):
+                call(stranger)
+    kv.close(seq)
+    assert kv.num_free_blocks == kv.num_usable_blocks
+
+
+@pytest.mark.parametrize("verb", ["reserve", "commit", "truncate", "fail_load"])
+def test_an_integer_that_closes_the_sequence_finds_it_closed(verb):
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(6))
+    with pytest.raises(kvcore.StaleSequenceError):
+        getattr(kv, verb)(seq, Evil(0, lambda: kv.close(seq)))
+    kvcore.check(kv)
+    assert kv.num_free_blocks == kv.num_usable_blocks
+
+
+def test_an_integer_that_closes_a_sequence_of_a_step_stops_the_step():
+    kv = kvcore.KVCacheManager(9, 4)
+    one, other = filled(kv, range(3)), filled(kv, range(2))
+    for seq in (one, other):
+        kv.append(seq, 7)
+        kv.reserve(seq, 1)
+    for verb in (kv.commit_step, kv.reserve_step):
+        with pytest.raises(kvcore.StaleSequenceError):
+            verb([one, other], [1, Evil(1, lambda: other.is_open and kv.close(other))])
+    assert one.num_computed_tokens == 3
+    kvcore.check(kv)
+
+
+def test_arrays_of_any_integer_type_are_sequences_of_tokens():
+    for typecode in "bBhHiIlLqQ":
+        assert list(kvcore.pack(array(typecode, [1, 2, 3]))) == [1, 2, 3]
+    with pytest.raises(kvcore.InvalidArgumentError):
+        kvcore.pack(array("d", [1.0]))
+    view = memoryview(array("I", [1]))
+    view.release()
+    with pytest.raises(kvcore.InvalidArgumentError):
+        kvcore.pack(view)
+
+
+def test_an_integer_too_long_to_print_is_still_a_typed_error():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = kv.open([1])
+    with pytest.raises(kvcore.InvalidArgumentError, match="got one of 16610 bits"):
+        kv.append(seq, 10**5000)
+
+
+def test_completions_that_are_no_lease_ids_are_unknown():
+    kv = kvcore.KVCacheManager(9, 4)
+    lease = kv.lease(filled(kv, range(4)))
+    for wrong in ([], None, False, 0.0, "0"):
+        assert kv.leases.end(wrong) is False
+    assert lease.is_active
+
+
+def test_a_group_that_is_no_sequence_of_groups_is_refused():
+    with pytest.raises(kvcore.InvalidArgumentError, match="wanted a sequence of layer groups"):
+        kvcore.KVCacheManager(9, 4, groups=kvcore.FullAttention())
+
+
+def test_a_failed_load_reaches_a_forks_copy_of_a_half_full_block():
+    kv = kvcore.KVCacheManager(12, 4)
+    loader = filled(kv, range(6))
+    child, orders = kv.fork(loader)
+    assert len(orders) == 1
+    assert kv.fail_load(loader, 4) == (loader, child)
+    assert child.num_computed_tokens == 4
+    kvcore.check(kv)
+
+
+def test_a_failed_load_reaches_blocks_that_a_window_has_given_back():
+    kv = kvcore.KVCacheManager(20, 4, groups=[kvcore.SlidingWindow(window=4)])
+    loader = filled(kv, range(16))
+    assert loader.block_table[:3] == (0, 0, 0)
+    assert kv.plan([*range(8), 99]).num_cached_tokens == 8
+    kv.fail_load(loader, 4)
+    assert kv.plan([*range(8), 99]).num_cached_tokens == 4
+    kvcore.check(kv)
+
+
+def test_many_items_cost_a_pass_not_a_product():
+    class Counting(tuple):
+        __slots__ = ()
+        reads = 0
+
+        def __iter__(self):
+            Counting.reads += 1
+            return super().__iter__()
+
+    items = Counting(kvcore.Item(b"i", start, 2) for start in range(0, 4000, 4))
+    chain = kvcore.NameChain(b"", 4, "xxh3-128")
+    chain.names(kvcore.pack([1] * 4000), 1000, items)
+    assert Counting.reads == 1
+
+
+def test_names_in_another_algorithm_are_made_anew():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(4))
+    assert [len(seq.block_names(name)[0]) for name in ("xxh3-128", "sha256", "xxh3-128")] == [
+        16,
+        32,
+        16,
+    ]
+
+
+def test_items_that_join_later_lie_within_what_joins():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = kv.open([1, 2, 3, 4])
+    with pytest.raises(kvcore.InvalidArgumentError, match="within positions 4 to 6"):
+        kv.extend(seq, [9, 9, 9], items=[kvcore.Item(b"cat", 1, 2)])
+    assert seq.num_tokens == 4
