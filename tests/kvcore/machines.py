@@ -118,7 +118,9 @@ class PoolMachine(RuleBasedStateMachine):
         if count > len(self.naive.order()):
             refused("P13", kvcore.OutOfBlocksError, self.view, lambda: self.pool.take(count))
             return
-        taken = [block.block_id for block in self.pool.take(count)]
+        blocks = self.pool.take(count)
+        expect("P6", [b for b in blocks if b.node is not None], [], "content of blocks taken")
+        taken = [block.block_id for block in blocks]
         expect("P15", taken, self.naive.take(count), "the blocks taken")
 
     @rule(count=st.integers(-3, -1))

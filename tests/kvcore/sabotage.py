@@ -183,7 +183,7 @@ class NoTree(ContentTree):
         pass
 
 
-@sabotage(machines.PoolMachine, "P6", "P7", "P11", "P4")
+@sabotage(machines.PoolMachine, "P6", "P7", "P11")
 class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):  # nano-vllm #163, kvcached #362
     def take(self, num_blocks):
         trees, self.trees = self.trees, (NoTree(1),)
