@@ -119,7 +119,7 @@ class pool_accepts_a_double_free(kvcore.BlockPool):  # vLLM PR #3347, #42571
         super().release([block for block in blocks if block.ref_count])
 
 
-@sabotage(machines.PoolMachine, "P3", "P1")
+@sabotage(machines.PoolMachine, "P3", "P1", "P15")
 class pool_frees_a_block_named_twice_twice(kvcore.BlockPool):  # vLLM #42571
     def release(self, blocks):
         for block in blocks:
@@ -187,9 +187,10 @@ class NoTree(ContentTree):
 class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):  # nano-vllm #163, kvcached #362
     def take(self, num_blocks):
         trees, self.trees = self.trees, (NoTree(1),)
-        taken = super().take(num_blocks)
-        self.trees = trees
-        return taken
+        try:
+            return super().take(num_blocks)
+        finally:
+            self.trees = trees
 
 
 # The manager over a sabotaged pool.
