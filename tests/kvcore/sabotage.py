@@ -13,7 +13,7 @@ from kvcore.content_tree import ContentTree
 from kvcore.groups import first_kept_block
 from kvcore.items import cut_items
 from kvcore.prefix import advance_to, distrust_from
-from kvcore.retention import RetentionShelf
+from kvcore.retention import FOREVER, RetentionShelf
 from tests.kvcore import machines
 
 SABOTAGES = {}
@@ -500,7 +500,7 @@ class DeafShelf(RetentionShelf):
 
 class ClingingShelf(RetentionShelf):
     def expire(self, now):
-        return []
+        return super().expire(now) if now == FOREVER else []
 
 
 class ForgetfulShelf(RetentionShelf):
