@@ -37,11 +37,13 @@ def main(arguments: list[str] | None = None) -> int:
         }
         sys.stdout.write(json.dumps(report, indent=1) + "\n")
         return 0
-    sys.stdout.write(f"{'case':<52} {'median us':>10} {'fastest .. slowest':>21} {'GB/s':>7}\n")
+    header = f"{'case':<52} {'median us':>10} {'fastest .. slowest':>21} {'GB/s':>7}"
+    sys.stdout.write(f"{header} {'TFLOP/s':>7}\n")
     for row in rows:
         spread = f"{row.low_us:.1f} .. {row.high_us:.1f}"
         against = "".join(f"  {ratio:.2f}x {name}" for name, ratio in row.ratios.items())
-        line = f"{row.case:<52} {row.median_us:>10.1f} {spread:>21} {row.gb_per_s:>7.1f}"
+        line = f"{row.case:<52} {row.median_us:>10.1f} {spread:>21} {row.gb_per_s:>7.1f} "
+        line += f"{row.tflop_per_s:>7.1f}" if row.tflop_per_s else " " * 7
         sys.stdout.write(line + against + "\n")
     return 0
 

@@ -1,6 +1,11 @@
-"""GPU cases: steps replayed from CUDA graphs, over buffer sets larger than L2, beside a copy."""
+"""GPU cases: steps replayed from CUDA graphs, over buffer sets larger than L2, beside ceilings.
+
+The ceilings are measured in the same run: a read-only sum and an elementwise copy of 1 GiB, and for
+prefill a bfloat16 matrix product of 8192^3. A ratio is the time at the ceiling over ours.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,38 +14,74 @@ from torch import Tensor
 from backends.bench.measured import BLOCK_SIZE, HEAD_DIM, DecodeCase, Row, row_of
 from backends.contract import Backend, PagedBatch
 
+READ, COPY, MATMUL = "read", "copy", "matmul"
+
+_QUICK = (DecodeCase(1, 1024), DecodeCase(1, 8192), DecodeCase(8, 1024))
+_DECODE = (
+    *_QUICK,
+    DecodeCase(1, 32768),
+    DecodeCase(1, 131072),
+    DecodeCase(8, 8192),
+    DecodeCase(64, 1024),
+    DecodeCase(64, 8192),
+    DecodeCase(256, 1024),
+    DecodeCase(256, 4096),
+    DecodeCase(1, 8192, num_q_heads=16),
+    DecodeCase(64, 8192, num_q_heads=16),
+    DecodeCase(256, 1024, num_q_heads=16),
+)
+_PREFILL = (
+    DecodeCase(1, 2048, new=2048),
+    DecodeCase(1, 8192, new=8192),
+    DecodeCase(4, 4096, new=4096),
+    DecodeCase(1, 32768, new=32768),
+    DecodeCase(1, 32768, new=2048),
+    DecodeCase(16, 4096, new=512),
+)
+
 
 def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
-    """Decode, prefill and stores on the GPU beside the copy bandwidth; quick: the small cases."""
-    shapes = [(1, 1024), (1, 8192), (8, 1024)]
-    if not quick:
-        shapes += [
-            (1, 32768),
-            (1, 131072),
-            (8, 8192),
-            (64, 1024),
-            (64, 8192),
-            (256, 1024),
-            (256, 4096),
-        ]
-    cases = [DecodeCase(batch, length) for batch, length in shapes]
-    cases += [DecodeCase(1, 2048, new=2048), DecodeCase(16, 4096, new=512)][: 0 if quick else 2]
+    """Decode, prefill and stores on the GPU beside the ceilings; quick: the small cases."""
     device = backend.device
-    source = torch.randn(1 << 28, device=device)
-    target = torch.empty_like(source)
-    rows = [_time_graph("copy of 1 GiB", [partial(target.copy_, source)], 2 * source.nbytes)]
-    for case in cases:
+    ceilings = _ceilings(device)
+    speed = {row.case: row.gb_per_s or row.tflop_per_s for row in ceilings}
+    rows = list(ceilings)
+    for case in _QUICK if quick else (*_DECODE, *_PREFILL):
         steps = []
         for _ in range(_buffer_sets(case.kv_bytes)):
             query, k, v, batch = case.inputs(device)
-            out = torch.empty_like(query)
-            steps.append(_attention_step(backend, query, k, v, batch, out))
-        rows.append(_time_graph(case.name, steps, case.kv_bytes))
+            steps.append(_attention_step(backend, query, k, v, batch, torch.empty_like(query)))
+        row = _time_graph(case.name, steps, case.kv_bytes)
+        if case.new > 1:
+            row = replace(row, tflop_per_s=case.flop / row.median_us / 1e6)
+            rows.append(_against(row, {MATMUL: case.flop / speed[MATMUL] / 1e6}))
+        else:
+            at_ceiling = {name: case.kv_bytes / speed[name] / 1e3 for name in (READ, COPY)}
+            rows.append(_against(row, at_ceiling))
     for tokens in (1, 256, 8192) if quick else (1, 16, 256, 2048, 8192, 32768):
         size = 4 * tokens * 8 * HEAD_DIM * 2
         steps = [_store_step(backend, tokens) for _ in range(_buffer_sets(size))]
-        rows.append(_time_graph(f"store_kv, {tokens} tokens, 8 heads d128, bf16", steps, size))
+        row = _time_graph(f"store_kv, {tokens} tokens, 8 heads d128, bf16", steps, size)
+        rows.append(_against(row, {COPY: size / speed[COPY] / 1e3}))
     return rows
+
+
+def _ceilings(device: torch.device) -> tuple[Row, ...]:
+    source = torch.randn(1 << 28, device=device)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
+    product = torch.empty_like(left)
+    multiply = _time_graph(MATMUL, [partial(torch.matmul, left, right, out=product)], 0)
+    return (
+        _time_graph(READ, [source.sum], source.nbytes),
+        _time_graph(COPY, [partial(torch.neg, source, out=target)], 2 * source.nbytes),
+        replace(multiply, tflop_per_s=2 * 8192**3 / multiply.median_us / 1e6),
+    )
+
+
+def _against(row: Row, at_ceiling: dict[str, float]) -> Row:
+    ratios = {name: time / row.median_us for name, time in at_ceiling.items()}
+    return replace(row, others_us=at_ceiling, ratios=ratios)
 
 
 def _attention_step(
@@ -67,7 +108,7 @@ def _buffer_sets(size: int) -> int:
 
 
 def _time_graph(case: str, steps: Sequence[Callable[[], object]], size: int) -> Row:
-    """Capture the steps in one CUDA graph and replay it; microseconds a step, 25 rounds."""
+    """Capture the steps in one CUDA graph and replay it; microseconds a step, 25 or 5 rounds."""
     for step in steps:
         step()
     torch.cuda.synchronize()
@@ -75,14 +116,19 @@ def _time_graph(case: str, steps: Sequence[Callable[[], object]], size: int) -> 
     with torch.cuda.graph(graph):
         for step in steps:
             step()
-    replays = max(1, 32 // len(steps))
-    times = []
-    for _ in range(26):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / replays / len(steps))
-    return row_of(case, times[1:], size, {}, {})
+    first = _replay(graph, 1)
+    replays = max(1, min(-(-64 // len(steps)), int(20_000 / first)))
+    rounds = 25 if first * replays < 100_000 else 5
+    times = [_replay(graph, replays) / replays / len(steps) for _ in range(rounds)]
+    return row_of(case, times, size, {}, {})
+
+
+def _replay(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Microseconds that so many replays take."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    for _ in range(count):
+        graph.replay()
+    stop.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(stop)) * 1e3

@@ -28,6 +28,8 @@ class Row:
     """Medians of the yardsticks."""
     ratios: dict[str, float]
     """Median over rounds of yardstick time / our time in the same round."""
+    tflop_per_s: float = 0.0
+    """Operations of both products over the visible pairs, over the median; 0: not counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class DecodeCase:
 
     @property
     def name(self) -> str:
-        """As the tables of docs/backends.md name it."""
+        """As the tables of the documentation name it."""
         kind = "decode" if self.new == 1 else f"prefill {self.new} of"
         heads = f"{self.num_q_heads}/{self.num_kv_heads} heads d{self.head_dim}"
         return f"{kind} {self.batch} x {self.length}, {heads}, {str(self.dtype)[6:]}"
@@ -54,6 +56,12 @@ class DecodeCase:
         """Bytes of K and V that have to be read at least once."""
         row = self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return 2 * self.batch * self.length * row
+
+    @property
+    def flop(self) -> int:
+        """Operations of both products: 4 a visible (query, key) pair, query head and dimension."""
+        pairs = self.new * (self.length - self.new) + self.new * (self.new + 1) // 2
+        return 4 * self.batch * pairs * self.num_q_heads * self.head_dim
 
     def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, PagedBatch]:
         """Query, caches with shuffled blocks, batch."""

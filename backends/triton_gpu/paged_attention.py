@@ -1,4 +1,8 @@
-"""Attention over the paged cache on a GPU: decode, prefill and chunked prefill by one kernel.
+"""Attention over the paged cache on a GPU: which kernel takes a sequence, and the one for prefill.
+
+Sequences with one query token go to `decode`, the others to the kernel here: two launches for a
+mixed batch, decided by `max_query_len`, which the host knows. float32, which has no matrix
+instruction, and a single sequence that may be long stay here whatever their length.
 
     out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
@@ -23,23 +27,12 @@ from torch import Tensor
 
 from backends.checks import check_paged_attention
 from backends.contract import Backend, PagedBatch
+from backends.triton_gpu.decode import decode
 from backends.triton_gpu.place import Place, device_function, jit, power_of_two
+from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 
 DECODE_ROWS = 16
 PREFILL_ROWS = 64
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@device_function
-def _cap(logits: tl.tensor, soft_cap: tl.tensor) -> tl.tensor:
-    """Give cap * tanh(logits / cap): a series near 0; elsewhere a form that cannot overflow."""
-    x = logits / soft_cap
-    y = x * x
-    near = x + x * y * (-1 / 3 + y * (2 / 15 + y * (-17 / 315 + y * (62 / 2835))))
-    e = tl.exp2(tl.abs(x) * (-2 * _LOG2E))
-    far = (1 - e) / (1 + e)
-    return soft_cap * tl.where(tl.abs(x) < 0.25, near, tl.where(x > 0, far, -far))
 
 
 @device_function
@@ -75,7 +68,7 @@ def _start_rows(
     highest = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=live, other=0.0) * _LOG2E
+        sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
         highest = tl.maximum(highest, sink)
         total = tl.exp2(sink - highest)
     return highest, total
@@ -108,11 +101,11 @@ def _walk_keys(
 
         logits = tl.dot(q, k, input_precision="ieee") * scale
         if HAS_CAP:
-            logits = _cap(logits, soft_cap)
+            logits = cap_logits(logits, soft_cap)
         visible = key_live[None, :] & (key[None, :] <= position[:, None])
         if HAS_WINDOW:
             visible = visible & (key[None, :] > position[:, None] - window)
-        logits = tl.where(visible, logits * _LOG2E, float("-inf"))
+        logits = tl.where(visible, logits * LOG2E, float("-inf"))
         now = tl.maximum(highest, tl.max(logits, 1))
         p = tl.exp2(logits - now[:, None])
         rescale = tl.exp2(highest - now)
@@ -123,7 +116,7 @@ def _walk_keys(
     return sums, total
 
 
-@jit(do_not_specialize=["num_seqs", "table_stride", "window"])
+@jit(do_not_specialize=["num_seqs", "table_stride", "window", "shortest"])
 def _attend(
     query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
@@ -138,6 +131,7 @@ def _attend(
     scale: tl.tensor,  # float
     soft_cap: tl.tensor,  # float, used if HAS_CAP
     window: tl.tensor,  # used if HAS_WINDOW
+    shortest: tl.tensor,  # query tokens; sequences with fewer are left alone
     Q_STRIDES: tl.constexpr,  # token, head
     K_STRIDES: tl.constexpr,  # block, offset, head
     V_STRIDES: tl.constexpr,
@@ -158,6 +152,7 @@ def _attend(
     s, start, query_len, first, token_start = _find_tile(
         query_start_loc, seq_lens, num_seqs, tile, TOKENS
     )
+    query_len = tl.where(query_len < shortest, 0, query_len)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, WIDTH)
     token = token_start + row // GROUP
@@ -212,6 +207,39 @@ def paged_attention(
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if batch.num_seqs == 0 or batch.num_tokens == 0:
         return out
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    if window is not None:
+        window = min(window, batch.max_seq_len + 1)
+    decodes = query.element_size() == 2 and (batch.max_query_len <= 1 or batch.num_seqs > 1)
+    if decodes:
+        decode(
+            place, query, k_cache, v_cache, batch, out,
+            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        )  # fmt: skip
+    if batch.max_query_len > 1 or not decodes:
+        _prefill(
+            place, query, k_cache, v_cache, batch, out, shortest=2 if decodes else 1,
+            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        )  # fmt: skip
+    return out
+
+
+def _prefill(
+    place: Place,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    *,
+    shortest: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Write the rows of the sequences that `decode` leaves alone."""
     num_kv_heads, head_dim = k_cache.shape[2:]
     group = query.shape[1] // num_kv_heads
     width = max(16, power_of_two(head_dim))
@@ -222,17 +250,17 @@ def paged_attention(
         _attend[num_kv_heads, batch.num_tokens // tokens + batch.num_seqs](
             query, k_cache, v_cache, out,
             batch.query_start_loc, batch.seq_lens, batch.block_table,
-            out if sinks is None else sinks.float().contiguous(),
+            out if sinks is None else sinks,
             batch.num_seqs, batch.block_table.stride(0), scale,
             1.0 if soft_cap is None else soft_cap,
-            0 if window is None else min(window, batch.max_seq_len + 1),
+            window or 0,
+            shortest,
             query.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], out.stride()[:2],
             k_cache.shape[1], group, head_dim,
             soft_cap is not None, window is not None, sinks is not None,
             rows, tokens, keys_a_tile(row_bytes), width,
             num_warps=4, num_stages=2,
         )  # fmt: skip
-    return out
 
 
 def rows_a_program(row_bytes: int, group: int, max_query_len: int) -> int:

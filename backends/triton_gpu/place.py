@@ -8,6 +8,7 @@ decorator a type.
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
@@ -49,6 +50,14 @@ class Place:
         """The current CUDA device, or the CPU under the interpreter."""
         return torch.device("cpu" if self.interpreting else "cuda")
 
+    def num_multiprocessors(self, device: torch.device) -> int:
+        """Of a GPU; the interpreter counts as a small one."""
+        return 4 if self.interpreting else _multiprocessors_and_major(device)[0]
+
+    def can_chain(self, device: torch.device) -> bool:
+        """Whether a kernel may be launched before the one it depends on has ended (PDL)."""
+        return not self.interpreting and _multiprocessors_and_major(device)[1] >= 9
+
     def guard(self, device: torch.device) -> AbstractContextManager[object]:
         """Hold this around a launch on tensors of this device."""
         if self.interpreting:
@@ -56,6 +65,12 @@ class Place:
         if device.index == torch.cuda.current_device():
             return nullcontext()
         return torch.cuda.device(device)
+
+
+@lru_cache
+def _multiprocessors_and_major(device: torch.device) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major
 
 
 def ceil_div(count: int, size: int) -> int:
