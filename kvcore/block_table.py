@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import final
 
 from kvcore.block import Block
-from kvcore.groups import LayerGroup
+from kvcore.groups import FullAttention, LayerGroup
 
 
 @final
@@ -23,17 +23,27 @@ class BlockTable:
     Attributes:
         group: what its layers see.
         block_size: tokens a block.
+        forgets: whether its layers lose sight of anything.
         blocks: its blocks in order, the null block where one was given back.
         block_ids: their ids, as `array("i")`.
         num_null: how many entries from the start are the null block.
         num_published: how many entries from the start have been published, null ones included.
     """
 
-    __slots__ = ("block_ids", "block_size", "blocks", "group", "num_null", "num_published")
+    __slots__ = (
+        "block_ids",
+        "block_size",
+        "blocks",
+        "forgets",
+        "group",
+        "num_null",
+        "num_published",
+    )
 
     def __init__(self, group: LayerGroup) -> None:
         self.group = group
         self.block_size = group.block_size
+        self.forgets = not isinstance(group, FullAttention)
         self.blocks: list[Block] = []
         self.block_ids = array("i")
         self.num_null = 0

@@ -83,7 +83,6 @@ def advance_to(pool: BlockPool, seq: KVSequence, computed: int) -> None:
 
     O(blocks filled and given back).
     """
-    kept_blocks = [first_kept_block(t.group, t.block_size, computed) for t in seq.tables]
     seq.num_computed_tokens = computed
     for number, table in enumerate(seq.tables):
         size = table.block_size
@@ -98,8 +97,10 @@ def advance_to(pool: BlockPool, seq: KVSequence, computed: int) -> None:
             if seq.wishes:
                 for index, block in enumerate(blocks, first):
                     keep(pool, seq, block, index * size)
-        if kept_blocks[number] > table.num_null:
-            pool.release(table.forget(pool.blocks[0], kept_blocks[number]))
+        if table.forgets:
+            kept = first_kept_block(table.group, size, computed)
+            if kept > table.num_null:
+                pool.release(table.forget(pool.blocks[0], kept))
 
 
 def keep(pool: BlockPool, seq: KVSequence, block: Block, start: int) -> None:

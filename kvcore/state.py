@@ -207,12 +207,14 @@ class CacheState:
         return seq
 
     def _check_open(self, seq: KVSequence) -> None:
+        known: object = seq  # callers are not all typed
+        if type(known) is KVSequence and self.sequences.get(known.seq_id) is known:
+            return
         if not isinstance(seq, KVSequence):
             raise InvalidArgumentError(f"seq: wanted a KVSequence, got {type(seq).__name__}")
         if seq.owner is not self:
             raise ForeignSequenceError(f"seq: {seq!r} was opened by another manager")
-        if self.sequences.get(seq.seq_id) is not seq:
-            raise StaleSequenceError(f"seq: {seq!r} is closed, or a copy")
+        raise StaleSequenceError(f"seq: {seq!r} is closed, or a copy")
 
     def _check_length(self, num_tokens: int) -> None:
         if self.max_model_len is not None and num_tokens > self.max_model_len:
