@@ -189,4 +189,5 @@ def _verified(
 
 
 def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if sys.stderr is not None:  # print takes None for stdout
+        print(line, file=sys.stderr, flush=True)

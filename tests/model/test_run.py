@@ -76,6 +76,12 @@ def test_json_is_one_document_with_the_numbers_of_the_table(call):
     assert document["verified"] is None
 
 
+def test_without_a_stderr_progress_goes_nowhere(call, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    code, out, _ = call(*TWO, "--json")
+    assert (code, len(json.loads(out)["requests"])) == (0, 2)
+
+
 def test_a_stream_is_character_for_character_the_whole_text(call):
     _, whole, _ = call(*TWO, "--prompt", "b\nb")
     code, streamed, _ = call(*TWO, "--prompt", "b\nb", "--stream")
