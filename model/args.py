@@ -7,9 +7,10 @@ Does not know: files, models, backends; whether a name means anything is told by
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from model.config import EngineConfig
 from model.errors import UsageError
@@ -23,7 +24,8 @@ Without a prompt it continues a few of its own, which share a prefix. The table 
 second after the kernels are compiled; prompt tokens found in the prefix cache; blocks; and the
 bytes that hold keys and values, against a flat cache with room for the longest request in each row.
 
-Exit codes: 0 done; 1 --verify found a difference; 2 bad input; 130 interrupted; 141 output closed.
+Exit codes: 0 done; 1 --verify found a difference; 2 bad input; 3 failed otherwise, such as a full
+disk; 130 interrupted; 141 output closed.
 """
 
 
@@ -43,9 +45,17 @@ class Options:
     verify: bool
 
 
+class _Writable(Protocol):
+    def write(self, text: str, /) -> object: ...
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
+
+    def print_help(self, file: _Writable | None = None) -> None:
+        """Write the help; unlike the original, an output that cannot be written is an error."""
+        (sys.stdout if file is None else file).write(self.format_help())
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
@@ -163,7 +173,7 @@ def _add_sampling(flag: Callable[..., object]) -> None:
         "--seed",
         type=int,
         metavar="S",
-        help="of the draws; prompt number i, from 0, draws with S + i (default: 0)",
+        help="of the draws; prompt number i, from 0, draws with S + i modulo 2**63 (default: 0)",
     )
     flag(
         "--stop",

@@ -7,7 +7,13 @@ Does not know: the memory of the machine (`caches.py`), the model's own limits (
 
 from dataclasses import dataclass
 
-from model.errors import InvalidArgumentError
+from model.errors import InvalidArgumentError, shown
+
+MAX_NUM_BLOCKS = 2**31 - 1
+"""The largest id that the int32 of a block table holds, so the most blocks of `kvcore`."""
+
+MAX_BLOCK_SIZE = 2**20
+"""The most tokens a block of `kvcore` has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +32,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidArgumentError(f"{name}: wanted at least 1, got {value}")
+            _check_least_one(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +58,20 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_blocks is not None and self.num_blocks < 2:
+        if self.num_blocks is not None and not 2 <= self.num_blocks <= MAX_NUM_BLOCKS:
             raise InvalidArgumentError(
-                f"num_blocks: wanted at least 2 (block 0 is never used), got {self.num_blocks}"
+                f"num_blocks: wanted at least 2 (block 0 is never used) and at most "
+                f"{MAX_NUM_BLOCKS}, got {shown(self.num_blocks)}"
             )
-        if self.block_size < 1:
-            raise InvalidArgumentError(f"block_size: wanted at least 1, got {self.block_size}")
+        if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
+            raise InvalidArgumentError(
+                f"block_size: wanted at least 1 and at most {MAX_BLOCK_SIZE}, "
+                f"got {shown(self.block_size)}"
+            )
+        for name in ("max_num_batched_tokens", "max_num_seqs"):
+            _check_least_one(name, getattr(self, name))
+
+
+def _check_least_one(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise InvalidArgumentError(f"{name}: wanted at least 1, got {shown(value)}")

@@ -1,11 +1,22 @@
 """What can go wrong in the runner, as types.
 
 Invariants: every error that a user's input can cause is a ModelError with a one-line message that
-    names
-the argument, what was wanted and what came, so a command line can print it without a traceback.
+names the argument, what was wanted and what came, so a command line can print it without a
+traceback.
 
 Does not know: torch, kvcore or backends; their own errors keep their own types.
 """
+
+_SHOWN_CHARACTERS = 80
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its beginning, where it is long. O(repr of it)."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return f"a {type(value).__name__} too long to write"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 
 class ModelError(Exception):

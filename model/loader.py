@@ -159,6 +159,12 @@ def check_architecture(config: PreTrainedConfig) -> None:
 
 
 def _resolve(name: str) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:  # safetensors and tokenizers take nothing else
+        raise ModelNotFoundError(
+            f"model: wanted a path or id that UTF-8 can encode, got {name!r}"
+        ) from error
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -1,7 +1,9 @@
 """The prompts of a run: from flags, files, standard input or the tiny model's own.
 
 Decides: what a line of a file means, and which sampling parameters a prompt gets: its own fields
-over the command line's. Invariants: an error names the flag, or the file and the line.
+over the command line's; a field that is null counts as not given. Files and standard input are
+UTF-8, with or without a byte order mark, whatever the locale says. Invariants: an error names the
+flag, or the file and the line; a prompt is text that UTF-8 can encode.
 
 Does not know: tokens, models.
 """
@@ -10,11 +12,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from model.args import Options
-from model.errors import InvalidArgumentError, UsageError
-from model.params import SamplingParams
+from model.errors import InvalidArgumentError, UsageError, shown
+from model.params import MAX_INT, SamplingParams
 from model.tiny import DEMO_PROMPTS
 
 _FIELDS = frozenset(field.name for field in fields(SamplingParams))
@@ -30,27 +32,35 @@ class PromptSpec:
     params: SamplingParams
 
 
-def read_prompts(options: Options, stdin: TextIO) -> list[PromptSpec]:
+def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
     """Collect the prompts: of `--prompt`, then of the file; the tiny model's own if there are none.
 
+    Args:
+        options: the command line.
+        stdin: what a prompt of `-` reads; None: it is closed.
+
     Raises:
-        UsageError: an empty prompt, a file that cannot be read or understood, or sampling fields
-            that `--verify` or a greedy choice excludes.
+        UsageError: an empty prompt, one that is not UTF-8, a file that cannot be read or
+            understood, or sampling fields that `--verify` or a greedy choice excludes.
     """
     found = list(_entries(options, stdin))
     specs = []
     for index, (where, entry) in enumerate(found):
         text = entry.get("prompt")
         if not isinstance(text, str) or not text.strip():
-            raise UsageError(f"{where}: wanted a prompt with some text in it, got {text!r}")
+            raise UsageError(f"{where}: wanted a prompt with some text in it, got {shown(text)}")
+        _check_encodable(where, text)
         specs.append(PromptSpec(where, text, _params(where, index, options, entry)))
     return specs
 
 
-def _entries(options: Options, stdin: TextIO) -> Iterator[tuple[str, Mapping[str, object]]]:
+def _entries(
+    options: Options, stdin: BinaryIO | None
+) -> Iterator[tuple[str, Mapping[str, object]]]:
     for number, text in enumerate(options.prompts, start=1):
         if text == "-":
-            yield "--prompt - (stdin)", {"prompt": stdin.read().rstrip("\n")}
+            where = "--prompt - (stdin)"
+            yield where, {"prompt": _stdin_text(where, stdin).rstrip("\n")}
         else:
             yield f"--prompt (number {number})", {"prompt": text}
     if options.prompts_file is not None:
@@ -65,11 +75,12 @@ def _file_entries(name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     if path.suffix not in {".txt", ".jsonl"}:
         raise UsageError(f"--prompts-file: wanted a .txt or .jsonl file, got {name!r}")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        data = path.read_bytes()
     except OSError as error:
         raise UsageError(f"--prompts-file: cannot read {name!r}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"--prompts-file: {name!r} is not UTF-8: {error.reason}") from error
+    except ValueError as error:  # a NUL in the name
+        raise UsageError(f"--prompts-file: cannot read {name!r}: {error}") from error
+    lines = _decoded(f"--prompts-file: {name!r}", data).split("\n")
     numbered = [(f"{name} line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise UsageError(f"--prompts-file: {name!r} has no prompts")
@@ -77,24 +88,60 @@ def _file_entries(name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
         yield where, {"prompt": line} if path.suffix == ".txt" else _parsed(where, line)
 
 
+def _stdin_text(where: str, stdin: BinaryIO | None) -> str:
+    if stdin is None:
+        raise UsageError(f"{where}: wanted a prompt, and stdin is closed")
+    try:
+        data = stdin.read()
+    except OSError as error:
+        raise UsageError(f"{where}: cannot read: {error.strerror or error}") from error
+    return _decoded(where, data)
+
+
+def _decoded(what: str, data: bytes) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{what} is not UTF-8: {error.reason} at byte {error.start}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _check_encodable(where: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where}: wanted text that UTF-8 can encode, got {text[error.start]!r} "
+            f"at character {error.start + 1}"
+        ) from error
+
+
 def _parsed(where: str, line: str) -> Mapping[str, object]:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise UsageError(f"{where}: an integer has more digits than Python reads") from error
+    except RecursionError as error:
+        raise UsageError(f"{where}: its lists or objects are nested too deeply") from error
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: wanted an object with a prompt, got {type(entry).__name__}")
     unknown = sorted(entry.keys() - _FIELDS - {"prompt"})
     if unknown:
         known = ", ".join(sorted(_FIELDS))
-        raise UsageError(f"{where}: unknown field {unknown[0]!r}; known: prompt, {known}")
+        raise UsageError(f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}")
     return entry
 
 
 def _params(
     where: str, index: int, options: Options, entry: Mapping[str, object]
 ) -> SamplingParams:
-    own = {name: _value(name, value) for name, value in entry.items() if name != "prompt"}
+    own = {
+        name: _value(name, value)
+        for name, value in entry.items()
+        if name != "prompt" and value is not None
+    }
     if options.verify:
         _refuse(where, [name for name in ("temperature", *_DRAWS) if name in own], "--verify")
     merged = {**options.sampling, **own}
@@ -103,7 +150,8 @@ def _params(
         _refuse(where, [name for name in _DRAWS if name in merged], "a temperature of 0")
     elif "seed" not in own:
         base = merged.get("seed", 0)
-        merged["seed"] = base + index if isinstance(base, int) else base
+        if isinstance(base, int) and 0 <= base <= MAX_INT:  # any other is refused below
+            merged["seed"] = (base + index) % (MAX_INT + 1)
     try:
         return SamplingParams(**merged)  # type: ignore[arg-type]  # the constructor checks each one
     except InvalidArgumentError as error:

@@ -1,25 +1,28 @@
 """The command line and the prompts it names, before any model is loaded."""
 
+import dataclasses
 import io
 import json
 
 import pytest
 
+import kvcore
 from model.args import parse_args
+from model.config import MAX_BLOCK_SIZE, MAX_NUM_BLOCKS, EngineConfig
 from model.errors import InvalidArgumentError, UsageError
 from model.params import SamplingParams
 from model.prompts import read_prompts
 from model.tiny import CHECKPOINT_DIR, DEMO_PROMPTS
 
 
-def read(*argv, stdin=""):
-    return read_prompts(parse_args(argv), io.StringIO(stdin))
+def read(*argv, stdin=b""):
+    return read_prompts(parse_args(argv), io.BytesIO(stdin))
 
 
 def test_without_arguments_the_tiny_model_says_its_own_prompts():
     options = parse_args([])
     assert (options.backend, options.model) == ("auto", str(CHECKPOINT_DIR))
-    specs = read_prompts(options, io.StringIO())
+    specs = read_prompts(options, None)
     assert tuple(spec.text for spec in specs) == DEMO_PROMPTS
     assert all(spec.params == SamplingParams() for spec in specs)
 
@@ -39,7 +42,7 @@ def test_every_flag_arrives():
     assert (options.engine.max_num_batched_tokens, options.engine.max_num_seqs) == (9, 10)
     assert not options.engine.enable_prefix_caching
     assert (options.stream, options.json, options.verify) == (True, False, False)
-    first, second = read_prompts(options, io.StringIO())
+    first, second = read_prompts(options, None)
     assert (first.text, second.text) == ("a", "b")
     assert first.params == SamplingParams(
         max_tokens=3,
@@ -54,8 +57,28 @@ def test_every_flag_arrives():
 
 
 def test_a_prompt_can_come_from_standard_input():
-    (spec,) = read("--prompt", "-", stdin="two\nlines\n")
-    assert spec.text == "two\nlines"
+    (spec,) = read("--prompt", "-", stdin="\ufefftwo\r\nl\u00efnes\n".encode())
+    assert spec.text == "two\nl\u00efnes"
+
+
+class Unreadable(io.RawIOBase):
+    """What stdin is after `0>file`."""
+
+    def read(self, size=-1):
+        raise io.UnsupportedOperation("not readable")
+
+
+@pytest.mark.parametrize(
+    ("stdin", "message"),
+    [
+        (None, "stdin is closed"),
+        (Unreadable(), "cannot read: not readable"),
+        (io.BytesIO(b"a\xffb"), "is not UTF-8: invalid start byte at byte 1"),
+    ],
+)
+def test_a_standard_input_without_text_is_one_error(stdin, message):
+    with pytest.raises(UsageError, match=rf"^--prompt - \(stdin\).*{message}"):
+        read_prompts(parse_args(["--prompt", "a", "--prompt", "-"]), stdin)
 
 
 def test_a_text_file_has_a_prompt_a_line(tmp_path):
@@ -86,8 +109,13 @@ def test_a_line_of_json_has_its_own_parameters_over_those_of_the_command_line(tm
         (["--max-tok", "3"], "unrecognized arguments"),
         (["--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
         (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--block-size", "0"], "block_size: wanted at least 1, got 0"),
+        (["--block-size", "0"], "block_size: wanted at least 1 and at most 1048576, got 0"),
+        (["--block-size", "1048577", "--num-blocks", "2"], "at most 1048576, got 1048577"),
         (["--num-blocks", "1"], "num_blocks: wanted at least 2"),
+        (["--num-blocks", str(2**31)], "num_blocks: .* at most 2147483647, got 2147483648"),
+        (["--num-blocks", str(10**30)], "num_blocks: .* at most 2147483647, got 10{30}"),
+        (["--max-num-seqs", "0"], "max_num_seqs: wanted at least 1, got 0"),
+        (["--max-num-batched-tokens", "-1"], "max_num_batched_tokens: wanted at least 1, got -1"),
         (["--stream", "--json"], "--stream writes text as it comes"),
         (["--verify", "--top-p", "0.5"], "greedy generation: --top-p cannot be given too"),
         (["--verify", "--temperature", "0"], "--temperature cannot be given too"),
@@ -98,6 +126,16 @@ def test_a_wrong_command_line_is_one_error(argv, message):
         parse_args(argv)
 
 
+def test_the_sizes_that_an_engine_may_have_are_those_of_kvcore():
+    EngineConfig(num_blocks=MAX_NUM_BLOCKS, block_size=MAX_BLOCK_SIZE)
+    kvcore.KVCacheManager(2, MAX_BLOCK_SIZE)
+    for sizes in ((2, MAX_BLOCK_SIZE + 1), (MAX_NUM_BLOCKS + 1, 1)):
+        with pytest.raises(kvcore.InvalidArgumentError):
+            kvcore.KVCacheManager(*sizes)
+        with pytest.raises(InvalidArgumentError, match="wanted at least"):
+            EngineConfig(num_blocks=sizes[0], block_size=sizes[1])
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -106,9 +144,11 @@ def test_a_wrong_command_line_is_one_error(argv, message):
         (["--prompt", "a", "--temperature", "-1"], "temperature: wanted a number of at least 0"),
         (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p: wanted a number above 0"),
         (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "top_k: wanted an integer"),
-        (["--prompt", "a", "--max-tokens", "0"], "max_tokens: wanted an integer of at least 1"),
+        (["--prompt", "a", "--max-tokens", "0"], "max_tokens: wanted an integer from 1 to"),
         (["--prompt", "a", "--top-k", "3"], "top_k has no meaning with a temperature of 0"),
         (["--prompt", "a", "--seed", "3"], "seed has no meaning with a temperature of 0"),
+        (["--prompt", "a", "--prompt", "a\udc80b"], r"\(number 2\): wanted text that UTF-8 can"),
+        (["--prompts-file", "a\0b.txt"], "cannot read .*: embedded null byte"),
         (["--prompts-file", "missing.txt"], "cannot read 'missing.txt': No such file"),
         (["--prompts-file", "prompts.csv"], r"wanted a \.txt or \.jsonl file"),
     ],
@@ -129,6 +169,9 @@ def test_a_prompt_that_says_nothing_is_one_error(argv, message):
         ('{"prompt": "a", "top_p": "x"}', "line 2: top_p has no meaning"),
         ('{"prompt": "a", "temperature": "x"}', "line 2: temperature: wanted a number"),
         ('{"prompt": "a", "stop": [1]}', "line 2: stop: wanted"),
+        ('{"prompt": "a\\ud800"}', r"line 2: wanted .* UTF-8 .*, got '.ud800' at character 2"),
+        ('{"prompt": null}', "line 2: wanted a prompt with some text in it, got None"),
+        ('{"prompt": "a", "stop_token_ids": [4294967296]}', "line 2: stop_token_ids: wanted"),
         ('{"prompt": "a", "temperature": 1, "seed": 1.5}', "line 2: seed: wanted an integer"),
     ],
 )
@@ -137,6 +180,61 @@ def test_a_broken_line_is_named_by_its_number(tmp_path, line, message):
     file.write_text('{"prompt": "fine"}\n' + line, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
         read("--prompts-file", str(file))
+
+
+@pytest.mark.parametrize(
+    ("begin", "repeated", "count", "end", "message"),
+    [
+        ('{"prompt": "a", "temperature": 1', "0", 400, "}", "temperature: wanted a number of at"),
+        ('{"prompt": "a", "max_tokens": 1', "0", 4300, "}", "an integer has more digits than"),
+        ("", "[", 100_000, "", "its lists or objects are nested too deeply"),
+    ],
+)
+def test_a_line_beyond_pythons_limits_is_one_error(tmp_path, begin, repeated, count, end, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "fine"}\n' + begin + repeated * count + end, encoding="utf-8")
+    with pytest.raises(UsageError, match=f"jsonl line 2: {message}") as error:
+        read("--prompts-file", str(file))
+    assert len(str(error.value)) < 300
+
+
+def test_a_null_field_of_a_line_is_as_if_it_were_not_there(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    fields = {field.name: None for field in dataclasses.fields(SamplingParams)}
+    file.write_text(json.dumps({"prompt": "a", **fields}), encoding="utf-8")
+    (greedy,) = read("--prompts-file", str(file), "--verify")
+    assert greedy.params == SamplingParams()
+    given = ["--max-tokens", "3", "--temperature", "0.5", "--top-k", "4", "--top-p", "0.75"]
+    given += ["--seed", "6", "--stop", "x", "--ignore-eos"]
+    (drawn,) = read("--prompts-file", str(file), *given)
+    assert drawn.params == SamplingParams(
+        max_tokens=3, temperature=0.5, top_k=4, top_p=0.75, seed=6, stop=("x",), ignore_eos=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "line"), [("prompts.txt", "first"), ("prompts.jsonl", '{"prompt": "first"}')]
+)
+def test_a_byte_order_mark_is_no_text(tmp_path, name, line):
+    file = tmp_path / name
+    file.write_text(f"{line}\r\n{line}\r\n", encoding="utf-8-sig", newline="")
+    assert [spec.text for spec in read("--prompts-file", str(file))] == ["first", "first"]
+
+
+def test_seeds_beyond_the_last_begin_again_at_0():
+    twins = ["--prompt", "a", "--prompt", "a", "--temperature", "1", "--seed"]
+    assert [spec.params.seed for spec in read(*twins, str(2**63 - 1))] == [2**63 - 1, 0]
+    for wrong in (2**63, -1):
+        message = f"seed: wanted an integer from 0 to {2**63 - 1}, got {wrong}"
+        with pytest.raises(UsageError, match=message):
+            read(*twins, str(wrong))
+
+
+def test_a_seed_that_does_not_exist_is_no_seed_of_a_later_prompt_either(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "seed": 1}\n{"prompt": "a"}', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"line 2: seed: wanted .*, got -1"):
+        read("--prompts-file", str(file), "--temperature", "1", "--seed", "-1")
 
 
 def test_verify_refuses_the_sampling_fields_of_a_line(tmp_path):

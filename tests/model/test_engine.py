@@ -178,7 +178,7 @@ def test_a_size_out_of_range_is_refused_by_name(field, value):
 
 def test_more_memory_than_there_is_is_refused_with_the_bytes():
     with pytest.raises(InvalidArgumentError, match=r"num_blocks: .* blocks take .* bytes"):
-        make(num_blocks=2**45)
+        make(num_blocks=2**31 - 1, block_size=2**20)
 
 
 def test_without_a_number_there_are_as_many_blocks_as_are_useful():

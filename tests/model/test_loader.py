@@ -96,3 +96,8 @@ def test_an_id_that_cannot_be_had_says_so_without_a_network(tmp_path):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("ModelNotFoundError model: there is no folder 'no-such-owner/no")
+
+
+def test_a_path_that_is_not_utf_8_is_refused_by_name():
+    with pytest.raises(ModelNotFoundError, match=r"that UTF-8 can encode, got 'm.udc80'"):
+        load_model("m\udc80", CPU)

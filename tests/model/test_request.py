@@ -30,6 +30,7 @@ def running(params=None, eos=frozenset()):
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", math.inf),
+        ("temperature", 10**400),
         ("temperature", "1"),
         ("top_k", 0),
         ("top_p", 0),
@@ -39,12 +40,25 @@ def running(params=None, eos=frozenset()):
         ("stop", ("",)),
         ("stop", ["a"]),
         ("stop_token_ids", ("a",)),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", (2**32,)),
         ("ignore_eos", 1),
     ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(InvalidArgumentError, match=f"^{name}: wanted .*, got "):
         SamplingParams(**{name: value})
+
+
+def test_a_number_too_long_to_write_is_still_refused_by_name():
+    with pytest.raises(InvalidArgumentError, match=r"^max_tokens: .*, got a int too long to write"):
+        SamplingParams(max_tokens=10**5000)
+
+
+def test_a_long_value_is_shown_by_its_beginning():
+    with pytest.raises(InvalidArgumentError) as error:
+        SamplingParams(top_k="x" * 1000)
+    assert str(error.value).endswith("got '" + "x" * 79 + "...")
 
 
 def test_an_empty_prompt_is_refused():

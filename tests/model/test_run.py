@@ -11,20 +11,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import run
+import kvcore
+from model import run, session
 from model.attention import PagedPass
-from model.run import main
+from model.exits import exits
+from model.session import execute
 
 ROOT = Path(__file__).parents[2]
 TWO = ["--prompt", "a prompt of some length, ", "--prompt", "a prompt of some length, again"]
+
+
+def main(argv):
+    """What the process does with a command line, in this one; its exit code."""
+    with pytest.raises(SystemExit) as ending, exits():
+        sys.exit(execute(*run.prepare(argv)))
+    return ending.value.code
 
 
 @pytest.fixture
 def call(checkpoint, capsys, monkeypatch):
     """Runs a command line on the random checkpoint; exit code, stdout, stderr."""
 
-    def run(*argv, stdin=""):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    def run(*argv, stdin=b""):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="ascii"))
         usual = ["--model", str(checkpoint), "--backend", "numba", "--block-size", "4"]
         code = main([*usual, "--max-tokens", "12", *argv])
         captured = capsys.readouterr()
@@ -65,6 +74,12 @@ def test_json_is_one_document_with_the_numbers_of_the_table(call):
     assert stats["flat_kv_bytes"] == 2 * (30 + 12) * token_bytes
     assert stats["hit_rate"] == round(24 / 55, 4)
     assert document["verified"] is None
+
+
+def test_without_a_stderr_progress_goes_nowhere(call, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    code, out, _ = call(*TWO, "--json")
+    assert (code, len(json.loads(out)["requests"])) == (0, 2)
 
 
 def test_a_stream_is_character_for_character_the_whole_text(call):
@@ -126,7 +141,7 @@ def test_verify_says_where_a_wrong_token_is(call, monkeypatch):
 
 
 def test_a_prompt_from_standard_input_is_continued(call):
-    code, out, _ = call("--prompt", "-", stdin="piped in\n")
+    code, out, _ = call("--prompt", "-", stdin=b"piped in\n")
     assert code == 0
     assert out.startswith("[1] piped in\n    =>")
 
@@ -143,6 +158,7 @@ def test_a_prompt_from_standard_input_is_continued(call):
         (["--prompts-file", "missing.jsonl"], "cannot read 'missing.jsonl'"),
         (["--temperature", "nan"], "temperature: wanted a number"),
         (["--max-num-seqs", "0"], "max_num_seqs: wanted at least 1"),
+        (["--num-blocks", str(2**31 - 1)], "blocks take"),
         (["--verify", "--seed", "1"], "--seed cannot be given too"),
     ],
 )
@@ -162,13 +178,31 @@ def test_an_interrupt_is_one_line_and_exit_code_130(call, monkeypatch):
     assert call() == (130, "", "interrupted\n")
 
 
-def spawn(*argv, **environment):
+def test_kvcores_refusal_of_an_argument_is_bad_input_and_its_bugs_are_not(call, monkeypatch):
+    def refusing(*_):
+        raise kvcore.InvalidArgumentError("seq: wanted another")
+
+    def broken(*_):
+        raise kvcore.InvariantError("a block is lost")
+
+    monkeypatch.setattr(session, "load_model", refusing)
+    assert call() == (2, "", "error: seq: wanted another\n")
+    monkeypatch.setattr(session, "load_model", broken)
+    code, _, err = call()
+    assert code == 3
+    assert "Traceback" in err
+    assert "a block is lost" in err
+
+
+def spawn(*argv, stdin="", stdout=subprocess.PIPE, **environment):
     return subprocess.run(
         [sys.executable, "-m", "model.run", *argv],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
+        input=stdin,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
         check=False,
     )
 
@@ -177,6 +211,30 @@ def test_help_shows_every_flag_and_exits_with_0():
     done = spawn("--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert "--max-num-batched-tokens" in done.stdout
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--nonsense"]])
+def test_help_and_bad_input_are_answered_before_torch_is_loaded(argv):
+    done = spawn(*argv, PYTHONPROFILEIMPORTTIME="1")
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert "model.prompts" in loaded
+    assert not loaded & {"torch", "numpy", "transformers", "backends"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_help_onto_a_full_disk_is_one_line_and_exit_code_3(unbuffered):
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = spawn("--help", stdout=full, PYTHONUNBUFFERED=unbuffered)
+    assert done.returncode == 3
+    assert done.stderr == "error: [Errno 28] No space left on device\n"
+
+
+def test_what_the_terminals_encoding_lacks_is_escaped(checkpoint):
+    argv = ["--model", str(checkpoint), "--backend", "numba", "--prompt", "-", "--max-tokens", "1"]
+    done = spawn(*argv, stdin="caf\u00e9", LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[1] caf\\xe9\n    =>")
 
 
 def test_a_reader_that_goes_away_ends_the_run_quietly(checkpoint):
@@ -230,9 +288,7 @@ def test_without_arguments_the_tiny_model_writes_what_generate_writes(capsys):
 
 
 def test_the_documentation_has_every_flag(capsys):
-    with pytest.raises(SystemExit) as exit_code:
-        main(["--help"])
-    assert exit_code.value.code == 0
+    assert main(["--help"]) == 0
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
     assert len(flags) == 20
     page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")

@@ -1,0 +1,193 @@
+"""A run of the command line, once its input is read.
+
+Decides: the order of a run (load, compile, generate, verify, report), and what goes to stdout and
+what to stderr. Invariants: with `--json` stdout holds one document and nothing else; results go to
+stdout, progress to stderr; what a user can mend is a ModelError, whoever found it.
+
+Does not know: how anything is done; how the input was read, and how the process ends (`run.py`).
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import backends
+import kvcore
+from model.args import Options
+from model.caches import blocks_for
+from model.config import EngineConfig
+from model.engine import Completion, Engine
+from model.errors import InvalidArgumentError, UsageError
+from model.loader import LoadedModel, load_model
+from model.params import SamplingParams
+from model.prompts import PromptSpec
+from model.report import document, measure, table
+from model.request import Request
+from model.verify import Mismatch, find_mismatches
+from model.writer import StreamWriter, show
+
+_SMALL_PARAMETERS = 32_000_000
+_BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
+    backends.UnknownBackendError,
+    backends.BackendUnavailableError,
+    backends.UnsupportedError,
+    kvcore.InvalidArgumentError,
+    kvcore.OutOfBlocksError,
+)
+
+
+def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
+    """Run prompts as the options say, and print. Returns the exit code: 1 if --verify differs.
+
+    Raises:
+        ModelError: the input cannot be run.
+        OSError: what was printed could not be written.
+    """
+    try:
+        return _run(options, specs)
+    except _BAD_INPUT as error:
+        raise UsageError(str(error)) from error
+
+
+def _run(options: Options, specs: Sequence[PromptSpec]) -> int:
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    backend = backends.get_backend(options.backend)
+    dtype = _dtype(options, backend)
+    model = load_model(options.model, backend.device, dtype)
+    _choose_threads(model)
+    prompts = [model.codec.encode(spec.text) for spec in specs]
+    engine = _engine(options, model, backend, specs, prompts)
+    requests = _queue(engine, specs, prompts)
+    about = {
+        "model": options.model,
+        "backend": backend.name,
+        "device": str(backend.device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    _progress(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
+    seconds = _warm_up(model, backend, options.engine, prompts)
+    _progress(f"compiled and warm in {seconds:.1f} s")
+    started = time.perf_counter()
+    completions = _generate(options, engine, specs, requests)
+    stats = measure(engine, completions, time.perf_counter() - started)
+    mismatches = _verified(options, model, completions)
+    if options.json:
+        json.dump(document(about, completions, stats, mismatches), sys.stdout)
+        print()
+    else:
+        if not options.stream:
+            for number, (spec, completion) in enumerate(zip(specs, completions, strict=True), 1):
+                print(show(number, spec.text, completion.text), end="")
+        print(table(stats))
+    return 1 if mismatches else 0
+
+
+def _choose_threads(model: LoadedModel) -> None:
+    """One thread for a small network on a CPU, unless the user has said how many.
+
+    Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
+    """
+    is_small = model.network.num_parameters() <= _SMALL_PARAMETERS
+    if model.network.device.type == "cpu" and is_small and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+
+
+def _dtype(options: Options, backend: backends.Backend) -> torch.dtype:
+    if options.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        return dtype
+    if options.verify:
+        return torch.float32  # two ways of computing agree token by token only without near ties
+    return torch.bfloat16 if backend.device.type == "cuda" else torch.float32
+
+
+def _engine(
+    options: Options,
+    model: LoadedModel,
+    backend: backends.Backend,
+    specs: Sequence[PromptSpec],
+    prompts: Sequence[Sequence[int]],
+) -> Engine:
+    """An engine with room for the prompts, where nobody said how much."""
+    size = options.engine.block_size
+    useful = sum(
+        blocks_for(len(prompt) + spec.params.max_tokens - 1, size)
+        for spec, prompt in zip(specs, prompts, strict=True)
+    )
+    return Engine(model, backend, dataclasses.replace(options.engine, max_useful_blocks=useful))
+
+
+def _queue(
+    engine: Engine, specs: Sequence[PromptSpec], prompts: Sequence[Sequence[int]]
+) -> list[Request]:
+    requests = []
+    for spec, prompt in zip(specs, prompts, strict=True):
+        try:
+            requests.append(engine.add_request(prompt, spec.params))
+        except InvalidArgumentError as error:
+            raise UsageError(f"{spec.where}: {error}") from error
+    return requests
+
+
+def _generate(
+    options: Options, engine: Engine, specs: Sequence[PromptSpec], requests: Sequence[Request]
+) -> list[Completion]:
+    pieces: dict[int, list[str]] = {request.request_id: [] for request in requests}
+    writer = StreamWriter([spec.text for spec in specs], sys.stdout) if options.stream else None
+    while engine.has_unfinished:
+        for output in engine.step():
+            number = output.request.request_id
+            pieces[number].append(output.text)
+            if writer is not None:
+                writer.write(number, output.text, is_last=output.request.is_finished)
+    return [Completion(request, "".join(pieces[request.request_id])) for request in requests]
+
+
+def _warm_up(
+    model: LoadedModel,
+    backend: backends.Backend,
+    config: EngineConfig,
+    prompts: Sequence[Sequence[int]],
+) -> float:
+    """Compile the kernels on a small engine that is thrown away; the seconds it took."""
+    started = time.perf_counter()
+    length = max(1, min(max(map(len, prompts)) - 1, 128))
+    count = min(len(prompts), 4)
+    num_blocks = 1 + count * blocks_for(length + 1, config.block_size)
+    small = dataclasses.replace(config, num_blocks=num_blocks, enable_prefix_caching=False)
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    Engine(model, backend, small).generate([[0] * length] * count, params)
+    return time.perf_counter() - started
+
+
+def _verified(
+    options: Options, model: LoadedModel, completions: Sequence[Completion]
+) -> list[Mismatch] | None:
+    if not options.verify:
+        return None
+    requests = [completion.request for completion in completions]
+    mismatches = find_mismatches(model, requests)
+    for mismatch in mismatches:
+        paged, dense = (
+            "the end" if token is None else f"{token} {model.codec.decode([token])!r}"
+            for token in (mismatch.paged, mismatch.dense)
+        )
+        _progress(
+            f"request {mismatch.index + 1}, token {mismatch.position}: paged {paged}, dense {dense}"
+        )
+    if not mismatches:
+        total = sum(request.num_output_tokens for request in requests)
+        _progress(f"verified: {total} tokens of {len(requests)} requests equal generate's")
+    return mismatches
+
+
+def _progress(line: str) -> None:
+    if sys.stderr is not None:  # print takes None for stdout
+        print(line, file=sys.stderr, flush=True)
