@@ -58,6 +58,10 @@ class Place:
         """Whether a kernel may be launched before the one it depends on has ended (PDL)."""
         return not self.interpreting and _multiprocessors_and_major(device)[1] >= 9
 
+    def shared_bytes(self, device: torch.device) -> int:
+        """Shared memory that a program may have; the interpreter counts as a small GPU."""
+        return 99 << 10 if self.interpreting else _shared_bytes(device)
+
     def guard(self, device: torch.device) -> AbstractContextManager[object]:
         """Hold this around a launch on tensors of this device."""
         if self.interpreting:
@@ -71,6 +75,12 @@ class Place:
 def _multiprocessors_and_major(device: torch.device) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.major
+
+
+@lru_cache
+def _shared_bytes(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def ceil_div(count: int, size: int) -> int:

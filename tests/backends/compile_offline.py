@@ -20,7 +20,7 @@ from backends.triton_gpu import (
     copy_blocks,
     decode,
     merge,
-    paged_attention,
+    prefill,
     slot_mapping,
     store_kv,
 )
@@ -41,7 +41,7 @@ POINTERS = {
 SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB
 
 
-def compile_one(kernel, element, capability, constants, **options):
+def compile_one(kernel, element, capability, constants, limit=SHARED_LIMIT, **options):
     signature, aligned = {}, {}
     for name in kernel.arg_names:
         if name in constants:
@@ -58,7 +58,7 @@ def compile_one(kernel, element, capability, constants, **options):
     source = ASTSource(kernel, signature, constants, aligned)
     target = GPUTarget("cuda", capability, 32)
     compiled = compile_kernel(source, target=target, options=options)
-    assert compiled.metadata.shared <= SHARED_LIMIT, compiled.metadata
+    assert compiled.metadata.shared <= limit, compiled.metadata
     assert compiled.asm["cubin"]
     return compiled
 
@@ -109,10 +109,11 @@ def check_decode(element, head_dim, group, block_size, seqs, capability, *, feat
         assert machine_code(compiled)[1] == 0
 
 
-def attention_constants(element, head_dim, group, longest, *, features):
+def attention_constants(element, head_dim, group, longest, shared, *, features):
     width = max(16, 1 << (head_dim - 1).bit_length())
     row_bytes = width * (4 if element == "fp32" else 2)
-    rows = paged_attention.rows_a_program(row_bytes, group, longest)
+    itemsize = 4 if element == "fp32" else 2
+    rows, keys, _, _ = prefill.shape_of_tiles(row_bytes, itemsize, group, longest, shared)
     strides = {"K_STRIDES": (64 * head_dim, 4 * head_dim, head_dim)}
     return {
         "Q_STRIDES": (4 * group * head_dim, head_dim),
@@ -127,7 +128,8 @@ def attention_constants(element, head_dim, group, longest, *, features):
         "HAS_SINKS": features,
         "ROWS": rows,
         "TOKENS": rows // group,
-        "TILE": paged_attention.keys_a_tile(row_bytes),
+        "ALIGN": math.gcd(16, 4 * head_dim, head_dim),
+        "TILE": keys,
         "WIDTH": width,
     }
 
@@ -136,12 +138,18 @@ def main():
     for capability in (80, 90):
         for element, head_dim, group, longest, features in (
             ("bf16", 128, 4, 1, False),
+            ("bf16", 128, 4, 100, False),
             ("fp16", 80, 5, 100, True),
             ("fp32", 256, 1, 100, True),
         ):
-            constants = attention_constants(element, head_dim, group, longest, features=features)
-            kernel = paged_attention._attend
-            compile_one(kernel, element, capability, constants, num_warps=4, num_stages=2)
+            for shared, stages in ((SHARED_LIMIT, 2), (prefill.DEEP, 3)):
+                constants = attention_constants(
+                    element, head_dim, group, longest, shared, features=features
+                )
+                options = {"num_warps": 4, "num_stages": stages if element != "fp32" else 2}
+                compile_one(
+                    prefill._attend, element, capability, constants, limit=shared, **options
+                )
         for element, head_dim, group, block_size, seqs, features in (
             ("bf16", 128, 4, 16, 1, False),
             ("bf16", 128, 4, 16, 256, True),

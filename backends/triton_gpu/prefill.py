@@ -1,0 +1,270 @@
+"""Attention of sequences with several query tokens on a GPU: prefill and chunked prefill.
+
+    out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
+    p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
+
+Layout: a row is one (query token, head of the group); a program holds a tile of rows of one
+sequence and KV head and walks the keys it can see, a tile at a time, by way of the block table:
+first the tiles that all its rows see whole, without a mask, then those on the diagonal and at the
+end, with one; with a window all have one. Table entries are loaded a tile ahead and carried.
+Grid: (KV head, tile of rows), late tiles, which see most, first. Sequence s owns the tiles from
+query_start_loc[s] // TOKENS + s on and each program finds its sequence by bisection (the numbering
+is vLLM's): no plan on the host, no synchronisation, and at most one idle program a sequence and KV
+head.
+
+Bytes moved: K and V once a tile of rows. Sums and the softmax are float32; the probabilities are
+rounded to the cache's dtype before they meet V. Error: at most twice that of the same algorithm
+emulated in that dtype. Deterministic; blocks may lie in any order. Only `block_id * stride` is
+int64. Values are the caller's duty.
+"""
+
+# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
+
+import math
+
+import triton.language as tl
+from torch import Tensor
+
+from backends.contract import PagedBatch
+from backends.triton_gpu.place import Place, device_function, jit, power_of_two
+from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+
+DEEP = 160 << 10
+
+
+@device_function
+def _find_tile(
+    query_start_loc: tl.tensor,
+    seq_lens: tl.tensor,
+    num_seqs: tl.tensor,
+    tile: tl.tensor,
+    TOKENS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """(sequence, its first row, its query length, position of query token 0, tile's first token).
+
+    The sequence is the last one whose first tile is at or before this one.
+    """
+    low = tile * 0
+    high = low + num_seqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(query_start_loc + middle) // TOKENS + middle <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    start = tl.load(query_start_loc + low)
+    query_len = tl.load(query_start_loc + low + 1) - start
+    first = tl.load(seq_lens + low) - query_len
+    return low, start, query_len, first, (tile - start // TOKENS - low) * TOKENS
+
+
+@device_function
+def _start_rows(
+    sinks: tl.tensor, head: tl.tensor, live: tl.tensor, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Running maximum and total of each row before its first key: nothing, or its sink."""
+    highest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
+        highest = tl.maximum(highest, sink)
+        total = tl.exp2(sink - highest)
+    return highest, total
+
+
+@device_function
+def _load_entries(
+    table: tl.tensor, key: tl.tensor, seen: tl.tensor, stop: tl.tensor, BLOCK_SIZE: tl.constexpr
+) -> tl.tensor:
+    """The blocks of these keys; block 0 for keys that are not seen."""
+    live = (key >= seen) & (key < stop)
+    return tl.load(table + key.to(tl.uint32) // BLOCK_SIZE, mask=live, other=0)
+
+
+@device_function
+def _walk_keys(
+    q: tl.tensor, highest: tl.tensor, total: tl.tensor, sums: tl.tensor, position: tl.tensor,
+    k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor,
+    begin: tl.tensor, end: tl.tensor,  # of the walk, begin at a tile
+    seen: tl.tensor, stop: tl.tensor,  # positions of the keys that some row sees
+    scale: tl.tensor, soft_cap: tl.tensor, window: tl.tensor,
+    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    MASKED: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """The rows' highest logits, totals of their weights and weighted sums of values."""
+    dim = tl.arange(0, WIDTH)
+    lane = tl.arange(0, TILE)
+    block_id = _load_entries(table, begin + lane, seen, stop, BLOCK_SIZE)
+    for tile_start in range(begin, end, TILE):
+        key = tile_start + lane
+        offset = (key.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
+        block = block_id.to(tl.int64)
+        k_at = tl.multiple_of(block * K_STRIDES[0] + offset * K_STRIDES[1], ALIGN)
+        v_at = tl.multiple_of(block * V_STRIDES[0] + offset * V_STRIDES[1], ALIGN)
+        inside = dim < HEAD_DIM
+        live = (key >= seen) & (key < stop)
+        if MASKED:
+            k = tl.load(
+                k_cache + k_at[None, :] + dim[:, None],
+                mask=inside[:, None] & live[None, :], other=0.0,
+            )  # fmt: skip
+            v = tl.load(
+                v_cache + v_at[:, None] + dim[None, :],
+                mask=live[:, None] & inside[None, :], other=0.0,
+            )  # fmt: skip
+        else:
+            k = tl.load(k_cache + k_at[None, :] + dim[:, None], mask=inside[:, None], other=0.0)
+            v = tl.load(v_cache + v_at[:, None] + dim[None, :], mask=inside[None, :], other=0.0)
+        block_id = _load_entries(table, key + TILE, seen, stop, BLOCK_SIZE)
+        logits = tl.dot(q, k, input_precision="ieee")
+        if HAS_CAP:
+            logits = cap_logits(logits * scale, soft_cap) * LOG2E
+        else:
+            logits = logits * (scale * LOG2E)
+        if MASKED:
+            visible = live[None, :] & (key[None, :] <= position[:, None])
+            if HAS_WINDOW:
+                visible = visible & (key[None, :] > position[:, None] - window)
+            logits = tl.where(visible, logits, float("-inf"))
+        now = tl.maximum(highest, tl.max(logits, 1))
+        p = tl.exp2(logits - now[:, None])
+        rescale = tl.exp2(highest - now)
+        total = total * rescale + tl.sum(p, 1)
+        sums = sums * rescale[:, None]
+        sums = tl.dot(p.to(v.dtype), v, sums, input_precision="ieee")
+        highest = now
+    return highest, total, sums
+
+
+@jit(do_not_specialize=["num_seqs", "table_stride", "window", "shortest"])
+def _attend(
+    query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
+    k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    v_cache: tl.tensor,  # likewise
+    out: tl.tensor,  # like query
+    query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
+    seq_lens: tl.tensor,  # int32 [num_seqs]
+    tables: tl.tensor,  # int32 [num_seqs, max_blocks]
+    sinks: tl.tensor,  # float32 [num_q_heads], read if HAS_SINKS
+    num_seqs: tl.tensor,
+    table_stride: tl.tensor,
+    scale: tl.tensor,  # float
+    soft_cap: tl.tensor,  # float, used if HAS_CAP
+    window: tl.tensor,  # used if HAS_WINDOW
+    shortest: tl.tensor,  # query tokens; sequences with fewer are left alone
+    Q_STRIDES: tl.constexpr,  # token, head
+    K_STRIDES: tl.constexpr,  # block, offset, head
+    V_STRIDES: tl.constexpr,
+    O_STRIDES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,  # ROWS // GROUP
+    ALIGN: tl.constexpr,  # elements that divide all strides of the caches
+    TILE: tl.constexpr,  # keys
+    WIDTH: tl.constexpr,  # head_dim as a power of two
+) -> None:
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    s, start, query_len, first, token_start = _find_tile(
+        query_start_loc, seq_lens, num_seqs, tile, TOKENS
+    )
+    query_len = tl.where(query_len < shortest, 0, query_len)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    token = token_start + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    live = (token < query_len) & (row < TOKENS * GROUP)
+    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
+    offsets = (start + token).to(tl.int64) * Q_STRIDES[0] + head * Q_STRIDES[1]
+    q = tl.load(query + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
+    position = first + token
+
+    highest, total = _start_rows(sinks, head, live, ROWS, HAS_SINKS)
+    stop = first + tl.minimum(token_start + TOKENS, query_len)
+    stop = tl.where(token_start < query_len, stop, 0)
+    seen = stop * 0
+    if HAS_WINDOW:
+        seen = tl.maximum(first + token_start - window + 1, 0)
+    table = tables + s.to(tl.int64) * table_stride
+    k_cache += kv_head * K_STRIDES[2]
+    v_cache += kv_head * V_STRIDES[2]
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    middle = seen // TILE * TILE
+    if not HAS_WINDOW:
+        middle = tl.minimum(first + token_start + 1, stop) // TILE * TILE
+        highest, total, sums = _walk_keys(
+            q, highest, total, sums, position, k_cache, v_cache, table, seen, middle, seen, stop,
+            scale, soft_cap, window, K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM,
+            HAS_CAP, HAS_WINDOW, MASKED=False, ALIGN=ALIGN, TILE=TILE, WIDTH=WIDTH,
+        )  # fmt: skip
+    highest, total, sums = _walk_keys(
+        q, highest, total, sums, position, k_cache, v_cache, table, middle, stop, seen, stop,
+        scale, soft_cap, window, K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM,
+        HAS_CAP, HAS_WINDOW, MASKED=True, ALIGN=ALIGN, TILE=TILE, WIDTH=WIDTH,
+    )  # fmt: skip
+    result = sums / tl.where(live, total, 1.0)[:, None]
+    offsets = (start + token).to(tl.int64) * O_STRIDES[0] + head * O_STRIDES[1]
+    tl.store(out + offsets[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def prefill(
+    place: Place,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    *,
+    shortest: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Write the rows of the sequences that `decode` leaves alone."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    group = query.shape[1] // num_kv_heads
+    width = max(16, power_of_two(head_dim))
+    row_bytes = width * query.element_size()
+    rows, keys, warps, stages = shape_of_tiles(
+        row_bytes,
+        query.element_size(),
+        group,
+        batch.max_query_len,
+        place.shared_bytes(query.device),
+    )
+    tokens = rows // group
+    with place.guard(query.device):
+        _attend[num_kv_heads, batch.num_tokens // tokens + batch.num_seqs](
+            query, k_cache, v_cache, out,
+            batch.query_start_loc, batch.seq_lens, batch.block_table,
+            out if sinks is None else sinks,
+            batch.num_seqs, batch.block_table.stride(0), scale,
+            1.0 if soft_cap is None else soft_cap,
+            window or 0,
+            shortest,
+            query.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], out.stride()[:2],
+            k_cache.shape[1], group, head_dim,
+            soft_cap is not None, window is not None, sinks is not None,
+            rows, tokens, math.gcd(16, *k_cache.stride()[:3], *v_cache.stride()[:3]),
+            keys, width,
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+
+
+def shape_of_tiles(
+    row_bytes: int, itemsize: int, group: int, max_query_len: int, shared_bytes: int
+) -> tuple[int, int, int, int]:
+    """Rows and keys a tile, warps, stages; three stages where shared memory holds them.
+
+    Otherwise K and V in two stages stay within 64 KiB, and the rows within 32 KiB.
+    """
+    rows = 16 if max_query_len * group <= 16 else max(16, min(64, (32 << 10) // row_bytes))
+    keys = max(16, min(64, 64 * 256 // row_bytes))
+    deep = itemsize == 2 and row_bytes <= 256 and shared_bytes >= DEEP
+    return max(rows, power_of_two(group)), keys, 4, 3 if deep else 2
