@@ -1,4 +1,4 @@
-"""The free blocks, in the order in which they will be reused.
+"""Free blocks that hold content, in the order in which they will be reused.
 
 A doubly linked list through the blocks themselves, between two sentinels: every operation is O(1)
 and allocates nothing, also the removal from the middle that a prefix hit on a free block needs

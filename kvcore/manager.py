@@ -17,6 +17,7 @@ from typing import final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
+from kvcore.block_table import BlockTable
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
@@ -27,6 +28,7 @@ from kvcore.prefix import (
     computed_after_cut,
     distrust_from,
     find_prefix,
+    grow,
     keep,
     release_from,
     share_computed,
@@ -141,16 +143,7 @@ class KVCacheManager(CacheState):
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
         total = self._room_wanted(seq, num_tokens)
-        missing = [table.num_missing(total) for table in seq.tables]
-        taken = self.pool.take(sum(missing))
-        appended: list[tuple[BlockId, ...]] = []
-        start = 0
-        for table, count in zip(seq.tables, missing, strict=True):
-            new = taken[start : start + count]
-            table.grow(new)
-            appended.append(tuple([block.block_id for block in new]))
-            start += count
-        return tuple(appended)
+        return tuple(grow(self.pool, [(t, t.num_missing(total)) for t in seq.tables]))
 
     def can_reserve(self, seq: KVSequence, num_tokens: int) -> bool:
         """Say whether enough blocks are free for `reserve` with the same arguments. O(groups).
@@ -223,26 +216,17 @@ class KVCacheManager(CacheState):
         """
         counts = [as_int("num_tokens", number, 0) for number in num_tokens]
         self._check_step(seqs, counts)
-        wanted: list[tuple[int, int, int]] = []
-        total = 0
+        places: list[tuple[int, int]] = []
+        wanted: list[tuple[BlockTable, int]] = []
         for index, seq in enumerate(seqs):
             room = self._room_wanted(seq, counts[index])
             for group, table in enumerate(seq.tables):
                 count = table.num_missing(room)
                 if count:
-                    wanted.append((index, group, count))
-                    total += count
-        if not total:
-            return ()
-        taken = self.pool.take(total)
-        grown: list[Growth] = []
-        start = 0
-        for index, group, count in wanted:
-            new = taken[start : start + count]
-            seqs[index].tables[group].grow(new)
-            grown.append(Growth(index, group, tuple([block.block_id for block in new])))
-            start += count
-        return tuple(grown)
+                    places.append((index, group))
+                    wanted.append((table, count))
+        appended = grow(self.pool, wanted) if wanted else []
+        return tuple([Growth(*place, ids) for place, ids in zip(places, appended, strict=True)])
 
     def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]) -> None:
         """State for every sequence of a step that the KV of its next tokens is written.

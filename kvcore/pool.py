@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import final
 
 from kvcore.arguments import as_int
-from kvcore.block import NULL_BLOCK, Block, BlockId, Node
+from kvcore.block import NULL_BLOCK, Block, Node
 from kvcore.content_tree import ContentTree
 from kvcore.errors import (
     BlockStateError,
@@ -117,18 +117,6 @@ class BlockPool:
     def peak_used_blocks(self) -> int:
         """The most blocks that were held at once. O(1)."""
         return len(self.blocks) - 1 - self.least_free_blocks
-
-    def block(self, block_id: BlockId) -> Block:
-        """Return the block of an id that can be owned. O(1).
-
-        Raises:
-            ForeignBlockError: no such block, or the null block.
-        """
-        if not NULL_BLOCK < block_id < len(self.blocks):
-            raise ForeignBlockError(
-                f"block_id: wanted 1 to {len(self.blocks) - 1}, got {block_id!r}"
-            )
-        return self.blocks[block_id]
 
     def take(self, num_blocks: int) -> list[Block]:
         """Hand out free blocks, each held once; published ones are evicted. O(num_blocks).

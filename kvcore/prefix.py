@@ -11,7 +11,8 @@ from array import array
 from collections.abc import Sequence
 from math import lcm
 
-from kvcore.block import Block
+from kvcore.block import Block, BlockId
+from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError, NotReservedError
 from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_servable
 from kvcore.hashing import block_contents
@@ -56,6 +57,26 @@ def find_prefix(
         window = path[first_kept_block(group, size, cached) : cached // size]
         needed.append([block for block in window if block is not None])
     return cached, needed
+
+
+def grow(pool: BlockPool, wanted: Sequence[tuple[BlockTable, int]]) -> list[tuple[BlockId, ...]]:
+    """Append so many new blocks to each table, or to none. O(new blocks).
+
+    Returns:
+        For each table the ids that were appended.
+
+    Raises:
+        OutOfBlocksError: too few blocks are free for all of them.
+    """
+    taken = pool.take(sum([count for _, count in wanted]))
+    appended: list[tuple[BlockId, ...]] = []
+    start = 0
+    for table, count in wanted:
+        new = taken[start : start + count]
+        table.grow(new)
+        appended.append(tuple([block.block_id for block in new]))
+        start += count
+    return appended
 
 
 def committable(seq: KVSequence, num_tokens: int) -> int:
@@ -162,6 +183,11 @@ def computed_after_cut(seq: KVSequence, num_tokens: int) -> int:
             if rest and (table.blocks[full].node is not None or table.blocks[full].ref_count > 1):
                 computed -= rest
                 lowered = True
+    return _computed_in_sight(seq, computed)
+
+
+def _computed_in_sight(seq: KVSequence, computed: int) -> int:
+    """Return `computed`, or 0 where a group has given back what the next query would see."""
     for table in seq.tables:
         if table.num_null > first_kept_block(table.group, table.block_size, computed):
             return 0
@@ -235,9 +261,7 @@ def _compute_again(pool: BlockPool, seq: KVSequence, doubtful: set[int]) -> None
                 break
     # A whole number of blocks of every group: what is left in part may be shared.
     computed -= computed % lcm(*[table.block_size for table in seq.tables])
-    for table in seq.tables:
-        if table.num_null > first_kept_block(table.group, table.block_size, computed):
-            computed = 0
+    computed = _computed_in_sight(seq, computed)
     release_from(pool, seq, computed)
     seq.num_computed_tokens = computed
     seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
