@@ -1,0 +1,92 @@
+"""The pool, driven directly, broken."""
+
+import kvcore
+from kvcore.content_tree import ContentTree
+from tests.kvcore import machines
+from tests.kvcore.sabotage.registry import sabotage
+
+
+@sabotage(machines.PoolMachine, "P3")
+class pool_accepts_a_negative_count(kvcore.BlockPool):  # vllm-ascend #14283
+    def take(self, num_blocks):
+        return super().take(max(0, num_blocks))
+
+
+@sabotage(machines.PoolMachine, "P3", "P2")
+class pool_accepts_a_double_free(kvcore.BlockPool):  # vLLM PR #3347, #42571
+    def release(self, blocks):
+        super().release([block for block in blocks if block.ref_count])
+
+
+@sabotage(machines.PoolMachine, "P3", "P1", "P15")
+class pool_frees_a_block_named_twice_twice(kvcore.BlockPool):  # vLLM #42571
+    def release(self, blocks):
+        for block in blocks:
+            block.ref_count -= 1
+            if block.ref_count <= 0 and block.next_free is None:
+                block.next_free = block
+                self.empty_blocks.append(block)
+
+
+@sabotage(machines.PoolMachine, "P4")
+class pool_undoes_half_of_a_refused_release(kvcore.BlockPool):  # vLLM PR #24228
+    def release(self, blocks):
+        self._check_own(blocks)
+        for block in blocks:
+            if block.ref_count == 0:
+                raise kvcore.DoubleFreeError("too late")
+            super().release([block])
+
+
+@sabotage(machines.PoolMachine, "P4")
+class pool_takes_what_there_is_before_it_refuses(kvcore.BlockPool):  # vLLM PR #11565
+    def take(self, num_blocks):
+        if num_blocks > self.num_free_blocks:
+            super().take(self.num_free_blocks)
+            raise kvcore.OutOfBlocksError(num_blocks, 0)
+        return super().take(num_blocks)
+
+
+@sabotage(machines.PoolMachine, "P3")
+class pool_frees_the_null_block(kvcore.BlockPool):  # UCM PR #1053, vLLM R11
+    def _check_own(self, blocks):
+        super()._check_own([block for block in blocks if block is not self.blocks[0]])
+
+    def release(self, blocks):
+        self._check_own(blocks)
+        super().release([block for block in blocks if block is not self.blocks[0]])
+
+
+@sabotage(machines.PoolMachine, "P1", "P2", "P15")
+class pool_revives_without_leaving_the_queue(kvcore.BlockPool):  # vLLM R2
+    def hold(self, blocks):
+        free = [block for block in dict.fromkeys(blocks) if block.ref_count == 0]
+        super().hold(blocks)
+        for block in free:
+            self.free_queue.push_back(block)
+
+
+@sabotage(machines.PoolMachine, "P6", "P7", "P11")
+class pool_forgets_all_copies_with_the_first(kvcore.BlockPool):  # vLLM R5
+    def take(self, num_blocks):
+        nodes = [block.node for block in self.free_blocks()][:num_blocks]
+        taken = super().take(num_blocks)
+        for node in nodes:
+            while node is not None and node.first_copy is not None:
+                self.trees[0].detach(node.first_copy)
+        return taken
+
+
+class NoTree(ContentTree):
+    def detach(self, block):
+        pass
+
+
+@sabotage(machines.PoolMachine, "P6", "P7", "P11")
+class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):  # nano-vllm #163, kvcached #362
+    def take(self, num_blocks):
+        trees, self.trees = self.trees, (NoTree(1),)
+        try:
+            return super().take(num_blocks)
+        finally:
+            self.trees = trees
