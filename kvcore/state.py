@@ -133,6 +133,28 @@ class CacheState:
         for index, block_ids in enumerate(tables):
             put_ints(rows, index * stride, block_ids)
 
+    def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: int = 0) -> int:
+        """Count the leading blocks that all these sequences share. O(len(seqs) * blocks shared).
+
+        Read from the tables themselves, never from ref counts, which also count holders that are
+        not among `seqs`. A kernel may read that prefix once for all of them (cascade attention).
+        Null entries are nobody's, so a window that has moved on shares nothing.
+
+        Raises:
+            InvalidArgumentError: no sequences, or no such group.
+        """
+        number = as_int("group", group, 0, len(self.groups) - 1)
+        if not seqs:
+            raise InvalidArgumentError("seqs: wanted at least one sequence, got none")
+        for seq in seqs:
+            self._check_open(seq)
+        first, *others = [seq.tables[number].block_ids for seq in seqs]
+        count = 0 if seqs[0].tables[number].num_null else len(first)
+        for block_ids in others:
+            both = range(min(count, len(block_ids)))
+            count = next((i for i in both if first[i] != block_ids[i]), len(both))
+        return count
+
     def snapshot(self) -> Snapshot:
         """Return all that can be hit now, for a reader of events who joins late. O(contents).
 
