@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
-from typing import final
+from typing import SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block
@@ -91,7 +91,9 @@ class LeaseBook:
         self.active: dict[int, Lease] = {}
         self._next_id = 0
 
-    def begin(self, blocks: Sequence[Block], kind: str, owner: str, max_steps: int | None) -> Lease:
+    def begin(
+        self, blocks: Sequence[Block], kind: str, owner: str, max_steps: SupportsIndex | None
+    ) -> Lease:
         """Hold blocks until the lease ends. O(blocks).
 
         Raises:
@@ -109,7 +111,7 @@ class LeaseBook:
         self.active[lease.lease_id] = lease
         return lease
 
-    def end(self, lease_id: int) -> bool:
+    def end(self, lease_id: object) -> bool:
         """End a lease by its id, as a completion from outside does. O(its blocks).
 
         Returns:

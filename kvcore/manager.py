@@ -13,7 +13,7 @@ every process. A manager is not thread-safe, and does not know what a block's me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
@@ -130,7 +130,9 @@ class KVCacheManager(CacheState):
             num_deferred_blocks=self.leases.num_deferred_blocks(),
         )
 
-    def reserve(self, seq: KVSequence, num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
+    def reserve(
+        self, seq: KVSequence, num_tokens: SupportsIndex
+    ) -> tuple[tuple[BlockId, ...], ...]:
         """Make room for the next `num_tokens` tokens after the computed ones.
 
         They may reach beyond the tokens that the sequence has: room for drafts. O(new blocks).
@@ -145,7 +147,7 @@ class KVCacheManager(CacheState):
         total = self._room_wanted(seq, num_tokens)
         return tuple(grow(self.pool, [(t, t.num_missing(total)) for t in seq.tables]))
 
-    def can_reserve(self, seq: KVSequence, num_tokens: int) -> bool:
+    def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
         """Say whether enough blocks are free for `reserve` with the same arguments. O(groups).
 
         Raises like `reserve`, but for `OutOfBlocksError`.
@@ -154,7 +156,7 @@ class KVCacheManager(CacheState):
         missing = sum([table.num_missing(total) for table in seq.tables])
         return missing <= self.pool.num_free_blocks
 
-    def append(self, seq: KVSequence, token: int) -> None:
+    def append(self, seq: KVSequence, token: SupportsIndex) -> None:
         """Let a token join the end; its KV is not computed yet. O(1).
 
         Raises:
@@ -180,7 +182,7 @@ class KVCacheManager(CacheState):
         seq.items += check_items(given, length, length + len(packed))
         seq.packed.extend(packed)
 
-    def commit(self, seq: KVSequence, num_tokens: int) -> None:
+    def commit(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """State that the KV of the next `num_tokens` tokens is written.
 
         Blocks that this fills can be hit by others from now on; blocks of window and chunk groups
@@ -196,7 +198,7 @@ class KVCacheManager(CacheState):
         advance_to(self.pool, seq, computed)
 
     def reserve_step(
-        self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]
+        self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]
     ) -> tuple[Growth, ...]:
         """Make room for the next tokens of every sequence of a step, or of none.
 
@@ -228,7 +230,7 @@ class KVCacheManager(CacheState):
         appended = grow(self.pool, wanted) if wanted else []
         return tuple([Growth(*place, ids) for place, ids in zip(places, appended, strict=True)])
 
-    def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]) -> None:
+    def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]) -> None:
         """State for every sequence of a step that the KV of its next tokens is written.
 
         All or none; otherwise as `commit` for each in turn, and with its errors.
@@ -239,7 +241,7 @@ class KVCacheManager(CacheState):
         for seq, target in zip(seqs, computed, strict=True):
             advance_to(self.pool, seq, target)
 
-    def truncate(self, seq: KVSequence, num_tokens: int) -> None:
+    def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
 
         Rejected drafts leave so, and room that was reserved beyond. Where the cut goes through a
@@ -289,8 +291,8 @@ class KVCacheManager(CacheState):
         kind: str = "step",
         *,
         owner: str = "",
-        num_tokens: int | None = None,
-        max_steps: int | None = None,
+        num_tokens: SupportsIndex | None = None,
+        max_steps: SupportsIndex | None = None,
     ) -> Lease:
         """Keep every block that the sequence has now until the lease ends. O(num_blocks).
 
@@ -313,7 +315,7 @@ class KVCacheManager(CacheState):
         self._check_open(seq)
         return self.leases.begin(blocks_tail_first(seq, count), kind, owner, max_steps)
 
-    def advance(self, num_steps: int = 1) -> tuple[Lease, ...]:
+    def advance(self, num_steps: SupportsIndex = 1) -> tuple[Lease, ...]:
         """Let steps pass, or any other unit of time that the caller counts deadlines in.
 
         Leases whose deadline has come end, and blocks are not kept beyond theirs.
@@ -325,7 +327,7 @@ class KVCacheManager(CacheState):
         self.pool.advance(as_int("num_steps", num_steps, 0))
         return self.leases.expire()
 
-    def fail_load(self, seq: KVSequence, num_tokens: int) -> tuple[KVSequence, ...]:
+    def fail_load(self, seq: KVSequence, num_tokens: SupportsIndex) -> tuple[KVSequence, ...]:
         """State that KV after the first `num_tokens` tokens was committed and never arrived.
 
         Nothing that spells this prefix beyond them can be hit any more, and every sequence that has
@@ -369,7 +371,7 @@ class KVCacheManager(CacheState):
             seq.forget_identity()
         return ResetReport(forgotten, self.pool.num_used_blocks, len(self.sequences))
 
-    def _room_wanted(self, seq: KVSequence, num_tokens: int) -> int:
+    def _room_wanted(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
         # Arguments first: what an `__index__` does must not come between a check and its use.
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)

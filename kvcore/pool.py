@@ -13,7 +13,7 @@ knows nothing of sequences, of how much of a block is written, or of when it may
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import final
+from typing import SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import NULL_BLOCK, Block, Node
@@ -73,7 +73,9 @@ class BlockPool:
         "trees",
     )
 
-    def __init__(self, num_blocks: int, *block_sizes: int, log: EventLog | None = None) -> None:
+    def __init__(
+        self, num_blocks: SupportsIndex, *block_sizes: SupportsIndex, log: EventLog | None = None
+    ) -> None:
         num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
         self.block_sizes = tuple(as_int("block_size", size, 1, 2**20) for size in block_sizes)
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
@@ -118,7 +120,7 @@ class BlockPool:
         """The most blocks that were held at once. O(1)."""
         return len(self.blocks) - 1 - self.least_free_blocks
 
-    def take(self, num_blocks: int) -> list[Block]:
+    def take(self, num_blocks: SupportsIndex) -> list[Block]:
         """Hand out free blocks, each held once; published ones are evicted. O(num_blocks).
 
         Raises:

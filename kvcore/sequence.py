@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import final
+from typing import SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import BlockId
@@ -103,7 +103,7 @@ class KVSequence:
         """A copy of every group's block ids, null entries included. O(num_blocks)."""
         return tuple([tuple(map(BlockId, table.block_ids)) for table in self.tables])
 
-    def write_block_table(self, out: object, group: int = 0) -> int:
+    def write_block_table(self, out: object, group: SupportsIndex = 0) -> int:
         """Write a group's block ids to the beginning of `out`. O(num_blocks).
 
         Args:
@@ -121,7 +121,9 @@ class KVSequence:
         put_ints(int_view("out", out, (4,), len(table.block_ids)), 0, table.block_ids)
         return len(table.block_ids)
 
-    def write_slot_mapping(self, start: int, stop: int, out: object, group: int = 0) -> int:
+    def write_slot_mapping(
+        self, start: SupportsIndex, stop: SupportsIndex, out: object, group: SupportsIndex = 0
+    ) -> int:
         """Write the slots of the positions `start` to `stop - 1` to the beginning of `out`.
 
         O(stop - start). `out` is a writable, contiguous buffer of int64: [at least stop - start].
@@ -183,7 +185,7 @@ class KVSequence:
             f"{self.num_computed_tokens} computed, {self.num_blocks} blocks)"
         )
 
-    def _table(self, group: int) -> BlockTable:
+    def _table(self, group: SupportsIndex) -> BlockTable:
         if not self.is_open:
             raise StaleSequenceError(f"{self!r} is closed")
         return self.tables[as_int("group", group, 0, len(self.tables) - 1)]

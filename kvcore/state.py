@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 from kvcore.arguments import as_int
 from kvcore.errors import (
@@ -42,12 +43,12 @@ class CacheState:
 
     def __init__(
         self,
-        num_blocks: int,
-        block_size: int,
+        num_blocks: SupportsIndex,
+        block_size: SupportsIndex,
         *,
         groups: Sequence[LayerGroup] | None = None,
         enable_caching: bool = True,
-        max_model_len: int | None = None,
+        max_model_len: SupportsIndex | None = None,
         record_events: NameAlgorithm | None = None,
         record_lifetimes: bool = False,
     ) -> None:
@@ -91,8 +92,8 @@ class CacheState:
         block_tables: object,
         slot_mapping: object,
         *,
-        row_stride: int,
-        group: int = 0,
+        row_stride: SupportsIndex,
+        group: SupportsIndex = 0,
     ) -> None:
         """Write a decode step's block tables and slots into buffers of the caller. O(blocks).
 
@@ -133,7 +134,7 @@ class CacheState:
         for index, block_ids in enumerate(tables):
             put_ints(rows, index * stride, block_ids)
 
-    def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: int = 0) -> int:
+    def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: SupportsIndex = 0) -> int:
         """Count the leading blocks that all these sequences share. O(len(seqs) * blocks shared).
 
         Read from the tables themselves, never from ref counts, which also count holders that are

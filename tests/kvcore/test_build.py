@@ -1,0 +1,148 @@
+"""What building kvcore does with a compiler, without one, and when it is told not to."""
+
+import importlib.machinery
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+from kvcore import build_hook
+from kvcore.build_hook import COMPILED, CompileHook, discard, extensions, is_wanted
+
+ROOT = Path(__file__).parents[2]
+SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
+
+# Stands in for mypyc: an extension beside each file named, and one that they share.
+WORKS = (
+    "import pathlib, sys\n"
+    f"for name in sys.argv[1:]: pathlib.Path(name).with_suffix({SUFFIX!r}).write_text('')\n"
+    f"pathlib.Path('abc__mypyc{SUFFIX}').write_text('')\n"
+)
+FAILS = "print('error: no C compiler'); raise SystemExit(1)"
+STOPS_HALFWAY = WORKS.replace("sys.argv[1:]", "sys.argv[2:]")
+
+
+class Listener:
+    """What hatchling shows its user."""
+
+    def __init__(self):
+        self.warnings = []
+
+    def display_warning(self, message):
+        self.warnings.append(message)
+
+
+def hook(root, script, listener):
+    made = CompileHook(str(root), {}, None, None, str(root / "dist"), "wheel", listener)
+    made.compiler = (sys.executable, "-c", script)
+    return made
+
+
+@pytest.fixture
+def project(tmp_path):
+    (tmp_path / "kvcore").mkdir()
+    for module in COMPILED:
+        (tmp_path / "kvcore" / f"{module}.py").write_text("")
+    return tmp_path
+
+
+@pytest.fixture
+def listener():
+    return Listener()
+
+
+@pytest.mark.parametrize(
+    ("value", "version", "wanted"),
+    [
+        ("", "standard", True),
+        ("", "editable", False),
+        ("1", "standard", True),
+        ("1", "editable", True),
+        ("0", "standard", False),
+        ("0", "editable", False),
+    ],
+)
+def test_the_variable_and_what_is_built_decide(value, version, wanted):
+    assert is_wanted(value, version) is wanted
+
+
+def test_another_value_of_the_variable_is_refused():
+    with pytest.raises(ValueError, match="KVCORE_COMPILE: wanted 0, 1 or nothing, got 'yes'"):
+        is_wanted("yes", "standard")
+
+
+def test_every_module_to_compile_exists():
+    assert {f"{module}.py" for module in COMPILED} <= {p.name for p in (ROOT / "kvcore").iterdir()}
+
+
+def test_a_wheel_gets_the_compiled_modules_and_a_tag_of_its_own(project, listener, monkeypatch):
+    monkeypatch.delenv(build_hook.VARIABLE, raising=False)
+    data = {"force_include": {}}
+    made = hook(project, WORKS, listener)
+    made.initialize("standard", data)
+    inside = set(data["force_include"].values())
+    assert inside == {*(f"kvcore/{m}{SUFFIX}" for m in COMPILED), f"abc__mypyc{SUFFIX}"}
+    assert (data["pure_python"], data["infer_tag"]) == (False, True)
+    assert all(Path(path).is_file() for path in data["force_include"])
+    assert extensions(project) == []
+    made.finalize("standard", data, "")
+    assert not any(Path(path).exists() for path in data["force_include"])
+    assert listener.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [(FAILS, "error: no C compiler"), (STOPS_HALFWAY, "1 extension modules are missing")],
+)
+def test_a_failed_compile_gives_a_warning_and_a_python_wheel(
+    project, listener, monkeypatch, script, reason
+):
+    monkeypatch.delenv(build_hook.VARIABLE, raising=False)
+    data = {"force_include": {}}
+    hook(project, script, listener).initialize("standard", data)
+    assert data == {"force_include": {}}
+    assert listener.warnings == [f"kvcore is built as Python: {reason}"]
+
+
+def test_a_compiler_that_is_not_there_gives_a_warning_too(project, listener, monkeypatch):
+    monkeypatch.delenv(build_hook.VARIABLE, raising=False)
+    made = hook(project, WORKS, listener)
+    made.compiler = (str(project / "nothing"),)
+    made.initialize("standard", {"force_include": {}})
+    assert "No such file" in listener.warnings[0]
+
+
+def test_an_editable_install_is_compiled_on_demand_and_python_again_after_the_next(
+    project, listener, monkeypatch
+):
+    monkeypatch.setenv(build_hook.VARIABLE, "1")
+    hook(project, WORKS, listener).initialize("editable", {})
+    assert len(extensions(project)) == len(COMPILED) + 1
+    monkeypatch.delenv(build_hook.VARIABLE)
+    hook(project, WORKS, listener).initialize("editable", {})
+    assert extensions(project) == []
+
+
+def test_what_an_earlier_build_left_is_found_and_deleted(project):
+    (project / "kvcore" / f"pool{SUFFIX}").write_text("")
+    (project / f"0123__mypyc{SUFFIX}").write_text("")
+    discard(project)
+    assert extensions(project) == []
+    assert (project / "kvcore" / "pool.py").exists()
+
+
+def test_what_the_build_needs_is_asked_for_only_when_it_compiles(project, listener, monkeypatch):
+    made = hook(project, WORKS, listener)
+    monkeypatch.setenv(build_hook.VARIABLE, "0")
+    assert made.dependencies() == []
+    monkeypatch.setenv(build_hook.VARIABLE, "1")
+    assert any(name.startswith("mypy") for name in made.dependencies())
+
+
+def test_the_wheel_leaves_the_build_hook_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv(build_hook.VARIABLE, "0")
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        assert "kvcore/build_hook.py" not in archive.namelist()
