@@ -15,24 +15,55 @@ from backends.contract import Backend, PagedBatch, require_tensor
 from backends.errors import InvalidArgumentError, UnsupportedError
 
 
-def check_cache(backend: Backend, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Two caches of one shape and dtype, on the backend's device, within its capabilities."""
+def check_cache(
+    backend: Backend,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """Two caches of one shape and dtype, on the backend's device, within its capabilities.
+
+    And their scales: only where the caches are quantised.
+    """
     require_tensor("k_cache", k_cache, shape=(None, None, None, None))
     if k_cache.device.type != backend.device.type:
         raise InvalidArgumentError("k_cache", f"device {backend.device}", f"{k_cache.device}")
-    if k_cache.dtype not in backend.capabilities.dtypes:
-        raise UnsupportedError(
-            "k_cache", f"a dtype of {_names(backend.capabilities.dtypes)}", str(k_cache.dtype)
-        )
+    can = backend.capabilities
+    if k_cache.dtype not in (*can.dtypes, *can.quantised):
+        names = _names((*can.dtypes, *can.quantised))
+        raise UnsupportedError("k_cache", f"a dtype of {names}", str(k_cache.dtype))
     if 0 in k_cache.shape:
         raise InvalidArgumentError("k_cache", "no empty dimension", f"shape {list(k_cache.shape)}")
-    head_dim = k_cache.shape[3]
-    if head_dim > backend.capabilities.max_head_dim:
-        limit = backend.capabilities.max_head_dim
+    head_dim, limit = k_cache.shape[3], can.max_head_dim
+    if head_dim > limit:
         raise UnsupportedError("k_cache", f"a head_dim of at most {limit}", str(head_dim))
     require_tensor(
         "v_cache", v_cache, dtype=k_cache.dtype, shape=tuple(k_cache.shape), device=k_cache.device
     )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            _check_scale(name, scale, k_cache, quantised=k_cache.dtype in can.quantised)
+
+
+def _check_scale(name: str, scale: Tensor, cache: Tensor, *, quantised: bool) -> None:
+    if not quantised:
+        raise InvalidArgumentError(name, f"None beside a cache of {cache.dtype}", "a value")
+    require_tensor(name, scale, dtype=torch.float32, shape=(None,), device=cache.device)
+    if scale.shape[0] not in (1, cache.shape[2]):
+        came = f"shape {list(scale.shape)}"
+        raise InvalidArgumentError(name, f"shape [1] or [{cache.shape[2]}]", came)
+
+
+def _dtype_beside(backend: Backend, name: str, tensor: Tensor, cache: Tensor) -> torch.dtype:
+    """The dtype wanted of keys, values and queries: the cache's, or any beside a quantised one."""
+    if cache.dtype not in backend.capabilities.quantised:
+        return cache.dtype
+    require_tensor(name, tensor)
+    if tensor.dtype not in backend.capabilities.dtypes:
+        wanted = f"a dtype of {_names(backend.capabilities.dtypes)}"
+        raise UnsupportedError(name, wanted, str(tensor.dtype))
+    return tensor.dtype
 
 
 def check_store_kv(
@@ -42,10 +73,12 @@ def check_store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """The arguments of `store_kv` agree with each other."""
-    check_cache(backend, k_cache, v_cache)
-    dtype, device = k_cache.dtype, k_cache.device
+    check_cache(backend, k_cache, v_cache, k_scale, v_scale)
+    dtype, device = _dtype_beside(backend, "key", key, k_cache), k_cache.device
     require_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(None,), device=device)
     shape = (slot_mapping.shape[0], k_cache.shape[2], k_cache.shape[3])
     require_tensor("key", key, dtype=dtype, shape=shape, device=device)
@@ -64,10 +97,12 @@ def check_paged_attention(
     soft_cap: float | None,
     sinks: Tensor | None,
     out: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """The arguments of `paged_attention` agree with each other and the capabilities."""
-    check_cache(backend, k_cache, v_cache)
-    dtype, device = k_cache.dtype, k_cache.device
+    check_cache(backend, k_cache, v_cache, k_scale, v_scale)
+    dtype, device = _dtype_beside(backend, "query", query, k_cache), k_cache.device
     if batch.device != device:
         raise InvalidArgumentError("batch", f"device {device}", f"device {batch.device}")
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]

@@ -5,6 +5,10 @@ Decides shapes, dtypes and meanings; a backend decides only how fast. Invariants
 - The cache of a layer is a pair `k_cache, v_cache: [num_blocks, block_size, num_kv_heads,
   head_dim]`; its last dimension is contiguous, the others may have any stride. slot = block_id *
   block_size + offset.
+- A cache may be quantised: float8_e4m3fn, whatever the dtype of query, key and value, and then an
+  element stands for `stored * scale`, with a scale a cache or a KV head (`k_scale`, `v_scale`).
+  Storing gives e4m3(clamp(x / scale, -448, 448)): a float32 division, to the nearest, ties to
+  even, NaN as NaN (0x7F). Every backend stores the same bytes.
 - Attention is causal. Query token j of sequence s sits at position `seq_lens[s] - query_len[s] +
   j`; a window of W lets it see the keys at positions `max(0, position - W + 1) .. position`.
 - A backend reads no slot that no query of the batch sees, no entry of `block_table` that covers
@@ -87,12 +91,14 @@ class Capabilities:
     """What a backend can do; a launcher refuses the rest with `UnsupportedError`."""
 
     dtypes: tuple[torch.dtype, ...]
-    """Of query, key, value and cache, which agree."""
+    """Of query, key and value, which agree, and of a cache that holds them as they are."""
     max_head_dim: int
     max_group_size: int
     """Query heads a KV head at most."""
     features: frozenset[str] = frozenset({"window", "soft_cap", "sinks"})
     """Optional arguments of `paged_attention` that are honoured."""
+    quantised: tuple[torch.dtype, ...] = ()
+    """Dtypes of caches that hold scaled values, for any of `dtypes`."""
 
 
 @runtime_checkable
@@ -115,16 +121,28 @@ class Backend(Protocol):
         ...
 
     def store_kv(
-        self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         """Write each token's key and value into its slot; negative slots are skipped.
 
         Args:
-            key: [num_tokens, num_kv_heads, head_dim], the dtype of the cache.
+            key: [num_tokens, num_kv_heads, head_dim], the dtype of the cache unless that is
+                quantised.
             value: like `key`.
             k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written.
             v_cache: like `k_cache`, written.
             slot_mapping: int64 [num_tokens]; no slot twice.
+            k_scale: float32 [1] or [num_kv_heads], finite and above 0, beside a quantised k_cache
+                alone; None: 1.
+            v_scale: likewise, of v_cache.
         """
         ...
 
@@ -139,6 +157,8 @@ class Backend(Protocol):
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every query row over the cached keys of its sequence.
@@ -149,7 +169,8 @@ class Backend(Protocol):
         logit a head, in the denominator alone.
 
         Args:
-            query: [num_tokens, num_q_heads, head_dim], the dtype of the cache.
+            query: [num_tokens, num_q_heads, head_dim], the dtype of the cache unless that is
+                quantised; then at most 65504 in size, because a backend may take it in float16.
             k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
             v_cache: like `k_cache`.
             batch: where the keys are.
@@ -157,9 +178,10 @@ class Backend(Protocol):
             window: keys a query sees, itself included; None: all.
             soft_cap: finite and above 0; None: no cap.
             sinks: [num_q_heads], any floating dtype.
+            k_scale: as in `store_kv`.
+            v_scale: as in `store_kv`.
             out: like `query`, written and returned. Rows past `query_start_loc[-1]` are left as
-            they
-                are; where the backend allocates, they hold anything.
+                they are; where the backend allocates, they hold anything.
         """
         ...
 

@@ -53,16 +53,11 @@ class FreeQueue:
             BlockStateError: it is in a queue already.
         """
         before = self._tail.prev_free
-        self._insert(block, before, self._tail)
-
-    def push_front(self, block: Block) -> None:
-        """Put `block` first in line. O(1).
-
-        Raises:
-            BlockStateError: it is in a queue already.
-        """
-        after = self._head.next_free
-        self._insert(block, self._head, after)
+        if before is None or block.next_free is not None:
+            raise BlockStateError(f"push_back: wanted a block that is not free, got {block!r}")
+        block.prev_free, block.next_free = before, self._tail
+        before.next_free = self._tail.prev_free = block
+        self.length += 1
 
     def pop_front(self) -> Block:
         """Take out the block that is first in line. O(1).
@@ -89,13 +84,3 @@ class FreeQueue:
         after.prev_free = before
         block.prev_free = block.next_free = None
         self.length -= 1
-
-    def _insert(self, block: Block, before: Block | None, after: Block | None) -> None:
-        if block.prev_free is not None or block.next_free is not None:
-            raise BlockStateError(f"push: wanted a block outside the free queue, got {block!r}")
-        if before is None or after is None:  # never: the sentinels are linked from the start
-            raise BlockStateError("push: the queue's own links are broken")
-        block.prev_free, block.next_free = before, after
-        before.next_free = block
-        after.prev_free = block
-        self.length += 1

@@ -49,8 +49,11 @@ class _Writable(Protocol):
     def write(self, text: str, /) -> object: ...
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A parser that raises instead of leaving the process."""
+
     def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the command line."""
         raise UsageError(message)
 
     def print_help(self, file: _Writable | None = None) -> None:
@@ -88,35 +91,47 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         prompts=tuple(flags.prompt),
         prompts_file=flags.prompts_file,
         sampling=sampling,
-        engine=EngineConfig(
-            num_blocks=flags.num_blocks,
-            block_size=flags.block_size,
-            enable_prefix_caching=flags.prefix_cache,
-            max_num_batched_tokens=flags.max_num_batched_tokens,
-            max_num_seqs=flags.max_num_seqs,
-        ),
+        engine=engine_config(flags),
         stream=flags.stream,
         json=flags.json,
         verify=flags.verify,
     )
 
 
+def engine_config(flags: argparse.Namespace) -> EngineConfig:
+    """The sizes that the flags of `add_sizes` say. O(1).
+
+    Raises:
+        InvalidArgumentError: a size is out of range.
+    """
+    return EngineConfig(
+        num_blocks=flags.num_blocks,
+        block_size=flags.block_size,
+        enable_prefix_caching=flags.prefix_cache,
+        max_num_batched_tokens=flags.max_num_batched_tokens,
+        max_num_seqs=flags.max_num_seqs,
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m model.run",
         description="Generate text with a paged KV cache.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add_source(parser.add_argument_group("what runs").add_argument)
+    what_runs = parser.add_argument_group("what runs").add_argument
+    add_model(what_runs)
+    _add_prompts(what_runs)
     _add_sampling(parser.add_argument_group("how tokens are chosen").add_argument)
-    _add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)
+    add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)
     _add_output(parser.add_argument_group("what comes out").add_argument)
     return parser
 
 
-def _add_source(flag: Callable[..., object]) -> None:
+def add_model(flag: Callable[..., object]) -> None:
+    """Add the flags that say which model runs on what. O(1)."""
     flag(
         "--backend",
         default="auto",
@@ -135,6 +150,9 @@ def _add_source(flag: Callable[..., object]) -> None:
         choices=DTYPES,
         help="auto: float32 on a CPU and with --verify, bfloat16 on a GPU",
     )
+
+
+def _add_prompts(flag: Callable[..., object]) -> None:
     flag(
         "--prompt",
         action="append",
@@ -190,7 +208,8 @@ def _add_sampling(flag: Callable[..., object]) -> None:
     )
 
 
-def _add_sizes(flag: Callable[..., object]) -> None:
+def add_sizes(flag: Callable[..., object]) -> None:
+    """Add the flags that `engine_config` reads. O(1)."""
     flag(
         "--num-blocks",
         type=int,

@@ -25,6 +25,7 @@ from model.request import FinishReason, Request
 from model.sampling import Draw, draw_key, sample
 from model.scheduler import Scheduler
 from model.step import Chunk, SchedulerStats
+from model.trace import FORWARD, PREPARE, SAMPLE, StepRecorder, StepWatch, Unwatched
 
 Prompt = str | Sequence[int]
 
@@ -92,6 +93,7 @@ class Engine:
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
+        self._watch: StepWatch = Unwatched()
 
     @property
     def has_unfinished(self) -> bool:
@@ -102,6 +104,12 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """The scheduler's counters, live. O(1)."""
         return self._scheduler.stats
+
+    def record(self) -> StepRecorder:
+        """Record every step from now on; the recorder grows with each. O(1)."""
+        recorder = StepRecorder(self.kv, self._scheduler)
+        self._watch = recorder
+        return recorder
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
         """Queue a prompt. O(prompt).
@@ -143,13 +151,20 @@ class Engine:
             StalledError: nothing can run although something is unfinished.
             NumericalError: the model's logits are not numbers; every request is aborted.
         """
+        watch = self._watch
+        watch.begin()
         step = self._scheduler.schedule()
+        watch.scheduled(step)
         sampling = [chunk for chunk in step.chunks if chunk.samples]
         sampled: dict[int, int] = {}
         try:
             if step.chunks:
-                logits = self.network.logits(self._batches.build(step))
+                tensors = self._batches.build(step)
+                watch.done(PREPARE)
+                logits = self.network.logits(tensors)
+                watch.done(FORWARD)
                 tokens = sample(logits, [self._draw(chunk) for chunk in sampling])
+                watch.done(SAMPLE)
                 sampled = {
                     chunk.request.request_id: token
                     for chunk, token in zip(sampling, tokens, strict=True)
@@ -163,9 +178,11 @@ class Engine:
         self._scheduler.update(step, sampled)
         if not step.chunks and self._scheduler.has_unfinished:
             raise StalledError("step: requests wait, and none can be admitted or run")
-        return [
+        outputs = [
             self._output(chunk.request, sampled[chunk.request.request_id]) for chunk in sampling
         ]
+        watch.end()
+        return outputs
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]

@@ -95,7 +95,7 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None
         UnsupportedModelError: the architecture cannot run with a paged cache.
     """
     source = _resolve(name)
-    config = _load_config(source)
+    config = load_config(name)
     check_architecture(config)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -179,7 +179,14 @@ def _resolve(name: str) -> str:
     return name
 
 
-def _load_config(source: str) -> PreTrainedConfig:
+def load_config(name: str) -> PreTrainedConfig:
+    """Load a model's configuration alone, from a folder or an id. Reads one small file.
+
+    Raises:
+        ModelNotFoundError: there is nothing of that name, or it is no model.
+        UnsupportedModelError: Transformers does not know this kind of model.
+    """
+    source = _resolve(name)
     path = Path(source)
     if path.is_dir():
         try:

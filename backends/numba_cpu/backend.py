@@ -45,10 +45,21 @@ class NumbaBackend:
         )
 
     def store_kv(
-        self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         """See `Backend.store_kv`."""
-        store_kv(self, self._workers, key, value, k_cache, v_cache, slot_mapping)
+        store_kv(
+            self, self._workers, key, value, k_cache, v_cache, slot_mapping,
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
 
     def paged_attention(
         self,
@@ -61,12 +72,15 @@ class NumbaBackend:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.paged_attention`."""
         return paged_attention(
             self, self._workers, query, k_cache, v_cache, batch,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
+            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+            k_scale=k_scale, v_scale=v_scale, out=out,
         )  # fmt: skip
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:

@@ -153,6 +153,8 @@ def paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of every query row; see `Backend.paged_attention`.
@@ -163,6 +165,7 @@ def paged_attention(
     check_paged_attention(
         backend, query, k_cache, v_cache, batch,
         scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
+        k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype)

@@ -62,13 +62,16 @@ def store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write each token's key and value into its slot; see `Backend.store_kv`.
 
     Raises:
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
-    check_store_kv(backend, key, value, k_cache, v_cache, slot_mapping)
+    check_store_kv(backend, key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     slots = flat(slot_mapping)
     num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
     bad = _past_the_end(slots, num_blocks * block_size)

@@ -38,10 +38,21 @@ class TritonBackend:
         return Capabilities(dtypes=(torch.float32, *halves), max_head_dim=256, max_group_size=64)
 
     def store_kv(
-        self, key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+        self,
+        key: Tensor,
+        value: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slot_mapping: Tensor,
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         """See `Backend.store_kv`."""
-        store_kv(self, self._place, key, value, k_cache, v_cache, slot_mapping)
+        store_kv(
+            self, self._place, key, value, k_cache, v_cache, slot_mapping,
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
 
     def paged_attention(
         self,
@@ -54,12 +65,15 @@ class TritonBackend:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.paged_attention`."""
         return paged_attention(
             self, self._place, query, k_cache, v_cache, batch,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
+            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+            k_scale=k_scale, v_scale=v_scale, out=out,
         )  # fmt: skip
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:

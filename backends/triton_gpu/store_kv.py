@@ -66,13 +66,16 @@ def store_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Write each token's key and value into its slot; see `Backend.store_kv`.
 
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
-    check_store_kv(backend, key, value, k_cache, v_cache, slot_mapping)
+    check_store_kv(backend, key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     num_tokens = slot_mapping.shape[0]
     if num_tokens == 0:
         return

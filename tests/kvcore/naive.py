@@ -15,9 +15,6 @@ class NaiveQueue:
     def push_back(self, item):
         self.items.append(item)
 
-    def push_front(self, item):
-        self.items.insert(0, item)
-
     def pop_front(self):
         return self.items.pop(0)
 

@@ -23,15 +23,14 @@ class FreeQueueMachine(RuleBasedStateMachine):
     def view(self):
         return [block.block_id for block in self.queue], len(self.queue)
 
-    @rule(number=st.integers(0, 7), back=st.booleans())
-    def push(self, number, back):
+    @rule(number=st.integers(0, 7))
+    def push(self, number):
         block = self.blocks[number]
-        push = self.queue.push_back if back else self.queue.push_front
         if block.block_id in self.naive.items:
-            refused("P3", kvcore.BlockStateError, self.view, lambda: push(block))
+            refused("P3", kvcore.BlockStateError, self.view, lambda: self.queue.push_back(block))
             return
-        push(block)
-        (self.naive.push_back if back else self.naive.push_front)(block.block_id)
+        self.queue.push_back(block)
+        self.naive.push_back(block.block_id)
 
     @rule()
     def pop(self):

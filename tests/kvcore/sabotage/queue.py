@@ -31,7 +31,11 @@ class queue_takes_a_block_twice(kvcore.FreeQueue):  # vLLM #42571
 @sabotage(machines.FreeQueueMachine, "P15")
 class queue_reuses_the_newest(kvcore.FreeQueue):
     def push_back(self, block):
-        super().push_front(block)
+        others = list(self)
+        super().push_back(block)
+        for other in others:  # to behind it
+            self.remove(other)
+            super().push_back(other)
 
 
 @sabotage(machines.FreeQueueMachine, "P1")

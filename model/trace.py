@@ -1,0 +1,249 @@
+"""What every step did and when: a watch that the engine calls, a recorder, a trace file.
+
+Decides: the phases of a step, and their names. `schedule` plans it, `prepare` builds its tensors,
+`forward` is the network, `sample` draws the tokens, `commit` tells the cache and makes text.
+
+Invariants: the phases of a step follow one another without gaps inside it; steps never overlap;
+times come from one monotonic clock; a step that raised is not recorded. Nothing is kept, counted
+or timed for an engine that is not recorded.
+
+On a GPU a pass returns before it is done: there `forward` is the time to launch it, and the wait
+for it falls into the phase that first needs a result.
+
+Does not know: torch, how a step is computed, who looks at the file.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+import kvcore
+from model.request import Request
+from model.step import SchedulerStats, Step
+
+SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
+    "schedule",
+    "prepare",
+    "forward",
+    "sample",
+    "commit",
+)
+
+
+class StepWatch(Protocol):
+    """What the engine tells while it runs a step: `begin`, `scheduled`, `done` ..., `end`."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        ...
+
+    def scheduled(self, step: Step) -> None:
+        """The step is planned."""
+        ...
+
+    def done(self, phase: str) -> None:
+        """A phase is over; the next one begins."""
+        ...
+
+    def end(self) -> None:
+        """The last phase and the step are over."""
+        ...
+
+
+class Unwatched:
+    """A watch that does not look."""
+
+    def begin(self) -> None:
+        """Nothing."""
+
+    def scheduled(self, step: Step) -> None:
+        """Nothing."""
+
+    def done(self, phase: str) -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+class Schedule(Protocol):
+    """What a recorder reads of a scheduler."""
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Its counters."""
+        ...
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """The running requests."""
+        ...
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step. Times in nanoseconds of `time.perf_counter_ns`; counts as they were at its end.
+
+    Attributes:
+        begin_ns: when it began.
+        laps: each phase with the time at which it ended, in order.
+        num_decode_tokens: tokens computed for requests that had one token to compute.
+        num_prefill_tokens: all others.
+        num_used_blocks: blocks held when the step was planned, its own included.
+        num_running: requests that run.
+        num_waiting: requests that do not, preempted ones included.
+        num_preemptions: since the scheduler was made.
+        num_hit_tokens: likewise.
+        num_evicted_blocks: likewise, of the pool.
+    """
+
+    begin_ns: int
+    laps: tuple[tuple[str, int], ...]
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_used_blocks: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_hit_tokens: int
+    num_evicted_blocks: int
+
+    @property
+    def end_ns(self) -> int:
+        """When it was over. O(1)."""
+        return self.laps[-1][1]
+
+    @property
+    def elapsed_ns(self) -> int:
+        """How long it took. O(1)."""
+        return self.end_ns - self.begin_ns
+
+    def phases(self) -> list[tuple[str, int, int]]:
+        """Each phase with its begin and end, in nanoseconds. O(phases)."""
+        begins = (self.begin_ns, *[end for _, end in self.laps])
+        return [(name, begin, end) for (name, end), begin in zip(self.laps, begins, strict=False)]
+
+
+class StepRecorder:
+    """A watch that keeps a record of every step. O(num_running + num_waiting) a step.
+
+    Args:
+        kv: the cache; its occupancy is noted when a step is planned.
+        schedule: who plans the steps.
+    """
+
+    def __init__(self, kv: kvcore.KVCacheManager, schedule: Schedule) -> None:
+        self.steps: list[StepRecord] = []
+        self.num_usable_blocks = kv.num_usable_blocks
+        self._kv = kv
+        self._schedule = schedule
+        self._begin_ns = 0
+        self._laps: list[tuple[str, int]] = []
+        self._tokens = (0, 0)
+        self._num_used_blocks = 0
+
+    def begin(self) -> None:
+        """Start the clock of a step; one that has not ended is forgotten. O(1)."""
+        self._laps = []
+        self._begin_ns = time.perf_counter_ns()
+
+    def scheduled(self, step: Step) -> None:
+        """Note what was planned. O(num_chunks)."""
+        self.done(SCHEDULE)
+        decodes = sum([_is_decode(chunk.num_tokens, chunk.samples) for chunk in step.chunks])
+        self._tokens = (decodes, step.num_tokens - decodes)
+        self._num_used_blocks = self._kv.num_usable_blocks - self._kv.num_free_blocks
+
+    def done(self, phase: str) -> None:
+        """Note the end of a phase. O(1)."""
+        self._laps.append((phase, time.perf_counter_ns()))
+
+    def end(self) -> None:
+        """Note the end of the step. O(num_running + num_waiting)."""
+        self.done(COMMIT)
+        stats = self._schedule.stats
+        self.steps.append(
+            StepRecord(
+                begin_ns=self._begin_ns,
+                laps=tuple(self._laps),
+                num_decode_tokens=self._tokens[0],
+                num_prefill_tokens=self._tokens[1],
+                num_used_blocks=self._num_used_blocks,
+                num_running=len(self._schedule.running),
+                num_waiting=len(self._schedule.waiting),
+                num_preemptions=stats.num_preemptions,
+                num_hit_tokens=stats.num_hit_tokens,
+                num_evicted_blocks=self._kv.pool.num_evicted_blocks,
+            )
+        )
+
+
+def write_trace(out: TextIO, steps: Sequence[StepRecord], num_usable_blocks: int) -> None:
+    """Write a trace that chrome://tracing and ui.perfetto.dev open. O(steps).
+
+    Steps and their phases are complete events ("X") of one thread, nested; blocks, requests and
+    tokens are counters ("C"), of which each holds until the next. Times are microseconds from the
+    first step's begin, to the nanosecond.
+    """
+    origin = steps[0].begin_ns if steps else 0
+    events: list[dict[str, object]] = [
+        {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "model"}},
+        {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "steps"}},
+    ]
+    for number, step in enumerate(steps):
+        events += _step_events(number, step, origin, num_usable_blocks)
+    out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+    out.write(",\n".join(map(json.dumps, events)))
+    out.write("\n]}\n")
+
+
+def _step_events(
+    number: int, step: StepRecord, origin: int, num_usable_blocks: int
+) -> list[dict[str, object]]:
+    counts: dict[str, object] = {
+        "step": number,
+        "decode tokens": step.num_decode_tokens,
+        "prefill tokens": step.num_prefill_tokens,
+        "preemptions": step.num_preemptions,
+        "hit tokens": step.num_hit_tokens,
+        "evicted blocks": step.num_evicted_blocks,
+    }
+    spans = [("step", step.begin_ns, step.end_ns, counts)]
+    spans += [(name, begin, end, {}) for name, begin, end in step.phases()]
+    events: list[dict[str, object]] = [
+        {
+            "ph": "X",
+            "pid": 0,
+            "tid": 0,
+            "name": name,
+            "ts": (begin - origin) / 1000,
+            "dur": (end - begin) / 1000,
+            "args": args,
+        }
+        for name, begin, end, args in spans
+    ]
+    used = step.num_used_blocks
+    planned = (step.laps[0][1] - origin) / 1000
+    ended = (step.end_ns - origin) / 1000
+    tokens = {"decode": step.num_decode_tokens, "prefill": step.num_prefill_tokens}
+    counters = (
+        ("blocks", planned, {"used": used, "free": num_usable_blocks - used}),
+        ("tokens", planned, tokens),
+        ("requests", ended, {"running": step.num_running, "waiting": step.num_waiting}),
+    )
+    events += [
+        {"ph": "C", "pid": 0, "name": name, "ts": when, "args": values}
+        for name, when, values in counters
+    ]
+    return events
+
+
+def _is_decode(num_tokens: int, samples: bool) -> bool:  # noqa: FBT001  # two fields of a chunk
+    return num_tokens == 1 and samples
