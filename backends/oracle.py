@@ -53,12 +53,15 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Expected:
     """Exact attention of every query row, on the values as stored; arguments as `Backend`'s."""
     dtype, block_size = query.dtype, k_cache.shape[1]
     starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     tables = batch.block_table.tolist()
-    q, k, v = (tensor.detach().double().cpu().numpy() for tensor in (query, k_cache, v_cache))
+    q = query.detach().double().cpu().numpy()
+    k, v = (stands_for(*pair).numpy() for pair in ((k_cache, k_scale), (v_cache, v_scale)))
     sink = None if sinks is None else sinks.detach().double().cpu().numpy()
     out = np.full(q.shape, math.nan)
     allowed = np.zeros(q.shape[:2])
@@ -72,6 +75,30 @@ def attention(
             keys, values = k[blocks, offsets], v[blocks, offsets]
             out[row], allowed[row] = _row(q[row], keys, values, scale, soft_cap, sink, dtype)
     return Expected(torch.from_numpy(out), torch.from_numpy(allowed))
+
+
+def stands_for(cache: Tensor, scale: Tensor | None) -> Tensor:
+    """What a cache's elements mean: float64 [num_blocks, block_size, num_kv_heads, head_dim]."""
+    values = cache.detach().double().cpu()
+    return values if scale is None else values * scale.detach().double().cpu()[:, None]
+
+
+def quantise(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """The bytes that e4m3 rows [num_tokens, num_kv_heads, head_dim] are stored as: uint8.
+
+    By looking for the nearest of the 127 sizes there are; of two as near, the even one.
+    """
+    values = rows.detach().float().cpu()
+    if scale is not None:
+        values = values / scale.detach().cpu()[:, None]
+    sizes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    middles = (sizes[1:] + sizes[:-1]) / 2
+    size = values.double().abs().nan_to_num(nan=0.0, posinf=1e9)
+    low = torch.searchsorted(middles, size, side="left")
+    tied = size == middles[low.clamp(max=125)]
+    stored = low + (tied & (low % 2 == 1) & (low < 126)).long()
+    stored = (stored + 128 * values.signbit().long()).to(torch.uint8)
+    return torch.where(values.isnan(), torch.tensor(0x7F, dtype=torch.uint8), stored)
 
 
 def _row(

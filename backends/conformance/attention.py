@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 import torch
 
-from backends import oracle
 from backends.conformance.cases import AttentionCase, AttentionInputs, bits, build
 from backends.conformance.report import Finding
 from backends.contract import Backend
@@ -25,7 +24,9 @@ _GUARDED = (
     "seq_lens",
     "block_table",
     "slot_mapping",
-    "sinks",
+    "sinks or scales",
+    "scales",
+    "scales",
 )
 
 
@@ -34,10 +35,7 @@ def check_attention(backend: Backend, case: AttentionCase) -> Iterator[Finding]:
     inputs = build(case, backend.device)
     before = [bits(memory) for memory in inputs.guarded]
     edges = bits(inputs.out_memory)
-    expected = oracle.attention(
-        inputs.query, inputs.k_cache, inputs.v_cache, inputs.batch,
-        scale=inputs.scale, window=inputs.window, soft_cap=inputs.soft_cap, sinks=inputs.sinks,
-    )  # fmt: skip
+    expected = inputs.expected()
     out = inputs.run(backend).clone()
     live = sum(count for count, _ in case.seqs)
     nans = int(out[:live].isnan().sum())
@@ -67,6 +65,10 @@ def attention_cases(backend: Backend, *, quick: bool) -> tuple[AttentionCase, ..
     for dtype in can.dtypes:
         for case in _quick_cases() if quick else _all_cases():
             cases += (case.with_(dtype=dtype, name=f"{case.name}, {str(dtype)[6:]}"),)
+        for kind in can.quantised:
+            for case in _quantised_cases(quick=quick):
+                name = f"{case.name}, {str(dtype)[6:]} beside {str(kind)[6:]}"
+                cases += (case.with_(dtype=dtype, cache_dtype=kind, name=name),)
     return tuple(
         case
         for case in cases
@@ -117,6 +119,29 @@ def _all_cases() -> tuple[AttentionCase, ...]:
         )
         for n in (16, 32, 64)
     ]
+    return tuple(cases)
+
+
+def _quantised_cases(*, quick: bool) -> tuple[AttentionCase, ...]:
+    if quick:
+        small = AttentionCase("", ((1, 9), (4, 7)), head_dim=16, block_size=4)
+        return (
+            small.with_(name="a scale a head", scales="head", soft_cap=2.0, sinks=True),
+            small.with_(name="a scale a cache, strided", scales="tensor", strided=True, window=4),
+        )
+    base = AttentionCase("", ((1, 37), (9, 9), (5, 133), (0, 0), (1, 1)), padding=3, scales="head")
+    cases = [
+        base.with_(name="a scale a head"),
+        base.with_(name="a scale a cache", scales="tensor"),
+        base.with_(name="no scales", scales="none"),
+        base.with_(name="decode alone", seqs=((1, 300), (1, 16), (1, 17), (1, 1))),
+        base.with_(name="long prefill", seqs=((150, 150), (70, 200))),
+        base.with_(name="all features", window=20, soft_cap=5.0, sinks=True, strided=True),
+        base.with_(name="one huge logit", values="huge"),
+        base.with_(name="block size 5", block_size=5),
+    ]
+    cases += [base.with_(name=f"group {g}", group=g) for g in (1, 8)]
+    cases += [base.with_(name=f"head_dim {d}", head_dim=d) for d in (80, 128, 256)]
     return tuple(cases)
 
 

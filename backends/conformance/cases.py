@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from backends import oracle
 from backends.contract import Backend, PagedBatch
 
 
@@ -32,6 +33,10 @@ class AttentionCase:
     sinks: bool = False
     values: str = "random"
     """random; equal (all logits equal); huge (one logit dwarfs the rest)."""
+    cache_dtype: torch.dtype | None = None
+    """Of a quantised cache; None: the cache holds `dtype`."""
+    scales: str = "none"
+    """Of a quantised cache: none; tensor (one a cache); head (one a KV head)."""
     strided: bool = False
     """Query, output and caches are views with gaps."""
     padding: int = 0
@@ -55,6 +60,8 @@ class AttentionInputs:
     window: int | None
     soft_cap: float | None
     sinks: Tensor | None
+    scales: dict[str, Tensor]
+    """`k_scale` and `v_scale`, where there are any."""
     out: Tensor
     guarded: tuple[Tensor, ...]
     """Whole memory of every argument but `out`: a call leaves each bit as it is."""
@@ -73,6 +80,21 @@ class AttentionInputs:
             soft_cap=self.soft_cap,
             sinks=self.sinks,
             out=self.out,
+            **self.scales,
+        )
+
+    def expected(self) -> oracle.Expected:
+        """The oracle's answer."""
+        return oracle.attention(
+            self.query,
+            self.k_cache,
+            self.v_cache,
+            self.batch,
+            scale=self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            **self.scales,
         )
 
 
@@ -103,13 +125,17 @@ def build(case: AttentionCase, device: torch.device, layout: int = 0) -> Attenti
     block_size = case.block_size
     tables, num_blocks = _place_blocks(case, layout)
     shape = (num_blocks, block_size, case.num_kv_heads, case.head_dim)
-    k_memory, k_cache = _poisoned(shape, case.dtype, device, strided=case.strided)
-    v_memory, v_cache = _poisoned(shape, case.dtype, device, strided=case.strided)
+    kind = case.cache_dtype or case.dtype
+    k_memory, k_cache = _poisoned(shape, kind, device, strided=case.strided)
+    v_memory, v_cache = _poisoned(shape, kind, device, strided=case.strided)
+    scales = _scales(case)
+    k_scale, v_scale = scales.get("k_scale"), scales.get("v_scale")
     for (count, length), (k, v), row in zip(case.seqs, keys, tables, strict=True):
+        k_rows, v_rows = _stored(case, k, k_scale), _stored(case, v, v_scale)
         for position in range(_first_seen(case, count, length), length if count else 0):
             block_id, offset = row[position // block_size], position % block_size
-            k_cache[block_id, offset] = k[position].to(device)
-            v_cache[block_id, offset] = v[position].to(device)
+            _words(k_cache)[block_id, offset] = k_rows[position].to(device)
+            _words(v_cache)[block_id, offset] = v_rows[position].to(device)
     rows = query_rows.shape[0] + case.padding
     query_shape = (rows, query_rows.shape[1], case.head_dim)
     q_memory, query = _poisoned(query_shape, case.dtype, device, strided=case.strided)
@@ -117,11 +143,13 @@ def build(case: AttentionCase, device: torch.device, layout: int = 0) -> Attenti
     out_memory, out = _poisoned(query_shape, case.dtype, device, strided=case.strided)
     batch = _batch(case, tables, rows, device)
     sinks = None if sinks is None else sinks.to(device)
+    scales = {name: scale.to(device) for name, scale in scales.items()}
     guarded = [q_memory, k_memory, v_memory, batch.query_start_loc, batch.seq_lens]
     guarded += [batch.block_table, batch.slot_mapping, *([] if sinks is None else [sinks])]
+    guarded += scales.values()
     return AttentionInputs(
         query, k_cache, v_cache, batch, 0.9 / math.sqrt(case.head_dim), case.window, case.soft_cap,
-        sinks, out, tuple(guarded), out_memory,
+        sinks, scales, out, tuple(guarded), out_memory,
     )  # fmt: skip
 
 
@@ -129,6 +157,24 @@ def bits(tensor: Tensor) -> Tensor:
     """The tensor's bits on the CPU, comparable where NaN is not."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().clone().contiguous().view(kinds[tensor.element_size()]).cpu()
+
+
+def _scales(case: AttentionCase) -> dict[str, Tensor]:
+    """Scales of no round numbers, far from each other."""
+    if case.scales == "none":
+        return {}
+    heads = torch.arange(case.num_kv_heads if case.scales == "head" else 1)
+    return {"k_scale": 0.011 * 1.7**heads, "v_scale": 0.23 / 1.3**heads}
+
+
+def _stored(case: AttentionCase, rows: Tensor, scale: Tensor | None) -> Tensor:
+    """The rows as the cache holds them; of a quantised cache as bytes."""
+    return rows if case.cache_dtype is None else oracle.quantise(rows, scale)
+
+
+def _words(cache: Tensor) -> Tensor:
+    """The cache as rows are put into it: a quantised one as bytes."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def _first_seen(case: AttentionCase, count: int, length: int) -> int:
@@ -173,9 +219,10 @@ def _poisoned(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, strided: bool
 ) -> tuple[Tensor, Tensor]:
     """(whole memory, the tensor in it), NaN everywhere; strided: with gaps around each head."""
-    if not strided:
-        memory = torch.full(shape, math.nan, dtype=dtype, device=device)
-        return memory, memory
     *outer, heads, size = shape
-    memory = torch.full((*outer, heads + 1, size + 16), math.nan, dtype=dtype, device=device)
-    return memory, memory[..., :heads, :size]
+    whole = (*outer, heads + 1, size + 16) if strided else shape
+    if dtype == torch.float8_e4m3fn:  # which torch cannot fill everywhere
+        memory = torch.full(whole, 0x7F, dtype=torch.uint8, device=device).view(dtype)
+    else:
+        memory = torch.full(whole, math.nan, dtype=dtype, device=device)
+    return memory, memory[..., :heads, :size] if strided else memory

@@ -4,6 +4,7 @@ Every element carries a pattern of its own, the rest of memory another one, and 
 compared bit by bit, so that a stray write shows wherever it lands.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -32,6 +33,10 @@ def check_movement(backend: Backend, *, quick: bool) -> Iterator[Finding]:
             yield _stores(backend, f"{str(dtype)[6:]}, many", dtype, strided=False, slots=slots)
         yield _copies(backend, str(dtype)[6:], dtype, ((1, 4), (1, 0), (3, 2)))
         yield _copies(backend, f"{str(dtype)[6:]}, none", dtype, ())
+        for kind in backend.capabilities.quantised:
+            for scales in ("none", "tensor", "head"):
+                name = f"{str(dtype)[6:]} as {str(kind)[6:]}, scales: {scales}"
+                yield _quantises(backend, name, dtype, kind, scales)
     mixed = AttentionCase("mixed, padded", ((1, 9), (5, 5), (0, 0), (3, 71), (2, 4)), block_size=4)
     yield _slots(backend, mixed, padding=3)
     if not quick:
@@ -72,6 +77,50 @@ def _stores(
     if mapping.tolist() != list(slots):
         problems.append("slot_mapping")
     return _finding("store_kv", case, problems)
+
+
+def _quantises(
+    backend: Backend, case: str, dtype: torch.dtype, kind: torch.dtype, scales: str
+) -> Finding:
+    """Stored bytes, over every size that e4m3 has, between them, beyond them, and NaN."""
+    heads, size, block_size = 3, 128, 4
+    generator = _generator()
+    sizes = torch.arange(127, dtype=torch.uint8).view(kind).float()
+    middles = (sizes[1:] + sizes[:-1]) / 2
+    special = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, -0.0, 465.0, 1e-9, 500.0])
+    values = [sizes, -sizes, middles, -middles, middles * 1.001, middles * 0.999, special]
+    values.append(torch.randn(2048, generator=generator) * 100)
+    flat = torch.cat(values)
+    flat = flat[torch.randperm(flat.numel(), generator=generator)]
+    num_tokens = flat.numel() // (heads * size)
+    flat = flat[: num_tokens * heads * size]
+    count = {"none": 0, "tensor": 1, "head": heads}[scales]
+    factors = [0.37 * 1.9 ** torch.arange(count), 2.0 ** (3 - torch.arange(count))]
+    k_scale, v_scale = (factor if count else None for factor in factors)
+    rows = [
+        (flat.view(num_tokens, heads, size) * (1 if factor is None else factor[:, None])).to(dtype)
+        for factor in (k_scale, v_scale)
+    ]
+    slots = torch.randperm(2 * num_tokens, generator=generator)[:num_tokens]
+    slots[1] = -3
+    shape = (-(-2 * num_tokens // block_size), block_size, heads, size)
+    wanted = [torch.full(shape, fill, dtype=torch.uint8) for fill in (5, 6)]
+    there = [memory.clone().to(backend.device).view(kind) for memory in wanted]
+    given = {"k_scale": k_scale, "v_scale": v_scale} if count else {}
+    options = {name: scale.to(backend.device) for name, scale in given.items() if scale is not None}
+    device = backend.device
+    backend.store_kv(
+        rows[0].to(device), rows[1].to(device), there[0], there[1], slots.to(device), **options
+    )
+    live = slots >= 0
+    for row, memory, scale in zip(rows, wanted, (k_scale, v_scale), strict=True):
+        memory.view(-1, heads, size)[slots[live]] = oracle.quantise(row[live], scale)
+    problems = [
+        f"{name}: {int((bits(came) != memory).sum())} bytes"
+        for name, came, memory in zip(("k_cache", "v_cache"), there, wanted, strict=True)
+        if not torch.equal(bits(came), memory)
+    ]
+    return _finding("store_kv, quantised", case, problems)
 
 
 def _copies(

@@ -32,11 +32,7 @@ def _run(backend: Backend, inputs: AttentionInputs) -> Tensor:
 
 
 def _allowed(inputs: AttentionInputs) -> Tensor:
-    expected = oracle.attention(
-        inputs.query, inputs.k_cache, inputs.v_cache, inputs.batch,
-        scale=inputs.scale, window=inputs.window, soft_cap=inputs.soft_cap, sinks=inputs.sinks,
-    )  # fmt: skip
-    return 2 * expected.allowed[: int(inputs.batch.query_start_loc[-1])]
+    return 2 * inputs.expected().allowed[: int(inputs.batch.query_start_loc[-1])]
 
 
 def _worst(a: Tensor, b: Tensor, allowed: Tensor) -> float:
@@ -149,6 +145,24 @@ def _repeated_heads(backend: Backend, base: AttentionCase) -> float:
     return _worst(_run(backend, inputs), repeated.double().cpu(), _allowed(inputs))
 
 
+def _same_values_quantised(backend: Backend, base: AttentionCase) -> float:
+    """A quantised cache is the values it stands for; scales of 2^n, so that those are exact."""
+    worst = 0.0
+    for kind in backend.capabilities.quantised:
+        inputs = build(base.with_(cache_dtype=kind, scales="head"), backend.device)
+        for power, scale in enumerate(inputs.scales.values()):
+            scale.copy_(2.0 ** (power - 4 - torch.arange(len(scale))))
+        k, v = (
+            oracle.stands_for(cache, inputs.scales[name]).to(base.dtype).to(backend.device)
+            for cache, name in ((inputs.k_cache, "k_scale"), (inputs.v_cache, "v_scale"))
+        )
+        plain = backend.paged_attention(inputs.query, k, v, inputs.batch, scale=inputs.scale)
+        live = int(inputs.batch.query_start_loc[-1])
+        there = plain[:live].double().cpu()
+        worst = max(worst, _worst(_run(backend, inputs), there, _allowed(inputs)))
+    return worst
+
+
 def _has(backend: Backend, feature: str) -> bool:
     return feature in backend.capabilities.features
 
@@ -162,4 +176,5 @@ _RELATIONS: dict[str, Callable[[Backend, AttentionCase], float]] = {
     "one more token changes no earlier row": _one_more_token,
     "values plus one": _values_plus_one,
     "grouped heads are repeated heads": _repeated_heads,
+    "a quantised cache is the values it stands for": _same_values_quantised,
 }

@@ -37,11 +37,12 @@ class NumbaBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Three dtypes; sizes without a limit of its own."""
+        """Three dtypes and e4m3 caches; sizes without a limit of its own."""
         return Capabilities(
             dtypes=(torch.float32, torch.bfloat16, torch.float16),
             max_head_dim=1 << 16,
             max_group_size=1 << 16,
+            quantised=(torch.float8_e4m3fn,),
         )
 
     def store_kv(

@@ -1,9 +1,10 @@
 """Half precision and fast exponentials for kernels whose compiler has neither.
 
-Numba knows no float16 or bfloat16 on a CPU, so tensors enter as views of their bits: float32 as
-itself, bfloat16 as uint16, float16 as int16. `widen` and `narrow` convert, chosen by the array's
-type; both vectorise. Invariant: what is compiled from this file is part of `SOURCE_DIGEST`, which
-every cached kernel closes over, because numba's cache looks only at the kernel's own file.
+Numba knows no float16, bfloat16 or float8 on a CPU, so tensors enter as views of their bits:
+float32 as itself, bfloat16 as uint16, float16 as int16, float8_e4m3fn as uint8. `widen` and
+`narrow` convert, chosen by the array's type; both vectorise. Invariant: what is compiled from this
+file is part of `SOURCE_DIGEST`, which every cached kernel closes over, because numba's cache looks
+only at the kernel's own file.
 """
 
 import zlib
@@ -25,7 +26,12 @@ FASTMATH = frozenset({"reassoc", "contract", "nsz", "arcp", "afn"})
 
 LOG2E = 1.4426950408889634
 
-_VIEWS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+_VIEWS = {
+    torch.float32: torch.float32,
+    torch.bfloat16: torch.uint16,
+    torch.float16: torch.int16,
+    torch.float8_e4m3fn: torch.uint8,
+}
 _COPY_VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.float32, 8: torch.int64}
 
 if TYPE_CHECKING:
@@ -33,6 +39,9 @@ if TYPE_CHECKING:
     _A = TypeVar("_A", bound=np.ndarray)
 
     def jit(**options: object) -> Callable[[_F], _F]:
+        """`numba.njit` keeps a function's type."""
+
+    def exact(**options: object) -> Callable[[_F], _F]:
         """`numba.njit` keeps a function's type."""
 
     def widen(bits: float) -> np.float32:
@@ -56,10 +65,14 @@ else:
         """`numba.njit` with the flags that every kernel here has."""
         return njit(fastmath=set(FASTMATH), nogil=True, error_model="numpy", **options)
 
+    def exact(**options: object):  # noqa: ANN201 - typed above
+        """`numba.njit` for functions whose roundings are part of the contract: no fast math."""
+        return njit(nogil=True, error_model="numpy", **options)
+
     @intrinsic
     def widen(_context: object, bits: types.Type):  # noqa: ANN201 - typed above
-        """The float32 that a float32, bfloat16 (uint16) or float16 (int16) stands for."""
-        word = ir.IntType(32)
+        """The float32 that a float32, bfloat16, float16 or e4m3 (uint8) stands for."""
+        word, half = ir.IntType(32), ir.IntType(16)
 
         def generate(_c: object, builder: ir.IRBuilder, _s: object, args: list) -> object:
             if bits == types.float32:
@@ -67,13 +80,25 @@ else:
             if bits == types.uint16:
                 shifted = builder.shl(builder.zext(args[0], word), word(16))
                 return builder.bitcast(shifted, ir.FloatType())
+            if bits == types.uint8:  # its exponent and fraction are float16's, 2^8 smaller
+                raw = builder.zext(args[0], half)
+                size = builder.and_(raw, half(0x7F))
+                sign = builder.shl(builder.and_(raw, half(0x80)), half(8))
+                bare = builder.or_(sign, builder.shl(size, half(7)))
+                small = builder.fpext(builder.bitcast(bare, ir.HalfType()), ir.FloatType())
+                value = builder.fmul(small, ir.Constant(ir.FloatType(), 256.0))
+                nan = builder.bitcast(word(0x7FC00000), ir.FloatType())
+                return builder.select(builder.icmp_unsigned("==", size, half(0x7F)), nan, value)
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
 
         return types.float32(bits), generate
 
     @intrinsic
     def narrow(_context: object, value: types.Type, like: types.Type):  # noqa: ANN201 - above
-        """Round a float32 to the nearest of `like`'s format, ties to even; NaN stays NaN."""
+        """Round a float32 to the nearest of `like`'s format, ties to even; NaN stays NaN.
+
+        To e4m3 (uint8), which has no infinity, sizes above 448 become 448.
+        """
         word, half = ir.IntType(32), ir.IntType(16)
 
         def generate(_c: object, builder: ir.IRBuilder, _s: object, args: list) -> object:
@@ -82,6 +107,8 @@ else:
             if like == types.int16:
                 return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), half)
             raw = builder.bitcast(args[0], word)
+            if like == types.uint8:
+                return _narrow_e4m3(builder, raw)
             odd = builder.and_(builder.lshr(raw, word(16)), word(1))
             rounded = builder.add(raw, builder.add(odd, word(0x7FFF)))
             top = builder.trunc(builder.lshr(rounded, word(16)), half)
@@ -89,6 +116,25 @@ else:
             return builder.select(is_nan, half(0x7FC0), top)
 
         return like(value, like), generate
+
+    def _narrow_e4m3(builder: ir.IRBuilder, raw: object) -> object:
+        """Bits of a float32 to those of e4m3; the largest size is 448, NaN is 0x7F."""
+        word, single = ir.IntType(32), ir.FloatType()
+        size = builder.and_(raw, word(0x7FFFFFFF))
+        is_nan = builder.icmp_unsigned(">", size, word(0x7F800000))
+        size = builder.select(
+            builder.icmp_unsigned("<", size, word(0x43E00000)), size, word(0x43E00000)
+        )
+        odd = builder.and_(builder.lshr(size, word(20)), word(1))
+        rounded = builder.add(size, builder.add(odd, word(0x7FFFF)))
+        normal = builder.sub(builder.lshr(rounded, word(20)), word(120 << 3))
+        # below 2^-6 its steps are 2^-9, as a float32's are at 2^14: adding that rounds
+        shifted = builder.fadd(builder.bitcast(size, single), ir.Constant(single, 16384.0))
+        tiny = builder.sub(builder.bitcast(shifted, word), word(0x46800000))
+        is_tiny = builder.icmp_unsigned("<", size, word(0x3C800000))
+        sign = builder.and_(builder.lshr(raw, word(24)), word(0x80))
+        signed = builder.or_(sign, builder.select(is_tiny, tiny, normal))
+        return builder.trunc(builder.select(is_nan, word(0x7F), signed), ir.IntType(8))
 
     @intrinsic
     def float_of(_context: object, _bits: types.Type):  # noqa: ANN201 - typed above

@@ -2,6 +2,7 @@
 
     out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
+    (of a quantised cache k = k_scale * stored: folded into the scale; v_scale: into the result)
 
 Layout: a row is one (query token, query head); the rows of an item share a KV head. Keys come in
 tiles of 64 positions, whatever the block size, by way of the block table. In decode the tiles are
@@ -34,6 +35,7 @@ from backends.numba_cpu.rows import (
     start_rows,
     store_rows,
 )
+from backends.numba_cpu.scales import per_head
 from backends.numba_cpu.schedule import FAULTS, Ints, Longs, check_batch, cut, make_items
 from backends.numba_cpu.tiles import TILE, Floats, add_tile, score_tile
 from backends.numba_cpu.workers import Workers
@@ -51,6 +53,7 @@ def _attend_item(
     item: tuple[int, int, int],  # first query row, tokens, first position
     heads: tuple[int, int],  # first KV head, how many
     sinks: Floats,
+    scales: tuple[Floats, Floats],  # of the caches' elements: K, V [num_kv_heads]
     numbers: tuple[np.float32, np.float32, int],  # factor, soft_cap, window
     floats: tuple[Floats, ...],  # workspace: rows, sums, highest, total, scores
     offsets: tuple[Longs, Longs],  # workspace: of keys, of values
@@ -68,7 +71,7 @@ def _attend_item(
         q_head, mine = (head + h) * group, h * most
         at = first_row * strides[0] + q_head * strides[1]
         piece = span(rows, mine * size, most * size)
-        load_rows(query, at, strides, count, group, size, factor, piece)
+        load_rows(query, at, strides, count, group, size, factor * scales[0][head + h], piece)
         sink = span(sinks, q_head, group) if sinks.size else sinks
         start_rows(sink, count, group, span(highest, mine, most), span(total, mine, most))
     seen = 0 if window == 0 else max(0, position - window + 1)
@@ -91,7 +94,10 @@ def _attend_item(
     for h in range(num_heads):
         at = first_row * strides[8] + (head + h) * group * strides[9]
         piece = span(sums, h * most * size, most * size)
-        store_rows(piece, span(total, h * most, most), count, group, size, out, at, strides)
+        store_rows(
+            piece, span(total, h * most, most), scales[1][head + h],
+            count, group, size, out, at, strides,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1)
@@ -107,6 +113,7 @@ def _kernel(source_digest: int) -> Callable[..., None]:
         table_stride: int,
         items: Longs,  # [num_items, 5]
         sinks: Floats,  # [num_q_heads] or [0]
+        scales: tuple[Floats, Floats],  # of the caches' elements: K, V [num_kv_heads]
         scale: np.float32,
         soft_cap: np.float32,  # 0: none
         window: int,  # 0: none
@@ -134,7 +141,7 @@ def _kernel(source_digest: int) -> Callable[..., None]:
             num_heads = min(num_kv_heads - head, stop - unit) if item[1] == 1 else 1
             _attend_item(
                 tensors, strides, sizes, table, item, (head, num_heads), sinks,
-                (factor, soft_cap, window), floats, offsets,
+                scales, (factor, soft_cap, window), floats, offsets,
             )  # fmt: skip
             unit += num_heads
 
@@ -192,6 +199,7 @@ def paged_attention(
         table_stride,
         items,
         no_sinks if sinks is None else sinks.detach().float().contiguous().numpy(),
+        (per_head("k_scale", k_scale, num_kv_heads), per_head("v_scale", v_scale, num_kv_heads)),
         np.float32(scale),
         np.float32(soft_cap or 0.0),
         span,

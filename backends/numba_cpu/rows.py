@@ -44,6 +44,7 @@ def load_rows(
 def store_rows(
     sums: Floats,
     total: Floats,
+    scale: np.float32,
     count: int,
     group: int,
     size: int,
@@ -51,11 +52,11 @@ def store_rows(
     at: int,
     strides: tuple[int, ...],
 ) -> None:
-    """The rows' sums over their totals, rounded, into the output."""
+    """The rows' sums times the values' scale over their totals, rounded, into the output."""
     for r in range(count * group):
         target = span(out, at + r // group * strides[8] + r % group * strides[9], size)
         row = span(sums, r * size, size)
-        share = np.float32(1.0) / total[r]
+        share = scale / total[r]
         for d in range(size):
             target[d] = narrow(row[d] * share, target[d])
 

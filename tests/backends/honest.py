@@ -15,14 +15,42 @@ from backends import Capabilities, PagedBatch
 class HonestBackend:
     name = "honest"
     device = torch.device("cpu")
-    capabilities = Capabilities(dtypes=(torch.float32,), max_head_dim=256, max_group_size=64)
+    capabilities = Capabilities(
+        dtypes=(torch.float32,),
+        max_head_dim=256,
+        max_group_size=64,
+        quantised=(torch.float8_e4m3fn,),
+    )
 
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping) -> None:
+    def store_kv(
+        self, key, value, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None
+    ) -> None:
+        if k_cache.dtype == torch.float8_e4m3fn:
+            key, value = self.quantised(key, k_scale), self.quantised(value, v_scale)
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         for i, slot in enumerate(slot_mapping.tolist()):
             if self.stores(slot):
                 where = self.place(slot, k_cache.shape[1])
                 k_cache[where] = key[i]
                 v_cache[where] = value[i]
+
+    def quantised(self, rows: Tensor, scale: Tensor | None) -> Tensor:
+        """Rows as bytes of e4m3; torch rounds to even."""
+        rows = self.clamped(rows if scale is None else rows / self.per_head(scale, rows.shape[1]))
+        stored = rows.to(torch.float8_e4m3fn).view(torch.uint8)
+        return stored.masked_fill(rows.isnan(), 0x7F)
+
+    def clamped(self, rows: Tensor) -> Tensor:
+        return rows.clamp(-448, 448)
+
+    def per_head(self, scale: Tensor, num_kv_heads: int) -> Tensor:
+        return scale.expand(num_kv_heads)[:, None]
+
+    def widened(self, cache: Tensor, scale: Tensor | None) -> Tensor:
+        if cache.dtype != torch.float8_e4m3fn:
+            return cache
+        values = cache.float()
+        return values if scale is None else values * self.per_head(scale, cache.shape[2])
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
         for cache in caches:
@@ -49,9 +77,12 @@ class HonestBackend:
         window: int | None = None,
         soft_cap: float | None = None,
         sinks: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(query) if out is None else out
+        k_cache, v_cache = self.widened(k_cache, k_scale), self.widened(v_cache, v_scale)
         starts = batch.query_start_loc.tolist()
         for s, length in enumerate(batch.seq_lens.tolist()):
             for row in range(starts[s], starts[s + 1]):

@@ -6,8 +6,11 @@ from backends.conformance import AttentionCase
 
 
 @st.composite
-def attention_cases(draw, dtypes, *, longest=90, most_seqs=5, head_dims=(4, 16, 24, 64, 80)):
-    """Any mix of decode, prefill, chunks and padding, with any features."""
+def attention_cases(
+    draw, dtypes, *, quantised=(), longest=90, most_seqs=5, head_dims=(4, 16, 24, 64, 80)
+):
+    """Any mix of decode, prefill, chunks and padding, with any features and kind of cache."""
+    kind = draw(st.sampled_from((None, None, *quantised)))
     seqs = []
     for _ in range(draw(st.integers(1, most_seqs))):
         length = draw(st.integers(0, longest))
@@ -20,6 +23,8 @@ def attention_cases(draw, dtypes, *, longest=90, most_seqs=5, head_dims=(4, 16, 
         head_dim=draw(st.sampled_from(head_dims)),
         block_size=draw(st.sampled_from((1, 2, 3, 4, 8, 16, 32))),
         dtype=draw(st.sampled_from(dtypes)),
+        cache_dtype=kind,
+        scales="none" if kind is None else draw(st.sampled_from(("none", "tensor", "head"))),
         window=draw(st.none() | st.integers(1, longest + 5)),
         soft_cap=draw(st.none() | st.sampled_from((0.5, 5.0, 50.0))),
         sinks=draw(st.booleans()),

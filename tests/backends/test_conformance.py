@@ -176,21 +176,63 @@ class SwapsBlockAndOffset(HonestBackend):
 
 
 class StoresKeysTwice(HonestBackend):
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping):
-        super().store_kv(key, key, k_cache, v_cache, slot_mapping)
+    def store_kv(self, key, value, *arguments, **options):
+        super().store_kv(key, key, *arguments, **options)
 
 
 class ChangesTheKeys(HonestBackend):
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping):
-        super().store_kv(key, value, k_cache, v_cache, slot_mapping)
+    def store_kv(self, key, *arguments, **options):
+        super().store_kv(key, *arguments, **options)
         key.zero_()
 
 
 class StoresANeighbour(HonestBackend):
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping):
-        super().store_kv(key, value, k_cache, v_cache, slot_mapping)
+    def store_kv(self, key, value, k_cache, v_cache, slot_mapping, **options):
+        super().store_kv(key, value, k_cache, v_cache, slot_mapping, **options)
         if len(slot_mapping):
-            v_cache[-1, -1, -1, -1] += 1
+            v_cache.view(torch.uint8)[-1, -1, -1, -1] += 1
+
+
+class OverflowsToNan(HonestBackend):
+    def clamped(self, rows):
+        return rows.masked_fill(rows.abs() > 448, math.nan)
+
+
+class CutsInsteadOfRounding(HonestBackend):
+    def clamped(self, rows):
+        rows = super().clamped(rows).contiguous()
+        return (rows.view(torch.int32) & -(1 << 20)).view(torch.float32)
+
+
+class RoundsTiesAwayFromZero(HonestBackend):
+    def clamped(self, rows):
+        rows = super().clamped(rows)
+        return rows * (1 + 1e-6)
+
+
+class StoresQuantisedUnscaled(HonestBackend):
+    def quantised(self, rows, scale):
+        return super().quantised(rows, None)
+
+
+class StoresWithTheScaleOfTheFirstHead(HonestBackend):
+    def quantised(self, rows, scale):
+        return super().quantised(rows, None if scale is None else scale[:1])
+
+
+class ReadsQuantisedUnscaled(HonestBackend):
+    def widened(self, cache, scale):
+        return super().widened(cache, None)
+
+
+class ReadsWithTheScaleOfTheFirstHead(HonestBackend):
+    def widened(self, cache, scale):
+        return super().widened(cache, None if scale is None else scale[:1])
+
+
+class SwapsTheScales(HonestBackend):
+    def paged_attention(self, *arguments, k_scale=None, v_scale=None, **options):
+        return super().paged_attention(*arguments, k_scale=v_scale, v_scale=k_scale, **options)
 
 
 class CopiesBackwards(HonestBackend):
@@ -247,6 +289,14 @@ SABOTAGE = {
     StoresKeysTwice: "store_kv",
     StoresANeighbour: "store_kv",
     ChangesTheKeys: "store_kv",
+    OverflowsToNan: "store_kv, quantised",
+    CutsInsteadOfRounding: "store_kv, quantised",
+    RoundsTiesAwayFromZero: "store_kv, quantised",
+    StoresQuantisedUnscaled: "store_kv, quantised",
+    StoresWithTheScaleOfTheFirstHead: "store_kv, quantised",
+    ReadsQuantisedUnscaled: "accuracy",
+    ReadsWithTheScaleOfTheFirstHead: "accuracy",
+    SwapsTheScales: "accuracy",
     CopiesBackwards: "copy_blocks",
     CopiesTheFirstCacheAlone: "copy_blocks",
     LeavesSlotsUnpadded: "compute_slot_mapping",
@@ -294,6 +344,12 @@ class LosesAPartOfTheSum(HonestBackend):
         return super().probabilities(logits, sinks) * 0.99
 
 
+class LosesTheSmallestQuantisedValues(HonestBackend):
+    def widened(self, cache, scale):
+        values = super().widened(cache, scale)
+        return values if values is cache else values.where(cache.float().abs() >= 4, 0.0)
+
+
 RELATIONS = {
     WindowOneTooNarrow: "a window of the length is no window",
     ForgetsToMultiplyByTheCap: "an endless soft cap is none",
@@ -303,6 +359,7 @@ RELATIONS = {
     IgnoresCausality: "one more token changes no earlier row",
     LosesAPartOfTheSum: "values plus one",
     InterleavesTheGroups: "grouped heads are repeated heads",
+    LosesTheSmallestQuantisedValues: "a quantised cache is the values it stands for",
 }
 
 

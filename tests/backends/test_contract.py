@@ -95,6 +95,21 @@ BAD_ATTENTION = [
     ({"sinks": torch.zeros(2)}, "sinks", r"shape \[6\]"),
     ({"sinks": torch.zeros(6, dtype=torch.int32)}, "sinks", "floating"),
 ]
+E4M3 = torch.zeros(5, 4, 2, 8, dtype=torch.float8_e4m3fn)
+QUANTISED = {"k_cache": E4M3, "v_cache": E4M3}
+BAD_ATTENTION += [
+    ({"k_scale": torch.ones(1)}, "k_scale", "None beside a cache of torch.float32"),
+    (QUANTISED | {"v_scale": torch.ones(3)}, "v_scale", r"shape \[1\] or \[2\]"),
+    (QUANTISED | {"v_scale": torch.ones(1, 2)}, "v_scale", r"shape \[any\]"),
+    (QUANTISED | {"k_scale": torch.ones(2).double()}, "k_scale", "torch.float32"),
+    (QUANTISED | {"k_scale": 1.0}, "k_scale", "a tensor, came float"),
+    (QUANTISED | {"k_scale": torch.ones(2, device="meta")}, "k_scale", "device cpu"),
+    (QUANTISED | {"k_scale": torch.tensor([1.0, 0.0])}, "k_scale[1]", "above 0"),
+    (QUANTISED | {"v_scale": torch.tensor([math.nan])}, "v_scale[0]", "finite"),
+    (QUANTISED | {"query": torch.zeros(4, 6, 8).double()}, "query", "torch.bfloat16"),
+    (QUANTISED | {"out": torch.zeros(4, 6, 8).half()}, "out", "torch.float32"),
+    ({"v_cache": E4M3}, "v_cache", "torch.float32"),
+]
 BAD_VALUES = [
     (_batch(query_start_loc=_ints(1, 1, 4)), r"batch.query_start_loc\[0\]"),
     (_batch(query_start_loc=_ints(0, 3, 2)), r"batch.query_start_loc\[2\]"),
@@ -160,6 +175,11 @@ def test_what_a_backend_cannot_do_is_unsupported_not_wrong(numba):
         ({"key": torch.ones(2, 3, 8)}, "key"),
         ({"value": torch.ones(2, 2, 8).half()}, "value"),
         ({"v_cache": torch.ones(5, 4, 2, 9)}, "v_cache"),
+        ({"v_scale": torch.ones(1)}, "v_scale"),
+        (QUANTISED | {"k_scale": torch.ones(5)}, "k_scale"),
+        (QUANTISED | {"v_scale": -torch.ones(2)}, r"v_scale\[0\]"),
+        (QUANTISED | {"key": torch.ones(2, 2, 8).double()}, "key"),
+        (QUANTISED | {"value": torch.ones(2, 2, 8).half()}, "value"),
     ],
 )
 def test_store_kv_refuses_a_bad_argument_and_writes_nothing(numba, change, name):
@@ -172,7 +192,7 @@ def test_store_kv_refuses_a_bad_argument_and_writes_nothing(numba, change, name)
     } | change
     with pytest.raises(InvalidArgumentError, match=name):
         numba.store_kv(**arguments)
-    assert not arguments["k_cache"].any()
+    assert not arguments["k_cache"].view(torch.uint8).any()
 
 
 @pytest.mark.parametrize(

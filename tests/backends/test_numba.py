@@ -27,7 +27,7 @@ def test_it_passes_the_conformance_kit():
     assert report.passed, report.as_text()
 
 
-@given(attention_cases(DTYPES))
+@given(attention_cases(DTYPES, quantised=(torch.float8_e4m3fn,)))
 @example(AttentionCase("one huge logit under a cap", ((1, 40),), values="huge", soft_cap=0.5))
 @example(AttentionCase("nothing at all", ()))
 def test_random_batches_match_the_oracle(case):

@@ -77,3 +77,39 @@ def test_slots_by_hand():
         max_seq_len=6,
     )
     assert oracle.slot_mapping(batch, 4, 6) == [31, 8, 9, 36, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (0.0, 0x00),
+        (-0.0, 0x80),
+        (2.0**-9, 0x01),
+        (2.0**-10, 0x00),  # halfway to the smallest: to even
+        (1.5 * 2.0**-9, 0x02),  # halfway between 1 and 2 of the smallest: to even
+        (2.0**-6, 0x08),
+        (1.0, 0x38),
+        (1.0625, 0x38),  # halfway between 1 and 1.125: to even
+        (1.1875, 0x3A),  # halfway between 1.125 and 1.25: to even
+        (-1.125, 0xB9),
+        (448.0, 0x7E),
+        (463.0, 0x7E),
+        (1e30, 0x7E),
+        (-math.inf, 0xFE),
+        (math.nan, 0x7F),
+        (-math.nan, 0x7F),
+    ],
+)
+def test_quantised_values_by_hand(value, stored):
+    rows = torch.tensor([[[value]]])
+    assert oracle.quantise(rows, None).item() == stored
+    assert oracle.quantise(rows * 4, torch.tensor([4.0])).item() == stored
+    assert oracle.quantise(rows.bfloat16(), None).item() == stored or value in {463.0, 1e30}
+
+
+def test_what_a_quantised_cache_stands_for_by_hand():
+    cache = torch.tensor([0x38, 0xB9, 0x7F, 0x01], dtype=torch.uint8).view(torch.float8_e4m3fn)
+    values = oracle.stands_for(cache.view(1, 1, 2, 2), torch.tensor([0.5, 10.0]))
+    assert values.flatten()[:2].tolist() == [0.5, -0.5625]
+    assert values.flatten()[2].isnan()
+    assert values.flatten()[3] == 10 * 2.0**-9

@@ -1,0 +1,40 @@
+"""Values of quantised caches in kernels: 8-bit floats (e4m3) to float16 and back.
+
+Caches of float8_e4m3fn enter kernels as bytes. A byte's exponent and fraction are those of a
+float16 that is 2^8 times smaller, so that widening is exact; NaN stays NaN. Narrowing has the
+roundings of the contract, in integers, and so gives the same bytes on every device: to the nearest,
+ties to even, sizes above 448 to 448, NaN to 0x7F.
+"""
+
+# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
+
+import triton.language as tl
+
+from backends.triton_gpu.place import device_function
+
+
+@device_function
+def widen(stored: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
+    """float16 values of bytes; NATIVE: by the instruction that GPUs from sm_89 on have."""
+    if NATIVE:
+        value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        raw = stored.to(tl.uint16)
+        bare = ((raw & 0x80) << 8) | ((raw & 0x7F) << 7)
+        value = bare.to(tl.float16, bitcast=True) * 256.0
+        value = tl.where((raw & 0x7F) == 0x7F, float("nan"), value).to(tl.float16)
+    return value
+
+
+@device_function
+def narrow(value: tl.tensor) -> tl.tensor:
+    """The bytes of float32 values."""
+    raw = value.to(tl.uint32, bitcast=True)
+    size = raw & 0x7FFFFFFF
+    is_nan = size > 0x7F800000
+    size = tl.minimum(size, 0x43E00000)
+    normal = ((size + ((size >> 20) & 1) + 0x7FFFF) >> 20) - (120 << 3)
+    # below 2^-6 its steps are 2^-9, as a float32's are at 2^14: adding that rounds
+    tiny = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+    signed = ((raw >> 24) & 0x80) | tl.where(size < 0x3C800000, tiny, normal)
+    return tl.where(is_nan, 0x7F, signed).to(tl.uint8)
