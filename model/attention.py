@@ -4,23 +4,26 @@ Decides: what an attention layer of any decoder means in the terms of a backend:
 window, its soft cap, its sinks. Transformers calls `attend` from each layer because it is
 registered under `IMPLEMENTATION`; the keyword argument `paged` of a pass travels down to it.
 
-Invariants: a layer that asks for something a paged cache cannot give is refused by name; no mask
-is ever built, because the batch says who sees whom (an implementation without a registered mask
-function gets none from Transformers, and no synchronisation with the GPU).
+Invariants: a layer that asks for something a paged cache cannot give is refused by name; a window
+or a soft cap that the configuration declares is one that the layer asked for, or the model is
+refused; no mask is ever built, because the batch says who sees whom (an implementation without a
+registered mask function gets none from Transformers, and no synchronisation with the GPU).
 
 Does not know: requests, tables, which backend runs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 import backends
-from model.caches import KVCaches, LayerShape
+from model.caches import KVCaches
 from model.errors import UnsupportedModelError
+from model.layout import CacheLayout, LayerShape
 
 IMPLEMENTATION = "kvcore_paged"
 
@@ -58,23 +61,32 @@ class Attending(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedPass:
-    """A real pass: keys and values go into the cache, queries read it there."""
+    """A real pass: keys and values go into the cache, queries read it there.
+
+    Attributes:
+        backend: runs it.
+        caches: of every layer.
+        layout: which group a layer belongs to.
+        batches: for each group where the step's tokens are.
+    """
 
     backend: backends.Backend
     caches: KVCaches
-    batch: backends.PagedBatch
+    layout: CacheLayout
+    batches: tuple[backends.PagedBatch, ...]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
     ) -> Tensor:
         """Store this step's keys and values, then attend over all of the sequences'."""
         k_cache, v_cache = self.caches.layers[layer]
-        self.backend.store_kv(key, value, k_cache, v_cache, self.batch.slot_mapping)
+        batch = self.batches[self.layout.places[layer][0]]
+        self.backend.store_kv(key, value, k_cache, v_cache, batch.slot_mapping)
         return self.backend.paged_attention(
             query,
             k_cache,
             v_cache,
-            self.batch,
+            batch,
             scale=terms.scale,
             window=terms.window,
             soft_cap=terms.soft_cap,
@@ -87,12 +99,12 @@ class Probe:
     """A pass that stores nothing and notes what each layer would store."""
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
+    soft_caps: dict[int, float | None] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
     ) -> Tensor:
         """Note the layer's shape; zeros."""
-        del terms
         if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
             raise UnsupportedModelError(
                 f"layer {layer}: wanted queries, keys and values of one head_dim, got "
@@ -100,7 +112,8 @@ class Probe:
             )
         if layer in self.shapes:
             raise UnsupportedModelError(f"layer {layer} attends twice in one pass")
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], key.dtype)
+        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], key.dtype, terms.window)
+        self.soft_caps[layer] = terms.soft_cap
         return torch.zeros_like(query)
 
 
@@ -110,21 +123,61 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
     This is also the proof that every layer comes through here; a model with a layer that keeps
     another kind of state (Mamba, linear attention, latent KV) is refused.
 
+    Args:
+        model: its attention is switched to ours.
+        device: where it is; the meta device will do, for a model without weights.
+
     Raises:
         UnsupportedModelError: the model cannot run with a paged cache, and why.
     """
+    name = type(model).__name__
     probe = Probe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    with torch.inference_mode():
-        model(input_ids=token, position_ids=token, use_cache=False, paged=probe)
-    num_layers: int = model.config.get_text_config().num_hidden_layers
+    try:
+        with torch.inference_mode():
+            model(input_ids=token, position_ids=token, use_cache=False, paged=probe)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name}: {error}") from error
+    config = model.config.get_text_config()
+    num_layers: int = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(num_layers)):
         missing = sorted(set(range(num_layers)) - set(probe.shapes))
         raise UnsupportedModelError(
-            f"{type(model).__name__}: wanted every one of {num_layers} layers to attend through "
+            f"{name}: wanted every one of {num_layers} layers to attend through "
             f"Transformers' AttentionInterface with a cache of its own, layers {missing} do not"
         )
-    return tuple(probe.shapes[layer] for layer in range(num_layers))
+    shapes = tuple(probe.shapes[layer] for layer in range(num_layers))
+    declared = declared_windows(config)
+    soft_cap = getattr(config, "attn_logit_softcapping", None)
+    for layer, shape in enumerate(shapes):
+        if shape.window != declared[layer]:
+            raise UnsupportedModelError(
+                f"{name}: layer {layer} is configured for {_window(declared[layer])} and "
+                f"asks its attention for {_window(shape.window)}"
+            )
+        if probe.soft_caps[layer] != soft_cap:
+            raise UnsupportedModelError(
+                f"{name}: layer {layer} is configured for a soft cap of {soft_cap} and "
+                f"asks its attention for {probe.soft_caps[layer]}"
+            )
+    return shapes
+
+
+def declared_windows(config: PreTrainedConfig) -> list[int | None]:
+    """What a configuration says of each layer: its window, or None for all. O(num_layers).
+
+    Where a mask alone would cut the window, a layer would not ask its attention for it, and would
+    see too much here: so the two are compared.
+    """
+    window: int | None = getattr(config, "sliding_window", None)
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    if types is None:
+        return [window] * int(config.num_hidden_layers)
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def _window(window: int | None) -> str:
+    return "full attention" if window is None else f"a window of {window}"
 
 
 def attend(

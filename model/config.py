@@ -41,7 +41,8 @@ class EngineConfig:
 
     Attributes:
         num_blocks: blocks of the cache, the null block included; None: as many as memory suggests.
-        max_useful_blocks: where `num_blocks` is None, never more than these.
+        expected_lengths: the most tokens of each request to come; where `num_blocks` is None, never
+            more blocks than all of them together can use.
         block_size: tokens a block.
         enable_prefix_caching: whether a prompt may use what others have computed.
         max_num_batched_tokens: the most tokens in one step.
@@ -50,7 +51,7 @@ class EngineConfig:
     """
 
     num_blocks: int | None = None
-    max_useful_blocks: int | None = None
+    expected_lengths: tuple[int, ...] | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int = 2048

@@ -74,12 +74,14 @@ class Engine:
             model,
             backend,
             num_blocks=self.config.num_blocks,
-            max_useful_blocks=self.config.max_useful_blocks,
+            expected_lengths=self.config.expected_lengths,
             block_size=self.config.block_size,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
         self.kv = kvcore.KVCacheManager(
             self.network.num_blocks,
             self.config.block_size,
+            groups=self.network.layout.groups(self.config.block_size),
             enable_caching=self.config.enable_prefix_caching,
         )
         limits = SchedulerConfig(
@@ -88,7 +90,7 @@ class Engine:
             max_model_len=model.max_positions,
         )
         self._scheduler = Scheduler(self.kv, limits)
-        self._batches = BatchBuilder(self.network.device)
+        self._batches = BatchBuilder(self.network.device, len(self.kv.groups))
         self._model = model
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
         self._streams: dict[int, TextStream] = {}

@@ -4,11 +4,12 @@ Decides: that a network is switched to our attention, what its layers store, and
 there are.
 
 Invariants: the caches fit the layers exactly, because a probe measured them; a pass writes the
-    slots
-of its step and no others.
+slots of its step and no others.
 
 Does not know: requests, sampling, why a step looks as it does.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +17,12 @@ from torch import Tensor
 import backends
 from model.attention import IMPLEMENTATION, PagedPass, probe_layers
 from model.batch import StepTensors
-from model.caches import KVCaches, default_num_blocks, token_bytes
+from model.caches import KVCaches
 from model.errors import UnsupportedModelError
+from model.layout import plan_layout
 from model.loader import LoadedModel
+from model.memory import default_num_blocks
+from model.needs import needed_blocks
 
 
 class PagedNetwork:
@@ -28,8 +32,9 @@ class PagedNetwork:
         model: its attention is switched to the paged one, for as long as it lives.
         backend: where its caches are, and what runs on them.
         num_blocks: the null block included; None: as many as memory suggests.
-        max_useful_blocks: where `num_blocks` is None, never more than this.
+        expected_lengths: where `num_blocks` is None, never more than such requests can use.
         block_size: tokens a block.
+        max_num_batched_tokens: the most tokens in one step.
 
     Raises:
         UnsupportedModelError: the network cannot run with a paged cache, or not on this backend.
@@ -42,8 +47,9 @@ class PagedNetwork:
         backend: backends.Backend,
         *,
         num_blocks: int | None,
-        max_useful_blocks: int | None,
+        expected_lengths: Sequence[int] | None,
         block_size: int,
+        max_num_batched_tokens: int,
     ) -> None:
         self._network = model.network
         self._backend = backend
@@ -55,11 +61,18 @@ class PagedNetwork:
                     f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
+        self.layout = plan_layout(shapes)
         if num_blocks is None:
-            num_blocks = default_num_blocks(shapes, block_size, backend.device, max_useful_blocks)
+            useful = None
+            if expected_lengths is not None:
+                groups = self.layout.groups(block_size)
+                useful = sum(
+                    needed_blocks(groups, length, max_num_batched_tokens)
+                    for length in expected_lengths
+                )
+            num_blocks = default_num_blocks(self.layout, block_size, backend.device, useful)
         self.num_blocks = num_blocks
-        self.token_bytes = token_bytes(shapes)
-        self.caches = KVCaches.allocate(shapes, num_blocks, block_size, backend.device)
+        self.caches = KVCaches.allocate(self.layout, num_blocks, block_size, backend.device)
 
     @property
     def device(self) -> torch.device:
@@ -68,7 +81,7 @@ class PagedNetwork:
 
     def logits(self, step: StepTensors) -> Tensor:
         """Compute a step: write its keys and values, return [num_sampled, vocab_size]."""
-        paged = PagedPass(self._backend, self.caches, step.paged)
+        paged = PagedPass(self._backend, self.caches, self.layout, step.paged)
         with torch.inference_mode():
             output = self._network(
                 input_ids=step.input_ids,

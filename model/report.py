@@ -51,7 +51,7 @@ def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float)
     """Collect the numbers of an engine that ran these requests and no others. O(num_blocks)."""
     requests = [completion.request for completion in completions]
     blocks, steps = engine.kv.stats(), engine.stats
-    token_bytes = engine.network.token_bytes
+    layout = engine.network.layout
     longest = max(request.max_total_tokens for request in requests)
     return RunStats(
         num_requests=len(requests),
@@ -67,8 +67,8 @@ def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float)
         num_usable_blocks=engine.kv.num_usable_blocks,
         peak_used_blocks=blocks.peak_used_blocks,
         num_evicted_blocks=blocks.num_evicted_blocks,
-        paged_kv_bytes=blocks.peak_used_blocks * engine.kv.block_size * token_bytes,
-        flat_kv_bytes=steps.peak_running * longest * token_bytes,
+        paged_kv_bytes=layout.kv_bytes(blocks.peak_used_blocks, engine.kv.block_size),
+        flat_kv_bytes=steps.peak_running * longest * layout.token_bytes,
     )
 
 

@@ -2,10 +2,11 @@
 
 First come, first served, under a budget of tokens a step. Decodes go first, oldest request first;
 what is left of the budget goes to prefills in pieces (chunked prefill, as in Sarathi-Serve, Agrawal
-et al. 2024, arXiv:2403.02310); what is left then admits waiting requests. An admission reserves the
-blocks of the whole prompt, so that a prefill never runs out of them half way. Only a decode can:
-then the newest running request gives up its blocks and is computed again later (recomputation, as
-in vLLM, Kwon et al. 2023, arXiv:2309.06180), from whatever the prefix cache still holds of it.
+et al. 2024, arXiv:2403.02310); what is left then admits waiting requests. Blocks are taken chunk by
+chunk, so that a window group never holds more than a window and a chunk; an admission counts what
+every running prompt will still take, so that prompts do not run out half way. Where a running
+request finds no block, the newest one gives up its own and is computed again later (recomputation,
+as in vLLM, Kwon et al. 2023, arXiv:2309.06180), from whatever the prefix cache still holds of it.
 
 Invariants:
 - `running` and `waiting` are each in order of arrival, and everything running arrived before
@@ -23,6 +24,7 @@ from collections.abc import Iterator, Mapping
 import kvcore
 from model.config import SchedulerConfig
 from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerStateError
+from model.needs import missing_blocks, needed_blocks, peak_blocks
 from model.request import FinishReason, Request, Status
 from model.step import Chunk, SchedulerStats, Step
 
@@ -41,6 +43,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._unfinished: dict[int, Request] = {}
+        self._planned: dict[int, Chunk] = {}
         self._in_flight: Step | None = None
 
     @property
@@ -109,18 +112,18 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise SchedulerStateError("schedule: the last step wants its update first")
-        budget = self.config.max_num_batched_tokens
-        chunks: list[Chunk] = []
+        self._planned = {}
         for planned in (self._decodes, self._prefills, self._admissions):
             for request in planned():
-                chunk = _chunk(request, budget)
-                chunks.append(chunk)
-                budget -= chunk.num_tokens
-                if budget == 0:
+                num_tokens = self._reserve(request)
+                if num_tokens:
+                    self._planned[request.request_id] = _chunk(request, num_tokens)
+                if self._budget_left() == 0:
                     break
-            if budget == 0:
+            if self._budget_left() == 0:
                 break
-        self._in_flight = Step(tuple(chunks))
+        chunks = tuple(self._planned.values())
+        self._in_flight = Step(chunks)
         self.stats.num_steps += bool(chunks)
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
         return self._in_flight
@@ -158,47 +161,57 @@ class Scheduler:
             self.finish(request, reason)
 
     def _decodes(self) -> Iterator[Request]:
-        """Running requests with one token to compute, each with room for it, oldest first."""
+        """Running requests with one token to compute, oldest first."""
         for request in self.running:
-            if (
-                request.status is Status.RUNNING
-                and _num_uncomputed(request) == 1
-                and self._make_room(request)
-            ):
+            if request.status is Status.RUNNING and _num_uncomputed(request) == 1:
                 yield request
 
     def _prefills(self) -> Iterator[Request]:
-        """Running requests with more to compute; their admission reserved the room."""
-        return (request for request in self.running if _num_uncomputed(request) > 1)
+        """Running requests with more to compute, oldest first."""
+        for request in self.running:
+            if request.status is Status.RUNNING and _num_uncomputed(request) > 1:
+                yield request
 
     def _admissions(self) -> Iterator[Request]:
         """Waiting requests that can start, in order; the first that cannot holds up the others."""
         while self._waiting and len(self._running) < self.config.max_num_seqs:
             request = self._waiting[0]
             plan = self._kv.plan(request.tokens)
-            # A block in hand for each that can still grow: no start just to be preempted again.
-            growing = sum(map(self._can_grow, self._running))
-            needed = plan.num_new_blocks + plan.num_revived_blocks + growing
-            if needed > plan.num_free_blocks:
+            # Blocks in hand for all that run: no start just to be preempted again.
+            promised = sum(map(self._outlook, self._running))
+            wanted = self._num_wanted(request, plan) + promised
+            if wanted > plan.num_free_blocks:
                 return
             if self._is_prefix_in_flight(request, plan.num_cached_tokens):
                 return
             self._start(self._waiting.popleft())
             yield request
 
+    def _num_wanted(self, request: Request, plan: kvcore.Plan) -> int:
+        """Free blocks that a start takes until all known tokens are computed."""
+        length = len(request.tokens)
+        chunk = min(self.config.max_num_batched_tokens, length)
+        blocks = plan.num_revived_blocks
+        for group in self._kv.groups:
+            new = -(-length // group.block_size) - plan.num_cached_tokens // group.block_size
+            blocks += min(new, peak_blocks(group, length, chunk))
+        return blocks
+
     def _start(self, request: Request) -> None:
         sequence = self._kv.open(request.tokens, resumed=request.num_preemptions > 0)
-        self._kv.reserve(sequence, sequence.num_tokens - sequence.num_computed_tokens)
         request.start(sequence)
         self._running.append(request)
         if request.num_preemptions == 0:
             self.stats.num_prompt_tokens += request.num_prompt_tokens
             self.stats.num_hit_tokens += request.num_cached_tokens
 
-    def _can_grow(self, request: Request) -> bool:
-        """Whether a running request may come to need another block."""
-        room = request.running_sequence.num_blocks * self._kv.block_size
-        return request.max_total_tokens - 1 > room
+    def _outlook(self, request: Request) -> int:
+        """Blocks a running request may come to take: for all it knows, and one more a group."""
+        sequence, length = request.running_sequence, len(request.tokens)
+        chunk = min(self.config.max_num_batched_tokens, _num_uncomputed(request))
+        room = -(-length // self._kv.block_size) * self._kv.block_size
+        grows = request.max_total_tokens - 1 > room
+        return missing_blocks(sequence, length, chunk) + grows * len(self._kv.groups)
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether a running request is about to compute the next block this one could hit."""
@@ -211,18 +224,46 @@ class Scheduler:
             for other in self._running
         )
 
-    def _make_room(self, request: Request) -> bool:
-        """Reserve one token, preempting newer requests; False if it had to give way itself."""
+    def _budget_left(self) -> int:
+        spent = sum([chunk.num_tokens for chunk in self._planned.values()])
+        return self.config.max_num_batched_tokens - spent
+
+    def _reserve(self, request: Request) -> int:
+        """Take blocks for the next tokens of a running request, preempting newer ones.
+
+        Returns:
+            How many tokens there is room for, within the budget; 0: it waits, with all it has.
+        """
         sequence = request.running_sequence
+        wanted = min(_num_uncomputed(request), self._budget_left())
         while not self._kv.can_reserve(sequence, 1):
-            newest = self._running.pop()
-            self._kv.close(newest.preempt())
-            self._waiting.appendleft(newest)
-            self.stats.num_preemptions += 1
+            newest = self._running[-1]
             if newest is request:
-                return False
-        self._kv.reserve(sequence, 1)
-        return True
+                return 0
+            self._preempt(newest)
+        fitting = self._num_reservable(sequence, wanted)
+        self._kv.reserve(sequence, fitting)
+        return fitting
+
+    def _num_reservable(self, sequence: kvcore.KVSequence, wanted: int) -> int:
+        """The most tokens, from 1 to `wanted`, that the free blocks have room for."""
+        if self._kv.can_reserve(sequence, wanted):
+            return wanted
+        fits, too_many = 1, wanted
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self._kv.can_reserve(sequence, middle):
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._planned.pop(request.request_id, None)
+        self._kv.close(request.preempt())
+        self._waiting.appendleft(request)
+        self.stats.num_preemptions += 1
 
     def _check_length(self, request: Request) -> None:
         total, limit = request.max_total_tokens, self.config.max_model_len
@@ -231,7 +272,7 @@ class Scheduler:
         if limit is not None and total > limit:
             raise RequestTooLongError(f"{what}: the model has positions for {limit} tokens")
         # The last token is handed out and never computed, so it needs no slot.
-        needed = -(-(total - 1) // self._kv.block_size)
+        needed = needed_blocks(self._kv.groups, max(1, total - 1))
         if needed > self._kv.num_usable_blocks:
             raise RequestTooLongError(
                 f"{what} needs {needed} blocks of {self._kv.block_size} tokens: "
@@ -243,8 +284,6 @@ def _num_uncomputed(request: Request) -> int:
     return len(request.tokens) - request.running_sequence.num_computed_tokens
 
 
-def _chunk(request: Request, budget: int) -> Chunk:
-    remaining = _num_uncomputed(request)
-    num_tokens = min(remaining, budget)
+def _chunk(request: Request, num_tokens: int) -> Chunk:
     start = request.running_sequence.num_computed_tokens
-    return Chunk(request, start, num_tokens, samples=num_tokens == remaining)
+    return Chunk(request, start, num_tokens, samples=start + num_tokens == len(request.tokens))

@@ -33,7 +33,7 @@ from model.verify import Mismatch, find_mismatches
 from model.writer import StreamWriter, show
 
 _SMALL_PARAMETERS = 32_000_000
-_BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
+BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     backends.UnknownBackendError,
     backends.BackendUnavailableError,
     backends.UnsupportedError,
@@ -51,7 +51,7 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
     """
     try:
         return _run(options, specs)
-    except _BAD_INPUT as error:
+    except BAD_INPUT as error:
         raise UsageError(str(error)) from error
 
 
@@ -61,7 +61,7 @@ def _run(options: Options, specs: Sequence[PromptSpec]) -> int:
     backend = backends.get_backend(options.backend)
     dtype = _dtype(options, backend)
     model = load_model(options.model, backend.device, dtype)
-    _choose_threads(model)
+    choose_threads(model)
     prompts = [model.codec.encode(spec.text) for spec in specs]
     engine = _engine(options, model, backend, specs, prompts)
     requests = _queue(engine, specs, prompts)
@@ -89,7 +89,7 @@ def _run(options: Options, specs: Sequence[PromptSpec]) -> int:
     return 1 if mismatches else 0
 
 
-def _choose_threads(model: LoadedModel) -> None:
+def choose_threads(model: LoadedModel) -> None:
     """One thread for a small network on a CPU, unless the user has said how many.
 
     Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
@@ -116,12 +116,11 @@ def _engine(
     prompts: Sequence[Sequence[int]],
 ) -> Engine:
     """An engine with room for the prompts, where nobody said how much."""
-    size = options.engine.block_size
-    useful = sum(
-        blocks_for(len(prompt) + spec.params.max_tokens - 1, size)
+    lengths = tuple(  # the last token is handed out and never computed
+        len(prompt) + spec.params.max_tokens - 1
         for spec, prompt in zip(specs, prompts, strict=True)
     )
-    return Engine(model, backend, dataclasses.replace(options.engine, max_useful_blocks=useful))
+    return Engine(model, backend, dataclasses.replace(options.engine, expected_lengths=lengths))
 
 
 def _queue(

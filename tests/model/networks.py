@@ -11,7 +11,10 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -35,10 +38,17 @@ _COMMON: dict[str, Any] = {
 }
 _HYBRID = ["sliding_attention", "full_attention"]
 
+_DERIVED = {name: value for name, value in _COMMON.items() if name != "head_dim"} | {
+    "hidden_size": 64  # so that a head has 16 as well
+}
+
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**_COMMON),
+    "qwen2": Qwen2Config(**_DERIVED),
     "llama": LlamaConfig(**_COMMON),
     "mistral": MistralConfig(**_COMMON, sliding_window=7),
+    "phi3": Phi3Config(**_DERIVED, sliding_window=7),
+    "olmo2": Olmo2Config(**_DERIVED),
     "gemma2": Gemma2Config(
         **_COMMON,
         sliding_window=7,

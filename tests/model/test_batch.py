@@ -7,8 +7,10 @@ import kvcore
 from model import Request, SamplingParams, Scheduler, SchedulerConfig
 from model.attention import Probe, attend, probe_layers
 from model.batch import BatchBuilder
-from model.caches import KVCaches, LayerShape, blocks_for, default_num_blocks, token_bytes
+from model.caches import KVCaches, blocks_for
 from model.errors import UnsupportedModelError
+from model.layout import LayerShape, plan_layout
+from model.memory import default_num_blocks
 from tests.model.networks import build
 
 CPU = torch.device("cpu")
@@ -25,36 +27,57 @@ def test_a_step_lies_chunk_after_chunk_with_padded_tables():
     kv = kvcore.KVCacheManager(10, 2)
     scheduler, step = step_of(kv, [[5, 6, 7], [8], [9, 10, 11, 12, 13]], budget=7)
     tensors = BatchBuilder(CPU).build(step)
-    # The third prompt has its three blocks already, and the budget for three of its tokens.
+    # The third prompt has the budget for three of its tokens, and blocks for as many.
     assert tensors.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 11]]
     assert tensors.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 2]]
     assert tensors.logit_rows.tolist() == [2, 3]
-    assert tensors.paged.query_start_loc.tolist() == [0, 3, 4, 7]
-    assert tensors.paged.seq_lens.tolist() == [3, 1, 3]
-    assert tensors.paged.block_table.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
-    assert tensors.paged.slot_mapping.tolist() == [2, 3, 4, 6, 8, 9, 10]
-    assert (tensors.paged.max_query_len, tensors.paged.max_seq_len) == (3, 3)
+    (paged,) = tensors.paged
+    assert paged.query_start_loc.tolist() == [0, 3, 4, 7]
+    assert paged.seq_lens.tolist() == [3, 1, 3]
+    assert paged.block_table.tolist() == [[1, 2], [3, 0], [4, 5]]
+    assert paged.slot_mapping.tolist() == [2, 3, 4, 6, 8, 9, 10]
+    assert (paged.max_query_len, paged.max_seq_len) == (3, 3)
 
     scheduler.update(step, {0: 20, 1: 21})
     tensors = BatchBuilder(CPU).build(scheduler.schedule())
     assert tensors.input_ids.tolist() == [[20, 21, 12, 13]]
     assert tensors.position_ids.tolist() == [[3, 1, 3, 4]]
     assert tensors.logit_rows.tolist() == [0, 1, 3]
-    assert tensors.paged.slot_mapping.tolist() == [5, 7, 11, 12]
+    assert tensors.paged[0].slot_mapping.tolist() == [5, 7, 11, 12]
+
+
+def test_each_group_has_its_own_table_and_slots():
+    kv = kvcore.KVCacheManager(
+        20, 2, groups=[kvcore.FullAttention(), kvcore.SlidingWindow(window=3)]
+    )
+    scheduler, step = step_of(kv, [list(range(10, 19))], budget=8)
+    builder = BatchBuilder(CPU, num_groups=2)
+    full, window = builder.build(step).paged
+    assert full.block_table.tolist() == [[1, 2, 3, 4]]
+    assert window.block_table.tolist() == [[5, 6, 7, 8]]
+    assert window.slot_mapping.tolist() == list(range(10, 18))
+    assert full.seq_lens.data_ptr() == window.seq_lens.data_ptr()
+    scheduler.update(step, {})
+    # Position 8 sees 6 and 7 beside itself: of the window's blocks the last is left. The others can
+    # still be hit, so they are behind 9 and 10, which hold nothing.
+    full, window = builder.build(scheduler.schedule()).paged
+    assert full.block_table.tolist() == [[1, 2, 3, 4, 9]]
+    assert window.block_table.tolist() == [[0, 0, 0, 8, 10]]
+    assert (full.slot_mapping.tolist(), window.slot_mapping.tolist()) == ([18], [20])
 
 
 def test_a_smaller_step_after_a_larger_one_keeps_nothing_of_it():
     kv = kvcore.KVCacheManager(300, 1)
     builder = BatchBuilder(CPU)
     scheduler, step = step_of(kv, [list(range(280))], budget=300)  # the buffers begin with 256
-    assert builder.build(step).paged.block_table.shape == (1, 280)
+    assert builder.build(step).paged[0].block_table.shape == (1, 280)
     assert scheduler.abort(step.chunks[0].request)
     scheduler.update(step, {})
     for number, prompt in enumerate(([3, 4, 5], [6])):
         scheduler.add(Request(number, prompt, SamplingParams(max_tokens=4)))
     tensors = builder.build(scheduler.schedule())
     assert tensors.input_ids.tolist() == [[3, 4, 5, 6]]
-    table = tensors.paged.block_table.tolist()
+    table = tensors.paged[0].block_table.tolist()
     assert (len(table[0]), table[1][1:]) == (3, [0, 0])
 
 
@@ -67,10 +90,9 @@ def test_a_step_in_which_nothing_is_sampled_asks_for_no_logits():
 def test_a_probe_measures_every_layer():
     model = build("gemma3")
     model.network.set_attn_implementation("kvcore_paged")
-    shape = LayerShape(num_kv_heads=2, head_dim=16, dtype=torch.float32)
-    assert probe_layers(model.network, CPU) == (shape, shape)
-    assert shape.token_bytes == 2 * 2 * 16 * 4
-    assert token_bytes([shape, shape]) == 512
+    window, full = (LayerShape(2, 16, torch.float32, window) for window in (7, None))
+    assert probe_layers(model.network, CPU) == (window, full)
+    assert window.token_bytes == full.token_bytes == 2 * 2 * 16 * 4
 
 
 def test_a_network_whose_layers_do_not_come_through_us_is_refused():
@@ -85,6 +107,24 @@ def test_a_layer_that_passes_nothing_on_is_refused():
         attend(torch.nn.Identity(), states, states, states, None)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("sliding_window", 5, "layer 0 is configured for a window of 5 and asks .* a window of 7"),
+        ("layer_types", ["full_attention"] * 2, "layer 0 .* full attention and .* a window of 7"),
+        ("attn_logit_softcapping", 3.0, "layer 0 .* a soft cap of 3.0 and asks .* for 2.0"),
+    ],
+)
+def test_a_layer_that_asks_for_something_else_than_its_configuration_is_refused(
+    field, value, message
+):
+    model = build("gemma2")
+    model.network.set_attn_implementation("kvcore_paged")
+    setattr(model.network.config, field, value)
+    with pytest.raises(UnsupportedModelError, match=f"Gemma2ForCausalLM: {message}"):
+        probe_layers(model.network, CPU)
+
+
 def test_keys_and_values_of_different_sizes_are_refused():
     class Layer(torch.nn.Module):
         layer_idx = 0
@@ -95,19 +135,19 @@ def test_keys_and_values_of_different_sizes_are_refused():
 
 
 def test_caches_have_the_shape_of_their_layers():
-    shapes = [LayerShape(2, 16, torch.float32), LayerShape(1, 8, torch.float16)]
-    caches = KVCaches.allocate(shapes, num_blocks=5, block_size=4, device=CPU)
+    layout = plan_layout([LayerShape(2, 16, torch.float32), LayerShape(1, 8, torch.float32)])
+    caches = KVCaches.allocate(layout, num_blocks=5, block_size=4, device=CPU)
     assert [tuple(cache.shape) for pair in caches.layers for cache in pair] == [
         *[(5, 4, 2, 16)] * 2,
         *[(5, 4, 1, 8)] * 2,
     ]
-    assert [pair[1].dtype for pair in caches.layers] == [torch.float32, torch.float16]
     assert not any(cache.any() for pair in caches.layers for cache in pair)
 
 
 def test_as_many_blocks_as_are_useful_or_fit_into_memory():
     small, huge = LayerShape(2, 16, torch.float32), LayerShape(2**20, 2**10, torch.float32)
-    assert default_num_blocks([small], 16, CPU, 9) == 10
-    assert default_num_blocks([small], 16, CPU, None) == 2**30 // (16 * 256)
-    assert default_num_blocks([huge], 16, CPU, None) == 2
+    small, huge = plan_layout([small]), plan_layout([huge])
+    assert default_num_blocks(small, 16, CPU, 9) == 10
+    assert default_num_blocks(small, 16, CPU, None) == 2**30 // (16 * 256)
+    assert default_num_blocks(huge, 16, CPU, None) == 2
     assert [blocks_for(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]

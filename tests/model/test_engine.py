@@ -177,12 +177,13 @@ def test_a_size_out_of_range_is_refused_by_name(field, value):
 
 
 def test_more_memory_than_there_is_is_refused_with_the_bytes():
-    with pytest.raises(InvalidArgumentError, match=r"num_blocks: .* blocks take .* bytes"):
+    with pytest.raises(InvalidArgumentError, match=r"num_blocks: .* blocks of .* take .* bytes"):
         make(num_blocks=2**31 - 1, block_size=2**20)
 
 
 def test_without_a_number_there_are_as_many_blocks_as_are_useful():
-    assert make(num_blocks=None, max_useful_blocks=7).kv.num_usable_blocks == 7
+    lengths = (9, 12, 1)  # in blocks of 4: 3, 3 and 1
+    assert make(num_blocks=None, expected_lengths=lengths).kv.num_usable_blocks == 7
 
 
 def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(monkeypatch):

@@ -126,7 +126,7 @@ def test_verify_says_where_a_wrong_token_is(call, monkeypatch):
     attend = PagedPass.attend
 
     def forgetful(self, layer, query, key, value, terms):
-        lost = self.batch.seq_lens.max() > 30
+        lost = self.batches[0].seq_lens.max() > 30
         return attend(self, layer, query, key, torch.zeros_like(value) if lost else value, terms)
 
     monkeypatch.setattr(PagedPass, "attend", forgetful)
@@ -158,7 +158,7 @@ def test_a_prompt_from_standard_input_is_continued(call):
         (["--prompts-file", "missing.jsonl"], "cannot read 'missing.jsonl'"),
         (["--temperature", "nan"], "temperature: wanted a number"),
         (["--max-num-seqs", "0"], "max_num_seqs: wanted at least 1"),
-        (["--num-blocks", str(2**31 - 1)], "blocks take"),
+        (["--num-blocks", str(2**31 - 1)], "blocks of 4 tokens take"),
         (["--verify", "--seed", "1"], "--seed cannot be given too"),
     ],
 )

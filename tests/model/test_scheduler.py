@@ -46,10 +46,10 @@ def test_the_life_of_a_request_block_by_block():
     request = add(scheduler, 0, [1, 2, 3, 4, 5, 6])
     assert (request.status, kv.num_free_blocks) == (Status.WAITING, 5)
 
-    # The whole prompt is given its blocks at once; the budget cuts it in two.
+    # The budget cuts the prompt in two; each part takes its own blocks.
     assert run(scheduler) == [(0, 0, 4, False)]
-    assert (request.status, kv.num_free_blocks) == (Status.RUNNING, 3)
-    assert request.sequence.block_table == (1, 2)
+    assert (request.status, kv.num_free_blocks) == (Status.RUNNING, 4)
+    assert request.sequence.block_table == (1,)
     assert (request.sequence.num_computed_tokens, kv.stats().num_cached_blocks) == (4, 1)
 
     assert run(scheduler) == [(0, 4, 2, True)]

@@ -20,19 +20,16 @@ HUNT = settings(
 
 
 class ForgetsToCloseThePreempted(Scheduler):
-    def _make_room(self, request):
+    def _preempt(self, request):
         kv, self._kv = self._kv, _Without(self._kv, "close")
-        try:
-            return super()._make_room(request)
-        finally:
-            self._kv = kv
+        super()._preempt(request)
+        self._kv = kv
 
 
 class PreemptsTheOldest(Scheduler):
-    def _make_room(self, request):
-        if not self._kv.can_reserve(request.running_sequence, 1):
-            self._running.reverse()
-        return super()._make_room(request)
+    def _preempt(self, request):
+        oldest = self._running[0]
+        super()._preempt(oldest)
 
 
 class AdmitsTheNewestFirst(Scheduler):

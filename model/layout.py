@@ -1,0 +1,119 @@
+"""Which layers share a block table, and which share memory.
+
+Layers that see the same part of the past form a kind: all of it, or one window. A kind's layers are
+cut into groups of equal depth, a block belongs to one group at a time and holds a token's keys and
+values for every layer of it; place `i` of any group is the same memory, because no block is ever
+held by two groups. So the depth is what a block costs, and a kind that does not fill its groups
+wastes the rest. (vLLM's hybrid cache manager began this way of sharing.)
+
+Decides: the depth: the fewest groups of which no kind wastes more than an eighth of its own size.
+
+Invariants: every layer has a group and a place of its own; the layers of a group see the same;
+groups of full attention come first, then windows from the smallest up.
+
+Does not know: memory, blocks, tensors, which network it is.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+import kvcore
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer stores for a token, and how far it looks back.
+
+    Attributes:
+        num_kv_heads: keys, and as many values.
+        head_dim: elements of each.
+        dtype: of an element.
+        window: tokens that a query sees, its own included; None: all.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None = None
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value. O(1)."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Where each layer's keys and values are.
+
+    Attributes:
+        layers: what each layer stores.
+        windows: for each group what its layers see.
+        places: for each layer its group, and its place in it.
+        place_bytes: for each place the bytes of a token, of the largest layer there.
+    """
+
+    layers: tuple[LayerShape, ...]
+    windows: tuple[int | None, ...]
+    places: tuple[tuple[int, int], ...]
+    place_bytes: tuple[int, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a token in one block: of every place. O(num_places)."""
+        return sum(self.place_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes in all layers, where every one keeps it. O(num_layers)."""
+        return sum(layer.token_bytes for layer in self.layers)
+
+    def kv_bytes(self, num_blocks: int, block_size: int) -> int:
+        """The footprint: bytes of all caches of `num_blocks` blocks. O(num_places)."""
+        return num_blocks * block_size * self.slot_bytes
+
+    def groups(self, block_size: int) -> tuple[kvcore.LayerGroup, ...]:
+        """The groups as `kvcore` is told of them. O(num_groups)."""
+        return tuple(
+            kvcore.FullAttention(block_size)
+            if window is None
+            else kvcore.SlidingWindow(window, block_size)
+            for window in self.windows
+        )
+
+
+def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
+    """Give every layer its group and place. O(num_layers ** 2).
+
+    Args:
+        layers: in the order of the network, at least one.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for number, layer in enumerate(layers):
+        kinds.setdefault(layer.window, []).append(number)
+    ordered = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
+    depth = _depth([len(numbers) for _, numbers in ordered])
+    windows: list[int | None] = []
+    places = [(0, 0)] * len(layers)
+    place_bytes = [0] * depth
+    for window, numbers in ordered:
+        for index, number in enumerate(numbers):
+            place = index % depth
+            if place == 0:
+                windows.append(window)
+            places[number] = (len(windows) - 1, place)
+            place_bytes[place] = max(place_bytes[place], layers[number].token_bytes)
+    return CacheLayout(tuple(layers), tuple(windows), tuple(places), tuple(place_bytes))
+
+
+def _depth(sizes: Sequence[int]) -> int:
+    """The layers of a group, for kinds of these many layers."""
+    best = (sum(sizes), 0, 1)  # one layer a group: nothing is wasted
+    for depth in range(2, max(sizes) + 1):
+        counts = [-(-size // depth) for size in sizes]
+        waste = [count * depth - size for count, size in zip(counts, sizes, strict=True)]
+        if all(8 * lost <= size for lost, size in zip(waste, sizes, strict=True)):
+            best = min(best, (sum(counts), sum(waste), depth))
+    return best[2]
