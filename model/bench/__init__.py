@@ -1,0 +1,1 @@
+"""`python -m model.bench`: requests served and timed, beside Transformers' own ways to generate."""

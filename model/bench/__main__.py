@@ -1,0 +1,17 @@
+"""The benchmark's command line: `python -m model.bench`.
+
+Decides: in which order a process starts: flags are read before torch and Transformers are loaded.
+
+Does not know: how anything is measured.
+"""
+
+from model.bench.args import parse_args
+from model.exits import exits
+
+if __name__ == "__main__":
+    with exits():
+        options = parse_args()
+
+        from model.bench.session import execute
+
+        execute(options)

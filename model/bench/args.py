@@ -1,0 +1,166 @@
+"""The benchmark's command line: which flags there are, and which workload takes which.
+
+Decides: names, defaults and combinations of flags. Invariants: options that exist are consistent; a
+wrong flag raises.
+
+Does not know: torch, models.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from model.args import Parser, add_model, add_sizes, engine_config
+from model.bench.workloads import SHAPES, Shape, Span
+from model.config import EngineConfig
+from model.errors import InvalidArgumentError, UsageError, shown
+
+PEER_NAMES = ("generate", "generate_batch", "generate_batch_sized", "no-prefix-cache")
+"""What can run beside us."""
+
+_EPILOG = """\
+Without flags the tiny model serves nano-vLLM's workload: 256 requests of 100 to 1024 tokens, 100 to
+1024 generated. The numbers have the names that vllm bench gives them. A peer runs on the same
+requests in the same process, turn by turn; a ratio above 1x means that ours is faster.
+
+Exit codes are those of model.run.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """A benchmark that serves requests."""
+
+    workload: str
+    model: str
+    backend: str
+    dtype: str
+    dummy_weights: bool
+    shape: Shape
+    seed: int
+    temperature: float
+    request_rate: float
+    max_concurrency: int | None
+    engine: EngineConfig
+    peers: tuple[str, ...]
+    rounds: int
+    json: bool
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
+    """Parse a command line; None: the process's own. O(argv).
+
+    Raises:
+        UsageError: an unknown flag, a value of the wrong kind, or flags that exclude each other.
+        InvalidArgumentError: a size is out of range.
+    """
+    return _serve_options(_parser().parse_args(argv))
+
+
+def _serve_options(flags: argparse.Namespace) -> ServeOptions:
+    given = {
+        name: value
+        for name in ("num_requests", "input_len", "output_len", "prefix_len", "turns")
+        if (value := getattr(flags, name)) is not None
+    }
+    for name, value in (("rounds", flags.rounds), ("max_concurrency", flags.max_concurrency)):
+        if value is not None and value < 1:
+            raise InvalidArgumentError(f"{name}: wanted at least 1, got {value}")
+    if not flags.request_rate > 0:
+        raise InvalidArgumentError(f"request_rate: wanted above 0, got {flags.request_rate}")
+    if "no-prefix-cache" in flags.peer and not flags.prefix_cache:
+        raise UsageError("--peer no-prefix-cache has no meaning with --no-prefix-cache")
+    return ServeOptions(
+        workload=flags.workload,
+        model=flags.model,
+        backend=flags.backend,
+        dtype=flags.dtype,
+        dummy_weights=flags.dummy_weights,
+        shape=dataclasses.replace(SHAPES[flags.workload], **given),
+        seed=flags.seed,
+        temperature=flags.temperature,
+        request_rate=flags.request_rate,
+        max_concurrency=flags.max_concurrency,
+        engine=engine_config(flags),
+        peers=tuple(dict.fromkeys(flags.peer)),
+        rounds=flags.rounds,
+        json=flags.json,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(
+        prog="python -m model.bench",
+        description="Serve a workload and time it.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    what_runs = parser.add_argument_group("what runs").add_argument
+    what_runs("--workload", choices=tuple(SHAPES), default="uniform", help="default: uniform")
+    add_model(what_runs)
+    what_runs(
+        "--dummy-weights",
+        action="store_true",
+        help="random weights of the model's configuration; --model may be qwen3-0.6b",
+    )
+    what_runs(
+        "--peer",
+        action="append",
+        default=[],
+        choices=PEER_NAMES,
+        metavar="NAME",
+        help=f"repeatable; beside us: {', '.join(PEER_NAMES)}",
+    )
+    what_runs("--rounds", type=int, default=1, metavar="N", help="turns of each (default: 1)")
+    _add_requests(parser.add_argument_group("which requests").add_argument)
+    add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)
+    what_comes_out = parser.add_argument_group("what comes out").add_argument
+    what_comes_out("--json", action="store_true", help="one JSON document on stdout")
+    parser.set_defaults(max_num_seqs=256)
+    return parser
+
+
+def _add_requests(flag: Callable[..., object]) -> None:
+    flag("--num-requests", type=int, metavar="N", help="how many (default: 256; chat 128, ...)")
+    flag(
+        "--input-len",
+        type=_span,
+        metavar="LOW:HIGH",
+        help="tokens of a prompt, without what it shares; N is N:N",
+    )
+    flag("--output-len", type=_span, metavar="LOW:HIGH", help="tokens generated")
+    flag("--prefix-len", type=int, metavar="N", help="tokens that all prompts begin with")
+    flag("--turns", type=int, metavar="N", help="requests of a conversation")
+    flag(
+        "--seed", type=int, default=0, metavar="S", help="of lengths, tokens, moments (default: 0)"
+    )
+    flag(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0: the most likely token (default); above 0: draw",
+    )
+    flag(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="requests a second, at random moments (default: all at once)",
+    )
+    flag(
+        "--max-concurrency", type=int, metavar="N", help="requests in flight at once (default: any)"
+    )
+
+
+def _span(text: str) -> Span:
+    low, _, high = text.partition(":")
+    try:
+        return Span(int(low), int(high or low))
+    except ValueError as error:  # of int, and a length that is none
+        raise argparse.ArgumentTypeError(
+            f"wanted N or LOW:HIGH with 1 <= LOW <= HIGH, got {shown(text)}"
+        ) from error

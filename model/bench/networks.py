@@ -1,0 +1,71 @@
+"""The network that a benchmark runs: a checkpoint, or random weights of a configuration.
+
+Decides: what dummy weights are. Speed does not depend on what the weights say, so a benchmark needs
+none: the numbers of a configuration are enough, and no hub. Invariants: dummy weights are the same
+for the same configuration, dtype and device.
+
+Does not know: requests, engines.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from model.bench.configs import CONFIGS
+from model.errors import UsageError
+from model.loader import LoadedModel, check_architecture, load_config, load_model, wrap_network
+
+_SEED = 0
+
+
+class Wordless:
+    """A codec of a network without a tokenizer: tokens are numbers, and give no text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Refuse: there are no words."""
+        raise UsageError(f"prompt: wanted token ids, dummy weights have no words; got {text!r}")
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """No text. O(1)."""
+        del tokens
+        return ""
+
+
+def load(
+    name: str, device: torch.device, dtype: torch.dtype, *, dummy_weights: bool
+) -> LoadedModel:
+    """Load a model to be timed.
+
+    Args:
+        name: a folder or an id; with `dummy_weights` also a name of `CONFIGS`, and of a folder or
+            an id the configuration alone is read.
+        device: where the weights go.
+        dtype: of the weights.
+        dummy_weights: draw the weights instead of loading them.
+
+    Raises:
+        UsageError: a name of `CONFIGS` without `dummy_weights`.
+        ModelNotFoundError: there is nothing of that name.
+        UnsupportedModelError: the architecture cannot run with a paged cache.
+    """
+    if not dummy_weights:
+        if name in CONFIGS:
+            raise UsageError(f"--model {name} is a configuration: give --dummy-weights too")
+        return load_model(name, device, dtype)
+    config = _config(name)
+    check_architecture(config)
+    torch.manual_seed(_SEED)
+    with device:
+        network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype
+        )
+    return wrap_network(name, network, Wordless())
+
+
+def _config(name: str) -> PreTrainedConfig:
+    if name not in CONFIGS:
+        return load_config(name)
+    model_type, numbers = CONFIGS[name]
+    config: PreTrainedConfig = AutoConfig.for_model(model_type, **numbers)
+    return config

@@ -1,0 +1,220 @@
+"""A benchmark from its options to its report.
+
+Decides: the order of a benchmark: load, warm up, then rounds in which we and the peers take turns,
+so that a machine that slows down slows all of them. Invariants: every turn serves the same requests
+on an empty cache; a ratio is taken between turns of one round; with `--json` stdout holds one
+document.
+
+Does not know: what is measured in a turn (`serve.py`, `peers.py`), how it is printed (`report.py`).
+"""
+
+import dataclasses
+import gc
+import json
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import backends
+from model.bench.args import ServeOptions
+from model.bench.metrics import summarize
+from model.bench.networks import load
+from model.bench.peers import PEERS, Job, PeerSettings
+from model.bench.report import Counters, Report, Versus, document, table
+from model.bench.serve import Arrivals, Served, serve
+from model.bench.workloads import BenchRequest, make_requests, total_lengths
+from model.caches import blocks_for
+from model.engine import Engine
+from model.errors import UsageError
+from model.loader import LoadedModel
+from model.progress import Progress
+from model.session import BAD_INPUT, choose_threads
+
+_WARM_REQUESTS = 8
+_WARM_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Bench:
+    """What every turn needs."""
+
+    options: ServeOptions
+    model: LoadedModel
+    engine: Engine
+    requests: list[BenchRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One of our turns: what was answered, and what the cache did meanwhile."""
+
+    served: list[Served]
+    counters: Counters
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """Its numbers, under vLLM's names. O(tokens)."""
+        return summarize([one.timeline for one in self.served])
+
+
+def execute(options: ServeOptions) -> None:
+    """Run a benchmark and print what it found.
+
+    Raises:
+        ModelError: the options cannot be run.
+        OSError: what was printed could not be written.
+    """
+    try:
+        report = measure(options)
+    except BAD_INPUT as error:
+        raise UsageError(str(error)) from error
+    if options.json:
+        json.dump(document(report), sys.stdout)
+        print()
+    else:
+        print(table(report))
+
+
+def measure(options: ServeOptions) -> Report:
+    """Run a benchmark. Takes rounds * (1 + peers) times what serving the requests takes.
+
+    Raises:
+        ModelError: the options cannot be run.
+    """
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
+    begin = time.perf_counter()
+    bench = _prepare(options)
+    _warm_up(bench)
+    startup_s = time.perf_counter() - begin
+    ours: list[_Turn] = []
+    others: dict[str, list[dict[str, float]]] = {name: [] for name in options.peers}
+    for number in range(options.rounds):
+        label = f"round {number + 1} of {options.rounds}"
+        ours.append(_our_turn(bench, label))
+        for name in options.peers:
+            others[name].append(_peer_turn(bench, name, ours[0].served, label))
+    return _report(bench, startup_s, ours, others)
+
+
+def _prepare(options: ServeOptions) -> _Bench:
+    backend = backends.get_backend(options.backend)
+    dtype: torch.dtype = getattr(torch, _dtype_name(options, backend))
+    model = load(options.model, backend.device, dtype, dummy_weights=options.dummy_weights)
+    choose_threads(model)
+    vocab_size: int = model.network.config.get_text_config().vocab_size
+    requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.seed)
+    useful = sum(
+        blocks_for(total - 1, options.engine.block_size) for total in total_lengths(requests)
+    )
+    config = dataclasses.replace(options.engine, max_useful_blocks=useful, seed=options.seed)
+    return _Bench(options, model, Engine(model, backend, config), requests)
+
+
+def _dtype_name(options: ServeOptions, backend: backends.Backend) -> str:
+    if options.dtype != "auto":
+        return options.dtype
+    return "bfloat16" if backend.device.type == "cuda" else "float32"
+
+
+def _warm_up(bench: _Bench) -> None:
+    """Compile what a first pass compiles: a few short requests, ours alone."""
+    few = [
+        BenchRequest(request.tokens, min(_WARM_TOKENS, request.max_tokens))
+        for request in bench.requests[:_WARM_REQUESTS]
+    ]
+    serve(bench.engine, few, Arrivals(), temperature=bench.options.temperature)
+
+
+def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
+    options, engine = bench.options, bench.engine
+    arrivals = Arrivals(
+        rate=options.request_rate, max_concurrency=options.max_concurrency, seed=options.seed
+    )
+    # Nothing runs, so the cache can be emptied, and turned off for a turn.
+    engine.kv.reset()
+    engine.kv.enable_caching = prefix_cache and options.engine.enable_prefix_caching
+    engine.stats.peak_running = 0
+    before = _counters(engine)
+    gc.collect()
+    try:
+        with Progress(label, len(bench.requests)) as progress:
+            served = serve(
+                engine,
+                bench.requests,
+                arrivals,
+                temperature=options.temperature,
+                on_finish=progress.advance,
+            )
+    finally:
+        engine.kv.enable_caching = options.engine.enable_prefix_caching
+    return _Turn(served, _counters(engine).since(before))
+
+
+def _peer_turn(bench: _Bench, name: str, served: Sequence[Served], label: str) -> dict[str, float]:
+    """The numbers of a peer: all of ours for our own engine, else duration and throughput."""
+    if name == "no-prefix-cache":
+        return _our_turn(bench, f"{label}, {name}", prefix_cache=False).numbers
+    options = bench.options
+    jobs = [Job(one.prompt, len(one.output)) for one in served]
+    limit = min(options.max_concurrency or len(jobs), options.engine.max_num_seqs, len(jobs))
+    settings = PeerSettings(temperature=options.temperature, batch_size=limit)
+    gc.collect()
+    with Progress(f"{label}, {name}", len(jobs)) as progress:
+        seconds = PEERS[name](bench.model, jobs, settings, progress.advance)
+    tokens = sum(job.max_tokens for job in jobs)
+    return {"duration": seconds, "output_throughput": tokens / seconds}
+
+
+def _counters(engine: Engine) -> Counters:
+    cache, steps = engine.kv.stats(), engine.stats
+    return Counters(
+        num_steps=steps.num_steps,
+        num_prompt_tokens=steps.num_prompt_tokens,
+        num_hit_tokens=steps.num_hit_tokens,
+        num_preemptions=steps.num_preemptions,
+        num_evicted_blocks=cache.num_evicted_blocks,
+        peak_running=steps.peak_running,
+        peak_used_blocks=cache.peak_used_blocks,
+        num_usable_blocks=engine.kv.num_usable_blocks,
+    )
+
+
+def _report(
+    bench: _Bench,
+    startup_s: float,
+    ours: Sequence[_Turn],
+    others: dict[str, list[dict[str, float]]],
+) -> Report:
+    numbers = [turn.numbers for turn in ours]
+    order = sorted(range(len(ours)), key=lambda number: numbers[number]["duration"])
+    middle = order[(len(order) - 1) // 2]
+    options, network = bench.options, bench.model.network
+    return Report(
+        about={
+            "workload": options.workload,
+            "model": options.model,
+            "dummy_weights": options.dummy_weights,
+            "device": str(network.device),
+            "dtype": str(network.dtype).removeprefix("torch."),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "num_prompts": len(bench.requests),
+            "request_rate": str(options.request_rate),
+            "max_concurrency": options.max_concurrency,
+            "max_num_seqs": options.engine.max_num_seqs,
+            "seed": options.seed,
+            "temperature": options.temperature,
+            "rounds": options.rounds,
+            "startup_s": startup_s,
+        },
+        numbers=numbers[middle],
+        counters=ours[middle].counters,
+        peers=[Versus.between(name, numbers, turns) for name, turns in others.items()],
+    )

@@ -1,0 +1,132 @@
+"""Which requests a benchmark sends: their tokens, their lengths, what follows what.
+
+Decides the workloads. Invariants: a workload is a function of its parameters and its seed alone,
+the same in every process; lengths do not depend on the vocabulary.
+
+- `uniform` is nano-vLLM's: prompts and outputs of lengths drawn evenly, tokens drawn evenly below
+  10,001, from Python's generator, in the same order; so 256 requests of 100 to 1024 tokens with
+  seed 0 are the very requests of its benchmark, with 133,966 output tokens.
+- `chat`: conversations that begin with one shared system prompt; a turn is sent when the one before
+  it has been answered, and contains it, its answer and a new message.
+- `shared-prefix`: one long beginning, and an ending for each request.
+
+Does not know: engines, models, time.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from model.errors import InvalidArgumentError
+
+_TOKEN_LIMIT = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A length is drawn evenly from `low` to `high`, both included."""
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high:
+            raise InvalidArgumentError(
+                f"length: wanted LOW:HIGH with 1 <= LOW <= HIGH, got {self.low}:{self.high}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One request of a workload.
+
+    Attributes:
+        tokens: its own tokens; the whole prompt unless it follows another request.
+        max_tokens: the tokens to generate, exactly.
+        follows: the number of the request whose prompt and answer come before `tokens`, and which
+            must have been answered before this one is sent; None: it can be sent at once.
+    """
+
+    tokens: tuple[int, ...]
+    max_tokens: int
+    follows: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The parameters of a workload.
+
+    Attributes:
+        num_requests: how many.
+        input_len: tokens of a prompt, without what it shares.
+        output_len: tokens generated.
+        prefix_len: tokens that all prompts begin with.
+        turns: requests of a conversation.
+    """
+
+    num_requests: int
+    input_len: Span
+    output_len: Span
+    prefix_len: int = 0
+    turns: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("num_requests", self.num_requests, 1),
+            ("prefix_len", self.prefix_len, 0),
+            ("turns", self.turns, 1),
+        ):
+            if value < least:
+                raise InvalidArgumentError(f"{name}: wanted at least {least}, got {value}")
+
+
+SHAPES = {
+    "uniform": Shape(num_requests=256, input_len=Span(100, 1024), output_len=Span(100, 1024)),
+    "chat": Shape(
+        num_requests=128,
+        input_len=Span(16, 96),
+        output_len=Span(16, 128),
+        prefix_len=96,
+        turns=4,
+    ),
+    "shared-prefix": Shape(
+        num_requests=64, input_len=Span(16, 64), output_len=Span(16, 64), prefix_len=512
+    ),
+}
+"""The workloads that serve requests, with their usual parameters."""
+
+
+def make_requests(shape: Shape, *, vocab_size: int, seed: int = 0) -> list[BenchRequest]:
+    """The requests of a workload, in the order in which they are sent. O(all tokens).
+
+    Conversations are sent turn by turn: the first turns of all of them, then the second ones.
+    """
+    draw = random.Random(seed)  # noqa: S311  # a benchmark repeats
+    prefix = _tokens(draw, shape.prefix_len, vocab_size)
+    prompts = [
+        _tokens(draw, draw.randint(shape.input_len.low, shape.input_len.high), vocab_size)
+        for _ in range(shape.num_requests)
+    ]
+    outputs = [
+        draw.randint(shape.output_len.low, shape.output_len.high) for _ in range(shape.num_requests)
+    ]
+    conversations = -(-shape.num_requests // shape.turns)
+    return [
+        BenchRequest(prefix + prompt, output)
+        if number < conversations
+        else BenchRequest(prompt, output, follows=number - conversations)
+        for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+
+
+def total_lengths(requests: Sequence[BenchRequest]) -> list[int]:
+    """The tokens that each request comes to, what it follows included. O(num_requests)."""
+    totals: list[int] = []
+    for request in requests:
+        before = 0 if request.follows is None else totals[request.follows]
+        totals.append(before + len(request.tokens) + request.max_tokens)
+    return totals
+
+
+def _tokens(draw: random.Random, count: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple([draw.randint(0, _TOKEN_LIMIT) % vocab_size for _ in range(count)])
