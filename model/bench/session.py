@@ -28,7 +28,6 @@ from model.bench.peers import PEERS, Job, PeerSettings
 from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
-from model.caches import blocks_for
 from model.engine import Engine
 from model.errors import UsageError
 from model.loader import LoadedModel
@@ -110,10 +109,8 @@ def _prepare(options: ServeOptions) -> _Bench:
     choose_threads(model)
     vocab_size: int = model.network.config.get_text_config().vocab_size
     requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.seed)
-    useful = sum(
-        blocks_for(total - 1, options.engine.block_size) for total in total_lengths(requests)
-    )
-    config = dataclasses.replace(options.engine, max_useful_blocks=useful, seed=options.seed)
+    lengths = tuple([total - 1 for total in total_lengths(requests)])  # the last is not computed
+    config = dataclasses.replace(options.engine, expected_lengths=lengths, seed=options.seed)
     return _Bench(options, model, Engine(model, backend, config), requests)
 
 
