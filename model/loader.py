@@ -1,22 +1,28 @@
 """A model from a folder or an id: its network, its text codec, what it allows.
 
-Decides: whether an architecture can run with a paged cache, as far as its configuration tells,
-before any weight is read. The rest is told by the first pass (`attention.probe_layers`).
+Decides: whether an architecture can run with a paged cache, before any weight is read: from its
+configuration, and from a pass through the same network without weights (PyTorch's meta device). The
+first real pass (`attention.probe_layers`) has the last word.
 
 Invariants: what is refused is refused with the name of the architecture and the reason; nothing is
-fetched for a path; no code that comes with a checkpoint is run.
+fetched for a path; a hub that does not answer is asked once; no code that comes with a checkpoint
+is run.
 
 Does not know: backends, caches, requests.
 """
 
+import copy
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -28,10 +34,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from model.attention import IMPLEMENTATION, probe_layers
 from model.errors import ModelNotFoundError, UnsupportedModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_HUB_TIMEOUT_S = 5.0
 
 
 class TextCodec(Protocol):
@@ -95,13 +103,16 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None
         UnsupportedModelError: the architecture cannot run with a paged cache.
     """
     source = _resolve(name)
-    config = load_config(name)
+    config = _load_config(source)
     check_architecture(config)
+    check_layers(config)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        network = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        network = AutoModelForCausalLM.from_pretrained(
+            source.name, config=config, dtype=dtype, local_files_only=source.is_local
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.name, local_files_only=source.is_local)
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelNotFoundError(f"model: {name!r} does not load: {_first_line(error)}") from error
     return wrap_network(name, nn.Module.to(network, device), _HuggingFaceCodec(tokenizer))
@@ -156,9 +167,42 @@ def check_architecture(config: PreTrainedConfig) -> None:
         )
     if getattr(text_config, "use_bidirectional_attention", None):
         raise UnsupportedModelError(f"{architecture}: wanted causal attention, got bidirectional")
+    if getattr(text_config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"{architecture}: wanted layers with keys and values of their own, "
+            f"got {text_config.num_kv_shared_layers} that read those of others"
+        )
 
 
-def _resolve(name: str) -> str:
+def check_layers(config: PreTrainedConfig) -> None:
+    """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
+
+    The network is built on PyTorch's meta device, where tensors have shapes and no content. A few
+    networks cannot run there; about them this says nothing.
+
+    Raises:
+        UnsupportedModelError: with the architecture's name and the reason.
+    """
+    meta = torch.device("meta")
+    try:
+        with meta:
+            network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION
+            )
+        probe_layers(network.train(mode=False), meta)
+    except (RuntimeError, NotImplementedError):  # the meta device's; ours are no RuntimeErrors
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a model is: a folder or an id; `is_local`: nothing may be asked of the hub."""
+
+    name: str
+    is_local: bool
+
+
+def _resolve(name: str) -> _Source:
     try:
         name.encode()
     except UnicodeEncodeError as error:  # safetensors and tokenizers take nothing else
@@ -169,14 +213,35 @@ def _resolve(name: str) -> str:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"model: {name!r} has no config.json: it is no model")
-        return str(path)
+        return _Source(str(path), is_local=True)
     if path.exists():
         raise ModelNotFoundError(f"model: wanted a folder, {name!r} is a file")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
             f"model: there is no folder {name!r}, and an id on the hub has the form owner/name"
         )
-    return name
+    reason = "" if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
+    if reason and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise ModelNotFoundError(
+            f"model: there is no folder {name!r}, the hub's model of that id is not cached here, "
+            f"and {constants.ENDPOINT} cannot be reached: {reason}"
+        )
+    return _Source(name, is_local=bool(reason))
+
+
+def _why_unreachable(endpoint: str) -> str:
+    """Ask a hub once; why there is no answer, empty if there is one.
+
+    Transformers would ask again and again, for half a minute.
+    """
+    try:
+        request = Request(endpoint, method="HEAD")  # noqa: S310  # the user's own setting
+        with urlopen(request, timeout=_HUB_TIMEOUT_S):  # noqa: S310
+            return ""
+    except HTTPError:
+        return ""  # an answer, if not a friendly one
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -186,8 +251,11 @@ def load_config(name: str) -> PreTrainedConfig:
         ModelNotFoundError: there is nothing of that name, or it is no model.
         UnsupportedModelError: Transformers does not know this kind of model.
     """
-    source = _resolve(name)
-    path = Path(source)
+    return _load_config(_resolve(name))
+
+
+def _load_config(source: _Source) -> PreTrainedConfig:
+    path = Path(source.name)
     if path.is_dir():
         try:
             json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -195,12 +263,14 @@ def load_config(name: str) -> PreTrainedConfig:
             broken = path / "config.json"
             raise ModelNotFoundError(f"model: {broken} is not JSON: {error}") from error
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            source.name, trust_remote_code=False, local_files_only=source.is_local
+        )
     except ValueError as error:
-        raise UnsupportedModelError(f"model: {source!r}: {_first_line(error)}") from error
+        raise UnsupportedModelError(f"model: {source.name!r}: {_first_line(error)}") from error
     except OSError as error:
         raise ModelNotFoundError(
-            f"model: there is no folder {source!r}, and the hub's model of that id is neither "
+            f"model: there is no folder {source.name!r}, and the hub's model of that id is neither "
             f"cached here nor to be had: {_first_line(error)}"
         ) from error
     return config

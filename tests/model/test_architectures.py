@@ -15,6 +15,7 @@ from model import EngineConfig, SamplingParams
 from model.engine import Engine
 from model.loader import wrap_network
 from tests.model.networks import CONFIGS, ByteCodec, build, greedy_and_margin
+from tests.model.numerics import bfloat16_errors
 from tests.model.reference import ReferenceBackend
 
 NUM_TOKENS = 20
@@ -80,6 +81,12 @@ def test_cached_chunked_and_preempted_at_once_changes_no_token(architecture):
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_hit_tokens > 0
     assert engine.stats.num_steps > NUM_TOKENS + 4
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_logits_in_bfloat16_are_as_near_to_float32_as_dense_ones(architecture):
+    paged, dense = bfloat16_errors(architecture, backend_of("numba"), prompts())
+    assert paged <= 2 * dense
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from model import EngineConfig, SamplingParams
 from model.engine import Engine
 from model.loader import wrap_network
 from tests.model.networks import CONFIGS, build, greedy_and_margin
+from tests.model.numerics import bfloat16_errors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +34,12 @@ def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
     assert [c.request.output_tokens for c in done] == [tokens for tokens, _ in dense]
     assert engine.stats.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_logits_in_bfloat16_on_a_gpu_are_as_near_to_float32_as_dense_ones(architecture):
+    paged, dense = bfloat16_errors(architecture, backends.get_backend("triton"), PROMPTS)
+    assert paged <= 2 * dense
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():

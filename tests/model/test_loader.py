@@ -1,6 +1,7 @@
 """What loads, and what is refused by name before a weight is read."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from model.loader import load_model
 from tests.model.networks import ByteCodec
 
 CPU = torch.device("cpu")
+LATENT = {"hidden_size": 64, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 
 
 def test_a_folder_loads_with_its_codec_and_its_limits(checkpoint):
@@ -77,6 +79,14 @@ def test_a_folder_without_weights_says_so(folder_of):
             {"model_type": "gemma3_text", "use_bidirectional_attention": True},
             "Gemma3TextConfig: wanted causal attention",
         ),
+        (
+            {"model_type": "gemma3n_text", "num_hidden_layers": 20, "num_kv_shared_layers": 5},
+            "Gemma3nTextConfig: wanted layers with keys .* got 5 that read those of others",
+        ),
+        (
+            {"model_type": "deepseek_v3", "num_hidden_layers": 1, **LATENT},
+            "DeepseekV3ForCausalLM: layer 0: wanted .* of one head_dim, got 16, 16 and 8",
+        ),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -85,17 +95,53 @@ def test_an_architecture_that_cannot_run_is_refused_by_name(folder_of, config, m
         load_model(folder_of(**config), CPU)
 
 
-def test_an_id_that_cannot_be_had_says_so_without_a_network(tmp_path):
-    code = (
-        "import torch; from model.loader import load_model\n"
-        "try: load_model('no-such-owner/no-such-model', torch.device('cpu'))\n"
-        "except Exception as error: print(type(error).__name__, error)"
-    )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+def run_offline(code, home, **environment):
+    """Run code in a process whose hub is a port on which nobody answers."""
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home), "NO_PROXY": "*"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, **nobody, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout.startswith("ModelNotFoundError model: there is no folder 'no-such-owner/no")
+    return done.stdout.splitlines()
+
+
+def test_without_a_hub_a_cached_id_loads_and_another_is_refused_after_one_question(
+    checkpoint, tmp_path
+):
+    cached = tmp_path / "hub" / "models--owner--name"
+    shutil.copytree(checkpoint, cached / "snapshots" / "abc")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc", encoding="utf-8")
+    code = (
+        "import torch\n"
+        "from model import loader\n"
+        "ask, asked = loader.urlopen, []\n"
+        "loader.urlopen = lambda *a, **k: (asked.append(a), ask(*a, **k))[1]\n"
+        "cpu = torch.device('cpu')\n"
+        "print(loader.load_model('owner/name', cpu).max_positions)\n"
+        "try: loader.load_model('no-such-owner/no-such-model', cpu)\n"
+        "except loader.ModelNotFoundError as error: print(error)\n"
+        "print(len(asked))\n"
+    )
+    positions, error, asked = run_offline(code, tmp_path)
+    assert (positions, asked) == ("256", "2")
+    assert error.startswith("model: there is no folder 'no-such-owner/no-such-model', the hub's")
+    assert "not cached here, and http://127.0.0.1:9 cannot be reached: " in error
+
+
+def test_told_to_be_offline_it_asks_nobody(tmp_path):
+    code = (
+        "import torch\n"
+        "from model import loader\n"
+        "del loader.urlopen\n"
+        "try: loader.load_model('no-such-owner/no-such-model', torch.device('cpu'))\n"
+        "except loader.ModelNotFoundError as error: print(error)\n"
+    )
+    (error,) = run_offline(code, tmp_path, HF_HUB_OFFLINE="1")
+    assert error.startswith("model: there is no folder 'no-such-owner/no-such-model', and the hub")
 
 
 def test_a_path_that_is_not_utf_8_is_refused_by_name():
