@@ -5,13 +5,18 @@ Decides: in which order a process starts: flags are read before torch and Transf
 Does not know: how anything is measured.
 """
 
-from model.bench.args import parse_args
+from model.bench.args import WasteOptions, parse_args
 from model.exits import exits
 
 if __name__ == "__main__":
     with exits():
         options = parse_args()
 
-        from model.bench.session import execute
+        if isinstance(options, WasteOptions):
+            from model.bench import waste_session
 
-        execute(options)
+            waste_session.execute(options)
+        else:
+            from model.bench import session
+
+            session.execute(options)

@@ -49,22 +49,70 @@ class ServeOptions:
     json: bool
 
 
-def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WasteOptions:
+    """The memory of a flat cache and of a paged one."""
+
+    model: str
+    dtype: str
+    lengths: tuple[int, ...]
+    row_slots: int
+    trace: str
+    shape: Shape
+    seed: int
+    block_sizes: tuple[int, ...]
+    rows: int
+    engine: EngineConfig
+    json: bool
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServeOptions | WasteOptions:
     """Parse a command line; None: the process's own. O(argv).
 
     Raises:
         UsageError: an unknown flag, a value of the wrong kind, or flags that exclude each other.
         InvalidArgumentError: a size is out of range.
     """
-    return _serve_options(_parser().parse_args(argv))
+    flags = _parser().parse_args(argv)
+    return _waste_options(flags) if flags.workload == "waste" else _serve_options(flags)
+
+
+def _shape(flags: argparse.Namespace, name: str) -> Shape:
+    given = {
+        field.name: value
+        for field in dataclasses.fields(Shape)
+        if (value := getattr(flags, field.name)) is not None
+    }
+    return dataclasses.replace(SHAPES[name], **given)
+
+
+def _waste_options(flags: argparse.Namespace) -> WasteOptions:
+    for name in ("row_slots", "rows"):
+        if getattr(flags, name) < 1:
+            raise InvalidArgumentError(f"{name}: wanted at least 1, got {getattr(flags, name)}")
+    for length in flags.lengths:
+        if not 1 <= length <= flags.row_slots:
+            raise InvalidArgumentError(f"lengths: wanted 1 to {flags.row_slots}, got {length}")
+    if min(flags.block_sizes) < 1:
+        raise InvalidArgumentError(
+            f"block_sizes: wanted at least 1 each, got {min(flags.block_sizes)}"
+        )
+    return WasteOptions(
+        model=flags.model,
+        dtype=flags.dtype,
+        lengths=flags.lengths,
+        row_slots=flags.row_slots,
+        trace=flags.trace_of,
+        shape=_shape(flags, flags.trace_of),
+        seed=flags.seed,
+        block_sizes=flags.block_sizes,
+        rows=flags.rows,
+        engine=engine_config(flags),
+        json=flags.json,
+    )
 
 
 def _serve_options(flags: argparse.Namespace) -> ServeOptions:
-    given = {
-        name: value
-        for name in ("num_requests", "input_len", "output_len", "prefix_len", "turns")
-        if (value := getattr(flags, name)) is not None
-    }
     for name, value in (("rounds", flags.rounds), ("max_concurrency", flags.max_concurrency)):
         if value is not None and value < 1:
             raise InvalidArgumentError(f"{name}: wanted at least 1, got {value}")
@@ -78,7 +126,7 @@ def _serve_options(flags: argparse.Namespace) -> ServeOptions:
         backend=flags.backend,
         dtype=flags.dtype,
         dummy_weights=flags.dummy_weights,
-        shape=dataclasses.replace(SHAPES[flags.workload], **given),
+        shape=_shape(flags, flags.workload),
         seed=flags.seed,
         temperature=flags.temperature,
         request_rate=flags.request_rate,
@@ -99,7 +147,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     what_runs = parser.add_argument_group("what runs").add_argument
-    what_runs("--workload", choices=tuple(SHAPES), default="uniform", help="default: uniform")
+    what_runs(
+        "--workload",
+        choices=(*SHAPES, "waste"),
+        default="uniform",
+        help="what is measured (default: uniform)",
+    )
     add_model(what_runs)
     what_runs(
         "--dummy-weights",
@@ -117,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     what_runs("--rounds", type=int, default=1, metavar="N", help="turns of each (default: 1)")
     _add_requests(parser.add_argument_group("which requests").add_argument)
     add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)
+    _add_waste(parser.add_argument_group("--workload waste").add_argument)
     what_comes_out = parser.add_argument_group("what comes out").add_argument
     what_comes_out("--json", action="store_true", help="one JSON document on stdout")
     parser.set_defaults(max_num_seqs=256)
@@ -154,6 +208,50 @@ def _add_requests(flag: Callable[..., object]) -> None:
     flag(
         "--max-concurrency", type=int, metavar="N", help="requests in flight at once (default: any)"
     )
+
+
+def _add_waste(flag: Callable[..., object]) -> None:
+    flag(
+        "--lengths",
+        type=_integers,
+        default=(1024, 640, 384, 200),
+        metavar="N,N,...",
+        help="tokens of the sequences to hold (default: 1024,640,384,200)",
+    )
+    flag(
+        "--row-slots",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="slots of a flat cache's row for them (default: 1024)",
+    )
+    flag(
+        "--trace-of",
+        choices=tuple(SHAPES),
+        default="uniform",
+        help="the workload that is replayed without a network (default: uniform)",
+    )
+    flag(
+        "--block-sizes",
+        type=_integers,
+        default=(8, 16, 32, 64, 128, 256),
+        metavar="N,N,...",
+        help="on these block sizes, and on rows (default: 8,16,32,64,128,256)",
+    )
+    flag(
+        "--rows",
+        type=int,
+        default=32,
+        metavar="N",
+        help="in the memory of so many rows for the longest request (default: 32)",
+    )
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"wanted N,N,..., got {shown(text)}") from error
 
 
 def _span(text: str) -> Span:

@@ -53,7 +53,7 @@ def load(
         if name in CONFIGS:
             raise UsageError(f"--model {name} is a configuration: give --dummy-weights too")
         return load_model(name, device, dtype)
-    config = _config(name)
+    config = config_of(name)
     check_architecture(config)
     torch.manual_seed(_SEED)
     with device:
@@ -63,7 +63,13 @@ def load(
     return wrap_network(name, network, Wordless())
 
 
-def _config(name: str) -> PreTrainedConfig:
+def config_of(name: str) -> PreTrainedConfig:
+    """The configuration of a name of `CONFIGS`, a folder or an id. Reads one small file at most.
+
+    Raises:
+        ModelNotFoundError: there is nothing of that name.
+        UnsupportedModelError: Transformers does not know this kind of model.
+    """
     if name not in CONFIGS:
         return load_config(name)
     model_type, numbers = CONFIGS[name]

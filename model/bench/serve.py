@@ -16,10 +16,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from model.bench.metrics import Timeline
 from model.bench.workloads import BenchRequest
-from model.engine import Engine
 from model.params import SamplingParams
 from model.request import Request
 
@@ -50,6 +50,31 @@ class Arrivals:
         return moments
 
 
+class Answer(Protocol):
+    """One token of one request."""
+
+    @property
+    def request(self) -> Request:
+        """Whose; its status is up to date."""
+        ...
+
+
+class Serving(Protocol):
+    """What takes requests and runs steps: an engine, or something in its place."""
+
+    def add_request(self, prompt: list[int], params: SamplingParams, /) -> Request:
+        """Queue a prompt."""
+        ...
+
+    def abort(self, request: Request, /) -> bool:
+        """End a request now."""
+        ...
+
+    def step(self) -> Sequence[Answer]:
+        """Run a step; the tokens it gave."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A request that was answered: its whole prompt, its answer, its times."""
@@ -60,7 +85,7 @@ class Served:
 
 
 def serve(
-    engine: Engine,
+    engine: Serving,
     requests: Sequence[BenchRequest],
     arrivals: Arrivals,
     *,
@@ -90,7 +115,7 @@ class _Run:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Serving,
         requests: Sequence[BenchRequest],
         arrivals: Arrivals,
         temperature: float,
