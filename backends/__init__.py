@@ -3,7 +3,7 @@
 Importing this imports torch and no toolchain; `get_backend` loads one.
 """
 
-from backends.contract import Backend, Capabilities, PagedBatch
+from backends.contract import Backend, Capabilities, PagedBatch, SharedPrefix
 from backends.errors import (
     BackendError,
     BackendUnavailableError,
@@ -21,6 +21,7 @@ __all__ = [
     "Capabilities",
     "InvalidArgumentError",
     "PagedBatch",
+    "SharedPrefix",
     "UnknownBackendError",
     "UnsupportedError",
     "backend_names",

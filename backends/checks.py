@@ -99,6 +99,7 @@ def check_paged_attention(
     out: Tensor | None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     """The arguments of `paged_attention` agree with each other and the capabilities."""
     check_cache(backend, k_cache, v_cache, k_scale, v_scale)
@@ -125,6 +126,8 @@ def check_paged_attention(
     if out is not None:
         require_tensor("out", out, dtype=dtype, shape=tuple(query.shape), device=device)
     _check_logits(backend, scale, window, soft_cap)
+    if batch_invariant:
+        _check_feature(backend, "batch_invariant")
     if sinks is not None:
         _check_feature(backend, "sinks")
         require_tensor("sinks", sinks, shape=(num_q_heads,), device=device)

@@ -30,6 +30,20 @@ from backends.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Keys that neighbouring sequences have in common: their tables name the same blocks.
+
+    Said by whoever made the tables; a backend may read them once for all, and looks for nothing.
+    """
+
+    first_seq: int
+    num_seqs: int
+    num_tokens: int
+    """The same entries of `block_table` cover so many positions; at most what each sequence has
+    before its query tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class PagedBatch:
     """Where the tokens of one step sit in the cache; made once a step and used by every layer.
 
@@ -52,6 +66,8 @@ class PagedBatch:
     """At least the longest query length of the batch."""
     max_seq_len: int
     """At least the longest `seq_lens`; rows of `block_table` have entries for that many."""
+    shared_prefix: SharedPrefix | None = None
+    """What some of the sequences share, if that is worth knowing."""
 
     def __post_init__(self) -> None:
         num_seqs = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1
@@ -69,6 +85,17 @@ class PagedBatch:
         ):
             if limit < 0:
                 raise InvalidArgumentError(name, "at least 0", str(limit))
+        if self.shared_prefix is not None:
+            self._check_shared(self.shared_prefix)
+
+    def _check_shared(self, prefix: SharedPrefix) -> None:
+        first, last = prefix.first_seq, prefix.first_seq + prefix.num_seqs
+        if not 0 <= first < last <= self.num_seqs:
+            wanted = f"sequences of 0 .. {self.num_seqs - 1}"
+            raise InvalidArgumentError("shared_prefix", wanted, f"{first} .. {last - 1}")
+        if not 0 < prefix.num_tokens < max(1, self.max_seq_len):
+            wanted = f"a num_tokens of 1 .. {self.max_seq_len - 1}"
+            raise InvalidArgumentError("shared_prefix", wanted, str(prefix.num_tokens))
 
     @property
     def num_seqs(self) -> int:
@@ -96,7 +123,7 @@ class Capabilities:
     max_group_size: int
     """Query heads a KV head at most."""
     features: frozenset[str] = frozenset({"window", "soft_cap", "sinks"})
-    """Optional arguments of `paged_attention` that are honoured."""
+    """Optional arguments of `paged_attention` that are honoured; also "batch_invariant"."""
     quantised: tuple[torch.dtype, ...] = ()
     """Dtypes of caches that hold scaled values, for any of `dtypes`."""
 
@@ -159,6 +186,7 @@ class Backend(Protocol):
         sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        batch_invariant: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every query row over the cached keys of its sequence.
@@ -180,6 +208,8 @@ class Backend(Protocol):
             sinks: [num_q_heads], any floating dtype.
             k_scale: as in `store_kv`.
             v_scale: as in `store_kv`.
+            batch_invariant: a sequence's rows are bitwise what they are in any other batch that
+                gives it as many query tokens; slower where the batch is small.
             out: like `query`, written and returned. Rows past `query_start_loc[-1]` are left as
                 they are; where the backend allocates, they hold anything.
         """

@@ -7,6 +7,7 @@ the block table that cover nothing visible.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -70,7 +71,8 @@ class AttentionInputs:
 
     def run(self, backend: Backend) -> Tensor:
         """Attend into `out`, and return it."""
-        return backend.paged_attention(
+        attend: Callable[..., Tensor] = backend.paged_attention  # scales only where there are any
+        return attend(
             self.query,
             self.k_cache,
             self.v_cache,

@@ -75,13 +75,14 @@ class NumbaBackend:
         sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        batch_invariant: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.paged_attention`."""
         return paged_attention(
             self, self._workers, query, k_cache, v_cache, batch,
             scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
-            k_scale=k_scale, v_scale=v_scale, out=out,
+            k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, out=out,
         )  # fmt: skip
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:

@@ -162,6 +162,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of every query row; see `Backend.paged_attention`.
@@ -172,7 +173,7 @@ def paged_attention(
     check_paged_attention(
         backend, query, k_cache, v_cache, batch,
         scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
-        k_scale=k_scale, v_scale=v_scale,
+        k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
     )  # fmt: skip
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype)

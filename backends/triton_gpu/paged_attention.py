@@ -4,7 +4,13 @@ Sequences with one query token go to `decode`, which splits long ones over progr
 `prefill`. A batch of decode alone or of one sequence is told by what the host knows, max_query_len
 and num_seqs, and launches one of the two; any other batch launches both, and each leaves the
 other's rows alone. float32, which decode's products have no matrix instruction for, is prefill's
-whatever its query length, and is never split. Formulas, layouts and grids stand in the two files.
+whatever its query length, and is never split. A prefix that the batch says is shared is read by
+`cascade` where that pays. Formulas, layouts and grids stand in the files.
+
+Batch-invariant: decode takes every sequence of one query token, and cuts it by its own length;
+prefill must choose its tiles by what a layer's calls have in common, not by the batch. No cascade.
+
+A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
 """
 
 import torch
@@ -12,9 +18,11 @@ from torch import Tensor
 
 from backends.checks import check_paged_attention
 from backends.contract import Backend, PagedBatch
+from backends.triton_gpu.cascade import NOBODY, cascade
 from backends.triton_gpu.decode import decode
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.terms import Terms
 
 
 def paged_attention(
@@ -31,6 +39,7 @@ def paged_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention of every query row; see `Backend.paged_attention`.
@@ -41,25 +50,33 @@ def paged_attention(
     check_paged_attention(
         backend, query, k_cache, v_cache, batch,
         scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
-        k_scale=k_scale, v_scale=v_scale,
+        k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
     )  # fmt: skip
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if batch.num_seqs == 0 or batch.num_tokens == 0:
         return out
-    if sinks is not None:
-        sinks = sinks.float().contiguous()
     if window is not None:
         window = min(window, batch.max_seq_len + 1)
-    decodes = query.element_size() == 2 and (batch.max_query_len <= 1 or batch.num_seqs > 1)
+    e4m3 = k_cache.dtype == torch.float8_e4m3fn
+    if e4m3:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    alone = batch.num_seqs == 1 and not batch_invariant
+    decodes = query.element_size() == 2 and (batch.max_query_len <= 1 or not alone)
     if decodes:
+        terms = Terms(float(scale), window, soft_cap, sinks, e4m3, k_scale, v_scale)
+        shared = NOBODY
+        if batch.shared_prefix is not None and not batch_invariant:
+            shared = cascade(place, query, k_cache, v_cache, batch, terms)
         decode(
-            place, query, k_cache, v_cache, batch, out,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+            place, query, k_cache, v_cache, batch, out, terms,
+            shared=shared, batch_invariant=batch_invariant,
         )  # fmt: skip
     if batch.max_query_len > 1 or not decodes:
         prefill(
             place, query, k_cache, v_cache, batch, out, shortest=2 if decodes else 1,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+            scale=scale, window=window, soft_cap=soft_cap,
+            sinks=None if sinks is None else sinks.float().contiguous(),
+            k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
         )  # fmt: skip
     return out

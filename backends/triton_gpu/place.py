@@ -58,6 +58,10 @@ class Place:
         """Whether a kernel may be launched before the one it depends on has ended (PDL)."""
         return not self.interpreting and _multiprocessors_and_major(device)[1] >= 9
 
+    def has_e4m3(self, device: torch.device) -> bool:
+        """Whether the device widens e4m3 by an instruction of its own (from sm_89 on)."""
+        return not self.interpreting and _has_e4m3(device)
+
     def shared_bytes(self, device: torch.device) -> int:
         """Shared memory that a program may have; the interpreter counts as a small GPU."""
         return 99 << 10 if self.interpreting else _shared_bytes(device)
@@ -75,6 +79,11 @@ class Place:
 def _multiprocessors_and_major(device: torch.device) -> tuple[int, int]:
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.major
+
+
+@lru_cache
+def _has_e4m3(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @lru_cache

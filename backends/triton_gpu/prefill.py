@@ -22,14 +22,17 @@ int64. Values are the caller's duty.
 
 import math
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
 from backends.contract import PagedBatch
+from backends.errors import UnsupportedError
 from backends.triton_gpu.place import Place, device_function, jit, power_of_two
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 
 DEEP = 160 << 10
+LONG = 1 << 20  # a query length for which tiles are chosen that serve every length
 
 
 @device_function
@@ -225,8 +228,17 @@ def prefill(
     window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    batch_invariant: bool = False,
 ) -> None:
-    """Write the rows of the sequences that `decode` leaves alone."""
+    """Write the rows of the sequences that `decode` leaves alone.
+
+    Raises:
+        UnsupportedError: the cache is quantised.
+    """
+    if k_scale is not None or v_scale is not None or k_cache.dtype == torch.uint8:
+        raise UnsupportedError("k_cache", f"a cache of {query.dtype} in prefill", "a quantised one")
     num_kv_heads, head_dim = k_cache.shape[2:]
     group = query.shape[1] // num_kv_heads
     width = max(16, power_of_two(head_dim))
@@ -235,7 +247,7 @@ def prefill(
         row_bytes,
         query.element_size(),
         group,
-        batch.max_query_len,
+        LONG if batch_invariant else batch.max_query_len,
         place.shared_bytes(query.device),
     )
     tokens = rows // group

@@ -14,12 +14,16 @@ from torch import Tensor
 
 from backends.checks import check_slot_mapping
 from backends.contract import Backend
-from backends.triton_gpu.place import Place, ceil_div, jit
+from backends.triton_gpu.launch import launcher
+from backends.triton_gpu.place import Place, ceil_div
 
 TILE = 128
 
 
-@jit(do_not_specialize=["num_seqs", "num_rows", "table_stride", "steps"])
+@launcher(
+    integers=("num_seqs", "num_rows", "table_stride", "steps"),
+    indices=("query_start_loc", "seq_lens", "tables", "out"),
+)
 def _fill(
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
@@ -67,16 +71,12 @@ def compute_slot_mapping(
     num_rows, num_seqs = out.shape[0], seq_lens.shape[0]
     if num_rows == 0:
         return
-    with place.guard(out.device):
-        _fill[(ceil_div(num_rows, TILE),)](
-            query_start_loc,
-            seq_lens,
-            block_table,
-            out,
-            num_seqs,
-            num_rows,
-            block_table.stride(0),
-            num_seqs.bit_length(),
-            block_size,
-            TILE,
-        )
+    _fill.launch(
+        place,
+        (ceil_div(num_rows, TILE),),
+        (
+            query_start_loc, seq_lens, block_table, out,
+            num_seqs, num_rows, block_table.stride(0), num_seqs.bit_length(),
+        ),
+        (block_size, TILE),
+    )  # fmt: skip

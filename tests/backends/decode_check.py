@@ -35,8 +35,14 @@ CASES = (
 
 
 @triton.jit
-def _count(starts, seq_lens, out, num_seqs, target, window, HAS_WINDOW: tl.constexpr):
-    counts = count_splits(starts, seq_lens, num_seqs, target, window, HAS_WINDOW, 32, 8)
+def _count(
+    starts, seq_lens, out, num_seqs, target, window, first, last, tokens,
+    HAS_WINDOW: tl.constexpr, HAS_SHARED: tl.constexpr,
+):  # fmt: skip
+    counts = count_splits(
+        starts, seq_lens, num_seqs, target, window, (first, last, tokens),
+        HAS_WINDOW, HAS_SHARED, 32, 8,
+    )  # fmt: skip
     tl.store(out + tl.arange(0, 8), counts)
 
 
@@ -50,7 +56,9 @@ def check_plan(seqs, target, window):
     starts = torch.tensor([0, *(count for count, _ in seqs)], dtype=torch.int32).cumsum(0).int()
     lengths = torch.tensor([length for _, length in seqs], dtype=torch.int32)
     out = torch.full((8,), -1, dtype=torch.int32)
-    _count[(1,)](starts, lengths, out, len(seqs), target, window or 0, window is not None)
+    _count[(1,)](
+        starts, lengths, out, len(seqs), target, window or 0, 0, 0, 0, window is not None, False
+    )
     counts = out.tolist()
     tiles = [
         -(-length // TILE) - (0 if window is None else max(length - window, 0) // TILE)
@@ -75,6 +83,6 @@ if __name__ == "__main__":
     check_plan()
     for one in CASES:
         check_case(one)
-    splits.MAX_PLANNED = 2
+    splits.MAX_PLANNED = 2  # of which plan_grid asks
     check_case(CASES[0].with_(name="more sequences than are planned"))
     sys.stdout.write("decode is right\n")

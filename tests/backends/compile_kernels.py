@@ -1,0 +1,217 @@
+"""Compile decode, stores and copies for sm_80 and sm_90 without a GPU; run by test_triton.
+
+What the compiler made of each is bounded: no spills, registers, shared memory, 16-byte copies.
+A program of its own, because under TRITON_INTERPRET there is nothing to compile.
+Usage: python -m tests.backends.compile_kernels [--verbose]
+"""
+
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as compile_kernel
+
+from backends.triton_gpu import cascade, copy_blocks, decode, merge, slot_mapping, store_kv
+
+CAPABILITIES = (80, 90)
+SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB
+INT64 = ("slots", "copies", "distances")
+FLOAT32 = ("partial", "shared_partial", "k_scale", "v_scale", "sinks")
+FLOATS = ("scale", "soft_cap")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What the compiler made of a kernel."""
+
+    instructions: tuple[str, ...]
+    registers: int
+    stack: int
+    shared: int
+
+    def count(self, *names):
+        """Instructions whose name starts with these parts."""
+        return sum(name.split(".")[: len(names)] == list(names) for name in self.instructions)
+
+
+def make(launcher, capability, element, constants, *, cache=None, **options):
+    """Compile a kernel as it is launched: data pointers on 16 bytes, indices anywhere."""
+    kernel = launcher.kernel
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in FLOATS:
+            signature[name] = "fp32"
+        elif name in launcher.integers:
+            signature[name] = "i32"
+        elif name in launcher.indices and name not in FLOAT32:
+            wide = name in INT64 or (name == "out" and launcher is slot_mapping._fill)
+            signature[name] = "*i64" if wide else "*i32"
+        else:
+            kind = cache if cache and name in ("k_cache", "v_cache") else element
+            signature[name] = "*fp32" if name in FLOAT32 else f"*{kind}"
+            if name not in launcher.indices:
+                attributes[index,] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        code, usage = (
+            subprocess.run([tool, flag, path], capture_output=True, text=True, check=True).stdout
+            for flag in ("-sass", "-res-usage")
+        )
+    names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", code)
+    found = {key: int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK")}
+    made = Made(tuple(names), found["REG"], found["STACK"], compiled.metadata.shared)
+    if "--verbose" in sys.argv:
+        copies = sorted({n for n in names if n.startswith(("LDGSTS", "LDG", "STG"))})
+        sys.stdout.write(
+            f"sm_{capability} {kernel.fn.__name__} {element} {cache or ''} {made.registers}"
+            f" registers, {made.shared} bytes, {len(names)} instructions {copies}\n"
+        )
+    return made
+
+
+def bound(made, *, registers, shared=SHARED_LIMIT):
+    """No spills, and at most so many registers a thread and bytes a program."""
+    assert made.stack == 0
+    assert made.count("LDL") == made.count("STL") == 0
+    assert made.registers <= registers, made.registers
+    assert made.shared <= shared, made.shared
+
+
+def copies_16_bytes(made, *kinds):
+    """Every copy of these kinds moves 16 bytes a thread, and there are some of each kind."""
+    for kind in kinds:
+        widths = [n for n in made.instructions if n.split(".")[0] == kind]
+        assert widths, kind
+        assert all("128" in name.split(".") for name in widths), widths
+
+
+@dataclass(frozen=True)
+class Decode:
+    """A shape of decode."""
+
+    element: str
+    head_dim: int
+    group: int
+    registers: int
+    """At most."""
+    block_size: int = 16
+    vector: int = 16
+    features: bool = False
+    shared: bool = False
+    alike: bool = False
+    e4m3: bool = False
+
+
+DECODES = (
+    Decode("bf16", 128, 4, registers=168, vector=1),
+    Decode("bf16", 128, 4, registers=192, vector=128, features=True),
+    Decode("bf16", 128, 4, registers=168, vector=0, alike=True),
+    Decode("bf16", 128, 4, registers=192, vector=16, e4m3=True),
+    Decode("bf16", 128, 4, registers=192, vector=16, shared=True),
+    Decode("fp16", 128, 16, registers=255, vector=16, features=True, block_size=32),
+    Decode("bf16", 64, 8, registers=192, vector=16, features=True, block_size=5),
+    Decode("fp16", 80, 5, registers=192, vector=0, features=True),
+    Decode("bf16", 256, 16, registers=255, vector=128, features=True),
+)
+
+
+def check_decode(case, capability):
+    """Decode, its merge and the pass over a shared prefix."""
+    head_dim, group = case.head_dim, case.group
+    width = max(16, 1 << (head_dim - 1).bit_length())
+    warps = decode.warps_a_program(head_dim, 1 if case.e4m3 else 2)
+    strides = (case.block_size * 8 * head_dim, 8 * head_dim, head_dim)
+    plan = {
+        "O_HEAD": head_dim, "NUM_HEADS": 8 * group, "HEAD_DIM": head_dim,
+        "HAS_WINDOW": case.features, "HAS_SHARED": case.shared, "VECTOR": case.vector,
+        "ALIKE": case.alike, "WIDTH": width, "CHAINED": capability >= 90,
+    }  # fmt: skip
+    caches = {
+        "Q_HEAD": head_dim, "K_STRIDES": strides, "V_STRIDES": strides,
+        "BLOCK_SIZE": case.block_size, "GROUP": group, "HAS_CAP": case.features,
+        "ALIGN": math.gcd(16, *strides), "E4M3": case.e4m3, "NATIVE": capability >= 89,
+        "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
+    }  # fmt: skip
+    kind = "u8" if case.e4m3 else case.element
+    rows = {
+        "HAS_SINKS": case.features, "ROW_ALIGN": 16, "WARPS": warps,
+        "ROWS": decode.rows_a_program(group, head_dim),
+    }  # fmt: skip
+    made = make(
+        decode._attend_chunk, capability, case.element, plan | caches | rows, cache=kind,
+        num_warps=warps, num_stages=decode.STAGES,
+    )  # fmt: skip
+    bound(made, registers=case.registers)
+    if case.e4m3:  # half of them go where the products want 8 bytes at a time
+        assert made.count("LDGSTS", "E", "BYPASS", "128") * 2 >= made.count("LDGSTS", "E", "64")
+    else:
+        copies_16_bytes(made, "LDGSTS")
+    assert made.count("HMMA")
+    if case.vector or case.alike:
+        parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 32}
+        parts["STEP"] = merge.chunks_at_once(32, head_dim)
+        made = make(
+            merge._merge_chunks, capability, case.element, plan | parts, num_warps=merge.WARPS
+        )
+        bound(made, registers=255, shared=8 << 10)
+    if case.shared:
+        parts = {
+            "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "ROWS": cascade.ROWS,
+            "TILE": cascade.keys_a_tile(head_dim), "WIDTH": width,
+        }  # fmt: skip
+        made = make(
+            cascade._attend_prefix, capability, case.element, caches | parts, cache=kind,
+            num_warps=cascade.WARPS, num_stages=cascade.STAGES,
+        )  # fmt: skip
+        bound(made, registers=255)
+        copies_16_bytes(made, "LDGSTS")
+
+
+def check_moves(capability):
+    """Stores, block copies, slots."""
+    sizes = {
+        "KEY_HEAD": 128, "VALUE_HEAD": 128, "K_STRIDES": (16384, 1024, 128),
+        "V_STRIDES": (16384, 1024, 128), "BLOCK_SIZE": 16, "HEAD_DIM": 128, "ROW": 1024,
+        "ALIGN": 16, "TOKENS": 1, "WIDTH": 1024, "E4M3": False, "K_SCALE": -1, "V_SCALE": -1,
+    }  # fmt: skip
+    options = {"num_warps": store_kv.WARPS}
+    made = make(store_kv._scatter, capability, "bf16", sizes, **options)
+    bound(made, registers=40, shared=0)
+    assert made.count("LDG", "E", "128") == made.count("STG", "E", "128") == 2
+    quantised = sizes | {"E4M3": True, "K_SCALE": 1, "V_SCALE": 0}
+    made = make(store_kv._scatter, capability, "bf16", quantised, cache="u8", **options)
+    bound(made, registers=64, shared=8 << 10)
+    assert made.count("LDG", "E", "128") == made.count("STG", "E", "64") == 2
+    sizes = {
+        "STRIDE": 4096, "SIZE": 4096, "ALIGN": 2, "PIECES": 4, "WIDTH": 1024,
+    }  # fmt: skip
+    made = make(copy_blocks._copy, capability, "i64", sizes, num_warps=copy_blocks.WARPS)
+    bound(made, registers=48, shared=0)
+    assert made.count("LDG", "E", "128") == made.count("STG", "E", "128") > 0
+    made = make(slot_mapping._fill, capability, "i64", {"BLOCK_SIZE": 16, "TILE": 128})
+    bound(made, registers=40, shared=0)
+
+
+def main():
+    for capability in CAPABILITIES:
+        for case in DECODES:
+            check_decode(case, capability)
+        check_moves(capability)
+    sys.stdout.write("all kernels compile within their bounds\n")
+
+
+if __name__ == "__main__":
+    main()
