@@ -14,7 +14,18 @@ from typing import NoReturn, Protocol
 
 from model.config import EngineConfig
 from model.errors import UsageError
+from model.size_flags import add_sizes, engine_config
 from model.tiny import CHECKPOINT_DIR
+
+__all__ = [
+    "DTYPES",
+    "Options",
+    "Parser",
+    "add_model",
+    "add_sizes",
+    "engine_config",
+    "parse_args",
+]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -95,21 +106,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         stream=flags.stream,
         json=flags.json,
         verify=flags.verify,
-    )
-
-
-def engine_config(flags: argparse.Namespace) -> EngineConfig:
-    """The sizes that the flags of `add_sizes` say. O(1).
-
-    Raises:
-        InvalidArgumentError: a size is out of range.
-    """
-    return EngineConfig(
-        num_blocks=flags.num_blocks,
-        block_size=flags.block_size,
-        enable_prefix_caching=flags.prefix_cache,
-        max_num_batched_tokens=flags.max_num_batched_tokens,
-        max_num_seqs=flags.max_num_seqs,
     )
 
 
@@ -205,37 +201,6 @@ def _add_sampling(flag: Callable[..., object]) -> None:
         action="store_true",
         default=None,
         help="go on after the model's own end of text",
-    )
-
-
-def add_sizes(flag: Callable[..., object]) -> None:
-    """Add the flags that `engine_config` reads. O(1)."""
-    flag(
-        "--num-blocks",
-        type=int,
-        metavar="N",
-        help="blocks of the cache, block 0 included (default: as many as the prompts can use)",
-    )
-    flag("--block-size", type=int, default=16, metavar="N", help="tokens a block (default: 16)")
-    flag(
-        "--max-num-batched-tokens",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="tokens a step (default: 2048)",
-    )
-    flag(
-        "--max-num-seqs",
-        type=int,
-        default=64,
-        metavar="N",
-        help="requests running at once (default: 64)",
-    )
-    flag(
-        "--no-prefix-cache",
-        action="store_false",
-        dest="prefix_cache",
-        help="compute every prompt from its first token",
     )
 
 

@@ -11,6 +11,7 @@ how a kernel reads one (`backends`).
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,13 +43,11 @@ class KVCaches:
         """
         try:
             storages = tuple(
-                torch.zeros(
-                    (num_blocks, block_size * place_bytes // 2), dtype=torch.uint8, device=device
-                )
+                _zeros(num_blocks, block_size * place_bytes // 2, device)
                 for place_bytes in layout.place_bytes
                 for _ in ("keys", "values")
             )
-        except (RuntimeError, MemoryError, OverflowError) as error:
+        except (RuntimeError, MemoryError, ValueError) as error:
             raise InvalidArgumentError(
                 f"num_blocks: {num_blocks} blocks of {block_size} tokens take "
                 f"{layout.kv_bytes(num_blocks, block_size):,} bytes, "
@@ -67,6 +66,13 @@ class KVCaches:
 def blocks_for(num_tokens: int, block_size: int) -> int:
     """Blocks that `num_tokens` tokens take. O(1)."""
     return -(-num_tokens // block_size)
+
+
+def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes; on a CPU from the system, which gives a page when it is first touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_blocks, block_bytes), dtype=np.uint8))
+    return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
 
 
 def _view(storage: Tensor, shape: LayerShape, block_size: int) -> Tensor:

@@ -40,7 +40,10 @@ class EngineConfig:
     """How large an engine is.
 
     Attributes:
-        num_blocks: blocks of the cache, the null block included; None: as many as memory suggests.
+        num_blocks: blocks of the cache, the null block included; None: as many as memory suggests
+            (`memory.py`).
+        kv_memory_bytes: what the cache may take, in bytes; in place of `num_blocks`.
+        kv_memory_fraction: likewise, as a share of what is free, above 0 and at most 1.
         expected_lengths: the most tokens of each request to come; where `num_blocks` is None, never
             more blocks than all of them together can use.
         block_size: tokens a block.
@@ -51,6 +54,8 @@ class EngineConfig:
     """
 
     num_blocks: int | None = None
+    kv_memory_bytes: int | None = None
+    kv_memory_fraction: float | None = None
     expected_lengths: tuple[int, ...] | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
@@ -69,8 +74,17 @@ class EngineConfig:
                 f"block_size: wanted at least 1 and at most {MAX_BLOCK_SIZE}, "
                 f"got {shown(self.block_size)}"
             )
-        for name in ("max_num_batched_tokens", "max_num_seqs"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "kv_memory_bytes"):
             _check_least_one(name, getattr(self, name))
+        share = self.kv_memory_fraction
+        if share is not None and not 0 < share <= 1:
+            raise InvalidArgumentError(
+                f"kv_memory_fraction: wanted a share above 0 and at most 1, got {shown(share)}"
+            )
+        sizes = ("num_blocks", "kv_memory_bytes", "kv_memory_fraction")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InvalidArgumentError(f"{given[0]}: wanted this or {given[1]}, got both")
 
 
 def _check_least_one(name: str, value: int | None) -> None:

@@ -19,8 +19,10 @@ from model.config import EngineConfig, SchedulerConfig
 from model.detokenize import TextStream
 from model.errors import InvalidArgumentError, StalledError
 from model.loader import LoadedModel
+from model.memory import plan_memory
 from model.network import PagedNetwork
 from model.params import SamplingParams
+from model.profile import free_bytes
 from model.request import FinishReason, Request
 from model.sampling import Draw, draw_key, sample
 from model.scheduler import Scheduler
@@ -60,6 +62,8 @@ class Engine:
         model: its attention is switched to the paged one.
         backend: runs attention and holds the caches.
         config: sizes.
+        caches_of: an engine of the same model whose caches this one overwrites, in place of its
+            own; it must have run nothing yet. Its number of blocks is this one's too.
 
     Raises:
         InvalidArgumentError: a size is out of range, or memory is too small for it.
@@ -67,17 +71,30 @@ class Engine:
     """
 
     def __init__(
-        self, model: LoadedModel, backend: backends.Backend, config: EngineConfig | None = None
+        self,
+        model: LoadedModel,
+        backend: backends.Backend,
+        config: EngineConfig | None = None,
+        *,
+        caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
-        self.network = PagedNetwork(
-            model,
-            backend,
-            num_blocks=self.config.num_blocks,
-            expected_lengths=self.config.expected_lengths,
-            block_size=self.config.block_size,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-        )
+        if caches_of is None:
+            self.network = PagedNetwork(model, backend)
+            self.memory = plan_memory(
+                self.config,
+                self.network.layout,
+                is_gpu=backend.device.type == "cuda",
+                free_bytes=free_bytes(self.network, self.config),
+            )
+            self.network.allocate(self.memory.num_blocks, self.config.block_size)
+        else:
+            self.network, self.memory = caches_of.network, caches_of.memory
+            if self.config.block_size != self.memory.block_size:
+                raise InvalidArgumentError(
+                    f"block_size: wanted {self.memory.block_size}, which the caches have, "
+                    f"got {self.config.block_size}"
+                )
         self.kv = kvcore.KVCacheManager(
             self.network.num_blocks,
             self.config.block_size,

@@ -1,15 +1,12 @@
 """The network on its paged caches: tensors of a step in, logits out.
 
-Decides: that a network is switched to our attention, what its layers store, and how many blocks
-there are.
+Decides: that a network is switched to our attention, and what its layers store.
 
 Invariants: the caches fit the layers exactly, because a probe measured them; a pass writes the
 slots of its step and no others.
 
-Does not know: requests, sampling, why a step looks as it does.
+Does not know: requests, sampling, how many blocks there are and why, why a step looks as it does.
 """
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +18,6 @@ from model.caches import KVCaches
 from model.errors import UnsupportedModelError
 from model.layout import plan_layout
 from model.loader import LoadedModel
-from model.memory import default_num_blocks
-from model.needs import needed_blocks
 
 
 class PagedNetwork:
@@ -31,26 +26,12 @@ class PagedNetwork:
     Args:
         model: its attention is switched to the paged one, for as long as it lives.
         backend: where its caches are, and what runs on them.
-        num_blocks: the null block included; None: as many as memory suggests.
-        expected_lengths: where `num_blocks` is None, never more than such requests can use.
-        block_size: tokens a block.
-        max_num_batched_tokens: the most tokens in one step.
 
     Raises:
         UnsupportedModelError: the network cannot run with a paged cache, or not on this backend.
-        InvalidArgumentError: there is not enough memory for that many blocks.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        backend: backends.Backend,
-        *,
-        num_blocks: int | None,
-        expected_lengths: Sequence[int] | None,
-        block_size: int,
-        max_num_batched_tokens: int,
-    ) -> None:
+    def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
         self._network = model.network
         self._backend = backend
         self._network.set_attn_implementation(IMPLEMENTATION)
@@ -62,22 +43,30 @@ class PagedNetwork:
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
         self.layout = plan_layout(shapes)
-        if num_blocks is None:
-            useful = None
-            if expected_lengths is not None:
-                groups = self.layout.groups(block_size)
-                useful = sum(
-                    needed_blocks(groups, length, max_num_batched_tokens)
-                    for length in expected_lengths
-                )
-            num_blocks = default_num_blocks(self.layout, block_size, backend.device, useful)
-        self.num_blocks = num_blocks
-        self.caches = KVCaches.allocate(self.layout, num_blocks, block_size, backend.device)
+        self.caches = KVCaches((), ())
 
     @property
     def device(self) -> torch.device:
         """Where the step's tensors have to be. O(1)."""
         return self._backend.device
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the caches, the null block included; 0 before there are any. O(1)."""
+        return self.caches.storages[0].shape[0] if self.caches.storages else 0
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Have caches of so many blocks; those from before are freed first. O(their bytes).
+
+        Raises:
+            InvalidArgumentError: the device has not that much memory.
+        """
+        self.free()
+        self.caches = KVCaches.allocate(self.layout, num_blocks, block_size, self.device)
+
+    def free(self) -> None:
+        """Have no caches. O(1)."""
+        self.caches = KVCaches((), ())
 
     def logits(self, step: StepTensors) -> Tensor:
         """Compute a step: write its keys and values, return [num_sampled, vocab_size]."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from model.engine import Completion, Engine
+from model.memory import show_bytes
 from model.request import FinishReason
 from model.verify import Mismatch
 
@@ -78,7 +79,7 @@ def table(stats: RunStats) -> str:
     per_second = f"{stats.tokens_per_second:,.0f}"
     hits = f"{stats.num_hit_tokens} of {stats.num_prompt_tokens} prompt tokens"
     blocks = f"{stats.peak_used_blocks} of {stats.num_usable_blocks} at the peak"
-    sizes = f"paged {_size(stats.paged_kv_bytes)}, flat {_size(stats.flat_kv_bytes)}"
+    sizes = f"paged {show_bytes(stats.paged_kv_bytes)}, flat {show_bytes(stats.flat_kv_bytes)}"
     rows = {
         "requests": f"{stats.num_requests} ({stats.num_stopped} stopped by themselves)",
         "new tokens": f"{stats.num_new_tokens} in {stats.elapsed_s:.2f} s, {stats.num_steps} steps",
@@ -130,12 +131,3 @@ def _request(completion: Completion) -> dict[str, object]:
         "num_preemptions": request.num_preemptions,
         "finish_reason": None if reason is None else reason.value,
     }
-
-
-def _size(num_bytes: int) -> str:
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

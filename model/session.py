@@ -20,8 +20,6 @@ from transformers.utils import logging as transformers_logging
 import backends
 import kvcore
 from model.args import Options
-from model.caches import blocks_for
-from model.config import EngineConfig
 from model.engine import Completion, Engine
 from model.errors import InvalidArgumentError, UsageError
 from model.loader import LoadedModel, load_model
@@ -72,7 +70,8 @@ def _run(options: Options, specs: Sequence[PromptSpec]) -> int:
         "dtype": str(dtype).removeprefix("torch."),
     }
     _progress(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
-    seconds = _warm_up(model, backend, options.engine, prompts)
+    _progress(engine.memory.describe(engine.network.layout))
+    seconds = _warm_up(model, backend, engine, prompts)
     _progress(f"compiled and warm in {seconds:.1f} s")
     started = time.perf_counter()
     completions = _generate(options, engine, specs, requests)
@@ -152,17 +151,20 @@ def _generate(
 def _warm_up(
     model: LoadedModel,
     backend: backends.Backend,
-    config: EngineConfig,
+    engine: Engine,
     prompts: Sequence[Sequence[int]],
 ) -> float:
-    """Compile the kernels on a small engine that is thrown away; the seconds it took."""
+    """Compile the kernels on an engine that is thrown away; the seconds it took.
+
+    It has the caches of the real one, so it takes no memory of its own, and runs nothing longer
+    than what was queued there.
+    """
     started = time.perf_counter()
-    length = max(1, min(max(map(len, prompts)) - 1, 128))
-    count = min(len(prompts), 4)
-    num_blocks = 1 + count * blocks_for(length + 1, config.block_size)
-    small = dataclasses.replace(config, num_blocks=num_blocks, enable_prefix_caching=False)
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    Engine(model, backend, small).generate([[0] * length] * count, params)
+    sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
+    trial = Engine(model, backend, sizes, caches_of=engine)
+    length = min(max(map(len, prompts)) - 1, 128)
+    params = SamplingParams(max_tokens=2 if length else 1, ignore_eos=True)
+    trial.generate([[0] * max(1, length)] * min(len(prompts), 4), params)
     return time.perf_counter() - started
 
 

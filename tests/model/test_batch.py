@@ -10,7 +10,6 @@ from model.batch import BatchBuilder
 from model.caches import KVCaches, blocks_for
 from model.errors import UnsupportedModelError
 from model.layout import LayerShape, plan_layout
-from model.memory import default_num_blocks
 from tests.model.networks import build
 
 CPU = torch.device("cpu")
@@ -144,10 +143,5 @@ def test_caches_have_the_shape_of_their_layers():
     assert not any(cache.any() for pair in caches.layers for cache in pair)
 
 
-def test_as_many_blocks_as_are_useful_or_fit_into_memory():
-    small, huge = LayerShape(2, 16, torch.float32), LayerShape(2**20, 2**10, torch.float32)
-    small, huge = plan_layout([small]), plan_layout([huge])
-    assert default_num_blocks(small, 16, CPU, 9) == 10
-    assert default_num_blocks(small, 16, CPU, None) == 2**30 // (16 * 256)
-    assert default_num_blocks(huge, 16, CPU, None) == 2
+def test_a_number_of_tokens_takes_whole_blocks():
     assert [blocks_for(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -12,6 +12,7 @@ from model import (
     RequestTooLongError,
     SamplingParams,
     StalledError,
+    profile,
 )
 from model.engine import Engine
 from model.errors import NumericalError, UnsupportedModelError
@@ -177,8 +178,26 @@ def test_a_size_out_of_range_is_refused_by_name(field, value):
 
 
 def test_more_memory_than_there_is_is_refused_with_the_bytes():
-    with pytest.raises(InvalidArgumentError, match=r"num_blocks: .* blocks of .* take .* bytes"):
+    with pytest.raises(InvalidArgumentError, match=r"num_blocks: .* blocks of .* GiB can be had"):
         make(num_blocks=2**31 - 1, block_size=2**20)
+
+
+def test_memory_that_nobody_counts_is_still_refused_where_it_cannot_be_had(monkeypatch):
+    monkeypatch.setattr(profile, "host_free_bytes", lambda: None)
+    with pytest.raises(InvalidArgumentError, match=r"blocks of .* could not be allocated on cpu"):
+        make(num_blocks=2**31 - 1, block_size=2**20)
+
+
+def test_an_engine_can_run_on_the_caches_of_another():
+    engine = make(num_blocks=30)
+    trial = Engine(network(), ReferenceBackend(), EngineConfig(block_size=4), caches_of=engine)
+    assert trial.network.caches is engine.network.caches
+    assert trial.kv.num_blocks == 30
+    assert tokens_of(trial.generate([PROMPT], greedy())) == tokens_of(
+        engine.generate([PROMPT], greedy())
+    )
+    with pytest.raises(InvalidArgumentError, match="block_size: wanted 4, which the caches have"):
+        Engine(network(), ReferenceBackend(), EngineConfig(block_size=8), caches_of=engine)
 
 
 def test_without_a_number_there_are_as_many_blocks_as_are_useful():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import backends
-from model import EngineConfig, SamplingParams
+from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.engine import Engine
 from model.loader import wrap_network
 from tests.model.networks import CONFIGS, build, greedy_and_margin
@@ -40,6 +40,21 @@ def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
 def test_logits_in_bfloat16_on_a_gpu_are_as_near_to_float32_as_dense_ones(architecture):
     paged, dense = bfloat16_errors(architecture, backends.get_backend("triton"), PROMPTS)
     assert paged <= 2 * dense
+
+
+def test_the_cache_takes_its_share_of_what_the_largest_step_leaves():
+    backend = backends.get_backend("triton")
+    built = build("gemma2")
+    model = wrap_network("gemma2", built.network.to(backend.device, torch.bfloat16), built.codec)
+    config = EngineConfig(kv_memory_fraction=0.1, max_num_batched_tokens=4096)
+    engine = Engine(model, backend, config)
+    free, total = torch.cuda.mem_get_info()
+    assert 0.05 * total < engine.memory.kv_bytes <= 0.1 * engine.memory.free_bytes
+    assert engine.memory.free_bytes < total
+    assert free + engine.memory.kv_bytes < total
+    del engine
+    with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens: a step of 10000000000"):
+        Engine(model, backend, EngineConfig(max_num_batched_tokens=10**10))
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():

@@ -159,6 +159,9 @@ def test_a_prompt_from_standard_input_is_continued(call):
         (["--temperature", "nan"], "temperature: wanted a number"),
         (["--max-num-seqs", "0"], "max_num_seqs: wanted at least 1"),
         (["--num-blocks", str(2**31 - 1)], "blocks of 4 tokens take"),
+        (["--kv-memory-bytes", "1K"], "two blocks of 4 tokens take 4.0 KiB, and 1.0 KiB are for"),
+        (["--kv-memory-bytes", "900T"], "kv_memory_bytes: wanted at most"),
+        (["--kv-memory-fraction", "1e-9"], "kv_memory_fraction: two blocks"),
         (["--verify", "--seed", "1"], "--seed cannot be given too"),
     ],
 )
@@ -290,6 +293,6 @@ def test_without_arguments_the_tiny_model_writes_what_generate_writes(capsys):
 def test_the_documentation_has_every_flag(capsys):
     assert main(["--help"]) == 0
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
-    assert len(flags) == 20
+    assert len(flags) == 22
     page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     assert [flag for flag in sorted(flags) if f"`{flag}" not in page] == []

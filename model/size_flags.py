@@ -1,0 +1,88 @@
+"""The flags that say how large the cache and a step are; several command lines have them.
+
+Decides: their names, defaults and units. Does not know: what memory there is, what a block costs.
+"""
+
+import argparse
+import re
+from collections.abc import Callable
+
+from model.config import EngineConfig
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d{1,15})(?:([KMGT])(?:i?B)?)?", re.ASCII)
+
+
+def engine_config(flags: argparse.Namespace) -> EngineConfig:
+    """The sizes that the flags of `add_sizes` say. O(1).
+
+    Raises:
+        InvalidArgumentError: a size is out of range.
+    """
+    return EngineConfig(
+        num_blocks=flags.num_blocks,
+        kv_memory_bytes=flags.kv_memory_bytes,
+        kv_memory_fraction=flags.kv_memory_fraction,
+        block_size=flags.block_size,
+        enable_prefix_caching=flags.prefix_cache,
+        max_num_batched_tokens=flags.max_num_batched_tokens,
+        max_num_seqs=flags.max_num_seqs,
+    )
+
+
+def add_sizes(flag: Callable[..., object]) -> None:
+    """Add the flags that `engine_config` reads. O(1)."""
+    flag(
+        "--num-blocks",
+        type=int,
+        metavar="N",
+        help="blocks of the cache, block 0 included (default: as many as the prompts can use and "
+        "memory allows)",
+    )
+    flag(
+        "--kv-memory-bytes",
+        type=num_bytes,
+        metavar="SIZE",
+        help="what the cache may take at most, such as 2GiB (default on a CPU: 1GiB)",
+    )
+    flag(
+        "--kv-memory-fraction",
+        type=float,
+        metavar="F",
+        help="the same as a share of the memory that is free (default on a GPU: 0.9)",
+    )
+    flag("--block-size", type=int, default=16, metavar="N", help="tokens a block (default: 16)")
+    flag(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens a step (default: 2048)",
+    )
+    flag(
+        "--max-num-seqs",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests running at once (default: 64)",
+    )
+    flag(
+        "--no-prefix-cache",
+        action="store_false",
+        dest="prefix_cache",
+        help="compute every prompt from its first token",
+    )
+
+
+def num_bytes(text: str) -> int:
+    """A size such as 1073741824, 512M or 2GiB; K, M, G and T are powers of 1024. O(text).
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"wanted bytes, such as 1073741824, 512M or 2GiB, got {text!r:.60}"
+        )
+    return int(found[1]) * _UNITS[found[2] or ""]
