@@ -23,6 +23,7 @@ __all__ = [
     "Parser",
     "add_model",
     "add_sizes",
+    "add_tracing",
     "engine_config",
     "parse_args",
 ]
@@ -54,6 +55,8 @@ class Options:
     stream: bool
     json: bool
     verify: bool
+    trace: str | None
+    stats: bool
 
 
 class _Writable(Protocol):
@@ -106,6 +109,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         stream=flags.stream,
         json=flags.json,
         verify=flags.verify,
+        trace=flags.trace,
+        stats=flags.stats,
     )
 
 
@@ -122,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_prompts(what_runs)
     _add_sampling(parser.add_argument_group("how tokens are chosen").add_argument)
     add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)
-    _add_output(parser.add_argument_group("what comes out").add_argument)
+    what_comes_out = parser.add_argument_group("what comes out").add_argument
+    _add_output(what_comes_out)
+    add_tracing(what_comes_out)
     return parser
 
 
@@ -202,6 +209,16 @@ def _add_sampling(flag: Callable[..., object]) -> None:
         default=None,
         help="go on after the model's own end of text",
     )
+
+
+def add_tracing(flag: Callable[..., object]) -> None:
+    """Add the flags that tell what steps do. O(1)."""
+    flag(
+        "--trace",
+        metavar="FILE",
+        help="write a trace of the steps, for ui.perfetto.dev or chrome://tracing",
+    )
+    flag("--stats", action="store_true", help="tell where the time went and what the cache did")
 
 
 def _add_output(flag: Callable[..., object]) -> None:

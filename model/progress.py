@@ -25,11 +25,15 @@ class Progress:
         label: what is done.
         total: how many pieces there are, at least 1.
         out: where to draw; None: stderr.
+        is_wanted: False: nowhere, because something else is shown meanwhile.
     """
 
-    def __init__(self, label: str, total: int, out: TextIO | None = None) -> None:
+    def __init__(
+        self, label: str, total: int, out: TextIO | None = None, *, is_wanted: bool = True
+    ) -> None:
         stream = sys.stderr if out is None else out
-        self._out = stream if stream is not None and stream.isatty() else None
+        has_terminal = is_wanted and stream is not None and stream.isatty()
+        self._out = stream if has_terminal else None
         self._label = label
         self._total = total
         self._done = 0

@@ -13,6 +13,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TextIO
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -24,9 +26,12 @@ from model.engine import Completion, Engine
 from model.errors import InvalidArgumentError, UsageError
 from model.loader import LoadedModel, load_model
 from model.params import SamplingParams
+from model.progress import Progress
 from model.prompts import PromptSpec
 from model.report import document, measure, table
 from model.request import Request
+from model.step_table import step_table, summarize_steps
+from model.trace import trace_file, write_trace
 from model.verify import Mismatch, find_mismatches
 from model.writer import StreamWriter, show
 
@@ -48,12 +53,13 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
         OSError: what was printed could not be written.
     """
     try:
-        return _run(options, specs)
+        with trace_file(options.trace) as trace:
+            return _run(options, specs, trace)
     except BAD_INPUT as error:
         raise UsageError(str(error)) from error
 
 
-def _run(options: Options, specs: Sequence[PromptSpec]) -> int:
+def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) -> int:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     backend = backends.get_backend(options.backend)
@@ -73,18 +79,25 @@ def _run(options: Options, specs: Sequence[PromptSpec]) -> int:
     _progress(engine.memory.describe(engine.network.layout))
     seconds = _warm_up(model, backend, engine, prompts)
     _progress(f"compiled and warm in {seconds:.1f} s")
+    recorder = engine.record() if options.stats or trace is not None else None
     started = time.perf_counter()
     completions = _generate(options, engine, specs, requests)
     stats = measure(engine, completions, time.perf_counter() - started)
+    if recorder is not None and trace is not None:
+        write_trace(trace, recorder)
+    steps = summarize_steps(recorder) if recorder is not None and options.stats else None
     mismatches = _verified(options, model, completions)
     if options.json:
-        json.dump(document(about, completions, stats, mismatches), sys.stdout)
+        whole = document(about, completions, stats, mismatches)
+        json.dump(whole if steps is None else {**whole, "steps": asdict(steps)}, sys.stdout)
         print()
     else:
         if not options.stream:
             for number, (spec, completion) in enumerate(zip(specs, completions, strict=True), 1):
                 print(show(number, spec.text, completion.text), end="")
         print(table(stats))
+        if steps is not None:
+            print(f"\n{step_table(steps)}")
     return 1 if mismatches else 0
 
 
@@ -139,12 +152,14 @@ def _generate(
 ) -> list[Completion]:
     pieces: dict[int, list[str]] = {request.request_id: [] for request in requests}
     writer = StreamWriter([spec.text for spec in specs], sys.stdout) if options.stream else None
-    while engine.has_unfinished:
-        for output in engine.step():
-            number = output.request.request_id
-            pieces[number].append(output.text)
-            if writer is not None:
-                writer.write(number, output.text, is_last=output.request.is_finished)
+    with Progress("generated", len(requests), is_wanted=writer is None) as progress:
+        while engine.has_unfinished:
+            for output in engine.step():
+                number = output.request.request_id
+                pieces[number].append(output.text)
+                if writer is not None:
+                    writer.write(number, output.text, is_last=output.request.is_finished)
+                progress.advance(output.request.is_finished)
     return [Completion(request, "".join(pieces[request.request_id])) for request in requests]
 
 

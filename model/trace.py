@@ -15,11 +15,14 @@ Does not know: torch, how a step is computed, who looks at the file.
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TextIO
 
 import kvcore
+from model.errors import UsageError
 from model.request import Request
 from model.step import SchedulerStats, Step
 
@@ -137,17 +140,29 @@ class StepRecorder:
     Args:
         kv: the cache; its occupancy is noted when a step is planned.
         schedule: who plans the steps.
+
+    Attributes:
+        steps: what was recorded, in order.
+        num_usable_blocks: of the cache.
+        before: the cache's counters when the recording began.
+        num_preemptions_before: likewise, of the scheduler.
     """
 
     def __init__(self, kv: kvcore.KVCacheManager, schedule: Schedule) -> None:
         self.steps: list[StepRecord] = []
         self.num_usable_blocks = kv.num_usable_blocks
+        self.before = kv.stats()
+        self.num_preemptions_before = schedule.stats.num_preemptions
         self._kv = kv
         self._schedule = schedule
         self._begin_ns = 0
         self._laps: list[tuple[str, int]] = []
         self._tokens = (0, 0)
         self._num_used_blocks = 0
+
+    def cache_stats(self) -> kvcore.Stats:
+        """The cache's counters now. O(num_blocks)."""
+        return self._kv.stats()
 
     def begin(self) -> None:
         """Start the clock of a step; one that has not ended is forgotten. O(1)."""
@@ -185,13 +200,37 @@ class StepRecorder:
         )
 
 
-def write_trace(out: TextIO, steps: Sequence[StepRecord], num_usable_blocks: int) -> None:
+@contextmanager
+def trace_file(path: str | None) -> Iterator[TextIO | None]:
+    """Open a trace file before the work begins, so that a wrong name is told at once.
+
+    Args:
+        path: None: no trace is wanted, and None is what comes out.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    if path is None:
+        yield None
+        return
+    try:
+        out = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # closed below
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--trace: cannot write {path!r}: {reason}") from error
+    with out:
+        yield out
+
+
+def write_trace(out: TextIO, recorder: StepRecorder) -> None:
     """Write a trace that chrome://tracing and ui.perfetto.dev open. O(steps).
 
     Steps and their phases are complete events ("X") of one thread, nested; blocks, requests and
     tokens are counters ("C"), of which each holds until the next. Times are microseconds from the
-    first step's begin, to the nanosecond.
+    first step's begin, to the nanosecond; events stand in the order of their times, a step before
+    its phases.
     """
+    steps, num_usable_blocks = recorder.steps, recorder.num_usable_blocks
     origin = steps[0].begin_ns if steps else 0
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "model"}},
@@ -242,7 +281,12 @@ def _step_events(
         {"ph": "C", "pid": 0, "name": name, "ts": when, "args": values}
         for name, when, values in counters
     ]
-    return events
+    return sorted(events, key=_time)
+
+
+def _time(event: dict[str, object]) -> float:
+    when = event["ts"]
+    return when if isinstance(when, float) else 0.0
 
 
 def _is_decode(num_tokens: int, samples: bool) -> bool:  # noqa: FBT001  # two fields of a chunk

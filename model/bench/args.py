@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from model.args import Parser, add_model, add_sizes, engine_config
+from model.args import Parser, add_model, add_sizes, add_tracing, engine_config
 from model.bench.workloads import SHAPES, Shape, Span
 from model.config import EngineConfig
 from model.errors import InvalidArgumentError, UsageError, shown
@@ -47,6 +47,8 @@ class ServeOptions:
     peers: tuple[str, ...]
     rounds: int
     json: bool
+    trace: str | None
+    stats: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +137,8 @@ def _serve_options(flags: argparse.Namespace) -> ServeOptions:
         peers=tuple(dict.fromkeys(flags.peer)),
         rounds=flags.rounds,
         json=flags.json,
+        trace=flags.trace,
+        stats=flags.stats,
     )
 
 
@@ -173,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_waste(parser.add_argument_group("--workload waste").add_argument)
     what_comes_out = parser.add_argument_group("what comes out").add_argument
     what_comes_out("--json", action="store_true", help="one JSON document on stdout")
+    add_tracing(what_comes_out)
     parser.set_defaults(max_num_seqs=256)
     return parser
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
 
+from model.step_table import StepStats, step_table
+
 
 @dataclass(frozen=True, slots=True)
 class Counters:
@@ -93,12 +95,13 @@ class Versus:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A benchmark's result: what ran, our turn of median duration, the peers."""
+    """A benchmark's result: what ran, our turn of median duration, the peers, our first steps."""
 
     about: Mapping[str, object]
     numbers: Mapping[str, float]
     counters: Counters
     peers: Sequence[Versus]
+    steps: StepStats | None = None
 
 
 def document(report: Report) -> dict[str, object]:
@@ -109,6 +112,7 @@ def document(report: Report) -> dict[str, object]:
         **asdict(report.counters),
         "hit_rate": report.counters.hit_rate,
         "peers": [asdict(peer) for peer in report.peers],
+        **({} if report.steps is None else {"steps": asdict(report.steps)}),
     }
 
 
@@ -142,4 +146,6 @@ def table(report: Report) -> str:
         spread = f"ours {peer.ratio:.2f}x ({peer.ratio_low:.2f}-{peer.ratio_high:.2f})"
         first = "" if peer.ttft_ratio is None else f", time to first token {peer.ttft_ratio:.2f}x"
         lines.append(f"{peer.name:<{width}}  {speed}, {spread}{first}")
+    if report.steps is not None:
+        lines += ["", step_table(report.steps)]
     return "\n".join(lines)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -33,6 +34,8 @@ from model.errors import UsageError
 from model.loader import LoadedModel
 from model.progress import Progress
 from model.session import BAD_INPUT, choose_threads
+from model.step_table import StepStats, summarize_steps
+from model.trace import trace_file, write_trace
 
 _WARM_REQUESTS = 8
 _WARM_TOKENS = 4
@@ -69,7 +72,8 @@ def execute(options: ServeOptions) -> None:
         OSError: what was printed could not be written.
     """
     try:
-        report = measure(options)
+        with trace_file(options.trace) as trace:
+            report = measure(options, trace)
     except BAD_INPUT as error:
         raise UsageError(str(error)) from error
     if options.json:
@@ -79,8 +83,12 @@ def execute(options: ServeOptions) -> None:
         print(table(report))
 
 
-def measure(options: ServeOptions) -> Report:
+def measure(options: ServeOptions, trace: TextIO | None = None) -> Report:
     """Run a benchmark. Takes rounds * (1 + peers) times what serving the requests takes.
+
+    Args:
+        options: what to run.
+        trace: where the steps of our first turn are written; None: nowhere.
 
     Raises:
         ModelError: the options cannot be run.
@@ -92,14 +100,21 @@ def measure(options: ServeOptions) -> Report:
     bench = _prepare(options)
     _warm_up(bench)
     startup_s = time.perf_counter() - begin
+    recorder = bench.engine.record() if options.stats or trace is not None else None
+    steps: StepStats | None = None
     ours: list[_Turn] = []
     others: dict[str, list[dict[str, float]]] = {name: [] for name in options.peers}
     for number in range(options.rounds):
         label = f"round {number + 1} of {options.rounds}"
         ours.append(_our_turn(bench, label))
+        if number == 0 and recorder is not None:
+            bench.engine.stop_recording()
+            steps = summarize_steps(recorder) if options.stats else None
         for name in options.peers:
             others[name].append(_peer_turn(bench, name, ours[0].served, label))
-    return _report(bench, startup_s, ours, others)
+    if recorder is not None and trace is not None:
+        write_trace(trace, recorder)
+    return dataclasses.replace(_report(bench, startup_s, ours, others), steps=steps)
 
 
 def _prepare(options: ServeOptions) -> _Bench:

@@ -171,6 +171,17 @@ def test_json_has_vllms_names_and_what_ran_beside_us(checkpoint, capsys):
     assert captured.err == ""
 
 
+def test_trace_and_stats_are_of_our_first_turn(checkpoint, capsys, tmp_path):
+    file = tmp_path / "trace.json"
+    argv = ["--model", str(checkpoint), *TINY, "--rounds", "2", "--peer", "no-prefix-cache"]
+    execute(parse_args([*argv, "--json", "--stats", "--trace", str(file)]))
+    document = json.loads(capsys.readouterr().out)
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    assert sum(event["name"] == "step" for event in events) == document["steps"]["num_steps"]
+    assert document["steps"]["num_steps"] == document["num_steps"]
+    assert document["steps"]["num_queried_tokens"] == document["total_input_tokens"]
+
+
 def test_the_table_shows_the_numbers_of_the_document(checkpoint, capsys):
     execute(
         parse_args(

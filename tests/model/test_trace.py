@@ -1,0 +1,192 @@
+"""The trace of an engine's steps: parsed again, and checked against what the engine did."""
+
+import functools
+import io
+import json
+
+import pytest
+
+from model import EngineConfig, SamplingParams
+from model.engine import Engine
+from model.errors import UsageError
+from model.step_table import Durations, step_table, summarize_steps
+from model.trace import PHASES, StepRecorder, trace_file, write_trace
+from tests.model.networks import build
+from tests.model.reference import ReferenceBackend
+
+PROMPTS = ["first", "second prompt", "second prompt, again", "a fourth one"]
+
+
+@functools.cache
+def network():
+    return build("qwen3", 25)
+
+
+def recorded(**sizes):
+    """An engine that has run the prompts in a pool so small that some are preempted."""
+    sizes = {"num_blocks": 16, "block_size": 4, "max_num_batched_tokens": 12, **sizes}
+    engine = Engine(network(), ReferenceBackend(), EngineConfig(**sizes))
+    recorder = engine.record()
+    engine.generate(PROMPTS, SamplingParams(max_tokens=14))
+    return engine, recorder
+
+
+def parsed(recorder):
+    out = io.StringIO()
+    write_trace(out, recorder)
+    return json.loads(out.getvalue())["traceEvents"]
+
+
+def faults(events):
+    """What is wrong with a trace: times that go back, spans that overlap, phases that lack."""
+    found, timed = [], [event for event in events if event["ph"] != "M"]
+    times = [event["ts"] for event in timed]
+    if times != sorted(times) or times[0] != 0:
+        found.append("times do not grow from 0")
+    spans = [event for event in timed if event["ph"] == "X"]
+    open_spans = []
+    for span in spans:
+        end = span["ts"] + span["dur"]
+        while open_spans and span["ts"] >= open_spans[-1][1] - 1e-6:
+            open_spans.pop()
+        if open_spans and end > open_spans[-1][1] + 1e-6:
+            found.append(f"{span['name']} ends after the {open_spans[-1][0]} around it")
+        if bool(open_spans) != (span["name"] in PHASES):
+            found.append(f"{span['name']} stands at the wrong depth")
+        open_spans.append((span["name"], end))
+    steps = [span for span in spans if span["name"] == "step"]
+    for number, step in enumerate(steps):
+        inside = [s for s in spans if s["name"] in PHASES and _within(s, step)]
+        if [s["name"] for s in inside] != list(PHASES):
+            found.append(f"step {number} has the phases {[s['name'] for s in inside]}")
+        elif sum(s["dur"] for s in inside) != pytest.approx(step["dur"]):
+            found.append(f"step {number} has gaps")
+        if step["args"]["step"] != number:
+            found.append(f"step {number} is called {step['args']['step']}")
+    return found
+
+
+def _within(span, step):
+    end = span["ts"] + span["dur"]
+    return step["ts"] - 1e-6 <= span["ts"] and end <= step["ts"] + step["dur"] + 1e-6
+
+
+def test_every_step_is_there_with_all_its_phases_nested_and_in_order():
+    engine, recorder = recorded()
+    events = parsed(recorder)
+    assert faults(events) == []
+    steps = [event for event in events if event["name"] == "step"]
+    assert len(steps) == engine.stats.num_steps > 20
+
+
+@pytest.mark.parametrize("wrong", ["lost", "long", "early", "renamed", "unsorted"])
+def test_the_checker_of_traces_sees_what_is_wrong(wrong):
+    _, recorder = recorded()
+    events = parsed(recorder)
+    place = next(i for i, e in enumerate(events) if e["name"] == "forward" and e["ts"] > 0)
+    if wrong == "lost":
+        del events[place]
+    elif wrong == "long":
+        events[place]["dur"] += 1e6
+    elif wrong == "early":
+        events[place]["dur"] /= 2
+    elif wrong == "renamed":
+        events[place]["name"] = "backward"
+    else:
+        events[place], events[-1] = events[-1], events[place]
+    assert faults(events) != []
+
+
+def test_the_counters_say_what_the_pool_and_the_requests_did():
+    engine, recorder = recorded()
+    counters = {}
+    for event in parsed(recorder):
+        if event["ph"] == "C":
+            counters.setdefault(event["name"], []).append(event["args"])
+    usable = engine.kv.num_usable_blocks
+    blocks, tokens, requests = counters["blocks"], counters["tokens"], counters["requests"]
+    assert len(blocks) == len(tokens) == len(requests) == engine.stats.num_steps
+    assert all(args["used"] + args["free"] == usable for args in blocks)
+    assert max(args["used"] for args in blocks) == engine.kv.stats().peak_used_blocks
+    assert all(0 < args["decode"] + args["prefill"] <= 12 for args in tokens)
+    assert requests[-1] == {"running": 0, "waiting": 0}
+    assert max(args["running"] for args in requests) <= engine.stats.peak_running
+    assert max(args["waiting"] for args in requests) > 0
+
+
+def test_every_computed_token_is_counted_once():
+    engine, recorder = recorded(num_blocks=90)
+    prompts = sum(map(len, PROMPTS)) - engine.stats.num_hit_tokens
+    assert engine.stats.num_hit_tokens == 12
+    # Of 14 tokens the last is never computed.
+    stats = summarize_steps(recorder)
+    assert stats.num_prefill_tokens + stats.num_decode_tokens == prompts + 4 * 13
+    assert stats.num_decode_tokens >= 4 * 13
+
+
+def test_the_table_is_of_the_recording_alone():
+    engine, first = recorded()
+    known = summarize_steps(first)
+    assert known.num_steps == engine.stats.num_steps
+    assert known.num_preemptions == engine.stats.num_preemptions > 0
+    assert known.num_resumed_tokens > 0
+    second = engine.record()
+    assert summarize_steps(second).num_steps == summarize_steps(second).num_preemptions == 0
+    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=3))
+    stats = summarize_steps(second)
+    assert (stats.num_steps, stats.num_preemptions) == (3, 0)
+    assert stats.num_queried_tokens == len(PROMPTS[0])
+    assert len(first.steps) == known.num_steps
+    assert sum(times.total_s for times in stats.phases.values()) == pytest.approx(
+        stats.step.total_s
+    )
+    assert [line.split()[0] for line in step_table(stats).splitlines()[1:7]] == [*PHASES, "step"]
+
+
+def test_what_is_not_recorded_costs_no_memory():
+    engine, recorder = recorded()
+    engine.stop_recording()
+    before = len(recorder.steps)
+    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=3))
+    assert len(recorder.steps) == before
+
+
+def test_a_step_that_raised_is_not_recorded(monkeypatch):
+    engine = Engine(network(), ReferenceBackend(), EngineConfig(num_blocks=30, block_size=4))
+    recorder = engine.record()
+    logits = engine.network.logits
+    monkeypatch.setattr(engine.network, "logits", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+    monkeypatch.setattr(engine.network, "logits", logits)
+    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+    assert len(recorder.steps) == 2
+    assert faults(parsed(recorder)) == []
+
+
+def test_nothing_recorded_is_a_trace_and_a_table_too():
+    engine = Engine(network(), ReferenceBackend(), EngineConfig(num_blocks=30, block_size=4))
+    recorder = engine.record()
+    assert [event["ph"] for event in parsed(recorder)] == ["M", "M"]
+    assert "steps         0 in 0.00 s" in step_table(summarize_steps(recorder))
+
+
+def test_durations_are_those_counted_by_hand():
+    times = Durations.of([1000 * number for number in range(100, 0, -1)])
+    assert times == Durations(total_s=0.00505, mean_us=50.5, median_us=51.0, p99_us=100.0)
+
+
+def test_a_trace_that_cannot_be_written_is_told_before_the_work(tmp_path):
+    for path, reason in ((tmp_path, "directory"), (tmp_path / "no" / "file", "No such file")):
+        message = f"--trace: cannot write .*: .*{reason}"
+        with pytest.raises(UsageError, match=message), trace_file(str(path)):
+            raise AssertionError("it was opened")
+    with trace_file(None) as out:
+        assert out is None
+
+
+def test_the_clock_of_a_recorder_only_grows():
+    _, recorder = recorded()
+    assert isinstance(recorder, StepRecorder)
+    ends = [moment for step in recorder.steps for moment in (step.begin_ns, step.end_ns)]
+    assert ends == sorted(ends)
