@@ -2,8 +2,8 @@
 
 Entry `i` holds the tokens from `i * block_size` on. A table grows at its end and is cut there; at
 its beginning entries become the null block when no query can see them any more, so indices never
-move. The table counts nothing and frees nothing: it says which blocks left it, and the manager
-gives them back.
+move. The table counts nothing and frees nothing: it says which blocks are to leave it, the manager
+gives them back, and then the table lets them go.
 """
 
 from __future__ import annotations
@@ -65,19 +65,29 @@ class BlockTable:
         self.num_null = num_null
         self.num_published = len(self.blocks)
 
-    def cut(self, keep: int) -> list[Block]:
-        """Keep the first `keep` entries; return the blocks that left, in order."""
-        left = self.blocks[max(keep, self.num_null) :]
+    def beyond(self, keep: int) -> list[Block]:
+        """Return the blocks after the first `keep` entries, in order: those that `cut` lets go.
+
+        Raises:
+            BufferError: somebody holds a view of `block_ids`, so it could not be cut.
+        """
+        self.block_ids.append(0)  # says whether it can be resized
+        self.block_ids.pop()
+        return self.blocks[max(keep, self.num_null) :]
+
+    def cut(self, keep: int) -> None:
+        """Keep the first `keep` entries. Cannot fail after `beyond`."""
         del self.blocks[keep:], self.block_ids[keep:]
         self.num_null = min(self.num_null, keep)
         self.num_published = min(self.num_published, keep)
-        return left
 
-    def forget(self, null: Block, before: int) -> list[Block]:
-        """Make the entries before `before` null; return the blocks that left, in order."""
-        left = self.blocks[self.num_null : before]
+    def before(self, place: int) -> list[Block]:
+        """Return the blocks before entry `place`, in order: those that `forget` lets go."""
+        return self.blocks[self.num_null : place]
+
+    def forget(self, null: Block, before: int) -> None:
+        """Make the entries before `before` null. Cannot fail."""
         for index in range(self.num_null, before):
             self.blocks[index] = null
             self.block_ids[index] = null.block_id
         self.num_null = max(self.num_null, before)
-        return left

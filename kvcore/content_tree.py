@@ -28,7 +28,7 @@ class ContentTree:
     Args:
         block_size: tokens a block.
         group: the layer group whose content it is.
-        log: where to note what is stored and removed; None: nowhere.
+        log: where to note what is stored; None: nowhere.
     """
 
     __slots__ = ("_group", "_key_bytes", "_log", "_roots")
@@ -100,7 +100,7 @@ class ContentTree:
         parent: Node | None,
         contents: Sequence[bytes],
     ) -> None:
-        """Make each block a copy of its content, one after the other. O(len(blocks)).
+        """Make each block a copy of its content, one after the other, or none. O(len(blocks)).
 
         Args:
             blocks: blocks that hold no content yet.
@@ -112,26 +112,34 @@ class ContentTree:
             parent = self._roots.get(namespace_key)
             if parent is None:
                 parent = self._roots[namespace_key] = Node(None, namespace_key)
-        for block, content in zip(blocks, contents, strict=True):
-            node = self._child(parent, content) if parent.has_children() else None
-            if node is None:
-                node = self._grow(parent, content)
-            block.node = node
-            block.group = self._group
-            before = node.last_copy
-            node.last_copy = block
-            if before is None:
-                node.first_copy = block
-                if self._log is not None:
-                    self._log.stored(node, self._group)
-            else:
-                block.prev_copy = before
-                before.next_copy = block
-            parent = node
+        start = parent
+        try:
+            for block, content in zip(blocks, contents, strict=True):
+                node = self._child(parent, content) if parent.has_children() else None
+                if node is None:
+                    node = self._grow(parent, content)
+                block.node = node
+                block.group = self._group
+                before = node.last_copy
+                node.last_copy = block
+                if before is None:
+                    node.first_copy = block
+                    if self._log is not None:
+                        self._log.stored(node, self._group)
+                else:
+                    block.prev_copy = before
+                    before.next_copy = block
+                parent = node
+        except BaseException:
+            for block in reversed(blocks):
+                self.detach(block)
+            self._prune(start)
+            raise
 
     def detach(self, block: Block) -> None:
         """Forget that `block` holds its content; with the last copy the content is gone.
 
+        Cannot fail. Notes nothing: what is lost with several blocks, the pool has noted before.
         O(1), and O(depth) when a chain of nodes that held nothing any more goes with it.
         """
         node = block.node
@@ -147,10 +155,7 @@ class ContentTree:
         else:
             after.prev_copy = before
         block.node = block.prev_copy = block.next_copy = None
-        if node.first_copy is None and self._log is not None:
-            self._log.removed(node, self._group)
-        if node.first_copy is None and not node.has_children():
-            self._prune(node)
+        self._prune(node)
 
     def clear(self) -> None:
         """Forget all content at once. The caller has detached every block. O(1)."""
@@ -188,7 +193,7 @@ class ContentTree:
         while node.first_copy is None and not node.has_children():
             parent = node.parent
             if parent is None:
-                del self._roots[node.tokens]
+                self._roots.pop(node.tokens, None)
                 return
             siblings = parent.children
             if siblings is None:

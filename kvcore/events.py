@@ -123,29 +123,39 @@ class EventLog:
 
     def stored(self, node: Node, group: int) -> None:
         """Note that a content has got its first block. O(1)."""
+        event = self._describe(node, group, self.number + 1)
+        self._pending.append(event)
         self.number += 1
-        self._pending.append(self._describe(node, group))
 
     def removed(self, node: Node, group: int) -> None:
         """Note that a content has lost its last block. O(1)."""
+        event = BlockRemoved(self.number + 1, group, self._name(node, group))
+        self._pending.append(event)
         self.number += 1
-        self._pending.append(BlockRemoved(self.number, group, self._name(node, group)))
 
     def cleared(self) -> None:
         """Note that all contents are gone. O(1)."""
+        self._pending.append(AllCleared(self.number + 1))
         self.number += 1
-        self._pending.append(AllCleared(self.number))
+
+    def take_back(self, number: int) -> None:
+        """Forget the events after `number`, which nobody has taken: what they say did not happen.
+
+        Cannot fail. O(events forgotten).
+        """
+        del self._pending[len(self._pending) - (self.number - number) :]
+        self.number = number
 
     def snapshot(self, contents: Iterable[tuple[int, Node]]) -> Snapshot:
         """Return (group, node) pairs, parents first, as a snapshot of this moment. O(contents)."""
-        stored = [self._describe(node, group) for group, node in contents]
+        stored = [self._describe(node, group, self.number) for group, node in contents]
         return Snapshot(self.number, tuple(stored))
 
-    def _describe(self, node: Node, group: int) -> BlockStored:
+    def _describe(self, node: Node, group: int, number: int) -> BlockStored:
         parent = node if node.parent is None else node.parent
         size = self._block_sizes[group] * BYTES_PER_TOKEN
         return BlockStored(
-            number=self.number,
+            number=number,
             group=group,
             name=self._name(node, group),
             parent=self._name(parent, group),

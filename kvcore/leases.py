@@ -105,10 +105,14 @@ class LeaseBook:
         deadline = (
             None if max_steps is None else self._pool.step + as_int("max_steps", max_steps, 1)
         )
-        self._pool.hold(blocks)
         lease = Lease(self, self._next_id, kind, owner, deadline, list(blocks))
-        self._next_id += 1
         self.active[lease.lease_id] = lease
+        try:
+            self._pool.hold(lease.blocks)
+        except BaseException:
+            del self.active[lease.lease_id]
+            raise
+        self._next_id += 1
         return lease
 
     def end(self, lease_id: object) -> bool:
@@ -120,25 +124,26 @@ class LeaseBook:
         """
         if type(lease_id) is not int or lease_id not in self.active:
             return False
-        lease = self.active.pop(lease_id)
-        lease.is_active = False
+        lease = self.active[lease_id]
         self._pool.release(lease.blocks)
+        self.forget((lease,))
         return True
 
-    def expire(self) -> tuple[Lease, ...]:
-        """End the leases whose deadline has come, oldest first. O(active leases).
+    def due(self, step: int) -> tuple[Lease, ...]:
+        """Return the leases whose deadline has come at `step`, oldest first. O(active leases)."""
+        return tuple(
+            [
+                lease
+                for lease in self.active.values()
+                if lease.deadline is not None and lease.deadline <= step
+            ]
+        )
 
-        Returns:
-            Those leases.
-        """
-        late = [
-            lease
-            for lease in self.active.values()
-            if lease.deadline is not None and lease.deadline <= self._pool.step
-        ]
-        for lease in late:
-            self.end(lease.lease_id)
-        return tuple(late)
+    def forget(self, ended: tuple[Lease, ...]) -> None:
+        """Note that leases have ended and their blocks are released. Cannot fail. O(leases)."""
+        for lease in ended:
+            lease.is_active = False
+            del self.active[lease.lease_id]
 
     def counts(self) -> dict[str, int]:
         """Return how many leases of each kind are active. O(active leases)."""

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
+
+MAX_STEP: Final = 2**62 - 1
+"""Steps beyond this are not counted, here or anywhere: their differences fit in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +65,8 @@ class LifetimeRecorder:
     def __init__(self, num_blocks: int) -> None:
         self._published_at = array("q", bytes(8 * num_blocks))
         self._freed_at = array("q", bytes(8 * num_blocks))
-        self._durations: tuple[list[int], list[int], list[int]] = ([], [], [])
-        for counts in self._durations:
-            counts += [0, 0, 0]  # count, total, maximum; buckets follow
+        # For each: count, total, maximum; then a bucket for each length in bits.
+        self._durations = ([0] * (3 + 64), [0] * (3 + 64), [0] * (3 + 64))
 
     def published(self, block_id: int, now: int) -> None:
         """Note that a block can be hit. O(1)."""
@@ -85,10 +87,7 @@ class LifetimeRecorder:
 
     def stats(self) -> LifetimeStats:
         """Return a snapshot. O(buckets)."""
-        lifetime, idle, gap = [
-            Histogram(counts[0], counts[1], counts[2], tuple(counts[3:]))
-            for counts in self._durations
-        ]
+        lifetime, idle, gap = [_histogram(counts) for counts in self._durations]
         return LifetimeStats(lifetime, idle, gap)
 
 
@@ -96,7 +95,10 @@ def _add(counts: list[int], duration: int) -> None:
     counts[0] += 1
     counts[1] += duration
     counts[2] = max(counts[2], duration)
-    bucket = 3 + duration.bit_length()
-    while len(counts) <= bucket:
-        counts.append(0)
-    counts[bucket] += 1
+    counts[3 + duration.bit_length()] += 1
+
+
+def _histogram(counts: list[int]) -> Histogram:
+    count, total, maximum = counts[:3]
+    used = maximum.bit_length() + 1 if count else 0
+    return Histogram(count, total, maximum, tuple(counts[3 : 3 + used]))

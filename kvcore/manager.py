@@ -21,18 +21,19 @@ from kvcore.block_table import BlockTable
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
+from kvcore.lifetimes import MAX_STEP
 from kvcore.prefix import (
+    advance_all,
     advance_to,
-    blocks_tail_first,
     committable,
     computed_after_cut,
     distrust_from,
     find_prefix,
     grow,
-    keep,
-    release_from,
+    kept_hits,
     share_computed,
 )
+from kvcore.release import blocks_tail_first, cut_tables, leaving
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.retention import Retention, check_wishes
 from kvcore.sequence import KVSequence
@@ -87,21 +88,21 @@ class KVCacheManager(CacheState):
         wishes = check_wishes(retain) if retain else ()
         seq = self._new_sequence(packed, key, checked)
         seq.wishes = wishes
+        hits: list[Block] = []
         if key is not None:
-            cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
-            for table, blocks in zip(seq.tables, hits, strict=True):
-                self.pool.hold(blocks)
+            cached, found = find_prefix(self.pool, self.groups, key, packed, checked)
+            for table, blocks in zip(seq.tables, found, strict=True):
                 num_null = cached // table.block_size - len(blocks)
                 table.start(self.pool.blocks[0], num_null, blocks)
-                for index, block in enumerate(blocks if wishes else ()):
-                    keep(self.pool, seq, block, (num_null + index) * table.block_size)
+                hits += blocks
             seq.num_computed_tokens = seq.num_cached_tokens = cached
-            if resumed:
-                self._num_resumed_tokens += len(packed)
-                self._num_resumed_hit_tokens += cached
-            else:
-                self._num_queried_tokens += len(packed)
-                self._num_hit_tokens += cached
+        self._admit(seq, hits)
+        if key is not None and resumed:
+            self._num_resumed_tokens += len(packed)
+            self._num_resumed_hit_tokens += seq.num_cached_tokens
+        elif key is not None:
+            self._num_queried_tokens += len(packed)
+            self._num_hit_tokens += seq.num_cached_tokens
         return seq
 
     def plan(
@@ -145,7 +146,7 @@ class KVCacheManager(CacheState):
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
         total = self._room_wanted(seq, num_tokens)
-        return tuple(grow(self.pool, [(t, t.num_missing(total)) for t in seq.tables]))
+        return grow(self.pool, [(t, t.num_missing(total)) for t in seq.tables])[0]
 
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
         """Say whether enough blocks are free for `reserve` with the same arguments. O(groups).
@@ -179,8 +180,9 @@ class KVCacheManager(CacheState):
         self._check_open(seq)
         length = len(seq.packed)
         self._check_length(length + len(packed))
-        seq.items += check_items(given, length, length + len(packed))
+        together = seq.items + check_items(given, length, length + len(packed))
         seq.packed.extend(packed)
+        seq.items = together
 
     def commit(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """State that the KV of the next `num_tokens` tokens is written.
@@ -227,8 +229,7 @@ class KVCacheManager(CacheState):
                 if count:
                     places.append((index, group))
                     wanted.append((table, count))
-        appended = grow(self.pool, wanted) if wanted else []
-        return tuple([Growth(*place, ids) for place, ids in zip(places, appended, strict=True)])
+        return grow(self.pool, wanted, places)[1] if wanted else ()
 
     def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]) -> None:
         """State for every sequence of a step that the KV of its next tokens is written.
@@ -237,9 +238,8 @@ class KVCacheManager(CacheState):
         """
         counts = [as_int("num_tokens", number, 0) for number in num_tokens]
         self._check_step(seqs, counts)
-        computed = [committable(seq, count) for seq, count in zip(seqs, counts, strict=True)]
-        for seq, target in zip(seqs, computed, strict=True):
-            advance_to(self.pool, seq, target)
+        given = zip(seqs, counts, strict=True)
+        advance_all(self.pool, [(seq, committable(seq, count)) for seq, count in given])
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
@@ -258,9 +258,13 @@ class KVCacheManager(CacheState):
         count = as_int("num_tokens", count, 0, len(seq.packed))
         computed = computed_after_cut(seq, count)
         kept = count if computed == min(count, seq.num_computed_tokens) else computed
-        release_from(self.pool, seq, kept)
+        items = cut_items(seq.items, count)
+        seq.packed.append(0)  # a view that somebody holds of it stops the cut here
+        seq.packed.pop()
+        self.pool.release(leaving(seq, kept))
+        cut_tables(seq, kept)
         del seq.packed[count:]
-        seq.items = cut_items(seq.items, count)
+        seq.items = items
         seq.num_computed_tokens = computed
         seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
         seq.cut_names(count)
@@ -279,11 +283,15 @@ class KVCacheManager(CacheState):
             OutOfBlocksError: no block is free for a half-full one.
         """
         self._check_open(seq)
-        computed = seq.num_computed_tokens
-        half_full = [table for table in seq.tables if computed % table.block_size]
-        own = self.pool.take(len(half_full))
         child = self._new_sequence(seq.packed[:], seq.namespace_key, seq.items)
-        return child, share_computed(self.pool, seq, child, own)
+        self.sequences[child.seq_id] = child
+        try:
+            orders = share_computed(self.pool, seq, child)
+        except BaseException:
+            del self.sequences[child.seq_id]
+            raise
+        self._next_seq_id += 1
+        return child, orders
 
     def lease(
         self,
@@ -324,8 +332,11 @@ class KVCacheManager(CacheState):
         Returns:
             The leases that this has ended, oldest first.
         """
-        self.pool.advance(as_int("num_steps", num_steps, 0))
-        return self.leases.expire()
+        count = as_int("num_steps", num_steps, 0, MAX_STEP - self.pool.step)
+        late = self.leases.due(self.pool.step + count)
+        self.pool.advance(count, [block for lease in late for block in lease.blocks])
+        self.leases.forget(late)
+        return late
 
     def fail_load(self, seq: KVSequence, num_tokens: SupportsIndex) -> tuple[KVSequence, ...]:
         """State that KV after the first `num_tokens` tokens was committed and never arrived.
@@ -350,7 +361,8 @@ class KVCacheManager(CacheState):
         What it published can be hit until its blocks are reused.
         """
         self._check_open(seq)
-        release_from(self.pool, seq, 0)
+        self.pool.release(leaving(seq, 0))
+        cut_tables(seq, 0)
         seq.is_open = False
         del self.sequences[seq.seq_id]
 
@@ -366,15 +378,20 @@ class KVCacheManager(CacheState):
         Returns:
             How many blocks lost content, and how many are still held by open sequences.
         """
-        forgotten = self.pool.clear(canonical_order=canonical_order)
+        report = ResetReport(
+            self.pool.num_cached_blocks, self.pool.num_used_blocks, len(self.sequences)
+        )
+        self.pool.clear(canonical_order=canonical_order)
         for seq in self.sequences.values():
             seq.forget_identity()
-        return ResetReport(forgotten, self.pool.num_used_blocks, len(self.sequences))
+        return report
 
-    def _room_wanted(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
-        # Arguments first: what an `__index__` does must not come between a check and its use.
-        count = as_int("num_tokens", num_tokens, 0)
-        self._check_open(seq)
-        total = seq.num_computed_tokens + count
-        self._check_length(total)
-        return total
+    def _admit(self, seq: KVSequence, hits: Sequence[Block]) -> None:
+        """Let a new sequence hold its hits and keep them as it wishes, and count it among all."""
+        self.sequences[seq.seq_id] = seq
+        try:
+            self.pool.hold(hits, kept_hits(self.pool, seq) if seq.wishes else ())
+        except BaseException:
+            del self.sequences[seq.seq_id]
+            raise
+        self._next_seq_id += 1

@@ -1,39 +1,31 @@
 """Every block there is: who holds it, what it holds, and which one is reused next.
 
 The pool moves blocks between free and held, counts references, and keeps the trees of published
-content, one a layer group. Its order of reuse: blocks without content first, because nothing is
-lost with them, the last released foremost; then published ones, least recently used first. A
-published block loses its content (is *evicted*) only when it is reused. Callers release a
-sequence's blocks tail first, so that a shared prefix outlives what followed it.
+content, one a layer group. A published block loses its content (is *evicted*) only when it is
+reused; the order of reuse stands in `free_blocks.py`.
 
-Every call checks first and changes afterwards: one that raises has changed nothing. The pool
-knows nothing of sequences, of how much of a block is written, or of when it may be published.
+Every call checks and allocates first and changes afterwards: one that raises, whatever the reason,
+has changed nothing. The pool knows nothing of sequences, of how much of a block is written, or of
+when it may be published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import SupportsIndex, final
 
 from kvcore.arguments import as_int
-from kvcore.block import NULL_BLOCK, Block, Node
+from kvcore.block import Block, Node
 from kvcore.content_tree import ContentTree
-from kvcore.errors import (
-    BlockStateError,
-    DoubleFreeError,
-    ForeignBlockError,
-    InvalidArgumentError,
-    OutOfBlocksError,
-)
+from kvcore.errors import BlockStateError, InvalidArgumentError
 from kvcore.events import EventLog
-from kvcore.free_queue import FreeQueue
-from kvcore.lifetimes import LifetimeRecorder
-from kvcore.retention import FOREVER, RetentionShelf, Wish
+from kvcore.free_blocks import FreeBlocks, hold_again
+from kvcore.retention import Wish
 from kvcore.tokens import BYTES_PER_TOKEN
 
 
 @final
-class BlockPool:
+class BlockPool(FreeBlocks):
     """A fixed number of blocks. Block 0 is the null block and is never handed out.
 
     Args:
@@ -42,83 +34,33 @@ class BlockPool:
         log: where to note what can be hit and what cannot any more; None: nowhere.
 
     Attributes:
-        blocks: every block, by id.
-        empty_blocks: the free ones without content, the one reused next last: they go first. Their
-            `next_free` is themselves, which says that they are free.
-        free_queue: the free ones with content, the one reused next first.
-        shelf: the free ones that are to be kept longer, reused after all others.
+        block_sizes: tokens a block, for each layer group.
         trees: the published content of each layer group.
-        lifetimes: how long blocks live, lie idle and wait; None: nobody wants to know.
-        step: the time that deadlines speak of, as the caller counts it.
         num_evicted_blocks: blocks that lost published content when they were reused, ever.
         num_allocated_blocks: blocks handed out by `take`, ever.
-        least_free_blocks: the fewest that were free at once.
 
     Raises:
         InvalidArgumentError: a size out of range.
     """
 
-    __slots__ = (
-        "_log",
-        "block_sizes",
-        "blocks",
-        "empty_blocks",
-        "free_queue",
-        "least_free_blocks",
-        "lifetimes",
-        "num_allocated_blocks",
-        "num_evicted_blocks",
-        "shelf",
-        "step",
-        "trees",
-    )
+    __slots__ = ("_log", "block_sizes", "num_allocated_blocks", "num_evicted_blocks", "trees")
 
     def __init__(
         self, num_blocks: SupportsIndex, *block_sizes: SupportsIndex, log: EventLog | None = None
     ) -> None:
-        num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
+        super().__init__(num_blocks)
         self.block_sizes = tuple(as_int("block_size", size, 1, 2**20) for size in block_sizes)
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.free_queue = FreeQueue()
-        self.shelf = RetentionShelf()
-        self.empty_blocks = self.blocks[:0:-1]
-        for block in self.empty_blocks:
-            block.next_free = block
         self.trees = tuple(
             [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
         )
         self._log = log
-        self.lifetimes: LifetimeRecorder | None = None
-        self.step = 0
         self.num_evicted_blocks = 0
         self.num_allocated_blocks = 0
-        self.least_free_blocks = len(self.empty_blocks)
 
     @property
-    def num_usable_blocks(self) -> int:
-        """How many blocks can be handed out in all. O(1)."""
-        return len(self.blocks) - 1
-
-    @property
-    def num_free_blocks(self) -> int:
-        """How many blocks `take` could hand out now. O(1)."""
-        return len(self.empty_blocks) + self.free_queue.length + self.shelf.num_free
-
-    @property
-    def num_used_blocks(self) -> int:
-        """How many blocks are held. O(1)."""
-        return len(self.blocks) - 1 - self.num_free_blocks
-
-    def free_blocks(self) -> Iterator[Block]:
-        """Yield the free blocks in the order of their reuse. O(num_free_blocks)."""
-        yield from reversed(self.empty_blocks)
-        yield from self.free_queue
-        yield from self.shelf
-
-    @property
-    def peak_used_blocks(self) -> int:
-        """The most blocks that were held at once. O(1)."""
-        return len(self.blocks) - 1 - self.least_free_blocks
+    def num_cached_blocks(self) -> int:
+        """How many blocks hold published content. O(num_blocks)."""
+        return sum([block.node is not None for block in self.blocks])
 
     def take(self, num_blocks: SupportsIndex) -> list[Block]:
         """Hand out free blocks, each held once; published ones are evicted. O(num_blocks).
@@ -128,32 +70,33 @@ class BlockPool:
             InvalidArgumentError: a negative number.
         """
         count = as_int("num_blocks", num_blocks, 0)
+        taken = self.next_blocks(count)
         empty = self.empty_blocks
-        left = len(empty) + self.free_queue.length + self.shelf.num_free - count
-        if left < 0:
-            raise OutOfBlocksError(count, left + count)
-        # Slices of a list move many blocks at the price of one.
-        split = max(0, len(empty) - count)
-        taken = empty[split:]
-        del empty[split:]
-        taken.reverse()
+        evicted = taken[len(empty) :] if count > len(empty) else ()
+        self._note_lost(evicted)
+        # From here on nothing can fail.
+        del empty[max(0, len(empty) - count) :]
+        for block in evicted:
+            self._unqueue(block)
+            self.trees[block.group].detach(block)
+            self.shelf.drop(block)
+            if self.lifetimes is not None:
+                self.lifetimes.evicted(block.block_id, self.step)
         for block in taken:
             block.next_free = None
             block.ref_count = 1
-        for _ in range(count - len(taken)):
-            block = self.free_queue.pop_front() if self.free_queue.length else self.shelf.pop()
-            self.trees[block.group].detach(block)
-            self.num_evicted_blocks += 1
-            if self.lifetimes is not None:
-                self.lifetimes.evicted(block.block_id, self.step)
-            block.ref_count = 1
-            taken.append(block)
+        self.num_evicted_blocks += len(evicted)
         self.num_allocated_blocks += count
+        left = len(empty) + self.free_queue.length + self.shelf.num_free
         self.least_free_blocks = min(self.least_free_blocks, left)
         return taken
 
-    def hold(self, blocks: Sequence[Block]) -> None:
+    def hold(
+        self, blocks: Sequence[Block], kept: Sequence[tuple[Block, tuple[Wish, ...]]] = ()
+    ) -> None:
         """Count one more holder of each block, reviving those that are free. O(len(blocks)).
+
+        Some of them are kept longer than others from now on, as `RetentionShelf.front` says.
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
@@ -163,13 +106,15 @@ class BlockPool:
         for block in blocks:
             if block.ref_count == 0 and block.node is None:
                 raise BlockStateError(f"hold: wanted a held or published block, got {block!r}")
+        self.shelf.make_room([block for block, _ in kept])
         for block in blocks:
             if block.ref_count == 0:
-                if not (self.shelf.num_free and self.shelf.remove(block)):
-                    self.free_queue.remove(block)
+                self._unqueue(block)
                 if self.lifetimes is not None:
                     self.lifetimes.revived(block.block_id, self.step)
             block.ref_count += 1
+        for block, front in kept:
+            self.shelf.kept[block.block_id] = front
         self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
 
     def release(self, blocks: Sequence[Block]) -> None:
@@ -179,26 +124,13 @@ class BlockPool:
             ForeignBlockError: a block of another pool, or the null block.
             DoubleFreeError: a block is named more often than it is held.
         """
-        self._check_own(blocks)
-        for index, block in enumerate(blocks):
-            if block.ref_count == 0:
-                for undone in blocks[:index]:
-                    undone.ref_count += 1
-                raise DoubleFreeError(
-                    f"release: block {block.block_id} is named more often than it is held"
-                )
-            block.ref_count -= 1
-        for block in blocks:
-            # A block named twice was freed at its first place.
-            if block.ref_count == 0 and block.next_free is None:
-                if block.node is None:
-                    block.next_free = block
-                    self.empty_blocks.append(block)
-                    continue
-                if self.lifetimes is not None:
-                    self.lifetimes.freed(block.block_id, self.step)
-                if not (self.shelf.kept and self.shelf.push(block)):
-                    self.free_queue.push_back(block)
+        freed = self._let_go(blocks)
+        try:
+            self.empty_blocks += [block for block in freed if block.node is None]
+        except BaseException:
+            hold_again(blocks)
+            raise
+        self._put_back(freed)
 
     def match(
         self,
@@ -258,22 +190,62 @@ class BlockPool:
             above = parent.node
             if above is None or parent.group != group:
                 raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
-        self.trees[group].attach(blocks, namespace_key, above, contents)
+        mark = self.last_event
+        try:
+            self.trees[group].attach(blocks, namespace_key, above, contents)
+        except BaseException:
+            self.unpublish((), mark)  # the tree has undone the rest
+            raise
         if self.lifetimes is not None:
             for block in blocks:
                 self.lifetimes.published(block.block_id, self.step)
 
-    def forget(self, block: Block) -> None:
-        """Take a block's content from it: it is wrong. A free one is reused first now. O(1)."""
-        if block.node is None:
-            return
-        self.trees[block.group].detach(block)
-        if block.next_free is not None:
-            if not self.shelf.remove(block):
-                self.free_queue.remove(block)
-            block.next_free = block
-            self.empty_blocks.append(block)
-        self.shelf.drop(block)
+    @property
+    def last_event(self) -> int:
+        """The number of the last event, 0 where none are noted. O(1)."""
+        return 0 if self._log is None else self._log.number
+
+    def unpublish(self, blocks: Sequence[Block], last_event: int) -> None:
+        """Undo what `publish` and `keep` did to blocks since an event. Cannot fail. O(len(blocks)).
+
+        Blocks that were not published yet are left alone.
+        """
+        for block in reversed(blocks):
+            if block.node is not None:
+                self.trees[block.group].detach(block)
+                self.shelf.drop(block)
+        if self._log is not None:
+            self._log.take_back(last_event)
+
+    def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
+        """Take their content from blocks: it is wrong. Then drop one holder of each released block.
+
+        Free ones are reused first now. O(blocks of the pool).
+
+        Raises:
+            ForeignBlockError: a block of another pool, or the null block.
+            DoubleFreeError: a block is released more often than it is held.
+        """
+        self._check_own(blocks)
+        losing = [block for block in blocks if block.node is not None]
+        freed = self._let_go(released)
+        try:
+            lost = set(losing)
+            empty = [block for block in losing if block.next_free is not None]
+            empty += [block for block in freed if block.node is None or block in lost]
+            empty = self.empty_blocks + empty
+            self._note_lost(losing)
+        except BaseException:
+            hold_again(released)
+            raise
+        self.empty_blocks = empty
+        for block in losing:
+            if block.next_free is not None:
+                self._unqueue(block)
+                block.next_free = block
+            self.trees[block.group].detach(block)
+            self.shelf.drop(block)
+        self._put_back(freed)
 
     def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
         """Keep a held, published block longer than others, once it is free. O(wishes).
@@ -287,11 +259,24 @@ class BlockPool:
             raise BlockStateError(f"keep: wanted a held, published block, got {block!r}")
         self.shelf.keep(block, wishes)
 
-    def advance(self, num_steps: int) -> None:
-        """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks)."""
+    def advance(self, num_steps: int, released: Sequence[Block] = ()) -> None:
+        """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks).
+
+        Then drop one holder of each released block. Raises like `release`.
+        """
+        freed = self._let_go(released)
+        size = len(self.empty_blocks)
+        try:
+            self.empty_blocks += [block for block in freed if block.node is None]
+            fallen = self.shelf.expire(self.step + num_steps)
+        except BaseException:
+            del self.empty_blocks[size:]
+            hold_again(released)
+            raise
         self.step += num_steps
-        for block in self.shelf.expire(self.step):
+        for block in fallen:
             self.free_queue.push_back(block)
+        self._put_back(freed)
 
     def clear(self, *, canonical_order: bool = False) -> int:
         """Forget all published content at once; return how many blocks held some. O(num_blocks).
@@ -302,22 +287,38 @@ class BlockPool:
         free = list(self.free_blocks())
         if canonical_order:
             free.sort(key=lambda block: block.block_id)
-        for block in list(self.free_queue):
-            self.free_queue.remove(block)
-        self.shelf.expire(FOREVER)
-        count = 0
-        for block in self.blocks:
-            if block.node is not None:
-                count += 1
-                block.node = block.prev_copy = block.next_copy = None
-        for tree in self.trees:
-            tree.clear()
-        for block in free:
-            block.next_free = block
-        self.empty_blocks = free[::-1]
+        free.reverse()
+        published = [block for block in self.blocks if block.node is not None]
         if self._log is not None:
             self._log.cleared()
-        return count
+        while self.free_queue.length:
+            self.free_queue.pop_front()
+        self.shelf.clear()
+        for tree in self.trees:
+            tree.clear()
+        for block in published:
+            block.node = block.prev_copy = block.next_copy = None
+        for block in free:
+            block.next_free = block
+        self.empty_blocks = free
+        return len(published)
+
+    def _note_lost(self, blocks: Sequence[Block]) -> None:
+        """Note which contents are lost if these blocks lose theirs, all or none. O(copies)."""
+        if self._log is None:
+            return
+        mark = self._log.number
+        copies: dict[Node, int] = {}
+        try:
+            for block in blocks:
+                node = block.node
+                if node is not None:
+                    copies[node] = copies.get(node, len(node.copies())) - 1
+                    if copies[node] == 0:
+                        self._log.removed(node, block.group)
+        except BaseException:
+            self._log.take_back(mark)
+            raise
 
     def _check_unpublished(
         self, blocks: Sequence[Block], contents: Sequence[bytes], width: int
@@ -335,10 +336,3 @@ class BlockPool:
         for content in contents:
             if len(content) < width:
                 raise InvalidArgumentError(f"contents: wanted {width} bytes, got {len(content)}")
-
-    def _check_own(self, blocks: Iterable[Block]) -> None:
-        everything = self.blocks
-        for block in blocks:
-            block_id = block.block_id
-            if not NULL_BLOCK < block_id < len(everything) or everything[block_id] is not block:
-                raise ForeignBlockError(f"wanted a block of this pool, got {block!r}")

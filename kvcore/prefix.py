@@ -1,14 +1,16 @@
 """What a sequence finds of its prefix, what it publishes, and what a cut leaves of it.
 
-The steps behind the manager's verbs that go through all layer groups together. They change the pool
-and the tables only after everything that could fail has been asked; what a call is for, and whether
-it is allowed, the manager has decided.
+The steps behind the manager's verbs that go through all layer groups together. Each asks and
+allocates first, then lets the pool change, which is the last that can fail, and then only sets what
+is there already: an exception anywhere leaves all as it was. What a call is for, and whether it is
+allowed, the manager has decided.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import islice
 from math import lcm
 
 from kvcore.block import Block, BlockId
@@ -18,8 +20,9 @@ from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_s
 from kvcore.hashing import block_contents
 from kvcore.items import Item, cut_items, encode_items
 from kvcore.pool import BlockPool
-from kvcore.reports import CopyOrder
-from kvcore.retention import wishes_for
+from kvcore.release import cut_tables, leaving
+from kvcore.reports import CopyOrder, Growth
+from kvcore.retention import Wish, wishes_for
 from kvcore.sequence import KVSequence
 
 
@@ -59,24 +62,39 @@ def find_prefix(
     return cached, needed
 
 
-def grow(pool: BlockPool, wanted: Sequence[tuple[BlockTable, int]]) -> list[tuple[BlockId, ...]]:
+def grow(
+    pool: BlockPool,
+    wanted: Sequence[tuple[BlockTable, int]],
+    places: Sequence[tuple[int, int]] = (),
+) -> tuple[tuple[tuple[BlockId, ...], ...], tuple[Growth, ...]]:
     """Append so many new blocks to each table, or to none. O(new blocks).
 
     Returns:
-        For each table the ids that were appended.
+        For each table the ids that were appended; and the same as growths, where `places` says for
+        each table which sequence and which group it belongs to.
 
     Raises:
         OutOfBlocksError: too few blocks are free for all of them.
     """
-    taken = pool.take(sum([count for _, count in wanted]))
-    appended: list[tuple[BlockId, ...]] = []
-    start = 0
-    for table, count in wanted:
-        new = taken[start : start + count]
-        table.grow(new)
-        appended.append(tuple([block.block_id for block in new]))
-        start += count
-    return appended
+    total = sum([count for _, count in wanted])
+    new = iter(pool.next_blocks(total))
+    lengths = [len(table.blocks) for table, _ in wanted]
+    try:
+        for table, count in wanted:
+            table.grow(list(islice(new, count)))
+        appended = tuple(
+            [
+                tuple([block.block_id for block in table.beyond(length)])
+                for (table, _), length in zip(wanted, lengths, strict=True)
+            ]
+        )
+        growths = tuple([Growth(*place, ids) for place, ids in zip(places, appended, strict=False)])
+        pool.take(total)
+    except BaseException:
+        for (table, _), length in zip(wanted, lengths, strict=True):
+            table.cut(length)
+        raise
+    return appended, growths
 
 
 def committable(seq: KVSequence, num_tokens: int) -> int:
@@ -104,24 +122,74 @@ def advance_to(pool: BlockPool, seq: KVSequence, computed: int) -> None:
 
     O(blocks filled and given back).
     """
-    seq.num_computed_tokens = computed
-    for number, table in enumerate(seq.tables):
-        size = table.block_size
-        full = computed // size
-        if full > table.num_published and seq.namespace_key is not None:
-            first = table.num_published
+    advance_all(pool, [(seq, computed)])
+
+
+def advance_all(pool: BlockPool, targets: Sequence[tuple[KVSequence, int]]) -> None:
+    """Set how much of each sequence is computed, or of none; otherwise like `advance_to`.
+
+    O(sequences + blocks filled and given back).
+    """
+    filled: list[tuple[KVSequence, int, int]] = []
+    passed: list[tuple[BlockTable, int]] = []
+    for seq, computed in targets:
+        for number, table in enumerate(seq.tables):
+            full = computed // table.block_size
+            if full > table.num_published and seq.namespace_key is not None:
+                filled.append((seq, number, full))
+            if table.forgets:
+                kept = first_kept_block(table.group, table.block_size, computed)
+                if kept > table.num_null:
+                    passed.append((table, kept))
+    if filled or passed:
+        _publish_and_release(pool, filled, passed)
+    for seq, computed in targets:
+        seq.num_computed_tokens = computed
+    for seq, number, full in filled:
+        seq.tables[number].num_published = full
+    for table, kept in passed:
+        table.forget(pool.blocks[0], kept)
+
+
+def _publish_and_release(
+    pool: BlockPool,
+    filled: Sequence[tuple[KVSequence, int, int]],
+    passed: Sequence[tuple[BlockTable, int]],
+) -> None:
+    """Let the pool know what is full now, (sequence, group, blocks), and out of sight; or neither.
+
+    Published blocks are kept as their sequences wish.
+    """
+    last_event = pool.last_event
+    published: list[Block] = []
+    try:
+        for seq, number, full in filled:
+            table = seq.tables[number]
+            first, size = table.num_published, table.block_size
             blocks = table.blocks[first:full]
-            parent = table.blocks[first - 1] if first else None
+            published += blocks
             contents = block_contents(seq.packed, seq.items, first, full, size)
-            pool.publish(blocks, seq.namespace_key, parent, contents, number)
-            table.num_published = full
-            if seq.wishes:
-                for index, block in enumerate(blocks, first):
-                    keep(pool, seq, block, index * size)
-        if table.forgets:
-            kept = first_kept_block(table.group, size, computed)
-            if kept > table.num_null:
-                pool.release(table.forget(pool.blocks[0], kept))
+            parent = table.blocks[first - 1] if first else None
+            pool.publish(blocks, seq.namespace_key or b"", parent, contents, number)
+            for index, block in enumerate(blocks if seq.wishes else (), first):
+                keep(pool, seq, block, index * size)
+        if passed:
+            pool.release([block for table, kept in passed for block in table.before(kept)])
+    except BaseException:
+        pool.unpublish(published, last_event)
+        raise
+
+
+def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[Wish, ...]]]:
+    """Return how the hits of a new sequence are to be kept, as it wishes. O(hits * wishes)."""
+    kept: list[tuple[Block, tuple[Wish, ...]]] = []
+    for table in seq.tables:
+        for place in range(table.num_null, len(table.blocks)):
+            start = place * table.block_size
+            wishes = wishes_for(seq.wishes, start, seq.opened_at, pool.step)
+            if wishes:
+                kept.append((table.blocks[place], pool.shelf.front(table.blocks[place], wishes)))
+    return kept
 
 
 def keep(pool: BlockPool, seq: KVSequence, block: Block, start: int) -> None:
@@ -136,34 +204,46 @@ def _items_by_block(items: Sequence[Item], size: int, num_tokens: int) -> list[b
     return encode_items(items, 0, num_tokens // size, size) if items else None
 
 
-def share_computed(
-    pool: BlockPool, parent: KVSequence, child: KVSequence, own: Sequence[Block]
-) -> tuple[CopyOrder, ...]:
-    """Give a new sequence all that another has computed. O(num_blocks).
+def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tuple[CopyOrder, ...]:
+    """Give a new sequence all that another has computed, or nothing. O(num_blocks).
 
     Args:
         pool: the pool of both.
         parent: the sequence to share with.
-        child: a sequence with the same tokens and empty tables.
-        own: one taken block for each group whose last block is half full.
+        child: a sequence with the same tokens and empty tables, that nobody knows yet.
 
     Returns:
-        What has to be copied into those.
+        What has to be copied into the blocks of its own: one for each group whose last is half
+        full.
+
+    Raises:
+        OutOfBlocksError: too few blocks are free for those.
     """
+    computed = parent.num_computed_tokens
+    half_full = [table for table in parent.tables if computed % table.block_size]
+    own = pool.next_blocks(len(half_full))
+    held: list[Block] = []
     child.num_computed_tokens = parent.num_computed_tokens
     child.wishes, child.opened_at = parent.wishes, parent.opened_at
     orders: list[CopyOrder] = []
     for number, (mine, its) in enumerate(zip(parent.tables, child.tables, strict=True)):
-        full, rest = divmod(parent.num_computed_tokens, mine.block_size)
+        full, rest = divmod(computed, mine.block_size)
         shared = mine.blocks[mine.num_null : full]
-        pool.hold(shared)
+        held += shared
         its.start(pool.blocks[0], mine.num_null, shared)
         its.num_published = mine.num_published
         if rest:
             copy = own[len(orders)]
             its.grow([copy])
             orders.append(CopyOrder(mine.blocks[full].block_id, copy.block_id, rest, number))
-    return tuple(orders)
+    found = tuple(orders)
+    pool.hold(held)
+    try:
+        pool.take(len(own))
+    except BaseException:
+        pool.release(held)  # the parent holds them too, so none becomes free
+        raise
+    return found
 
 
 def computed_after_cut(seq: KVSequence, num_tokens: int) -> int:
@@ -212,13 +292,7 @@ def distrust_from(
     if num_tokens < seq.num_computed_tokens:
         suspects = [other for other in sequences if _agree(seq, other, num_tokens + 1)]
     doubtful = [block for suspect in suspects for block in _doubtful(suspect, num_tokens)]
-    numbers: set[int] = {block.block_id for block in doubtful}
-    for number in sorted(numbers):
-        pool.forget(pool.blocks[number])
-    set_back = [other for other in sequences if _has_any(other, numbers)]
-    for other in set_back:
-        _compute_again(pool, other, numbers)
-    return tuple(set_back)
+    return _take_from_all(pool, doubtful, sequences)
 
 
 def _agree(one: KVSequence, other: KVSequence, num_tokens: int) -> bool:
@@ -251,8 +325,30 @@ def _has_any(seq: KVSequence, numbers: set[int]) -> bool:
     return any(not numbers.isdisjoint(table.block_ids) for table in seq.tables)
 
 
-def _compute_again(pool: BlockPool, seq: KVSequence, doubtful: set[int]) -> None:
-    """Set a sequence back to before the first of its blocks that is in doubt. O(num_blocks)."""
+def _take_from_all(
+    pool: BlockPool, doubtful: Sequence[Block], sequences: Sequence[KVSequence]
+) -> tuple[KVSequence, ...]:
+    """Take the content of blocks away, and set back every sequence that has one of them.
+
+    All or nothing. Returns those sequences.
+    """
+    numbers: set[int] = {block.block_id for block in doubtful}
+    set_back = tuple([seq for seq in sequences if _has_any(seq, numbers)])
+    targets = [(seq, _computed_before(seq, numbers)) for seq in set_back]
+    released: list[Block] = []
+    for seq, computed in targets:
+        released += leaving(seq, computed)
+    pool.forget([pool.blocks[number] for number in sorted(numbers)], released)
+    for seq, computed in targets:
+        cut_tables(seq, computed)
+        seq.num_computed_tokens = computed
+        seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
+        seq.cut_names(computed)
+    return set_back
+
+
+def _computed_before(seq: KVSequence, doubtful: set[int]) -> int:
+    """Return how much of a sequence stands before its first block in doubt. O(num_blocks)."""
     computed = seq.num_computed_tokens
     for table in seq.tables:
         for place, block_id in enumerate(table.block_ids):
@@ -261,52 +357,4 @@ def _compute_again(pool: BlockPool, seq: KVSequence, doubtful: set[int]) -> None
                 break
     # A whole number of blocks of every group: what is left in part may be shared.
     computed -= computed % lcm(*[table.block_size for table in seq.tables])
-    computed = _computed_in_sight(seq, computed)
-    release_from(pool, seq, computed)
-    seq.num_computed_tokens = computed
-    seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
-    seq.cut_names(computed)
-
-
-def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Block]:
-    """Return the blocks of a sequence in the order of release. O(num_blocks).
-
-    Every one that it holds, or only those of its first `num_tokens` tokens.
-    """
-    runs: list[tuple[int, int, list[Block]]] = []
-    for table in seq.tables:
-        stop = len(table.blocks)
-        if num_tokens is not None:
-            stop = min(stop, -(-num_tokens // table.block_size))
-        runs.append((table.num_null, table.block_size, table.blocks[table.num_null : stop]))
-    return _tail_first(runs)
-
-
-def release_from(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
-    """Give back every block that the first `num_tokens` tokens do not need, tail first.
-
-    O(blocks released), with several groups O(n log n).
-    """
-    runs: list[tuple[int, int, list[Block]]] = []
-    for table in seq.tables:
-        length = len(table.blocks)
-        left = table.cut(-(-num_tokens // table.block_size))
-        runs.append((length - len(left), table.block_size, left))
-    pool.release(_tail_first(runs))
-
-
-def _tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
-    """Order runs of blocks, (first place, block size, blocks) for each group, by where they end.
-
-    The tails of all groups come before the heads of any: what is reused first is what the fewest
-    prefixes need.
-    """
-    if len(runs) == 1:
-        return runs[0][2][::-1]
-    placed = [
-        ((first + index + 1) * size, number, block)
-        for number, (first, size, blocks) in enumerate(runs)
-        for index, block in enumerate(blocks)
-    ]
-    placed.sort(key=lambda entry: (entry[0], entry[1]), reverse=True)
-    return [block for _, _, block in placed]
+    return _computed_in_sight(seq, computed)

@@ -18,7 +18,7 @@ from typing import final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block
-from kvcore.errors import BlockStateError, InvalidArgumentError
+from kvcore.errors import InvalidArgumentError
 from kvcore.free_queue import FreeQueue
 
 FOREVER = 2**63 - 1
@@ -107,8 +107,8 @@ class RetentionShelf:
         self._queues: dict[int, FreeQueue] = {}
         self.num_free = 0
 
-    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
-        """Keep a held block at least as strongly as this. O(wishes)."""
+    def front(self, block: Block, wishes: Sequence[Wish]) -> tuple[Wish, ...]:
+        """Return what a block is kept for if these wishes join. O(wishes)."""
         latest = 0
         front: list[Wish] = []
         for priority, deadline in sorted(
@@ -117,27 +117,42 @@ class RetentionShelf:
             if deadline > latest:
                 front.append((priority, deadline))
                 latest = deadline
+        for priority, _ in front:  # nothing that is freed later has to make its queue
+            if priority not in self._queues:
+                self._queues[priority] = FreeQueue()
+        return tuple(front)
+
+    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
+        """Keep a held block at least as strongly as this. O(wishes)."""
+        front = self.front(block, wishes)
         if front:
-            self.kept[block.block_id] = tuple(front)
+            self.kept[block.block_id] = front
+
+    def make_room(self, blocks: Sequence[Block]) -> None:
+        """Let wishes for these blocks be set without a growth that could fail. O(len(blocks))."""
+        try:
+            for block in blocks:
+                self.kept.setdefault(block.block_id, ())
+        except BaseException:
+            for block in blocks:
+                if not self.kept.get(block.block_id, True):
+                    del self.kept[block.block_id]
+            raise
 
     def drop(self, block: Block) -> None:
         """Forget the wishes for a block that is not on a shelf. O(1)."""
         self.kept.pop(block.block_id, None)
 
     def push(self, block: Block) -> bool:
-        """Put a block that has just become free on its shelf, last in line. O(1).
+        """Put a block that has just become free on its shelf, last in line. Cannot fail. O(1).
 
         Returns:
             False if nobody wants it kept.
         """
         wishes = self.kept.get(block.block_id)
-        if wishes is None:
+        if not wishes:
             return False
-        priority = wishes[0][0]
-        queue = self._queues.get(priority)
-        if queue is None:
-            queue = self._queues[priority] = FreeQueue()
-        queue.push_back(block)
+        self._queues[wishes[0][0]].push_back(block)
         self.num_free += 1
         return True
 
@@ -148,52 +163,41 @@ class RetentionShelf:
             False if it is on none.
         """
         wishes = self.kept.get(block.block_id)
-        if wishes is None:
+        if not wishes:
             return False
         self._queues[wishes[0][0]].remove(block)
         self.num_free -= 1
         return True
 
-    def pop(self) -> Block:
-        """Take the block that is reused first, and forget the wishes for it. O(priorities).
-
-        Raises:
-            BlockStateError: no block waits here.
-        """
-        for priority in sorted(self._queues):
-            queue = self._queues[priority]
-            if len(queue):
-                block = queue.pop_front()
-                self.num_free -= 1
-                del self.kept[block.block_id]
-                return block
-        raise BlockStateError("pop: wanted a kept block, none is free")
+    def clear(self) -> None:
+        """Keep nothing any more; whatever waits is free elsewhere. Cannot fail. O(num_free)."""
+        for queue in self._queues.values():
+            while queue.length:
+                queue.pop_front()
+        self.kept.clear()
+        self.num_free = 0
 
     def expire(self, now: int) -> list[Block]:
-        """Forget the wishes whose time is over. O(kept blocks).
+        """Forget the wishes whose time is over, all or none. O(kept blocks).
 
         A block on a shelf falls to that of the wish that is left.
 
         Returns:
             The free blocks for which no wish is left, in the order of their reuse.
         """
-        freed: list[Block] = []
-        for block in list(self):
-            left = _still(self.kept[block.block_id], now)
-            if left != self.kept[block.block_id]:
-                self.remove(block)
-                if left:
-                    self.kept[block.block_id] = left
-                    self.push(block)
-                else:
-                    del self.kept[block.block_id]
-                    freed.append(block)
-        for block_id, wishes in list(self.kept.items()):
-            left = _still(wishes, now)
+        still = [(block_id, _still(wishes, now)) for block_id, wishes in self.kept.items()]
+        changed = {block_id: left for block_id, left in still if left != self.kept[block_id]}
+        falling = [block for block in self if block.block_id in changed]
+        freed = [block for block in falling if not changed[block.block_id]]
+        for block in falling:
+            self.remove(block)
+        for block_id, left in changed.items():
             if left:
                 self.kept[block_id] = left
             else:
                 del self.kept[block_id]
+        for block in falling:
+            self.push(block)
         return freed
 
     def __iter__(self) -> Iterator[Block]:

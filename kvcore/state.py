@@ -179,7 +179,7 @@ class CacheState:
             num_blocks=len(self.pool.blocks),
             num_used_blocks=self.pool.num_used_blocks,
             num_free_blocks=self.pool.num_free_blocks,
-            num_cached_blocks=sum([block.node is not None for block in self.pool.blocks]),
+            num_cached_blocks=self.pool.num_cached_blocks,
             peak_used_blocks=self.pool.peak_used_blocks,
             num_queried_tokens=self._num_queried_tokens,
             num_hit_tokens=self._num_hit_tokens,
@@ -225,8 +225,6 @@ class CacheState:
     ) -> KVSequence:
         seq = KVSequence(self, self._next_seq_id, packed, key, self.groups, items)
         seq.opened_at = self.pool.step
-        self._next_seq_id += 1
-        self.sequences[seq.seq_id] = seq
         return seq
 
     def _check_open(self, seq: KVSequence) -> None:
@@ -238,6 +236,14 @@ class CacheState:
         if seq.owner is not self:
             raise ForeignSequenceError(f"seq: {seq!r} was opened by another manager")
         raise StaleSequenceError(f"seq: {seq!r} is closed, or a copy")
+
+    def _room_wanted(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
+        # Arguments first: what an `__index__` does must not come between a check and its use.
+        count = as_int("num_tokens", num_tokens, 0)
+        self._check_open(seq)
+        total = seq.num_computed_tokens + count
+        self._check_length(total)
+        return total
 
     def _check_length(self, num_tokens: int) -> None:
         if self.max_model_len is not None and num_tokens > self.max_model_len:

@@ -94,8 +94,8 @@ class NaivePool:
     def release(self, block_ids):
         for block_id in block_ids:
             self.refs[block_id] -= 1
-        freed = [b for b in dict.fromkeys(block_ids) if self.refs[b] == 0]
-        for block_id in freed:
+        last_named = reversed(dict.fromkeys(reversed(block_ids)))
+        for block_id in [b for b in last_named if self.refs[b] == 0]:
             if self.content_of(block_id) is None:
                 self.free.insert(0, block_id)
             else:

@@ -108,7 +108,9 @@ def hold_the_null_block(kv):
 
 def forget_a_block_in_sight(kv):
     table = kv.sequences[0].tables[0]
-    kv.pool.release(table.forget(kv.pool.blocks[0], 1))
+    gone = table.before(1)
+    table.forget(kv.pool.blocks[0], 1)
+    kv.pool.release(gone)
 
 
 def say_null_of_a_held_block(kv):

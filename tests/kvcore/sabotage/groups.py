@@ -15,7 +15,9 @@ class window_is_released_on_scheduled_tokens(kvcore.KVCacheManager):  # vLLM PR 
         for table in seq.tables:
             scheduled = seq.num_computed_tokens + num_tokens
             kept = first_kept_block(table.group, table.block_size, scheduled)
-            self.pool.release(table.forget(self.pool.blocks[0], min(kept, table.num_published)))
+            unseen = min(kept, table.num_published)
+            self.pool.release(table.before(unseen))
+            table.forget(self.pool.blocks[0], unseen)
         return new
 
 
@@ -25,7 +27,8 @@ class window_is_one_block_short(kvcore.KVCacheManager):
         super().commit(seq, num_tokens)
         for table in seq.tables:
             if num_tokens and len(table.blocks) > table.num_null + 2:
-                self.pool.release(table.forget(self.pool.blocks[0], table.num_null + 1))
+                self.pool.release(table.before(table.num_null + 1))
+                table.forget(self.pool.blocks[0], table.num_null + 1)
 
 
 @in_manager("P7", "P24", "P18", "P1", "P2", layouts=("full and window",))

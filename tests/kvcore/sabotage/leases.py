@@ -32,7 +32,7 @@ class CarelessBook(kvcore.LeaseBook):
 class EndlessBook(kvcore.LeaseBook):
     """Knows no deadline."""
 
-    def expire(self):
+    def due(self, step):
         return ()
 
 
@@ -76,10 +76,5 @@ class loads_fail_without_the_copies_of_forks(kvcore.KVCacheManager):
     def fail_load(self, seq, num_tokens):
         if not 0 <= num_tokens <= seq.num_computed_tokens:
             return super().fail_load(seq, num_tokens)
-        numbers = {block.block_id for block in prefix._doubtful(seq, num_tokens)}
-        for number in sorted(numbers):
-            self.pool.forget(self.pool.blocks[number])
-        hit = [other for other in self.sequences.values() if prefix._has_any(other, numbers)]
-        for other in hit:
-            prefix._compute_again(self.pool, other, numbers)
-        return tuple(hit)
+        doubtful = prefix._doubtful(seq, num_tokens)
+        return prefix._take_from_all(self.pool, doubtful, list(self.sequences.values()))

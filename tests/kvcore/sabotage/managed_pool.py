@@ -25,7 +25,7 @@ class manager_finds_what_was_evicted(kvcore.BlockPool):  # vLLM PR #4764
 
 @in_manager("P2", "P7", "P1", "P13")
 class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):  # vLLM PR #10507
-    def hold(self, blocks):
+    def hold(self, blocks, kept=()):
         pass
 
 

@@ -34,8 +34,9 @@ class manager_publishes_what_is_only_reserved(kvcore.KVCacheManager):  # TGI PR 
 def keep_the_cut_block(manager, seq, num_tokens):
     """Cut a sequence and go on writing in the block that the cut goes through."""
     for table in seq.tables:
-        left = table.cut(-(-num_tokens // table.block_size))
-        manager.pool.release(left[::-1])
+        keep = -(-num_tokens // table.block_size)
+        manager.pool.release(table.beyond(keep)[::-1])
+        table.cut(keep)
     del seq.packed[num_tokens:]
     seq.items = cut_items(seq.items, num_tokens)
     seq.num_computed_tokens = min(seq.num_computed_tokens, num_tokens)

@@ -1,0 +1,146 @@
+"""Every block there is, held or free; the free ones wait in the order of their reuse.
+
+Blocks without content go first, because nothing is lost with them, the last released foremost; then
+published ones, least recently used first; then those that are to be kept longer. Callers release a
+sequence's blocks tail first, so that a shared prefix outlives what followed it.
+
+What changes here for good is links, counters and entries that are there already, so a change cannot
+fail in the middle; what can fail is asked before. `BlockPool` is this plus content: nothing here
+knows what a block holds, beyond whether it holds anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import SupportsIndex
+
+from kvcore.arguments import as_int
+from kvcore.block import NULL_BLOCK, Block
+from kvcore.errors import DoubleFreeError, ForeignBlockError, OutOfBlocksError
+from kvcore.free_queue import FreeQueue
+from kvcore.lifetimes import LifetimeRecorder
+from kvcore.retention import RetentionShelf
+
+
+class FreeBlocks:
+    """All blocks, and the free ones among them.
+
+    Attributes:
+        blocks: every block, by id.
+        empty_blocks: the free ones without content, the one reused next last: they go first. Their
+            `next_free` is themselves, which says that they are free.
+        free_queue: the free ones with content, the one reused next first.
+        shelf: the free ones that are to be kept longer, reused after all others.
+        lifetimes: how long blocks live, lie idle and wait; None: nobody wants to know.
+        step: the time that deadlines speak of, as the caller counts it.
+        least_free_blocks: the fewest that were free at once.
+    """
+
+    __slots__ = (
+        "blocks",
+        "empty_blocks",
+        "free_queue",
+        "least_free_blocks",
+        "lifetimes",
+        "shelf",
+        "step",
+    )
+
+    def __init__(self, num_blocks: SupportsIndex) -> None:
+        num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free_queue = FreeQueue()
+        self.shelf = RetentionShelf()
+        self.empty_blocks = self.blocks[:0:-1]
+        for block in self.empty_blocks:
+            block.next_free = block
+        self.lifetimes: LifetimeRecorder | None = None
+        self.step = 0
+        self.least_free_blocks = len(self.empty_blocks)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """How many blocks can be handed out in all. O(1)."""
+        return len(self.blocks) - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """How many blocks `take` could hand out now. O(1)."""
+        return len(self.empty_blocks) + self.free_queue.length + self.shelf.num_free
+
+    @property
+    def num_used_blocks(self) -> int:
+        """How many blocks are held. O(1)."""
+        return len(self.blocks) - 1 - self.num_free_blocks
+
+    def free_blocks(self) -> Iterator[Block]:
+        """Yield the free blocks in the order of their reuse. O(num_free_blocks)."""
+        yield from reversed(self.empty_blocks)
+        yield from self.free_queue
+        yield from self.shelf
+
+    @property
+    def peak_used_blocks(self) -> int:
+        """The most blocks that were held at once. O(1)."""
+        return len(self.blocks) - 1 - self.least_free_blocks
+
+    def next_blocks(self, count: int) -> list[Block]:
+        """Return the blocks that `take` would hand out, in its order; changes nothing. O(count).
+
+        Raises:
+            OutOfBlocksError: fewer are free.
+        """
+        empty = self.empty_blocks
+        if count <= len(empty):
+            # A slice of a list moves many blocks at the price of one.
+            found = empty[len(empty) - count :]
+            found.reverse()
+            return found
+        if count > self.num_free_blocks:
+            raise OutOfBlocksError(count, self.num_free_blocks)
+        return list(islice(self.free_blocks(), count))
+
+    def _unqueue(self, block: Block) -> None:
+        """Take a free block with content from where it waits. Cannot fail."""
+        if not (self.shelf.num_free and self.shelf.remove(block)):
+            self.free_queue.remove(block)
+
+    def _let_go(self, blocks: Sequence[Block]) -> list[Block]:
+        """Drop one holder of each block, or of none; return those that nobody holds any more."""
+        self._check_own(blocks)
+        freed: list[Block] = []
+        for index, block in enumerate(blocks):
+            if block.ref_count == 0:
+                hold_again(blocks[:index])
+                raise DoubleFreeError(
+                    f"release: block {block.block_id} is named more often than it is held"
+                )
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                freed.append(block)
+        return freed
+
+    def _put_back(self, freed: Sequence[Block]) -> None:
+        """Queue blocks that nobody holds; those without content are in place. Cannot fail."""
+        for block in freed:
+            if block.node is None:
+                block.next_free = block
+                continue
+            if self.lifetimes is not None:
+                self.lifetimes.freed(block.block_id, self.step)
+            if not (self.shelf.kept and self.shelf.push(block)):
+                self.free_queue.push_back(block)
+
+    def _check_own(self, blocks: Iterable[Block]) -> None:
+        everything = self.blocks
+        for block in blocks:
+            block_id = block.block_id
+            if not NULL_BLOCK < block_id < len(everything) or everything[block_id] is not block:
+                raise ForeignBlockError(f"wanted a block of this pool, got {block!r}")
+
+
+def hold_again(blocks: Sequence[Block]) -> None:
+    """Undo what letting go of blocks has counted. Cannot fail. O(len(blocks))."""
+    for block in blocks:
+        block.ref_count += 1

@@ -1,0 +1,61 @@
+"""In which order a sequence gives its blocks back: the tails of all groups before the heads of any.
+
+What is reused first is then what the fewest prefixes need. These functions name the blocks and cut
+the tables; the pool counts and frees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcore.block import Block
+from kvcore.sequence import KVSequence
+
+
+def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Block]:
+    """Return the blocks of a sequence in the order of release. O(num_blocks).
+
+    Every one that it holds, or only those of its first `num_tokens` tokens.
+    """
+    runs: list[tuple[int, int, list[Block]]] = []
+    for table in seq.tables:
+        stop = len(table.blocks)
+        if num_tokens is not None:
+            stop = min(stop, -(-num_tokens // table.block_size))
+        runs.append((table.num_null, table.block_size, table.blocks[table.num_null : stop]))
+    return _tail_first(runs)
+
+
+def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
+    """Return every block that the first `num_tokens` tokens do not need, tail first.
+
+    O(blocks returned), with several groups O(n log n).
+    """
+    runs: list[tuple[int, int, list[Block]]] = []
+    for table in seq.tables:
+        left = table.beyond(-(-num_tokens // table.block_size))
+        runs.append((len(table.blocks) - len(left), table.block_size, left))
+    return _tail_first(runs)
+
+
+def cut_tables(seq: KVSequence, num_tokens: int) -> None:
+    """Let what `leaving` returns, and the pool has got back, leave the tables. Cannot fail."""
+    for table in seq.tables:
+        table.cut(-(-num_tokens // table.block_size))
+
+
+def _tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
+    """Order runs of blocks, (first place, block size, blocks) for each group, by where they end.
+
+    The tails of all groups come before the heads of any: what is reused first is what the fewest
+    prefixes need.
+    """
+    if len(runs) == 1:
+        return runs[0][2][::-1]
+    placed = [
+        ((first + index + 1) * size, number, block)
+        for number, (first, size, blocks) in enumerate(runs)
+        for index, block in enumerate(blocks)
+    ]
+    placed.sort(key=lambda entry: (entry[0], entry[1]), reverse=True)
+    return [block for _, _, block in placed]
