@@ -27,23 +27,24 @@ def check_cache(
     And their scales: only where the caches are quantised.
     """
     require_tensor("k_cache", k_cache, shape=(None, None, None, None))
-    if k_cache.device.type != backend.device.type:
-        raise InvalidArgumentError("k_cache", f"device {backend.device}", f"{k_cache.device}")
+    device, dtype, shape = k_cache.device, k_cache.dtype, k_cache.shape
+    if device.type != backend.device.type:
+        raise InvalidArgumentError("k_cache", f"device {backend.device}", f"{device}")
     can = backend.capabilities
-    if k_cache.dtype not in (*can.dtypes, *can.quantised):
+    if dtype not in can.dtypes and dtype not in can.quantised:
         names = _names((*can.dtypes, *can.quantised))
-        raise UnsupportedError("k_cache", f"a dtype of {names}", str(k_cache.dtype))
-    if 0 in k_cache.shape:
-        raise InvalidArgumentError("k_cache", "no empty dimension", f"shape {list(k_cache.shape)}")
-    head_dim, limit = k_cache.shape[3], can.max_head_dim
+        raise UnsupportedError("k_cache", f"a dtype of {names}", str(dtype))
+    if 0 in shape:
+        raise InvalidArgumentError("k_cache", "no empty dimension", f"shape {list(shape)}")
+    head_dim, limit = shape[3], can.max_head_dim
     if head_dim > limit:
         raise UnsupportedError("k_cache", f"a head_dim of at most {limit}", str(head_dim))
-    require_tensor(
-        "v_cache", v_cache, dtype=k_cache.dtype, shape=tuple(k_cache.shape), device=k_cache.device
-    )
+    require_tensor("v_cache", v_cache, dtype=dtype, shape=shape, device=device)
+    if k_scale is None and v_scale is None:
+        return
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
-            _check_scale(name, scale, k_cache, quantised=k_cache.dtype in can.quantised)
+            _check_scale(name, scale, k_cache, quantised=dtype in can.quantised)
 
 
 def _check_scale(name: str, scale: Tensor, cache: Tensor, *, quantised: bool) -> None:
@@ -110,12 +111,12 @@ def check_paged_attention(
     require_tensor(
         "query", query, dtype=dtype, shape=(batch.num_tokens, None, head_dim), device=device
     )
-    num_q_heads = query.shape[1]
+    num_q_heads, can = query.shape[1], backend.capabilities
     if num_q_heads == 0 or num_q_heads % num_kv_heads:
         raise InvalidArgumentError(
             "query", f"a multiple of {num_kv_heads} heads", f"{num_q_heads} heads"
         )
-    limit = backend.capabilities.max_group_size
+    limit = can.max_group_size
     if num_q_heads // num_kv_heads > limit:
         came = f"{num_q_heads} over {num_kv_heads}"
         raise UnsupportedError("query", f"at most {limit} query heads a KV head", came)
@@ -124,7 +125,7 @@ def check_paged_attention(
         wanted = f"entries for max_seq_len = {batch.max_seq_len} tokens"
         raise InvalidArgumentError("batch.block_table", wanted, f"entries for {room}")
     if out is not None:
-        require_tensor("out", out, dtype=dtype, shape=tuple(query.shape), device=device)
+        require_tensor("out", out, dtype=dtype, shape=query.shape, device=device)
     _check_logits(backend, scale, window, soft_cap)
     if batch_invariant:
         _check_feature(backend, "batch_invariant")

@@ -265,18 +265,22 @@ def require_tensor(
         raise InvalidArgumentError(name, "a tensor", type(tensor).__name__)
     if dtype is not None and tensor.dtype != dtype:
         raise InvalidArgumentError(name, str(dtype), str(tensor.dtype))
-    if shape is not None and not _fits(tuple(tensor.shape), shape):
+    found = tensor.shape
+    if shape is not None and found != shape and not _fits(found, shape):
         text = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
-        raise InvalidArgumentError(name, f"shape {text}", f"shape {list(tensor.shape)}")
+        raise InvalidArgumentError(name, f"shape {text}", f"shape {list(found)}")
     if device is not None and tensor.device != device:
         raise InvalidArgumentError(name, f"device {device}", f"device {tensor.device}")
-    if tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    if found and found[-1] > 1 and tensor.stride(-1) != 1:
         raise InvalidArgumentError(
             name, "a contiguous last dimension", f"stride {tensor.stride(-1)} there"
         )
 
 
-def _fits(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    return len(shape) == len(wanted) and all(
-        want is None or size == want for size, want in zip(shape, wanted, strict=True)
-    )
+def _fits(found: Sequence[int], wanted: tuple[int | None, ...]) -> bool:
+    if len(found) != len(wanted):
+        return False
+    for want, size in zip(wanted, found, strict=True):  # a loop: this runs in every call
+        if want is not None and size != want:
+            return False
+    return True

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backends.contract import PagedBatch
+from backends.contract import PagedBatch, SharedPrefix
 
 BLOCK_SIZE = 16
 HEAD_DIM = 128
@@ -34,7 +34,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """A batch of equal sequences with `new` query tokens each; bf16 unless told otherwise."""
+    """A batch of equal sequences with `new` query tokens each; bf16 unless told otherwise.
+
+    The first `shared` positions of all are the same blocks.
+    """
 
     batch: int
     length: int
@@ -43,19 +46,24 @@ class DecodeCase:
     head_dim: int = HEAD_DIM
     dtype: torch.dtype = torch.bfloat16
     new: int = 1
+    cache_dtype: torch.dtype | None = None
+    """Of a quantised cache; None: `dtype`."""
+    shared: int = 0
 
     @property
     def name(self) -> str:
         """As the tables of the documentation name it."""
         kind = "decode" if self.new == 1 else f"prefill {self.new} of"
         heads = f"{self.num_q_heads}/{self.num_kv_heads} heads d{self.head_dim}"
-        return f"{kind} {self.batch} x {self.length}, {heads}, {str(self.dtype)[6:]}"
+        cache = "" if self.cache_dtype is None else f" over {str(self.cache_dtype)[6:]}"
+        shared = f", {self.shared} shared" if self.shared else ""
+        return f"{kind} {self.batch} x {self.length}{shared}, {heads}, {str(self.dtype)[6:]}{cache}"
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that have to be read at least once."""
-        row = self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        return 2 * self.batch * self.length * row
+        row = self.num_kv_heads * self.head_dim * (self.cache_dtype or self.dtype).itemsize
+        return 2 * (self.batch * (self.length - self.shared) + self.shared) * row
 
     @property
     def flop(self) -> int:
@@ -67,8 +75,10 @@ class DecodeCase:
         """Query, caches with shuffled blocks, batch."""
         blocks = -(-self.length // BLOCK_SIZE)
         shape = (1 + self.batch * blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim)
-        caches = [torch.randn(shape, device=device).to(self.dtype) for _ in range(2)]
+        kind = self.cache_dtype or self.dtype
+        caches = [torch.randn(shape, device=device).to(kind) for _ in range(2)]
         table = 1 + torch.randperm(self.batch * blocks, device=device).view(self.batch, blocks)
+        table[:, : self.shared // BLOCK_SIZE] = table[0, : self.shared // BLOCK_SIZE]
         rows = self.batch * self.new
         query = torch.randn(rows, self.num_q_heads, self.head_dim, device=device).to(self.dtype)
         batch = PagedBatch(
@@ -78,6 +88,7 @@ class DecodeCase:
             torch.full((rows,), -1, dtype=torch.int64, device=device),
             self.new,
             self.length,
+            SharedPrefix(0, self.batch, self.shared) if self.shared else None,
         )
         return query, caches[0], caches[1], batch
 

@@ -22,28 +22,19 @@ class NumbaBackend:
 
     __slots__ = ("_workers",)
 
+    name = "numba"
+    device = torch.device("cpu")
+    capabilities = Capabilities(
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        max_head_dim=1 << 16,
+        max_group_size=1 << 16,
+        features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
+        quantised=(torch.float8_e4m3fn,),
+    )
+    """Three dtypes and e4m3 caches; sizes without a limit of its own."""
+
     def __init__(self) -> None:
         self._workers = Workers()
-
-    @property
-    def name(self) -> str:
-        """The name it is asked for by."""
-        return "numba"
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return torch.device("cpu")
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Three dtypes and e4m3 caches; sizes without a limit of its own."""
-        return Capabilities(
-            dtypes=(torch.float32, torch.bfloat16, torch.float16),
-            max_head_dim=1 << 16,
-            max_group_size=1 << 16,
-            quantised=(torch.float8_e4m3fn,),
-        )
 
     def store_kv(
         self,

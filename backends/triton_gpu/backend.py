@@ -16,15 +16,19 @@ from backends.triton_gpu.store_kv import store_kv
 class TritonBackend:
     """Triton kernels on the current CUDA device; see `backends.Backend` for the operations."""
 
-    __slots__ = ("_place",)
+    __slots__ = ("_capabilities", "_place")
+
+    name = "triton"
 
     def __init__(self, *, interpreting: bool) -> None:
         self._place = Place(interpreting=interpreting)
-
-    @property
-    def name(self) -> str:
-        """The name it is asked for by."""
-        return "triton"
+        halves = (torch.float16,) if interpreting else (torch.float16, torch.bfloat16)
+        self._capabilities = Capabilities(
+            dtypes=(torch.float32, *halves),
+            max_head_dim=256,
+            max_group_size=64,
+            features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
+        )
 
     @property
     def device(self) -> torch.device:
@@ -34,8 +38,7 @@ class TritonBackend:
     @property
     def capabilities(self) -> Capabilities:
         """Three dtypes; no bfloat16 under the interpreter, which computes it wrongly."""
-        halves = (torch.float16,) if self._place.interpreting else (torch.float16, torch.bfloat16)
-        return Capabilities(dtypes=(torch.float32, *halves), max_head_dim=256, max_group_size=64)
+        return self._capabilities
 
     def store_kv(
         self,

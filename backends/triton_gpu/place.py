@@ -39,16 +39,13 @@ else:
 class Place:
     """A device type and the guard that a launch needs there."""
 
-    __slots__ = ("_turns", "interpreting")
+    __slots__ = ("_turns", "device", "interpreting")
 
     def __init__(self, *, interpreting: bool) -> None:
         self.interpreting = interpreting
-        self._turns = threading.Lock()
-
-    @property
-    def device(self) -> torch.device:
+        self.device = torch.device("cpu" if interpreting else "cuda")
         """The current CUDA device, or the CPU under the interpreter."""
-        return torch.device("cpu" if self.interpreting else "cuda")
+        self._turns = threading.Lock()
 
     def num_multiprocessors(self, device: torch.device) -> int:
         """Of a GPU; the interpreter counts as a small one."""

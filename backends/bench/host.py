@@ -1,0 +1,45 @@
+"""What a call costs the host: arguments checked, kernels launched, nothing waited for."""
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from backends.bench.measured import BLOCK_SIZE, DecodeCase, Row, row_of
+from backends.contract import Backend
+
+CALLS = 50
+ROUNDS = 41
+
+
+def bench_host(backend: Backend) -> Iterator[Row]:
+    """Microseconds of the host a call of each operation, launched without a graph."""
+    for case in (DecodeCase(1, 1024), DecodeCase(64, 256)):
+        for name, call in _calls(backend, case):
+            yield _time_host(f"host: {name}", call)
+
+
+def _calls(backend: Backend, case: DecodeCase) -> Iterator[tuple[str, Callable[[], object]]]:
+    query, k, v, batch = case.inputs(backend.device)
+    out = torch.empty_like(query)
+    yield case.name, partial(backend.paged_attention, query, k, v, batch, scale=0.1, out=out)
+    rows = torch.randn(case.batch, case.num_kv_heads, case.head_dim, device=backend.device)
+    slots = torch.arange(case.batch, device=backend.device)
+    store = partial(backend.store_kv, rows.to(k.dtype), rows.to(k.dtype), k, v, slots)
+    yield f"store_kv, {case.batch} tokens", store
+    where = (batch.query_start_loc, batch.seq_lens, batch.block_table, BLOCK_SIZE, slots)
+    fill = partial(backend.compute_slot_mapping, *where)
+    yield f"compute_slot_mapping, {case.batch} x 1", fill
+
+
+def _time_host(case: str, call: Callable[[], object]) -> Row:
+    """Calls in a row, few enough that the GPU's queue never fills, waited for in between."""
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        for _ in range(CALLS):
+            call()
+        times.append((time.perf_counter_ns() - start) / 1e3 / CALLS)
+    return row_of(case, times[1:], 0, {}, {})

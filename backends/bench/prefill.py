@@ -1,0 +1,85 @@
+"""Prefill on a GPU: each case beside the matrix ceiling, and beside whoever else is installed.
+
+Others are the plug-in backends that can run here, on the same tensors, and where the queries are
+the whole context torch's own attention over contiguous K and V: its FlashAttention-2 kernel and
+cuDNN's. Whoever refuses a case is left out of its row.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from backends.bench.graphs import against, buffer_sets, time_graph
+from backends.bench.measured import DecodeCase, Row
+from backends.contract import Backend, PagedBatch
+from backends.errors import BackendError
+from backends.registry import backend_names, get_backend
+
+MATMUL = "matmul"
+BUILT_IN = ("numba", "triton")
+CASES = (
+    DecodeCase(1, 2048, new=2048),
+    DecodeCase(1, 8192, new=8192),
+    DecodeCase(4, 4096, new=4096),
+    DecodeCase(1, 32768, new=32768),
+    DecodeCase(1, 32768, new=2048),
+    DecodeCase(16, 4096, new=512),
+)
+_DENSE = {
+    "FlashAttention-2 of torch": SDPBackend.FLASH_ATTENTION,
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+}
+
+Step = Callable[[], object]
+
+
+def bench_prefill(backend: Backend, tflop_per_s: float) -> Iterator[Row]:
+    """Every case beside a matrix product of this speed and the others."""
+    for case in CASES:
+        inputs = [case.inputs(backend.device) for _ in range(buffer_sets(case.kv_bytes))]
+        row = time_graph(case.name, [_paged(backend, *one) for one in inputs], case.kv_bytes)
+        at = {MATMUL: case.flop / tflop_per_s / 1e6}
+        for name, steps in _others(backend, case, inputs):
+            try:
+                at[name] = time_graph(name, steps, case.kv_bytes).median_us
+            except (RuntimeError, BackendError):
+                continue
+        yield against(replace(row, tflop_per_s=case.flop / row.median_us / 1e6), at)
+
+
+def _paged(
+    backend: Backend, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch
+) -> Step:
+    out, scale = torch.empty_like(query), query.shape[-1] ** -0.5
+    return lambda: backend.paged_attention(query, k_cache, v_cache, batch, scale=scale, out=out)
+
+
+def _others(
+    backend: Backend, case: DecodeCase, inputs: list[tuple[Tensor, Tensor, Tensor, PagedBatch]]
+) -> Iterator[tuple[str, list[Step]]]:
+    for name in set(backend_names()) - {backend.name, *BUILT_IN}:
+        try:
+            other = get_backend(name)
+        except BackendError:
+            continue
+        yield name, [_paged(other, *one) for one in inputs]
+    if case.new == case.length:
+        for name, kind in _DENSE.items():
+            yield name, [_dense(case, kind, *one[:3]) for one in inputs]
+
+
+def _dense(case: DecodeCase, kind: SDPBackend, query: Tensor, k: Tensor, v: Tensor) -> Step:
+    """torch's attention on as much K and V, without gaps and in order."""
+    shape = (case.batch, case.length, -1, case.head_dim)
+    q = query.view(shape).transpose(1, 2)
+    k, v = (cache[1:].reshape(shape).transpose(1, 2) for cache in (k, v))
+
+    def attend() -> Tensor:
+        with sdpa_kernel(kind):
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return attend
