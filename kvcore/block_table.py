@@ -9,10 +9,9 @@ gives them back, and then the table lets them go.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from typing import final
 
-from kvcore.block import Block
+from kvcore.block import Block, BlockId
 from kvcore.groups import FullAttention, LayerGroup
 
 
@@ -53,14 +52,17 @@ class BlockTable:
         """Return how many blocks it lacks to hold `num_tokens` tokens. O(1)."""
         return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
 
-    def grow(self, blocks: Sequence[Block]) -> None:
-        """Append blocks. O(len(blocks))."""
-        self.blocks.extend(blocks)
-        self.block_ids.extend([block.block_id for block in blocks])
+    def grow(self, blocks: list[Block]) -> tuple[BlockId, ...]:
+        """Append blocks; return their ids. O(len(blocks))."""
+        new = [block.block_id for block in blocks]
+        self.blocks += blocks
+        self.block_ids.fromlist(new)  # type: ignore[arg-type]  # a BlockId is an int
+        return tuple(new)
 
-    def start(self, null: Block, num_null: int, blocks: Sequence[Block]) -> None:
+    def start(self, null: Block, num_null: int, blocks: list[Block]) -> None:
         """Fill an empty table: `num_null` null entries, then published blocks."""
-        self.grow([null] * num_null)
+        if num_null:
+            self.grow([null] * num_null)
         self.grow(blocks)
         self.num_null = num_null
         self.num_published = len(self.blocks)

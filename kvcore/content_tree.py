@@ -31,13 +31,16 @@ class ContentTree:
         log: where to note what is stored; None: nowhere.
     """
 
-    __slots__ = ("_group", "_key_bytes", "_log", "_roots")
+    __slots__ = ("_group", "_key_bytes", "_log", "_roots", "_spare")
 
     def __init__(self, block_size: int, group: int = 0, log: EventLog | None = None) -> None:
         self._key_bytes = block_size * BYTES_PER_TOKEN
         self._group = group
         self._log = log
         self._roots: dict[bytes, Node] = {}
+        # Nodes that stand for nothing now, joined by their parents: the next content takes one, so
+        # in steady state no object is made that the garbage collector would have to walk.
+        self._spare: Node | None = None
 
     def match(
         self,
@@ -95,10 +98,10 @@ class ContentTree:
 
     def attach(
         self,
-        blocks: Sequence[Block],
+        blocks: list[Block],
         namespace_key: bytes,
         parent: Node | None,
-        contents: Sequence[bytes],
+        contents: list[bytes],
     ) -> None:
         """Make each block a copy of its content, one after the other, or none. O(len(blocks)).
 
@@ -114,10 +117,12 @@ class ContentTree:
                 parent = self._roots[namespace_key] = Node(None, namespace_key)
         start = parent
         try:
-            for block, content in zip(blocks, contents, strict=True):
-                node = self._child(parent, content) if parent.has_children() else None
-                if node is None:
-                    node = self._grow(parent, content)
+            for index, block in enumerate(blocks):
+                content = contents[index]
+                if parent.last_child is None and parent.children is None:
+                    node = parent.last_child = self._new_node(parent, content)
+                else:
+                    node = self._child(parent, content) or self._grow(parent, content)
                 block.node = node
                 block.group = self._group
                 before = node.last_copy
@@ -157,6 +162,30 @@ class ContentTree:
         block.node = block.prev_copy = block.next_copy = None
         self._prune(node)
 
+    def detach_run(self, blocks: list[Block]) -> None:
+        """Do what `detach` does for each of these blocks in turn. Cannot fail. O(len(blocks)).
+
+        Tail first, as a sequence gives its blocks back, each is the last of its branch.
+        """
+        for block in blocks:
+            node = block.node
+            parent = None if node is None else node.parent
+            if (
+                node is None
+                or parent is None
+                or node.last_child is not None
+                or node.children is not None
+                or node.first_copy is not node.last_copy
+                or parent.children is not None
+                or parent.first_copy is None
+            ):
+                self.detach(block)
+                continue
+            parent.last_child = node.first_copy = node.last_copy = node.name = None
+            block.node = None
+            node.parent = self._spare
+            self._spare = node
+
     def clear(self) -> None:
         """Forget all content at once. The caller has detached every block. O(1)."""
         self._roots.clear()
@@ -177,9 +206,17 @@ class ContentTree:
             return child
         return None if node.children is None else node.children.get(tokens)
 
-    @staticmethod
-    def _grow(parent: Node, tokens: bytes) -> Node:
-        node = Node(parent, tokens)
+    def _new_node(self, parent: Node, tokens: bytes) -> Node:
+        node = self._spare
+        if node is None:
+            return Node(parent, tokens)
+        self._spare = node.parent
+        node.parent = parent
+        node.tokens = tokens
+        return node
+
+    def _grow(self, parent: Node, tokens: bytes) -> Node:
+        node = self._new_node(parent, tokens)
         only = parent.last_child
         if parent.children is not None:
             parent.children[tokens] = node
@@ -206,5 +243,7 @@ class ContentTree:
                     parent.children = None
                 elif parent.last_child is node:
                     parent.last_child = None  # any heir would cost a walk, an eviction each
-            node.parent = None
+            node.name = None
+            node.parent = self._spare
+            self._spare = node
             node = parent

@@ -27,9 +27,10 @@ class FreeBlocks:
     """All blocks, and the free ones among them.
 
     Attributes:
-        blocks: every block, by id.
-        empty_blocks: the free ones without content, the one reused next last: they go first. Their
-            `next_free` is themselves, which says that they are free.
+        num_blocks: how many there are, the null block included.
+        null: block 0.
+        empty_blocks: the free ones that were held once and have no content, the one reused next
+            last: they go first, and after them those that were never held, by their ids.
         free_queue: the free ones with content, the one reused next first.
         shelf: the free ones that are to be kept longer, reused after all others.
         lifetimes: how long blocks live, lie idle and wait; None: nobody wants to know.
@@ -38,52 +39,63 @@ class FreeBlocks:
     """
 
     __slots__ = (
-        "blocks",
+        "_made",
+        "_num_seen",
         "empty_blocks",
         "free_queue",
         "least_free_blocks",
         "lifetimes",
+        "null",
+        "num_blocks",
         "shelf",
         "step",
     )
 
     def __init__(self, num_blocks: SupportsIndex) -> None:
-        num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
-        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
+        self.null = Block(NULL_BLOCK)
+        self._made = [self.null]  # a block is made when it is looked at or handed out first
+        self._num_seen = 1  # the null block, and those that were held once
         self.free_queue = FreeQueue()
         self.shelf = RetentionShelf()
-        self.empty_blocks = self.blocks[:0:-1]
-        for block in self.empty_blocks:
-            block.next_free = block
+        self.empty_blocks: list[Block] = []
         self.lifetimes: LifetimeRecorder | None = None
         self.step = 0
-        self.least_free_blocks = len(self.empty_blocks)
+        self.least_free_blocks = self.num_blocks - 1
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Every block, by id; those that are not made yet are now. Read it, do not write it."""
+        self._make(self.num_blocks)
+        return self._made
 
     @property
     def num_usable_blocks(self) -> int:
         """How many blocks can be handed out in all. O(1)."""
-        return len(self.blocks) - 1
+        return self.num_blocks - 1
 
     @property
     def num_free_blocks(self) -> int:
         """How many blocks `take` could hand out now. O(1)."""
-        return len(self.empty_blocks) + self.free_queue.length + self.shelf.num_free
+        fresh = self.num_blocks - self._num_seen
+        return len(self.empty_blocks) + fresh + self.free_queue.length + self.shelf.num_free
 
     @property
     def num_used_blocks(self) -> int:
         """How many blocks are held. O(1)."""
-        return len(self.blocks) - 1 - self.num_free_blocks
+        return self.num_blocks - 1 - self.num_free_blocks
 
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks in the order of their reuse. O(num_free_blocks)."""
         yield from reversed(self.empty_blocks)
+        yield from self.blocks[self._num_seen :]
         yield from self.free_queue
         yield from self.shelf
 
     @property
     def peak_used_blocks(self) -> int:
         """The most blocks that were held at once. O(1)."""
-        return len(self.blocks) - 1 - self.least_free_blocks
+        return self.num_blocks - 1 - self.least_free_blocks
 
     def next_blocks(self, count: int) -> list[Block]:
         """Return the blocks that `take` would hand out, in its order; changes nothing. O(count).
@@ -97,9 +109,67 @@ class FreeBlocks:
             found = empty[len(empty) - count :]
             found.reverse()
             return found
-        if count > self.num_free_blocks:
-            raise OutOfBlocksError(count, self.num_free_blocks)
-        return list(islice(self.free_blocks(), count))
+        left = self.num_free_blocks
+        if count > left:
+            raise OutOfBlocksError(count, left)
+        found = empty[::-1]
+        seen = min(self._num_seen + count - len(found), self.num_blocks)
+        self._make(seen)
+        found += self._made[self._num_seen : seen]
+        found += self.free_queue.first(count - len(found))
+        if len(found) < count:
+            found += islice(self.shelf, count - len(found))
+        return found
+
+    def revive(self, blocks: list[Block]) -> None:
+        """Count one more holder of blocks that were just found, or that a table holds. O(blocks).
+
+        `BlockPool.hold` without its checks. Each is named once. Fails before it changes anything.
+        """
+        idle = [block for block in blocks if block.ref_count == 0]
+        for block in blocks:
+            block.ref_count += 1
+        if idle:
+            self._leave(idle)
+
+    def drop(self, blocks: list[Block]) -> None:
+        """Drop one holder of blocks that a table or a lease holds, in this order. O(blocks).
+
+        `BlockPool.release` without its checks. Each is named once. Fails before it changes
+        anything.
+        """
+        freed: list[Block] = []
+        empty: list[Block] = []
+        for block in blocks:
+            if block.ref_count == 1:
+                if block.node is None:
+                    empty.append(block)
+                else:
+                    freed.append(block)
+        if empty:
+            self.empty_blocks += empty
+        for block in blocks:
+            block.ref_count -= 1
+        if freed:
+            self._put_back(freed)
+
+    def _leave(self, idle: list[Block]) -> None:
+        """Take free blocks with content from where they wait: somebody holds them. Cannot fail."""
+        if self.lifetimes is not None:
+            for block in idle:
+                self.lifetimes.revived(block.block_id, self.step)
+        if self.shelf.num_free:
+            for block in idle:
+                self._unqueue(block)
+        else:
+            self.free_queue.remove_run(idle)
+        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
+
+    def _make(self, num_blocks: int) -> None:
+        """Let the first `num_blocks` blocks be there. O(those that are new)."""
+        made = self._made
+        if len(made) < num_blocks:
+            made.extend([Block(block_id) for block_id in range(len(made), num_blocks)])
 
     def _unqueue(self, block: Block) -> None:
         """Take a free block with content from where it waits. Cannot fail."""
@@ -121,19 +191,20 @@ class FreeBlocks:
                 freed.append(block)
         return freed
 
-    def _put_back(self, freed: Sequence[Block]) -> None:
-        """Queue blocks that nobody holds; those without content are in place. Cannot fail."""
-        for block in freed:
-            if block.node is None:
-                block.next_free = block
-                continue
-            if self.lifetimes is not None:
+    def _put_back(self, freed: list[Block]) -> None:
+        """Queue blocks with content that nobody holds any more. Cannot fail."""
+        if self.lifetimes is not None:
+            for block in freed:
                 self.lifetimes.freed(block.block_id, self.step)
-            if not (self.shelf.kept and self.shelf.push(block)):
+        if not self.shelf.kept:
+            self.free_queue.push_run(freed)
+            return
+        for block in freed:
+            if not self.shelf.push(block):
                 self.free_queue.push_back(block)
 
     def _check_own(self, blocks: Iterable[Block]) -> None:
-        everything = self.blocks
+        everything = self._made
         for block in blocks:
             block_id = block.block_id
             if not NULL_BLOCK < block_id < len(everything) or everything[block_id] is not block:

@@ -4,7 +4,8 @@ A doubly linked list through the blocks themselves, between two sentinels: every
 and allocates nothing, also the removal from the middle that a prefix hit on a free block needs
 (the structure of vLLM's `FreeKVCacheBlockQueue`). The front is reused next. What goes where is the
 pool's decision; the queue knows nothing of content or ref counts, but it refuses a block that is
-in it already, one that is not, and taking from an empty queue.
+in it already, one that is not, and taking from an empty queue. The calls for runs of blocks trust
+their caller, and cannot fail.
 """
 
 from __future__ import annotations
@@ -84,3 +85,46 @@ class FreeQueue:
         after.prev_free = before
         block.prev_free = block.next_free = None
         self.length -= 1
+
+    def first(self, count: int) -> list[Block]:
+        """Return the blocks that are first in line, at most `count`; changes nothing. O(count)."""
+        found: list[Block] = []
+        tail = self._tail
+        block = self._head.next_free or tail
+        while len(found) < count and block is not tail:
+            found.append(block)
+            block = block.next_free or tail
+        return found
+
+    def cut_front(self, blocks: list[Block]) -> None:
+        """Take out the blocks that are first in line, as `first` has named them. O(len(blocks))."""
+        if not blocks:
+            return
+        head = self._head
+        after = blocks[-1].next_free or self._tail
+        for block in blocks:
+            block.prev_free = block.next_free = None
+        head.next_free = after
+        after.prev_free = head
+        self.length -= len(blocks)
+
+    def remove_run(self, blocks: list[Block]) -> None:
+        """Take out blocks that are in the queue, each named once. O(len(blocks))."""
+        for block in blocks:
+            before, after = block.prev_free or self._head, block.next_free or self._tail
+            before.next_free = after
+            after.prev_free = before
+            block.prev_free = block.next_free = None
+        self.length -= len(blocks)
+
+    def push_run(self, blocks: list[Block]) -> None:
+        """Put blocks that are in no queue, each named once, last in line. O(len(blocks))."""
+        tail = self._tail
+        last = tail.prev_free or self._head
+        for block in blocks:
+            block.prev_free = last
+            last.next_free = block
+            last = block
+        last.next_free = tail
+        tail.prev_free = last
+        self.length += len(blocks)

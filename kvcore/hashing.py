@@ -30,7 +30,7 @@ import xxhash
 from kvcore.arguments import as_int
 from kvcore.errors import InvalidArgumentError
 from kvcore.items import Item, encode_items
-from kvcore.tokens import BYTES_PER_TOKEN
+from kvcore.tokens import BYTES_PER_TOKEN, slices
 
 BlockHash = NewType("BlockHash", bytes)
 """A block's name: 16 bytes of xxh3-128 or 32 bytes of sha256."""
@@ -212,9 +212,7 @@ def block_contents(
     tokens: array[int], items: Sequence[Item], first: int, stop: int, block_size: int
 ) -> list[bytes]:
     """Return what stands in the blocks from number `first` to `stop - 1`. O(their tokens)."""
-    packed = tokens[first * block_size : stop * block_size].tobytes()
-    width = block_size * BYTES_PER_TOKEN
-    contents = [packed[start : start + width] for start in range(0, len(packed), width)]
+    contents = slices(tokens, first * block_size, stop * block_size, block_size)
     if items:
         extra = encode_items(items, first, stop, block_size)
         return [content + more for content, more in zip(contents, extra, strict=True)]

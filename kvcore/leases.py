@@ -108,7 +108,7 @@ class LeaseBook:
         lease = Lease(self, self._next_id, kind, owner, deadline, list(blocks))
         self.active[lease.lease_id] = lease
         try:
-            self._pool.hold(lease.blocks)
+            self._pool.revive(lease.blocks)
         except BaseException:
             del self.active[lease.lease_id]
             raise
@@ -125,7 +125,7 @@ class LeaseBook:
         if type(lease_id) is not int or lease_id not in self.active:
             return False
         lease = self.active[lease_id]
-        self._pool.release(lease.blocks)
+        self._pool.drop(lease.blocks)
         self.forget((lease,))
         return True
 

@@ -13,6 +13,7 @@ every process. A manager is not thread-safe, and does not know what a block's me
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import SupportsIndex, final
 
 from kvcore.arguments import as_int
@@ -93,7 +94,7 @@ class KVCacheManager(CacheState):
             cached, found = find_prefix(self.pool, self.groups, key, packed, checked)
             for table, blocks in zip(seq.tables, found, strict=True):
                 num_null = cached // table.block_size - len(blocks)
-                table.start(self.pool.blocks[0], num_null, blocks)
+                table.start(self.pool.null, num_null, blocks)
                 hits += blocks
             seq.num_computed_tokens = seq.num_cached_tokens = cached
         self._admit(seq, hits)
@@ -146,7 +147,11 @@ class KVCacheManager(CacheState):
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
         total = self._room_wanted(seq, num_tokens)
-        return grow(self.pool, [(t, t.num_missing(total)) for t in seq.tables])[0]
+        if len(seq.tables) == 1:
+            return (grow(self.pool, seq.tables[0], total),)
+        wanted = [(table, table.num_missing(total)) for table in seq.tables]
+        growths = advance_all(self.pool, (), wanted, [(0, g) for g in range(len(wanted))])
+        return tuple([growth.block_ids for growth in growths])
 
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
         """Say whether enough blocks are free for `reserve` with the same arguments. O(groups).
@@ -219,17 +224,17 @@ class KVCacheManager(CacheState):
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
         counts = [as_int("num_tokens", number, 0) for number in num_tokens]
-        self._check_step(seqs, counts)
+        running = self._checked_step(seqs, counts)
         places: list[tuple[int, int]] = []
         wanted: list[tuple[BlockTable, int]] = []
-        for index, seq in enumerate(seqs):
+        for index, seq in enumerate(running):
             room = self._room_wanted(seq, counts[index])
             for group, table in enumerate(seq.tables):
                 count = table.num_missing(room)
                 if count:
                     places.append((index, group))
                     wanted.append((table, count))
-        return grow(self.pool, wanted, places)[1] if wanted else ()
+        return advance_all(self.pool, (), wanted, places) if wanted else ()
 
     def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]) -> None:
         """State for every sequence of a step that the KV of its next tokens is written.
@@ -237,9 +242,71 @@ class KVCacheManager(CacheState):
         All or none; otherwise as `commit` for each in turn, and with its errors.
         """
         counts = [as_int("num_tokens", number, 0) for number in num_tokens]
-        self._check_step(seqs, counts)
-        given = zip(seqs, counts, strict=True)
+        running = self._checked_step(seqs, counts)
+        given = zip(running, counts, strict=True)
         advance_all(self.pool, [(seq, committable(seq, count)) for seq, count in given])
+
+    def decode_step(self, seqs: Sequence[KVSequence], tokens: Tokens) -> tuple[Growth, ...]:
+        """Take every sequence of a decode step from one forward pass to the next, or none.
+
+        The forward pass has written the KV of all tokens that each sequence has: they are
+        committed. A sampled token joins each, and gets room; the room is taken first. The same as
+        `append`, `reserve` and `commit` of each, in one call. O(sequences + new blocks); a sequence
+        that fills no block costs a comparison and two counts.
+
+        Args:
+            seqs: open sequences, each once.
+            tokens: for each the token that was sampled.
+
+        Returns:
+            What was appended to their tables, in the order of the sequences; those that grew alone.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free for all of them.
+            NotReservedError: a sequence has tokens without room, so nobody can have computed them.
+            InvalidArgumentError: a sequence twice, or not one token id for each.
+            SequenceTooLongError: a sequence has `max_model_len` tokens already.
+        """
+        sampled = pack(tokens).tolist()
+        running = self._checked_step(seqs, sampled)
+        index = 0
+        try:
+            for index, seq in enumerate(running):
+                seq.packed.append(sampled[index])
+        except BaseException:
+            for seq in islice(running, index):
+                seq.packed.pop()
+            raise
+        try:
+            due = [i for i, seq in enumerate(running) if len(seq.packed) > seq.stop]
+            growths = self._fill(running, due) if due else ()
+        except BaseException:
+            for seq in running:
+                seq.packed.pop()
+            raise
+        for seq in running:
+            seq.num_computed_tokens = len(seq.packed) - 1
+        return growths
+
+    def _fill(self, seqs: list[KVSequence], due: list[int]) -> tuple[Growth, ...]:
+        """Do for some sequences of a decode step what is more than counting, or for none."""
+        places: list[tuple[int, int]] = []
+        wanted: list[tuple[BlockTable, int]] = []
+        targets: list[tuple[KVSequence, int]] = []
+        for index in due:
+            seq = seqs[index]
+            length = len(seq.packed)
+            self._check_length(length)
+            targets.append((seq, committable(seq, length - 1 - seq.num_computed_tokens)))
+            for group, table in enumerate(seq.tables):
+                count = table.num_missing(length)
+                if count:
+                    places.append((index, group))
+                    wanted.append((table, count))
+        growths = advance_all(self.pool, targets, wanted, places)
+        for seq, _ in targets:
+            seq.find_stop(self.max_model_len)
+        return growths
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
@@ -261,7 +328,7 @@ class KVCacheManager(CacheState):
         items = cut_items(seq.items, count)
         seq.packed.append(0)  # a view that somebody holds of it stops the cut here
         seq.packed.pop()
-        self.pool.release(leaving(seq, kept))
+        self.pool.drop(leaving(seq, kept))
         cut_tables(seq, kept)
         del seq.packed[count:]
         seq.items = items
@@ -361,7 +428,7 @@ class KVCacheManager(CacheState):
         What it published can be hit until its blocks are reused.
         """
         self._check_open(seq)
-        self.pool.release(leaving(seq, 0))
+        self.pool.drop(leaving(seq, 0))
         cut_tables(seq, 0)
         seq.is_open = False
         del self.sequences[seq.seq_id]
@@ -386,11 +453,14 @@ class KVCacheManager(CacheState):
             seq.forget_identity()
         return report
 
-    def _admit(self, seq: KVSequence, hits: Sequence[Block]) -> None:
+    def _admit(self, seq: KVSequence, hits: list[Block]) -> None:
         """Let a new sequence hold its hits and keep them as it wishes, and count it among all."""
         self.sequences[seq.seq_id] = seq
         try:
-            self.pool.hold(hits, kept_hits(self.pool, seq) if seq.wishes else ())
+            if seq.wishes:
+                self.pool.hold(hits, kept_hits(self.pool, seq))
+            else:
+                self.pool.revive(hits)
         except BaseException:
             del self.sequences[seq.seq_id]
             raise

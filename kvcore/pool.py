@@ -59,8 +59,8 @@ class BlockPool(FreeBlocks):
 
     @property
     def num_cached_blocks(self) -> int:
-        """How many blocks hold published content. O(num_blocks)."""
-        return sum([block.node is not None for block in self.blocks])
+        """How many blocks hold published content. O(blocks that were ever held)."""
+        return sum([block.node is not None for block in self._made])
 
     def take(self, num_blocks: SupportsIndex) -> list[Block]:
         """Hand out free blocks, each held once; published ones are evicted. O(num_blocks).
@@ -69,27 +69,61 @@ class BlockPool(FreeBlocks):
             OutOfBlocksError: fewer are free.
             InvalidArgumentError: a negative number.
         """
-        count = as_int("num_blocks", num_blocks, 0)
-        taken = self.next_blocks(count)
-        empty = self.empty_blocks
-        evicted = taken[len(empty) :] if count > len(empty) else ()
-        self._note_lost(evicted)
-        # From here on nothing can fail.
-        del empty[max(0, len(empty) - count) :]
-        for block in evicted:
-            self._unqueue(block)
-            self.trees[block.group].detach(block)
-            self.shelf.drop(block)
-            if self.lifetimes is not None:
-                self.lifetimes.evicted(block.block_id, self.step)
-        for block in taken:
-            block.next_free = None
-            block.ref_count = 1
-        self.num_evicted_blocks += len(evicted)
-        self.num_allocated_blocks += count
-        left = len(empty) + self.free_queue.length + self.shelf.num_free
-        self.least_free_blocks = min(self.least_free_blocks, left)
+        taken = self.next_blocks(as_int("num_blocks", num_blocks, 0))
+        self.hand_out(taken)
         return taken
+
+    def hand_out(self, blocks: list[Block], released: list[Block] | None = None) -> None:
+        """Do what `take` does, for the blocks that `next_blocks` has just named. O(blocks).
+
+        Then drop one holder of each released block. Raises like `release`; whatever is raised,
+        nothing has changed.
+        """
+        count = len(blocks)
+        empty = self.empty_blocks
+        left = max(0, len(empty) - count)
+        fresh = min(count - (len(empty) - left), self.num_blocks - self._num_seen)
+        freed = self._let_go(released) if released else []
+        try:
+            content = [block for block in freed if block.node is not None]
+            stack = empty
+            if len(content) < len(freed):
+                stack = empty[:left] + [block for block in freed if block.node is None]
+            if len(empty) - left + fresh < count:
+                self._evict(blocks[len(empty) - left + fresh :])
+        except BaseException:
+            hold_again(released or ())
+            raise
+        if stack is empty:
+            del empty[left:]
+        self.empty_blocks = stack
+        self._num_seen += fresh
+        for block in blocks:
+            block.ref_count = 1
+        self.num_allocated_blocks += count
+        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
+        if content:
+            self._put_back(content)
+
+    def _evict(self, blocks: list[Block]) -> None:
+        """Take content from the free blocks that are reused next. Fails before it changes it."""
+        if self._log is not None:
+            self._note_lost(blocks)
+        if self.shelf.num_free or self.shelf.kept:
+            for block in blocks:
+                self._unqueue(block)
+                self.shelf.drop(block)
+        else:
+            self.free_queue.cut_front(blocks)
+        if len(self.trees) == 1:
+            self.trees[0].detach_run(blocks)
+        else:
+            for block in blocks:
+                self.trees[block.group].detach(block)
+        if self.lifetimes is not None:
+            for block in blocks:
+                self.lifetimes.evicted(block.block_id, self.step)
+        self.num_evicted_blocks += len(blocks)
 
     def hold(
         self, blocks: Sequence[Block], kept: Sequence[tuple[Block, tuple[Wish, ...]]] = ()
@@ -106,16 +140,12 @@ class BlockPool(FreeBlocks):
         for block in blocks:
             if block.ref_count == 0 and block.node is None:
                 raise BlockStateError(f"hold: wanted a held or published block, got {block!r}")
+        idle = [block for block in dict.fromkeys(blocks) if block.ref_count == 0]
         self.shelf.make_room([block for block, _ in kept])
-        for block in blocks:
-            if block.ref_count == 0:
-                self._unqueue(block)
-                if self.lifetimes is not None:
-                    self.lifetimes.revived(block.block_id, self.step)
-            block.ref_count += 1
+        hold_again(blocks)
+        self._leave(idle)
         for block, front in kept:
             self.shelf.kept[block.block_id] = front
-        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
@@ -126,11 +156,12 @@ class BlockPool(FreeBlocks):
         """
         freed = self._let_go(blocks)
         try:
+            content = [block for block in freed if block.node is not None]
             self.empty_blocks += [block for block in freed if block.node is None]
         except BaseException:
             hold_again(blocks)
             raise
-        self._put_back(freed)
+        self._put_back(content)
 
     def match(
         self,
@@ -190,6 +221,20 @@ class BlockPool(FreeBlocks):
             above = parent.node
             if above is None or parent.group != group:
                 raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
+        self.attach(list(blocks), namespace_key, above, list(contents), group)
+
+    def attach(
+        self,
+        blocks: list[Block],
+        namespace_key: bytes,
+        above: Node | None,
+        contents: list[bytes],
+        group: int,
+    ) -> None:
+        """Do what `publish` does, without its checks, for new blocks of a table. O(len(blocks)).
+
+        `above` is the content before the first; None at the beginning.
+        """
         mark = self.last_event
         try:
             self.trees[group].attach(blocks, namespace_key, above, contents)
@@ -234,6 +279,7 @@ class BlockPool(FreeBlocks):
             empty = [block for block in losing if block.next_free is not None]
             empty += [block for block in freed if block.node is None or block in lost]
             empty = self.empty_blocks + empty
+            content = [block for block in freed if block.node is not None and block not in lost]
             self._note_lost(losing)
         except BaseException:
             hold_again(released)
@@ -242,10 +288,9 @@ class BlockPool(FreeBlocks):
         for block in losing:
             if block.next_free is not None:
                 self._unqueue(block)
-                block.next_free = block
             self.trees[block.group].detach(block)
             self.shelf.drop(block)
-        self._put_back(freed)
+        self._put_back(content)
 
     def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
         """Keep a held, published block longer than others, once it is free. O(wishes).
@@ -267,6 +312,7 @@ class BlockPool(FreeBlocks):
         freed = self._let_go(released)
         size = len(self.empty_blocks)
         try:
+            content = [block for block in freed if block.node is not None]
             self.empty_blocks += [block for block in freed if block.node is None]
             fallen = self.shelf.expire(self.step + num_steps)
         except BaseException:
@@ -276,7 +322,7 @@ class BlockPool(FreeBlocks):
         self.step += num_steps
         for block in fallen:
             self.free_queue.push_back(block)
-        self._put_back(freed)
+        self._put_back(content)
 
     def clear(self, *, canonical_order: bool = False) -> int:
         """Forget all published content at once; return how many blocks held some. O(num_blocks).
@@ -298,9 +344,8 @@ class BlockPool(FreeBlocks):
             tree.clear()
         for block in published:
             block.node = block.prev_copy = block.next_copy = None
-        for block in free:
-            block.next_free = block
         self.empty_blocks = free
+        self._num_seen = self.num_blocks
         return len(published)
 
     def _note_lost(self, blocks: Sequence[Block]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import islice
 from math import lcm
 
 from kvcore.block import Block, BlockId
@@ -24,6 +23,7 @@ from kvcore.release import cut_tables, leaving
 from kvcore.reports import CopyOrder, Growth
 from kvcore.retention import Wish, wishes_for
 from kvcore.sequence import KVSequence
+from kvcore.tokens import slices
 
 
 def find_prefix(
@@ -62,39 +62,27 @@ def find_prefix(
     return cached, needed
 
 
-def grow(
-    pool: BlockPool,
-    wanted: Sequence[tuple[BlockTable, int]],
-    places: Sequence[tuple[int, int]] = (),
-) -> tuple[tuple[tuple[BlockId, ...], ...], tuple[Growth, ...]]:
-    """Append so many new blocks to each table, or to none. O(new blocks).
+def grow(pool: BlockPool, table: BlockTable, num_tokens: int) -> tuple[BlockId, ...]:
+    """Give a table room for so many tokens, or nothing. O(new blocks).
 
     Returns:
-        For each table the ids that were appended; and the same as growths, where `places` says for
-        each table which sequence and which group it belongs to.
+        The ids that were appended.
 
     Raises:
-        OutOfBlocksError: too few blocks are free for all of them.
+        OutOfBlocksError: too few blocks are free.
     """
-    total = sum([count for _, count in wanted])
-    new = iter(pool.next_blocks(total))
-    lengths = [len(table.blocks) for table, _ in wanted]
+    count = table.num_missing(num_tokens)
+    if not count:
+        return ()
+    length = len(table.blocks)
+    new = pool.next_blocks(count)
     try:
-        for table, count in wanted:
-            table.grow(list(islice(new, count)))
-        appended = tuple(
-            [
-                tuple([block.block_id for block in table.beyond(length)])
-                for (table, _), length in zip(wanted, lengths, strict=True)
-            ]
-        )
-        growths = tuple([Growth(*place, ids) for place, ids in zip(places, appended, strict=False)])
-        pool.take(total)
+        appended = table.grow(new)
+        pool.hand_out(new)
     except BaseException:
-        for (table, _), length in zip(wanted, lengths, strict=True):
-            table.cut(length)
+        table.cut(length)
         raise
-    return appended, growths
+    return appended
 
 
 def committable(seq: KVSequence, num_tokens: int) -> int:
@@ -122,13 +110,39 @@ def advance_to(pool: BlockPool, seq: KVSequence, computed: int) -> None:
 
     O(blocks filled and given back).
     """
-    advance_all(pool, [(seq, computed)])
+    table = seq.tables[0]
+    if len(seq.tables) > 1 or table.forgets or seq.wishes:
+        advance_all(pool, [(seq, computed)])
+        return
+    full = computed // table.block_size
+    if full > table.num_published and seq.namespace_key is not None:
+        _publish(pool, seq, seq.namespace_key, 0, full)
+        table.num_published = full
+    seq.num_computed_tokens = computed
+    seq.stop = 0
 
 
-def advance_all(pool: BlockPool, targets: Sequence[tuple[KVSequence, int]]) -> None:
-    """Set how much of each sequence is computed, or of none; otherwise like `advance_to`.
+def advance_all(
+    pool: BlockPool,
+    targets: Sequence[tuple[KVSequence, int]],
+    wanted: Sequence[tuple[BlockTable, int]] = (),
+    places: Sequence[tuple[int, int]] = (),
+) -> tuple[Growth, ...]:
+    """Give tables room, and set how much of sequences is computed; all of it or nothing.
 
-    O(sequences + blocks filled and given back).
+    Otherwise like `grow`, and then `advance_to`. O(sequences + blocks).
+
+    Args:
+        pool: the pool of all.
+        targets: sequences, each once, and how many of their tokens are computed now.
+        wanted: tables, each once, and how many blocks each is to get.
+        places: for each of these the sequence and the group that it belongs to, by number.
+
+    Returns:
+        What was appended.
+
+    Raises:
+        OutOfBlocksError: too few blocks are free for all tables.
     """
     filled: list[tuple[KVSequence, int, int]] = []
     passed: list[tuple[BlockTable, int]] = []
@@ -141,43 +155,68 @@ def advance_all(pool: BlockPool, targets: Sequence[tuple[KVSequence, int]]) -> N
                 kept = first_kept_block(table.group, table.block_size, computed)
                 if kept > table.num_null:
                     passed.append((table, kept))
-    if filled or passed:
-        _publish_and_release(pool, filled, passed)
+    growths = _change_pool(pool, filled, passed, wanted, places)
     for seq, computed in targets:
         seq.num_computed_tokens = computed
+        seq.stop = 0
     for seq, number, full in filled:
         seq.tables[number].num_published = full
     for table, kept in passed:
-        table.forget(pool.blocks[0], kept)
+        table.forget(pool.null, kept)
+    return growths
 
 
-def _publish_and_release(
+def _change_pool(
     pool: BlockPool,
     filled: Sequence[tuple[KVSequence, int, int]],
     passed: Sequence[tuple[BlockTable, int]],
-) -> None:
-    """Let the pool know what is full now, (sequence, group, blocks), and out of sight; or neither.
+    wanted: Sequence[tuple[BlockTable, int]],
+    places: Sequence[tuple[int, int]],
+) -> tuple[Growth, ...]:
+    """Let the pool know what is full now, out of sight, and wanted; or nothing of it.
 
     Published blocks are kept as their sequences wish.
     """
+    new = pool.next_blocks(sum([count for _, count in wanted]))
+    lengths = [len(table.blocks) for table, _ in wanted]
     last_event = pool.last_event
     published: list[Block] = []
+    growths: list[Growth] = []
+    start = 0
     try:
+        for index, (table, count) in enumerate(wanted):
+            appended = table.grow(new[start : start + count])
+            growths.append(Growth(*places[index], appended))
+            start += count
         for seq, number, full in filled:
             table = seq.tables[number]
-            first, size = table.num_published, table.block_size
-            blocks = table.blocks[first:full]
-            published += blocks
-            contents = block_contents(seq.packed, seq.items, first, full, size)
-            parent = table.blocks[first - 1] if first else None
-            pool.publish(blocks, seq.namespace_key or b"", parent, contents, number)
-            for index, block in enumerate(blocks if seq.wishes else (), first):
-                keep(pool, seq, block, index * size)
-        if passed:
-            pool.release([block for table, kept in passed for block in table.before(kept)])
+            published += table.blocks[table.num_published : full]
+            _publish(pool, seq, seq.namespace_key or b"", number, full)
+        released = [block for table, kept in passed for block in table.before(kept)]
+        answer = tuple(growths)
+        pool.hand_out(new, released)
     except BaseException:
         pool.unpublish(published, last_event)
+        for (table, _), length in zip(wanted, lengths, strict=True):
+            table.cut(length)
         raise
+    return answer
+
+
+def _publish(pool: BlockPool, seq: KVSequence, key: bytes, number: int, full: int) -> None:
+    """Publish the first `full` blocks of a sequence's table that are not, and keep them. O(new)."""
+    table = seq.tables[number]
+    first, size = table.num_published, table.block_size
+    blocks = table.blocks[first:full]
+    above = table.blocks[first - 1].node if first else None
+    if seq.items:
+        contents = block_contents(seq.packed, seq.items, first, full, size)
+    else:
+        contents = slices(seq.packed, first * size, full * size, size)
+    pool.attach(blocks, key, above, contents, number)
+    if seq.wishes:
+        for index, block in enumerate(blocks, first):
+            keep(pool, seq, block, index * size)
 
 
 def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[Wish, ...]]]:
@@ -230,18 +269,18 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
         full, rest = divmod(computed, mine.block_size)
         shared = mine.blocks[mine.num_null : full]
         held += shared
-        its.start(pool.blocks[0], mine.num_null, shared)
+        its.start(pool.null, mine.num_null, shared)
         its.num_published = mine.num_published
         if rest:
             copy = own[len(orders)]
             its.grow([copy])
             orders.append(CopyOrder(mine.blocks[full].block_id, copy.block_id, rest, number))
     found = tuple(orders)
-    pool.hold(held)
+    pool.revive(held)
     try:
-        pool.take(len(own))
+        pool.hand_out(own)
     except BaseException:
-        pool.release(held)  # the parent holds them too, so none becomes free
+        pool.drop(held)  # the parent holds them too, so none becomes free
         raise
     return found
 

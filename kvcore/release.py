@@ -31,6 +31,9 @@ def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
 
     O(blocks returned), with several groups O(n log n).
     """
+    if len(seq.tables) == 1:
+        only = seq.tables[0]
+        return only.beyond(-(-num_tokens // only.block_size))[::-1]
     runs: list[tuple[int, int, list[Block]]] = []
     for table in seq.tables:
         left = table.beyond(-(-num_tokens // table.block_size))
@@ -40,6 +43,7 @@ def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
 
 def cut_tables(seq: KVSequence, num_tokens: int) -> None:
     """Let what `leaving` returns, and the pool has got back, leave the tables. Cannot fail."""
+    seq.stop = 0
     for table in seq.tables:
         table.cut(-(-num_tokens // table.block_size))
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import SupportsIndex, final
+from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import BlockId
 from kvcore.block_table import BlockTable
-from kvcore.errors import NotReservedError, StaleSequenceError
+from kvcore.errors import MisuseError, NotReservedError, StaleSequenceError
 from kvcore.groups import LayerGroup
 from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
 from kvcore.items import Item
@@ -38,6 +38,8 @@ class KVSequence:
         wishes: which ranges of it are to be kept longer.
         opened_at: the step at which it was opened.
         chain: its blocks' names, once somebody has asked for them.
+        stop: below so many computed tokens a decode step has nothing to do for it but to count; 0:
+            not known. Whoever changes its tables sets it to 0.
         owner: the manager that opened it.
     """
 
@@ -52,6 +54,7 @@ class KVSequence:
         "owner",
         "packed",
         "seq_id",
+        "stop",
         "tables",
         "wishes",
     )
@@ -77,6 +80,7 @@ class KVSequence:
         self.wishes: tuple[Retention, ...] = ()
         self.opened_at = 0
         self.chain: NameChain | None = None
+        self.stop = 0
 
     @property
     def num_tokens(self) -> int:
@@ -175,8 +179,26 @@ class KVSequence:
         """From now on nothing of it is published; what was is not its any more. O(groups)."""
         self.namespace_key = None
         self.chain = None
+        self.stop = 0
         for table in self.tables:
             table.num_published = 0
+
+    def find_stop(self, longest: int | None) -> None:
+        """Note up to how many computed tokens a decode step only counts. O(groups).
+
+        Its caller has just made room for all tokens that it has.
+        """
+        stops = [] if longest is None else [longest]
+        for table in self.tables:
+            stops.append(len(table.blocks) * table.block_size)
+            if self.namespace_key is not None:
+                stops.append((table.num_published + 1) * table.block_size)
+            if table.forgets:
+                stops.append(0)
+        self.stop = min(stops)
+
+    def __copy__(self) -> NoReturn:
+        raise MisuseError(f"{self!r} is a handle: wanted the one that was opened, not a copy")
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Final, SupportsIndex
 
 from kvcore.arguments import as_int
 from kvcore.errors import (
@@ -19,7 +19,7 @@ from kvcore.errors import (
 )
 from kvcore.events import EventLog, Snapshot
 from kvcore.groups import LayerGroup, resolve
-from kvcore.hashing import NameAlgorithm, Namespace, encode_namespace
+from kvcore.hashing import DEFAULT_NAMESPACE, NameAlgorithm, Namespace, encode_namespace
 from kvcore.items import Item, as_items, check_items
 from kvcore.leases import LeaseBook
 from kvcore.lifetimes import LifetimeRecorder
@@ -28,6 +28,8 @@ from kvcore.sequence import KVSequence
 from kvcore.slots import int_view, put_ints, slot_of
 from kvcore.stats import Stats
 from kvcore.tokens import Tokens, pack
+
+_DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
 
 
 class CacheState:
@@ -58,7 +60,7 @@ class CacheState:
         self.events = None if record_events is None else EventLog(sizes, record_events)
         self.pool = BlockPool(num_blocks, *sizes, log=self.events)
         if record_lifetimes:
-            self.pool.lifetimes = LifetimeRecorder(len(self.pool.blocks))
+            self.pool.lifetimes = LifetimeRecorder(self.pool.num_blocks)
         self.enable_caching = bool(enable_caching)
         self.max_model_len = (
             None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
@@ -74,7 +76,7 @@ class CacheState:
     @property
     def num_blocks(self) -> int:
         """Blocks in the cache, the null block included. O(1)."""
-        return len(self.pool.blocks)
+        return self.pool.num_blocks
 
     @property
     def num_usable_blocks(self) -> int:
@@ -176,7 +178,7 @@ class CacheState:
     def stats(self) -> Stats:
         """Return a snapshot of the counters. O(num_blocks)."""
         return Stats(
-            num_blocks=len(self.pool.blocks),
+            num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_used_blocks,
             num_free_blocks=self.pool.num_free_blocks,
             num_cached_blocks=self.pool.num_cached_blocks,
@@ -217,7 +219,10 @@ class CacheState:
         self._check_length(len(packed))
         key = None
         if self.enable_caching and namespace is not None:
-            key = encode_namespace(namespace)
+            is_default = namespace is DEFAULT_NAMESPACE
+            key = _DEFAULT_KEY if is_default else encode_namespace(namespace)
+        if type(items) is tuple and not items:
+            return packed, key, ()
         return packed, key, check_items(as_items(items), 0, len(packed))
 
     def _new_sequence(
@@ -251,15 +256,21 @@ class CacheState:
                 f"{num_tokens} tokens, max_model_len is {self.max_model_len}"
             )
 
-    def _check_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[int]) -> None:
-        if len(seqs) != len(num_tokens):
+    def _checked_step(self, seqs: Sequence[KVSequence], numbers: list[int]) -> list[KVSequence]:
+        """Return the sequences of a step as a list: open ones of this manager, each once."""
+        running = list(seqs)
+        if len(running) != len(numbers):
             raise InvalidArgumentError(
-                f"num_tokens: wanted one number for each of {len(seqs)} sequences, "
-                f"got {len(num_tokens)}"
+                f"wanted one number for each of {len(running)} sequences, got {len(numbers)}"
             )
-        seen: set[int] = set()
-        for seq in seqs:
-            self._check_open(seq)
-            if seq.seq_id in seen:
-                raise InvalidArgumentError(f"seqs: wanted each once, got {seq!r} twice")
-            seen.add(seq.seq_id)
+        try:
+            for seq in running:
+                if seq.owner is not self or not seq.is_open:
+                    self._check_open(seq)  # says which of the two it is
+        except AttributeError:
+            for seq in running:
+                self._check_open(seq)
+            raise
+        if len(set(running)) != len(running):
+            raise InvalidArgumentError("seqs: wanted each once, got one twice")
+        return running

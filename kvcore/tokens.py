@@ -31,10 +31,9 @@ def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
     Raises:
         InvalidArgumentError: not a sequence of integers in [0, 2**32).
     """
-    packed = array("I")
     if type(tokens) is array and tokens.typecode == "I":
-        packed.extend(tokens)
-        return packed
+        return tokens[:]
+    packed = array("I")
     if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not hasattr(tokens, "__getitem__"):
         raise InvalidArgumentError(
             f"{name}: wanted a sequence of token ids or a buffer of uint32, "
@@ -53,6 +52,16 @@ def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
     except (TypeError, ValueError):
         raise InvalidArgumentError(f"{name}: wanted integer token ids, got another type") from None
     return packed
+
+
+def slices(packed: array[int], start: int, stop: int, width: int) -> list[bytes]:
+    """Return the tokens from `start` to `stop - 1` in pieces of `width`, as bytes. O(stop - start).
+
+    `stop - start` is a multiple of `width`.
+    """
+    data = packed[start:stop].tobytes()
+    step = width * BYTES_PER_TOKEN
+    return [data[at : at + step] for at in range(0, len(data), step)]
 
 
 def _uint32_view(tokens: Tokens, name: str) -> memoryview | None:

@@ -33,14 +33,8 @@ class OurCache:
         return seq
 
     def decode(self, requests: Sequence[kvcore.KVSequence], tokens: Sequence[int]) -> None:
-        """Append a token to each, reserve the step and commit it."""
-        manager = self.manager
-        append = manager.append
-        for seq, token in zip(requests, tokens, strict=True):
-            append(seq, token)
-        ones = [1] * len(requests)
-        manager.reserve_step(requests, ones)
-        manager.commit_step(requests, ones)
+        """Commit what was computed, append a token to each, and make room for it."""
+        self.manager.decode_step(requests, tokens)
 
     def finish(self, request: kvcore.KVSequence) -> None:
         """Close."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from kvcore import build_hook
-from kvcore.build_hook import COMPILED, CompileHook, discard, extensions, is_wanted
+build_hook = pytest.importorskip("kvcore.build_hook", reason="not in the wheel")
+
+pytestmark = pytest.mark.source_build
 
 ROOT = Path(__file__).parents[2]
 SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -35,7 +36,7 @@ class Listener:
 
 
 def hook(root, script, listener):
-    made = CompileHook(str(root), {}, None, None, str(root / "dist"), "wheel", listener)
+    made = build_hook.CompileHook(str(root), {}, None, None, str(root / "dist"), "wheel", listener)
     made.compiler = (sys.executable, "-c", script)
     return made
 
@@ -43,7 +44,7 @@ def hook(root, script, listener):
 @pytest.fixture
 def project(tmp_path):
     (tmp_path / "kvcore").mkdir()
-    for module in COMPILED:
+    for module in build_hook.COMPILED:
         (tmp_path / "kvcore" / f"{module}.py").write_text("")
     return tmp_path
 
@@ -65,16 +66,18 @@ def listener():
     ],
 )
 def test_the_variable_and_what_is_built_decide(value, version, wanted):
-    assert is_wanted(value, version) is wanted
+    assert build_hook.is_wanted(value, version) is wanted
 
 
 def test_another_value_of_the_variable_is_refused():
     with pytest.raises(ValueError, match="KVCORE_COMPILE: wanted 0, 1 or nothing, got 'yes'"):
-        is_wanted("yes", "standard")
+        build_hook.is_wanted("yes", "standard")
 
 
 def test_every_module_to_compile_exists():
-    assert {f"{module}.py" for module in COMPILED} <= {p.name for p in (ROOT / "kvcore").iterdir()}
+    assert {f"{module}.py" for module in build_hook.COMPILED} <= {
+        p.name for p in (ROOT / "kvcore").iterdir()
+    }
 
 
 def test_a_wheel_gets_the_compiled_modules_and_a_tag_of_its_own(project, listener, monkeypatch):
@@ -83,10 +86,10 @@ def test_a_wheel_gets_the_compiled_modules_and_a_tag_of_its_own(project, listene
     made = hook(project, WORKS, listener)
     made.initialize("standard", data)
     inside = set(data["force_include"].values())
-    assert inside == {*(f"kvcore/{m}{SUFFIX}" for m in COMPILED), f"abc__mypyc{SUFFIX}"}
+    assert inside == {*(f"kvcore/{m}{SUFFIX}" for m in build_hook.COMPILED), f"abc__mypyc{SUFFIX}"}
     assert (data["pure_python"], data["infer_tag"]) == (False, True)
     assert all(Path(path).is_file() for path in data["force_include"])
-    assert extensions(project) == []
+    assert build_hook.extensions(project) == []
     made.finalize("standard", data, "")
     assert not any(Path(path).exists() for path in data["force_include"])
     assert listener.warnings == []
@@ -119,17 +122,17 @@ def test_an_editable_install_is_compiled_on_demand_and_python_again_after_the_ne
 ):
     monkeypatch.setenv(build_hook.VARIABLE, "1")
     hook(project, WORKS, listener).initialize("editable", {})
-    assert len(extensions(project)) == len(COMPILED) + 1
+    assert len(build_hook.extensions(project)) == len(build_hook.COMPILED) + 1
     monkeypatch.delenv(build_hook.VARIABLE)
     hook(project, WORKS, listener).initialize("editable", {})
-    assert extensions(project) == []
+    assert build_hook.extensions(project) == []
 
 
 def test_what_an_earlier_build_left_is_found_and_deleted(project):
     (project / "kvcore" / f"pool{SUFFIX}").write_text("")
     (project / f"0123__mypyc{SUFFIX}").write_text("")
-    discard(project)
-    assert extensions(project) == []
+    build_hook.discard(project)
+    assert build_hook.extensions(project) == []
     assert (project / "kvcore" / "pool.py").exists()
 
 

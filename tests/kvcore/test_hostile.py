@@ -95,7 +95,9 @@ def test_a_copy_of_a_handle_is_no_handle():
     kv = kvcore.KVCacheManager(9, 4)
     seq = filled(kv, range(6))
     forged = kvcore.KVSequence(kv, 77, kvcore.pack([1]), None, kv.groups, ())
-    for stranger in (copy.copy(seq), forged):
+    with pytest.raises((kvcore.MisuseError, TypeError)):
+        copy.copy(seq)
+    for stranger in (forged,):
         for call in (kv.close, kv.fork, lambda s: kv.reserve(s, 9), lambda s: kv.commit(s, 0)):
             with pytest.raises(kvcore.StaleSequenceError):
                 call(stranger)

@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.source_build  # an assert that is gone from the source is gone from both
+
 SCRIPT = """
 import sys
 from hypothesis import Phase, settings
