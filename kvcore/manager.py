@@ -13,37 +13,32 @@ every process. A manager is not thread-safe, and does not know what a block's me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 from typing import SupportsIndex, final
 
+from kvcore.advance import advance_all, advance_to, committable, grow
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
-from kvcore.block_table import BlockTable
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
 from kvcore.lifetimes import MAX_STEP
 from kvcore.prefix import (
-    advance_all,
-    advance_to,
-    committable,
     computed_after_cut,
     distrust_from,
     find_prefix,
-    grow,
     kept_hits,
     share_computed,
 )
 from kvcore.release import blocks_tail_first, cut_tables, leaving
-from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
+from kvcore.reports import CopyOrder, Plan, ResetReport
 from kvcore.retention import Retention, check_wishes
 from kvcore.sequence import KVSequence
-from kvcore.state import CacheState
+from kvcore.steps import StepVerbs
 from kvcore.tokens import MAX_TOKEN, Tokens, pack
 
 
 @final
-class KVCacheManager(CacheState):
+class KVCacheManager(StepVerbs):
     """The block tables of all sequences, and the prefixes that they share.
 
     Args:
@@ -203,110 +198,6 @@ class KVCacheManager(CacheState):
         self._check_open(seq)
         computed = committable(seq, count)
         advance_to(self.pool, seq, computed)
-
-    def reserve_step(
-        self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]
-    ) -> tuple[Growth, ...]:
-        """Make room for the next tokens of every sequence of a step, or of none.
-
-        O(sequences + new blocks); a sequence that needs no block costs a comparison.
-
-        Args:
-            seqs: open sequences, each once.
-            num_tokens: for each, how many tokens after its computed ones.
-
-        Returns:
-            What was appended, in the order of the sequences; those that grew alone.
-
-        Raises:
-            OutOfBlocksError: too few blocks are free for all of them.
-            InvalidArgumentError: a sequence twice, or not one number for each.
-            SequenceTooLongError: the room would reach past `max_model_len`.
-        """
-        counts = [as_int("num_tokens", number, 0) for number in num_tokens]
-        running = self._checked_step(seqs, counts)
-        places: list[tuple[int, int]] = []
-        wanted: list[tuple[BlockTable, int]] = []
-        for index, seq in enumerate(running):
-            room = self._room_wanted(seq, counts[index])
-            for group, table in enumerate(seq.tables):
-                count = table.num_missing(room)
-                if count:
-                    places.append((index, group))
-                    wanted.append((table, count))
-        return advance_all(self.pool, (), wanted, places) if wanted else ()
-
-    def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]) -> None:
-        """State for every sequence of a step that the KV of its next tokens is written.
-
-        All or none; otherwise as `commit` for each in turn, and with its errors.
-        """
-        counts = [as_int("num_tokens", number, 0) for number in num_tokens]
-        running = self._checked_step(seqs, counts)
-        given = zip(running, counts, strict=True)
-        advance_all(self.pool, [(seq, committable(seq, count)) for seq, count in given])
-
-    def decode_step(self, seqs: Sequence[KVSequence], tokens: Tokens) -> tuple[Growth, ...]:
-        """Take every sequence of a decode step from one forward pass to the next, or none.
-
-        The forward pass has written the KV of all tokens that each sequence has: they are
-        committed. A sampled token joins each, and gets room; the room is taken first. The same as
-        `append`, `reserve` and `commit` of each, in one call. O(sequences + new blocks); a sequence
-        that fills no block costs a comparison and two counts.
-
-        Args:
-            seqs: open sequences, each once.
-            tokens: for each the token that was sampled.
-
-        Returns:
-            What was appended to their tables, in the order of the sequences; those that grew alone.
-
-        Raises:
-            OutOfBlocksError: too few blocks are free for all of them.
-            NotReservedError: a sequence has tokens without room, so nobody can have computed them.
-            InvalidArgumentError: a sequence twice, or not one token id for each.
-            SequenceTooLongError: a sequence has `max_model_len` tokens already.
-        """
-        sampled = pack(tokens).tolist()
-        running = self._checked_step(seqs, sampled)
-        index = 0
-        try:
-            for index, seq in enumerate(running):
-                seq.packed.append(sampled[index])
-        except BaseException:
-            for seq in islice(running, index):
-                seq.packed.pop()
-            raise
-        try:
-            due = [i for i, seq in enumerate(running) if len(seq.packed) > seq.stop]
-            growths = self._fill(running, due) if due else ()
-        except BaseException:
-            for seq in running:
-                seq.packed.pop()
-            raise
-        for seq in running:
-            seq.num_computed_tokens = len(seq.packed) - 1
-        return growths
-
-    def _fill(self, seqs: list[KVSequence], due: list[int]) -> tuple[Growth, ...]:
-        """Do for some sequences of a decode step what is more than counting, or for none."""
-        places: list[tuple[int, int]] = []
-        wanted: list[tuple[BlockTable, int]] = []
-        targets: list[tuple[KVSequence, int]] = []
-        for index in due:
-            seq = seqs[index]
-            length = len(seq.packed)
-            self._check_length(length)
-            targets.append((seq, committable(seq, length - 1 - seq.num_computed_tokens)))
-            for group, table in enumerate(seq.tables):
-                count = table.num_missing(length)
-                if count:
-                    places.append((index, group))
-                    wanted.append((table, count))
-        growths = advance_all(self.pool, targets, wanted, places)
-        for seq, _ in targets:
-            seq.find_stop(self.max_model_len)
-        return growths
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.

@@ -13,7 +13,6 @@ from kvcore.arguments import as_int
 from kvcore.errors import (
     ForeignSequenceError,
     InvalidArgumentError,
-    NotReservedError,
     SequenceTooLongError,
     StaleSequenceError,
 )
@@ -25,7 +24,6 @@ from kvcore.leases import LeaseBook
 from kvcore.lifetimes import LifetimeRecorder
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
-from kvcore.slots import int_view, put_ints, slot_of
 from kvcore.stats import Stats
 from kvcore.tokens import Tokens, pack
 
@@ -87,54 +85,6 @@ class CacheState:
     def num_free_blocks(self) -> int:
         """Blocks that could be handed out now. O(1)."""
         return self.pool.num_free_blocks
-
-    def write_step(
-        self,
-        seqs: Sequence[KVSequence],
-        block_tables: object,
-        slot_mapping: object,
-        *,
-        row_stride: SupportsIndex,
-        group: SupportsIndex = 0,
-    ) -> None:
-        """Write a decode step's block tables and slots into buffers of the caller. O(blocks).
-
-        Args:
-            seqs: open sequences, each with room for the token after its computed ones.
-            block_tables: a writable, contiguous buffer of int32 or int64: row `i` begins at entry
-                `i * row_stride` and gets the table of sequence `i`; what follows in the row is
-                untouched.
-            slot_mapping: a writable, contiguous buffer of int64: [at least len(seqs)]; the slot of
-                each sequence's next token.
-            row_stride: entries from one row to the next.
-            group: which layer group.
-
-        Raises:
-            NotReservedError: a sequence has no room for its next token.
-            InvalidArgumentError: a row is longer than `row_stride`, or a buffer does not fit.
-                Nothing is written then.
-        """
-        stride = as_int("row_stride", row_stride, 1)
-        number = as_int("group", group, 0, len(self.groups) - 1)
-        slots = array("q")
-        tables: list[array[int]] = []
-        for seq in seqs:
-            self._check_open(seq)
-            table = seq.tables[number]
-            position = seq.num_computed_tokens
-            if position >= len(table.blocks) * table.block_size:
-                raise NotReservedError(f"{seq!r} has no room for its next token")
-            if len(table.block_ids) > stride:
-                raise InvalidArgumentError(
-                    f"row_stride: wanted at least {len(table.block_ids)}, got {stride}"
-                )
-            slots.append(slot_of(table.block_ids, position, table.block_size))
-            tables.append(table.block_ids)
-        room = (len(tables) - 1) * stride + len(tables[-1]) if tables else 0
-        rows = int_view("block_tables", block_tables, (4, 8), room)
-        put_ints(int_view("slot_mapping", slot_mapping, (8,), len(slots)), 0, slots)
-        for index, block_ids in enumerate(tables):
-            put_ints(rows, index * stride, block_ids)
 
     def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: SupportsIndex = 0) -> int:
         """Count the leading blocks that all these sequences share. O(len(seqs) * blocks shared).
