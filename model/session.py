@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import TextIO
 
 import torch
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import backends
@@ -106,9 +107,14 @@ def choose_threads(model: LoadedModel) -> None:
 
     Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
     """
-    is_small = model.network.num_parameters() <= _SMALL_PARAMETERS
-    if model.network.device.type == "cpu" and is_small and "OMP_NUM_THREADS" not in os.environ:
+    network = model.network
+    if network.device.type == "cpu" and is_small(network) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
+
+
+def is_small(network: PreTrainedModel) -> bool:
+    """Whether its arithmetic takes less time than Python's way through it. O(parameters)."""
+    return network.num_parameters() <= _SMALL_PARAMETERS
 
 
 def _dtype(options: Options, backend: backends.Backend) -> torch.dtype:

@@ -5,6 +5,7 @@ nothing of them, so it can be pointed at a planted tree as well as at the projec
 """
 
 import ast
+import sys
 from pathlib import Path
 
 PACKAGES = ("kvcore", "backends", "model")
@@ -46,7 +47,14 @@ CONTROL_PLANE = (
     "model/step.py",
 )
 TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
+
+# What kvcore may import beside the standard library, and what a part that nothing else imports may.
 KVCORE_NEEDS = {"xxhash"}
+KVCORE_EXTRAS = {
+    "kvcore/testing": {"hypothesis"},
+    "kvcore/bench": set(),
+    "kvcore/build_hook.py": {"hatchling"},
+}
 
 # A loader of code that may be absent, or must not load early, imports inside a function.
 LAZY_IMPORTS = {"backends/registry.py"}
@@ -67,7 +75,7 @@ def violations(root):
             name = path.relative_to(root).as_posix()
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
-            for check in (_imports, _planes, _lazy, _sizes):
+            for check in (_imports, _needs, _planes, _lazy, _sizes):
                 found += [f"{name}: {what}" for what in check(path, name, source, tree)]
     return found
 
@@ -105,6 +113,20 @@ def _downward(importer, target):
         yield "is in no layer: give it a row in KVCORE_LAYERS and in docs/architecture.md"
     elif rows.get(target, -1) >= rows[importer]:
         yield f"imports kvcore.{target}, which does not stand above it"
+
+
+def _needs(path, name, source, tree):
+    package, _, rest = name.partition("/")
+    if package != "kvcore":
+        return
+    part = f"kvcore/{rest.split('/')[0]}"
+    allowed = {"kvcore"} | KVCORE_NEEDS | KVCORE_EXTRAS.get(part, set()) | sys.stdlib_module_names
+    for module in imported(tree):
+        if module.partition(".")[0] not in allowed | set(PACKAGES):
+            yield f"imports {module}, which it does not need"
+        for extra in KVCORE_EXTRAS:
+            if part != extra and f"{module}.".startswith(extra.replace("/", ".") + "."):
+                yield f"imports {module}: nothing else of kvcore may"
 
 
 def _planes(path, name, source, tree):

@@ -43,6 +43,15 @@ PLANTED = {
     ),
     "torch in the control plane": ("kvcore/pool.py", "import torch", "has no tensors"),
     "numpy in the scheduler": ("model/scheduler.py", "import numpy as np", "has no tensors"),
+    "a stranger in kvcore": (
+        "kvcore/hashing.py", "import blake3", "imports blake3, which it does not need"
+    ),
+    "hypothesis outside its part": (
+        "kvcore/pool.py", "import hypothesis", "imports hypothesis, which it does not need"
+    ),
+    "the tests in what they test": (
+        "kvcore/bench/ours.py", "import kvcore.testing", "nothing else of kvcore may"
+    ),
     "kvcore in a backend": (
         "backends/numba_cpu/store_kv.py", "import kvcore", "backends does not know kvcore"
     ),

@@ -44,6 +44,7 @@ class ServeOptions:
     request_rate: float
     max_concurrency: int | None
     engine: EngineConfig
+    eager: bool
     peers: tuple[str, ...]
     rounds: int
     json: bool
@@ -134,6 +135,7 @@ def _serve_options(flags: argparse.Namespace) -> ServeOptions:
         request_rate=flags.request_rate,
         max_concurrency=flags.max_concurrency,
         engine=engine_config(flags),
+        eager=flags.eager,
         peers=tuple(dict.fromkeys(flags.peer)),
         rounds=flags.rounds,
         json=flags.json,
@@ -170,6 +172,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=PEER_NAMES,
         metavar="NAME",
         help=f"repeatable; beside us: {', '.join(PEER_NAMES)}",
+    )
+    what_runs(
+        "--eager",
+        action="store_true",
+        help="call the network's modules, where a small one would be captured as one function",
     )
     what_runs("--rounds", type=int, default=1, metavar="N", help="turns of each (default: 1)")
     _add_requests(parser.add_argument_group("which requests").add_argument)

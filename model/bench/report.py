@@ -123,7 +123,7 @@ def table(report: Report) -> str:
     evicted = f"{counters.num_evicted_blocks:,} evicted, {counters.num_preemptions:,} preemptions"
     hits = f"{counters.num_hit_tokens:,} of {counters.num_prompt_tokens:,} prompt tokens"
     tokens = f"{numbers['total_input_tokens']:,.0f} in, {numbers['total_output_tokens']:,.0f} out"
-    what = f"{about['model']} in {about['dtype']} on {about['device']}"
+    what = f"{about['model']} in {about['dtype']} on {about['device']}, {about['network']}"
     rows = {
         "workload": f"{about['workload']}, {what}",
         "requests": f"{numbers['completed']:,.0f} in {numbers['duration']:.2f} s, {tokens}",

@@ -30,10 +30,10 @@ from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
 from model.engine import Engine
-from model.errors import UsageError
+from model.errors import UnsupportedModelError, UsageError
 from model.loader import LoadedModel
 from model.progress import Progress
-from model.session import BAD_INPUT, choose_threads
+from model.session import BAD_INPUT, choose_threads, is_small
 from model.step_table import StepStats, summarize_steps
 from model.trace import trace_file, write_trace
 
@@ -49,6 +49,7 @@ class _Bench:
     model: LoadedModel
     engine: Engine
     requests: list[BenchRequest]
+    network: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,20 @@ def _prepare(options: ServeOptions) -> _Bench:
     requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.seed)
     lengths = tuple([total - 1 for total in total_lengths(requests)])  # the last is not computed
     config = dataclasses.replace(options.engine, expected_lengths=lengths, seed=options.seed)
-    return _Bench(options, model, Engine(model, backend, config), requests)
+    engine = Engine(model, backend, config)
+    return _Bench(options, model, engine, requests, _capture(options, model, engine))
+
+
+def _capture(options: ServeOptions, model: LoadedModel, engine: Engine) -> str:
+    """Capture a network so small that its modules cost more than its arithmetic; say what runs."""
+    network = model.network
+    if options.eager or network.device.type != "cpu" or not is_small(network):
+        return "eager"
+    try:
+        engine.network.capture()
+    except UnsupportedModelError as error:
+        return f"eager ({error})"
+    return "captured"
 
 
 def _dtype_name(options: ServeOptions, backend: backends.Backend) -> str:
@@ -213,6 +227,7 @@ def _report(
             "workload": options.workload,
             "model": options.model,
             "dummy_weights": options.dummy_weights,
+            "network": bench.network,
             "device": str(network.device),
             "dtype": str(network.dtype).removeprefix("torch."),
             "torch": torch.__version__,

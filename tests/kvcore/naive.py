@@ -5,6 +5,8 @@ place in a table, content is the whole prefix as a tuple. The state machines run
 thing and compare everything that can be seen.
 """
 
+import itertools
+
 
 class NaiveQueue:
     """Free blocks in the order of their reuse."""
@@ -30,7 +32,9 @@ class NaivePool:
         self.free = list(range(1, num_blocks))
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.published = []  # (content, block_id), in the order of publication
-        self.num_evicted = 0
+        self.num_evicted = self.num_allocated = self.peak = 0
+        self.published_at, self.freed_at = {}, {}
+        self.durations = {"lifetime": [], "idle_before_eviction": [], "reuse_gap": []}
         self.wishes = {}  # block_id: {(priority, deadline)}
         self.shelves = {}  # priority: free blocks
         self.now = 0
@@ -82,20 +86,31 @@ class NaivePool:
             self.take_out(block_id)
             if self.content_of(block_id) is not None:
                 self.num_evicted += 1
+                self.durations["lifetime"].append(self.now - self.published_at[block_id])
+                self.durations["idle_before_eviction"].append(self.now - self.freed_at[block_id])
             self.lose_content(block_id)
             self.refs[block_id] = 1
+        self.num_allocated += count
+        self.count_used()
         return taken
+
+    def count_used(self):
+        self.peak = max(self.peak, sum(1 for refs in self.refs.values() if refs))
 
     def hold(self, block_ids):
         for block_id in block_ids:
+            if self.refs[block_id] == 0:
+                self.durations["reuse_gap"].append(self.now - self.freed_at[block_id])
             self.refs[block_id] += 1
             self.take_out(block_id)
+        self.count_used()
 
     def release(self, block_ids):
         for block_id in block_ids:
             self.refs[block_id] -= 1
         last_named = reversed(dict.fromkeys(reversed(block_ids)))
         for block_id in [b for b in last_named if self.refs[b] == 0]:
+            self.freed_at[block_id] = self.now
             if self.content_of(block_id) is None:
                 self.free.insert(0, block_id)
             else:
@@ -103,6 +118,7 @@ class NaivePool:
 
     def publish(self, block_id, content):
         self.published.append((content, block_id))
+        self.published_at[block_id] = self.now
 
     def match(self, namespace, tokens, block_size, max_blocks):
         hits = []
@@ -159,7 +175,7 @@ class NaiveManager:
         self.pool = NaivePool(num_blocks)
         self.groups = groups
         self.caching = caching
-        self.num_queried = self.num_hit = 0
+        self.num_queried = self.num_hit = self.num_resumed = self.num_resumed_hit = 0
         self.leases = {}  # id: (blocks in the order of release, deadline)
         self.num_leases = 0
 
@@ -217,7 +233,7 @@ class NaiveManager:
                 }
                 self.pool.wishes.setdefault(table.entries[place], set()).update(wanted)
 
-    def open(self, tokens, namespace, retain=()):
+    def open(self, tokens, namespace, retain=(), resumed=False):
         namespace = namespace if self.caching else None
         retain = [(a, b, p, 10**9 if n is None else self.pool.now + n) for a, b, p, n in retain]
         seq = NaiveSequence(tokens, namespace, len(self.groups), retain)
@@ -229,10 +245,62 @@ class NaiveManager:
             self.pool.hold(table.held())
         for number in range(len(self.groups)):
             self.wish(seq, number)
-        if seq.namespace is not None:
+        if seq.namespace is not None and resumed:
+            self.num_resumed += len(tokens)
+            self.num_resumed_hit += seq.cached
+        elif seq.namespace is not None:
             self.num_queried += len(tokens)
             self.num_hit += seq.cached
         return seq
+
+    def stats(self, sequences):
+        """What the statistics of so many open sequences have to say, by their names there."""
+        slots = {
+            block_id: group[2]
+            for seq in sequences
+            for group, table in zip(self.groups, seq.tables, strict=True)
+            for block_id in table.held()
+        }
+        free = len(self.pool.order())
+        return {
+            "num_blocks": self.pool.num_blocks,
+            "num_used_blocks": self.pool.num_blocks - 1 - free,
+            "num_free_blocks": free,
+            "num_cached_blocks": len(self.pool.published),
+            "peak_used_blocks": self.pool.peak,
+            "num_queried_tokens": self.num_queried,
+            "num_hit_tokens": self.num_hit,
+            "num_evicted_blocks": self.pool.num_evicted,
+            "num_allocated_blocks": self.pool.num_allocated,
+            "num_resumed_tokens": self.num_resumed,
+            "num_resumed_hit_tokens": self.num_resumed_hit,
+            "num_computed_tokens": sum(seq.computed for seq in sequences),
+            "num_slots": sum(slots.values()),
+        }
+
+    @staticmethod
+    def histogram(durations):
+        """Count, sum, maximum, and how many are 0, 1, 2 to 3, 4 to 7, and so on."""
+        bounds = [0, 1]
+        while durations and bounds[-1] <= max(durations):
+            bounds.append(bounds[-1] * 2)
+        buckets = [
+            sum(low <= duration < high for duration in durations)
+            for low, high in itertools.pairwise(bounds)
+        ]
+        if not durations:
+            buckets = []
+        return len(durations), sum(durations), max(durations, default=0), tuple(buckets)
+
+    @staticmethod
+    def num_common_blocks(sequences, number):
+        """The places from the start where all have the same block."""
+        count = 0
+        for entries in zip(*[seq.tables[number].entries for seq in sequences], strict=False):
+            if entries[0] == 0 or len(set(entries)) > 1:
+                break
+            count += 1
+        return count
 
     def missing(self, seq, num_tokens):
         total = seq.computed + num_tokens

@@ -31,15 +31,29 @@ HUNT = settings(
 )
 
 
-@pytest.mark.parametrize("name", SABOTAGES)
-def test_a_planted_bug_is_caught_for_the_right_reason(name):
+def hunt(name, settings=HUNT):
+    """Run the machine on a planted bug; return the property that it says is broken, or None.
+
+    An error of misuse that a rule did not expect is P3: the allocator's own guard has seen that its
+    caller, here the broken part, broke a rule.
+    """
     planted = SABOTAGES[name]
     seam = {SEAMS[planted.machine]: staticmethod(planted.make), "layouts": planted.layouts}
     seam["with_events"] = "always" if name.startswith("events") else "never"
     broken = type(name, (planted.machine,), seam)
-    with pytest.raises((PropertyError, kvcore.InvariantError)) as caught:
-        run_state_machine_as_test(broken, settings=HUNT)
-    assert caught.value.prop in planted.properties
+    try:
+        with planted.planted():
+            run_state_machine_as_test(broken, settings=settings)
+    except (PropertyError, kvcore.InvariantError) as error:
+        return error.prop
+    except kvcore.MisuseError:
+        return "P3"
+    return None
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_a_planted_bug_is_caught_for_the_right_reason(name):
+    assert hunt(name) in SABOTAGES[name].properties
 
 
 def test_there_are_enough_planted_bugs_of_every_part():

@@ -6,12 +6,16 @@ import kvcore
 
 BLOCK_SIZE = 4
 
-SALTS = ("none", "default", "salt", "lora")
+SALTS = ("default", "default", "default", "none", "salt", "lora", "reloaded", "next epoch")
+"""Who asks; most of the time somebody who shares."""
+
 NAMESPACES = {
     "none": None,
     "default": kvcore.Namespace(),
     "salt": kvcore.Namespace(salt=b"X"),
     "lora": kvcore.Namespace(lora_name="X"),
+    "reloaded": kvcore.Namespace(lora_name="X", lora_version=1),
+    "next epoch": kvcore.Namespace(weight_epoch=1),
 }
 
 LENGTHS = st.builds(
@@ -19,17 +23,19 @@ LENGTHS = st.builds(
 )
 """Lengths around the multiples of a block, where a third of all boundary bugs live."""
 
+PLACEHOLDER = 9
+"""The token id that stands where an image's rows are."""
+
 PROMPTS = st.builds(
     lambda length, fork, other: [0] * min(fork, length) + [other] * max(0, length - fork),
     LENGTHS,
     st.integers(0, 9),
-    st.integers(0, 2),
+    st.sampled_from([0, 1, 2, PLACEHOLDER]),
 )
-"""Prompts that agree up to some position, inside a block or at its edge, and differ after it."""
+"""Prompts that agree up to some position, inside a block or at its edge, and differ after it.
 
-
-PLACEHOLDER = 9
-"""The token id that stands where an image's rows are."""
+A placeholder's token id may stand there as text too: the token ids alone do not tell an image.
+"""
 
 
 def with_image(prompt, image):
@@ -73,9 +79,33 @@ RETENTIONS = st.one_of(
     st.just([(0, 8, 2, 1), (0, 8, 1, None)]),  # strong for a while, weak for ever
 )
 
-IMAGES = st.none() | st.tuples(
-    st.sampled_from([b"cat", b"dog"]), st.integers(0, 9), st.integers(1, 5), st.booleans()
+CONTENTS = (b"cat 3x5", b"cat 5x3", b"cap 3x5")
+
+PICTURES = st.tuples(
+    st.sampled_from(CONTENTS),
+    st.integers(0, 9),
+    st.integers(1, 5),
+    st.booleans(),
 )
+"""Images whose contents begin alike: (content, first position, rows, whether some are masked)."""
+
+IMAGES = st.none() | PICTURES
+
+
+def neighbours(prompt, name, picture):
+    """Yield (prompt, name) of the same token ids that differ in one thing, which is no token."""
+    content, start, length, masked = picture
+    for other in (
+        *[(known, start, length, masked) for known in CONTENTS],
+        (content, start + 1, length, masked),
+        (content, start, length + 1, masked),
+        (content, start, length, not masked),
+        None,
+    ):
+        yield with_image(prompt, other), name
+    for other_name in NAMESPACES:
+        yield with_image(prompt, picture), other_name
+
 
 GROUPS = {
     "full": [("full", 0, 4)],

@@ -1,21 +1,38 @@
-"""Allocators with one bug each, every bug one that an engine has shipped.
+"""Allocators with one bug each, every bug one that an engine has shipped, or might.
 
-The numbers after the names are rows of the corpus of real bugs (properties of P1 to P26 beside
-them): a machine that does not catch them proves nothing.
+The rows beside them are those of the corpus of real bugs (docs/corpus.md), the properties P1 to P26
+those of docs/invariants.md: a machine that does not catch them proves nothing.
 """
 
 from tests.kvcore.sabotage import (
+    closing,
+    events,
     groups,
     identity,
     leases,
     managed_pool,
     manager,
+    planning,
     pool,
     queue,
     retention,
+    visibility,
 )
 from tests.kvcore.sabotage.registry import SABOTAGES, Sabotage
 
-PARTS = (groups, identity, leases, managed_pool, manager, pool, queue, retention)
+PARTS = (
+    closing,
+    events,
+    groups,
+    identity,
+    leases,
+    managed_pool,
+    manager,
+    planning,
+    pool,
+    queue,
+    retention,
+    visibility,
+)
 
 __all__ = ["PARTS", "SABOTAGES", "Sabotage"]

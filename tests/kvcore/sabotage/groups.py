@@ -1,15 +1,21 @@
 """Layer groups, broken."""
 
 import kvcore
-from kvcore.groups import first_kept_block
+from kvcore.content_tree import ContentTree
+from kvcore.groups import first_kept_block, longest_servable
 from tests.kvcore import machines
-from tests.kvcore.sabotage.registry import in_manager, sabotage
+from tests.kvcore.sabotage.registry import in_manager, patched, sabotage
 
 WINDOWS = ("window", "full and window", "three")
 
 
-@sabotage(machines.ManagerMachine, "P19", "P7", layouts=WINDOWS)
-class window_is_released_on_scheduled_tokens(kvcore.KVCacheManager):  # vLLM PR #47728
+def give_back(manager, table, before):
+    manager.pool.release(table.before(before))
+    table.forget(manager.pool.blocks[0], before)
+
+
+@sabotage(machines.ManagerMachine, "P19", "P7", rows=(77,), layouts=WINDOWS)
+class window_is_released_on_scheduled_tokens(kvcore.KVCacheManager):
     def reserve(self, seq, num_tokens):
         new = super().reserve(seq, num_tokens)
         for table in seq.tables:
@@ -31,13 +37,72 @@ class window_is_one_block_short(kvcore.KVCacheManager):
                 table.forget(self.pool.blocks[0], table.num_null + 1)
 
 
-@in_manager("P7", "P24", "P18", "P1", "P2", layouts=("full and window",))
-class window_hits_the_blocks_of_another_group(kvcore.BlockPool):  # vLLM #55600
+@sabotage(machines.ManagerMachine, "P2", "P18", "P9", "P3", rows=(28,), layouts=WINDOWS)
+class window_goes_on_naming_what_it_gave_back(kvcore.KVCacheManager):
+    def commit(self, seq, num_tokens):
+        before = [(list(table.blocks), table.num_null) for table in seq.tables]
+        super().commit(seq, num_tokens)
+        for table, (blocks, num_null) in zip(seq.tables, before, strict=True):
+            for place in range(num_null, table.num_null):
+                table.blocks[place] = blocks[place]
+                table.block_ids[place] = blocks[place].block_id
+            table.num_null = num_null
+
+
+@in_manager("P7", "P24", "P18", "P1", "P2", rows=(31,), layouts=WINDOWS)
+class window_hits_what_it_gave_back(kvcore.BlockPool):
+    def path(self, namespace_key, packed, max_blocks, group, items=None):
+        found = super().path(namespace_key, packed, max_blocks, group, items)
+        present = [block for block in found if block is not None]
+        return [block or present[0] for block in found] if present else found
+
+
+@in_manager("P7", "P24", "P18", "P1", "P2", "P10", rows=(66,), layouts=("full and window",))
+class window_hits_the_blocks_of_another_group(kvcore.BlockPool):
     def path(self, namespace_key, packed, max_blocks, group, items=None):
         return super().path(namespace_key, packed, max_blocks, 0, items)
 
 
-@in_manager("P24", layouts=("full and window", "three", "chunked and full"))
-class groups_never_agree_on_a_prefix(kvcore.BlockPool):  # vLLM #51771: a silent 0 %
+@in_manager("P7", "P24", "P18", "P10", rows=(75,), layouts=("window", "narrow window"))
+class window_hits_by_place_and_not_by_content(kvcore.BlockPool):
+    def path(self, namespace_key, packed, max_blocks, group, items=None):
+        level, found = list(self.trees[group].roots()), []
+        for _ in range(max_blocks):
+            level = [
+                child
+                for node in level
+                for child in (node.children or {0: node.last_child}).values()
+                if child is not None
+            ]
+            there = [node.last_copy for node in level if node.last_copy is not None]
+            if not there:
+                break
+            found.append(there[-1])
+        return found
+
+
+@in_manager("P24", rows=(96,), layouts=("full and window", "three", "chunked and full"))
+class groups_never_agree_on_a_prefix(kvcore.BlockPool):
     def path(self, namespace_key, packed, max_blocks, group, items=None):
         return super().path(namespace_key, packed, max_blocks - group, group, items)
+
+
+@patched(longest_servable, "P24", rows=(96,), layouts=("full and window", "three"))
+def groups_drop_a_block_on_every_pass(groups, paths, max_tokens):
+    longest = longest_servable(groups, paths, max_tokens)
+    step = max(group.block_size for group in groups)
+    return max(0, longest - step * (len(groups) - 1))
+
+
+@patched(longest_servable, "P24", "P19", "P14", "P18", "P9", rows=(74,), layouts=WINDOWS[1:])
+def groups_hit_what_one_of_them_lacks(groups, paths, max_tokens):
+    longest = longest_servable(groups[:1], paths[:1], max_tokens)
+    return longest - longest % max(group.block_size for group in groups)
+
+
+@in_manager("P24", "P6", "P10", rows=(44,), layouts=("full and wide blocks",))
+class groups_cut_prompts_into_blocks_of_one_size(kvcore.BlockPool):
+    def __init__(self, num_blocks, *block_sizes, log=None):
+        super().__init__(num_blocks, *block_sizes, log=log)
+        size = min(block_sizes)
+        self.trees = tuple(ContentTree(size, group, log) for group in range(len(block_sizes)))

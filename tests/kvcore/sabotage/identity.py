@@ -1,65 +1,72 @@
-"""Identity of items, and events, broken."""
+"""Identity of namespaces and items, broken: bytes that are not all that a block depends on."""
 
+import struct
 from dataclasses import replace
 
-import kvcore
-from tests.kvcore import machines
-from tests.kvcore.sabotage.registry import in_manager, sabotage
+from kvcore.hashing import encode_namespace
+from kvcore.items import encode_items
+from tests.kvcore.sabotage.registry import patched
+
+WRONG_HIT = ("P7", "P24")
 
 
-@sabotage(machines.ManagerMachine, "P7", "P10", "P24", "P21")
-class items_are_ignored(kvcore.KVCacheManager):  # vLLM PR #17378, SGLang #2151
-    def _new_sequence(self, packed, key, items):
-        return super()._new_sequence(packed, key, ())
+@patched(encode_namespace, *WRONG_HIT, rows=(35,))
+def namespaces_leave_out_the_adapter(namespace):
+    return encode_namespace(replace(namespace, lora_name=None, lora_version=0))
 
 
-@sabotage(machines.ManagerMachine, "P7", "P10", "P24", "P21")
-class items_are_known_by_content_alone(kvcore.KVCacheManager):  # vLLM PR #36708, #56655
-    def _described(self, tokens, namespace, items):
-        packed, key, checked = super()._described(tokens, namespace, items)
-        return packed, key, tuple(replace(item, mask=None) for item in checked)
+@patched(encode_namespace, *WRONG_HIT, rows=(36,))
+def namespaces_leave_out_the_version_of_the_adapter(namespace):
+    return encode_namespace(replace(namespace, lora_version=0))
 
 
-class SilentLog(kvcore.EventLog):
-    def removed(self, node, group):
-        pass
+@patched(encode_namespace, *WRONG_HIT, rows=(92,))
+def namespaces_leave_out_the_weight_epoch(namespace):
+    return encode_namespace(replace(namespace, weight_epoch=0))
 
 
-class NamespaceBlindLog(kvcore.EventLog):
-    def _name(self, node, group):
-        if node.parent is None:
-            node.name = kvcore.digest(b"", "xxh3-128")
-        else:
-            self._name(node.parent, group)
-        return super()._name(node, group)
+@patched(encode_namespace, *WRONG_HIT, rows=(37,))
+def namespaces_are_strings_without_tags(namespace):
+    name = (namespace.lora_name or "").encode()
+    numbers = struct.pack("<QQ", namespace.lora_version, namespace.weight_epoch)
+    return b"KVN1" + namespace.salt + name + numbers
 
 
-def with_log(log_class):
-    def make(num_blocks, block_size, **options):
-        manager = kvcore.KVCacheManager(num_blocks, block_size, **options)
-        if manager.events is not None:
-            manager.events = log_class([g.block_size for g in manager.groups], "xxh3-128")
-            manager.pool._log = manager.events
-            for tree in manager.pool.trees:
-                tree._log = manager.events
-        return manager
-
-    return make
+@patched(encode_items, *WRONG_HIT, rows=(43,))
+def items_are_left_to_their_token_ids(items, first, stop, block_size):
+    return encode_items((), first, stop, block_size)
 
 
-for log, name in (
-    (SilentLog, "events_forget_removals"),
-    (NamespaceBlindLog, "events_ignore_the_namespace"),  # SGLang #24568, llm-d-kv-cache #47
-):
-    maker = with_log(log)
-    maker.__name__ = name
-    sabotage(machines.ManagerMachine, "P21")(maker)
+@patched(encode_items, *WRONG_HIT, rows=(33,))
+def items_are_bytes_without_a_shape(items, first, stop, block_size):
+    shapeless = [replace(item, content=item.content.split()[0]) for item in items]
+    return encode_items(shapeless, first, stop, block_size)
 
 
-@in_manager("P21")
-class events_remove_with_the_first_copy(kvcore.BlockPool):  # vLLM R5
-    def take(self, num_blocks):
-        for block in list(self.free_blocks())[:num_blocks]:
-            if self._log is not None and block.node is not None and len(block.node.copies()) > 1:
-                self._log.removed(block.node, block.group)
-        return super().take(num_blocks)
+@patched(encode_items, *WRONG_HIT, rows=(34,))
+def items_are_known_by_16_bits(items, first, stop, block_size):
+    cut = [replace(item, content=item.content[:2]) for item in items]
+    return encode_items(cut, first, stop, block_size)
+
+
+@patched(encode_items, *WRONG_HIT, rows=(40,))
+def items_leave_out_their_mask(items, first, stop, block_size):
+    return encode_items([replace(item, mask=None) for item in items], first, stop, block_size)
+
+
+@patched(encode_items, *WRONG_HIT, rows=(41,))
+def items_with_a_mask_are_cached_without_a_key(items, first, stop, block_size):
+    plain = [item for item in items if item.mask is None]
+    return encode_items(plain, first, stop, block_size)
+
+
+@patched(encode_items, *WRONG_HIT, rows=(39,))
+def items_leave_out_where_they_stand(items, first, stop, block_size):
+    encoded = [b""] * (stop - first)
+    for item in items:
+        for number in range(first, stop):
+            if number * block_size < item.start + item.length and item.start < (
+                (number + 1) * block_size
+            ):
+                encoded[number - first] += item.content + (item.mask or b"")
+    return encoded

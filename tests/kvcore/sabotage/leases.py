@@ -4,7 +4,7 @@ import kvcore
 from kvcore import prefix
 from kvcore.prefix import distrust_from
 from tests.kvcore import machines
-from tests.kvcore.sabotage.registry import sabotage
+from tests.kvcore.sabotage.registry import changed, sabotage
 
 
 class ForgetfulBook(kvcore.LeaseBook):
@@ -36,35 +36,95 @@ class EndlessBook(kvcore.LeaseBook):
         return ()
 
 
+class HastyBook(kvcore.LeaseBook):
+    """Waits for nobody: whatever is in flight is done with the next step."""
+
+    def due(self, step):
+        return tuple(self.active.values())
+
+
+class KeepingBook(kvcore.LeaseBook):
+    """Ends leases and keeps what they held."""
+
+    def end(self, lease_id):
+        blocks = self.active[lease_id].blocks if lease_id in self.active else []
+        self._pool.hold(blocks)
+        return super().end(lease_id)
+
+
+class MatchingBook(kvcore.LeaseBook):
+    """Holds the block that a look-up finds, and lets go of the one that the sequence has."""
+
+    def begin(self, blocks, kind, owner, max_steps):
+        lease = super().begin(blocks, kind, owner, max_steps)
+        self._pool.release(blocks)
+        self._pool.hold([b if b.node is None else b.node.first_copy for b in blocks])
+        return lease
+
+
+class ShuffledBook(kvcore.LeaseBook):
+    """Frees in the order of the ids what it held back."""
+
+    def begin(self, blocks, kind, owner, max_steps):
+        return super().begin(sorted(blocks, key=lambda b: b.block_id), kind, owner, max_steps)
+
+
+class SecretiveBook(kvcore.LeaseBook):
+    """Tells nobody what will be free when the leases end."""
+
+    def num_deferred_blocks(self):
+        return 0
+
+
 def with_book(book_class):
-    def make(num_blocks, block_size, **options):
-        manager = kvcore.KVCacheManager(num_blocks, block_size, **options)
+    def change(manager):
         manager.leases = book_class(manager.pool)
-        return manager
 
-    return make
+    return change
 
 
-for book, name in (
-    (ForgetfulBook, "leases_are_a_flag"),  # vLLM #46240, #43226
-    (CarelessBook, "leases_end_twice"),  # vLLM #46240
-    (EndlessBook, "leases_never_expire"),  # vLLM #46283
+for book, name, properties, rows in (
+    (ForgetfulBook, "leases_are_a_flag", ("P17", "P20", "P15", "P2"), (79,)),
+    (CarelessBook, "leases_end_twice", ("P17", "P2", "P3"), (79,)),
+    (EndlessBook, "leases_never_expire", ("P17",), (12,)),
+    (HastyBook, "leases_end_with_the_next_step", ("P17",), (81,)),
+    (KeepingBook, "leases_end_and_keep_what_they_held", ("P2", "P5"), (15,)),
+    (MatchingBook, "leases_hold_the_block_that_a_look_up_finds", ("P2", "P17", "P3"), (5,)),
+    (ShuffledBook, "leases_free_in_another_order", ("P15",), (89,)),
+    (SecretiveBook, "leases_hide_what_will_be_free", ("P20",), (84,)),
 ):
-    maker = with_book(book)
-    maker.__name__ = name
-    sabotage(machines.ManagerMachine, "P17", "P20", "P15", "P2", "P3")(maker)
+    changed(name, with_book(book), *properties, rows=rows)
 
 
-@sabotage(machines.ManagerMachine, "P17", "P2", "P20")
-class leases_hold_nothing(kvcore.KVCacheManager):  # vLLM PR #45357, PR #32255
+@sabotage(machines.ManagerMachine, "P17", "P2", "P20", rows=(10, 76))
+class leases_hold_nothing(kvcore.KVCacheManager):
     def lease(self, seq, kind="step", **options):
         lease = super().lease(seq, kind, **options)
         self.pool.release(lease.blocks)
         return lease
 
 
-@sabotage(machines.ManagerMachine, "P7", "P9", "P14", "P16")
-class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):  # vLLM PR #19330
+@sabotage(machines.ManagerMachine, "P17", "P20", "P15", rows=(78,))
+class leases_end_with_their_sequence(kvcore.KVCacheManager):
+    def close(self, seq):
+        self._check_open(seq)
+        owned = set(seq.block_table)
+        super().close(seq)
+        for lease in list(self.leases.active.values()):
+            if any(block.block_id in owned for block in lease.blocks):
+                lease.end()
+
+
+@sabotage(machines.ManagerMachine, "P17", "P20", "P15", "P22", rows=(82,))
+class leases_end_with_a_reset(kvcore.KVCacheManager):
+    def reset(self, *, canonical_order=False):
+        for lease in list(self.leases.active.values()):
+            lease.end()
+        return super().reset(canonical_order=canonical_order)
+
+
+@sabotage(machines.ManagerMachine, "P7", "P9", "P14", "P16", rows=(71,))
+class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):
     def fail_load(self, seq, num_tokens):
         if not 0 <= num_tokens <= seq.num_computed_tokens:
             return super().fail_load(seq, num_tokens)

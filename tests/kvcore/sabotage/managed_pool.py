@@ -6,14 +6,14 @@ from tests.kvcore.sabotage.registry import in_manager
 
 
 @in_manager("P1", "P18", "P15")
-class manager_hands_out_the_null_block(kvcore.BlockPool):  # vLLM PR #19330
+class manager_hands_out_the_null_block(kvcore.BlockPool):
     def __init__(self, num_blocks, *block_sizes, log=None):
         super().__init__(num_blocks, *block_sizes, log=log)
         self.empty_blocks.append(self.blocks[0])
 
 
-@in_manager("P7", "P10", "P6")
-class manager_finds_what_was_evicted(kvcore.BlockPool):  # vLLM PR #4764
+@in_manager("P7", "P10", "P6", rows=(22, 100))
+class manager_finds_what_was_evicted(kvcore.BlockPool):
     def take(self, num_blocks):
         stale = [(block, block.node) for block in self.free_blocks()][:num_blocks]
         taken = super().take(num_blocks)
@@ -23,14 +23,25 @@ class manager_finds_what_was_evicted(kvcore.BlockPool):  # vLLM PR #4764
         return taken
 
 
-@in_manager("P2", "P7", "P1", "P13")
-class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):  # vLLM PR #10507
+@in_manager("P2", "P7", "P1", "P13", rows=(47,))
+class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):
     def hold(self, blocks, kept=()):
         pass
 
 
+@in_manager("P13", "P2", "P17", "P7", rows=(10, 16))
+class manager_evicts_what_is_held_when_it_is_full(kvcore.BlockPool):
+    def next_blocks(self, count):
+        held = [block for block in self.blocks if block.ref_count and block.node is not None]
+        if count == self.num_free_blocks + 1 and held:
+            self.forget(held[:1])
+            held[0].ref_count, held[0].next_free = 0, held[0]
+            self.empty_blocks.append(held[0])
+        return super().next_blocks(count)
+
+
 @in_manager("P7", "P10")
-class manager_ignores_the_namespace(kvcore.BlockPool):  # vLLM #3264, #44701
+class manager_ignores_the_namespace(kvcore.BlockPool):
     def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         for root in self.trees[0].roots():
             hits = super().match(root.tokens, packed, max_blocks, group, items)
@@ -50,15 +61,15 @@ class CollidingTree(ContentTree):
         return None
 
 
-@in_manager("P7", "P10")
-class manager_trusts_a_digest_that_collides(kvcore.BlockPool):  # vllm-mlx PR #444
+@in_manager("P7", "P10", rows=(42,))
+class manager_trusts_a_digest_that_collides(kvcore.BlockPool):
     def __init__(self, num_blocks, *block_sizes, log=None):
         super().__init__(num_blocks, *block_sizes, log=log)
         self.trees = (CollidingTree(*block_sizes),)
 
 
-@in_manager("P7", "P10")
-class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):  # vLLM PR #12621's shape
+@in_manager("P7", "P10", rows=(32,))
+class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):
     def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         hits = []
         size = self.block_sizes[0] * 4
@@ -71,20 +82,57 @@ class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):  # vLLM PR #
         return hits
 
 
-@in_manager("P14")
-class manager_hits_the_whole_prompt(kvcore.BlockPool):  # nano-vllm #144
+@in_manager("P14", rows=(57, 58))
+class manager_hits_the_whole_prompt(kvcore.BlockPool):
     def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         whole = len(packed) // (self.block_sizes[0] * 4) if items is None else max_blocks
         return super().match(namespace_key, packed, whole, group, items)
 
 
-@in_manager("P24")
-class manager_never_hits(kvcore.BlockPool):  # LMCache #2979: a silent 0 %
+@in_manager("P24", rows=(45,))
+class manager_never_hits(kvcore.BlockPool):
     def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         return []
 
 
-@in_manager("P15")
-class manager_releases_the_head_first(kvcore.BlockPool):  # vLLM #42948
+@in_manager("P15", rows=(95,))
+class manager_releases_the_head_first(kvcore.BlockPool):
     def release(self, blocks):
         super().release(blocks[::-1])
+
+
+@in_manager("P4", "P6", rows=(64,))
+class manager_leaves_an_empty_node_where_it_missed(kvcore.BlockPool):
+    def match(self, namespace_key, packed, max_blocks, group=0, items=None):
+        hits = super().match(namespace_key, packed, max_blocks, group, items)
+        if hits and len(hits) < max_blocks and items is None:
+            size = self.block_sizes[0] * 4
+            missed = packed[len(hits) * size : (len(hits) + 1) * size]
+            if self.trees[0]._child(hits[-1].node, missed) is None:
+                self.trees[0]._grow(hits[-1].node, missed)
+        return hits
+
+
+class TwinTree(ContentTree):
+    """The second copy of a content takes the place of the first."""
+
+    def attach(self, blocks, namespace_key, parent, contents):
+        super().attach(blocks, namespace_key, parent, contents)
+        for block in blocks:
+            block.node.first_copy = block
+
+
+@in_manager("P11", "P6", "P24", rows=(87,))
+class manager_lets_twins_overwrite_each_other(kvcore.BlockPool):
+    def __init__(self, num_blocks, *block_sizes, log=None):
+        super().__init__(num_blocks, *block_sizes, log=log)
+        self.trees = (TwinTree(*block_sizes),)
+
+
+@in_manager("P9", "P6", rows=(86,))
+class manager_gives_a_second_copy_no_identity(kvcore.BlockPool):
+    def publish(self, blocks, namespace_key, parent, contents, group=0):
+        super().publish(blocks, namespace_key, parent, contents, group)
+        for block in blocks:
+            if block.prev_copy is not None:
+                self.trees[group].detach(block)

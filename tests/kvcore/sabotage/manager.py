@@ -1,34 +1,10 @@
-"""The manager itself, broken."""
-
-from dataclasses import replace
+"""The manager's handles, tables and cuts, broken."""
 
 import kvcore
 from kvcore.items import cut_items
-from kvcore.prefix import advance_to
+from kvcore.slots import slot_of
 from tests.kvcore import machines
-from tests.kvcore.sabotage.registry import sabotage
-
-
-@sabotage(machines.ManagerMachine, "P2", "P5", "P15")
-class manager_leaks_the_last_block_on_close(kvcore.KVCacheManager):  # TRT-LLM PR #15018
-    def close(self, seq):
-        self._check_open(seq)
-        for table in seq.tables:
-            del table.blocks[-1:]
-        super().close(seq)
-
-
-@sabotage(machines.ManagerMachine, "P9", "P6", "P7")
-class manager_publishes_what_is_only_reserved(kvcore.KVCacheManager):  # TGI PR #2489, vLLM R10
-    def reserve(self, seq, num_tokens):
-        new = super().reserve(seq, num_tokens)
-        if seq.namespace_key is not None:
-            computed = seq.num_computed_tokens
-            room = len(seq.tables[0].blocks) * self.block_size
-            seq.num_computed_tokens = min(len(seq.packed), room)
-            advance_to(self.pool, seq, seq.num_computed_tokens)
-            seq.num_computed_tokens = computed
-        return new
+from tests.kvcore.sabotage.registry import patched, sabotage
 
 
 def keep_the_cut_block(manager, seq, num_tokens):
@@ -43,8 +19,8 @@ def keep_the_cut_block(manager, seq, num_tokens):
     seq.num_cached_tokens = min(seq.num_cached_tokens, num_tokens)
 
 
-@sabotage(machines.ManagerMachine, "P7", "P10", "P9", "P6", "P16")
-class manager_cuts_tokens_and_keeps_their_identity(kvcore.KVCacheManager):  # vLLM #49377
+@sabotage(machines.ManagerMachine, "P7", "P10", "P9", "P6", "P16", rows=(27,))
+class manager_cuts_tokens_and_keeps_their_identity(kvcore.KVCacheManager):
     def truncate(self, seq, num_tokens):
         if seq.is_open and 0 < num_tokens <= seq.num_tokens:
             keep_the_cut_block(self, seq, num_tokens)
@@ -61,36 +37,34 @@ class manager_overwrites_what_a_fork_shares(kvcore.KVCacheManager):
             super().truncate(seq, num_tokens)
 
 
-@sabotage(machines.ManagerMachine, "P10")
-class manager_names_blocks_by_tokens_long_gone(kvcore.KVCacheManager):  # vLLM #49377
+@sabotage(machines.ManagerMachine, "P10", rows=(27,))
+class manager_names_blocks_by_tokens_long_gone(kvcore.KVCacheManager):
     def truncate(self, seq, num_tokens):
         chain, seq.chain = seq.chain, None
         super().truncate(seq, num_tokens)
         seq.chain = chain
 
 
-@sabotage(machines.ManagerMachine, "P13", "P4")
-class manager_counts_hits_as_free_room(kvcore.KVCacheManager):  # vLLM PR #6849
-    def plan(self, tokens, **options):
-        return replace(super().plan(tokens, **options), num_revived_blocks=0)
+@sabotage(machines.ManagerMachine, "P15", "P16", "P10", "P9", "P7", rows=(65,))
+class manager_cuts_off_the_first_blocks(kvcore.KVCacheManager):
+    def truncate(self, seq, num_tokens):
+        for table in seq.tables:
+            beyond = len(table.blocks) - -(-num_tokens // table.block_size)
+            if seq.is_open and 0 < beyond < len(table.blocks):
+                table.blocks = table.blocks[beyond:] + table.blocks[:beyond]
+                table.block_ids = table.block_ids[beyond:] + table.block_ids[:beyond]
+        super().truncate(seq, num_tokens)
 
 
-@sabotage(machines.ManagerMachine, "P13")
-class manager_says_there_is_room_for_one_more(kvcore.KVCacheManager):  # nano-vllm PR #66
-    def can_reserve(self, seq, num_tokens):
-        missing = seq.tables[0].num_missing(self._room_wanted(seq, num_tokens))
-        return missing <= self.pool.num_free_blocks + 1
-
-
-@sabotage(machines.ManagerMachine, "P16")
-class manager_grants_a_block_and_does_not_say_so(kvcore.KVCacheManager):  # vllm-rbln PR #662
+@sabotage(machines.ManagerMachine, "P16", rows=(62,))
+class manager_grants_a_block_and_does_not_say_so(kvcore.KVCacheManager):
     def reserve(self, seq, num_tokens):
         (new,) = super().reserve(seq, num_tokens)
         return (new[1:] if num_tokens == 1 else new,)
 
 
-@sabotage(machines.ManagerMachine, "P3")
-class manager_accepts_a_stale_handle(kvcore.KVCacheManager):  # vLLM #37076, R4
+@sabotage(machines.ManagerMachine, "P3", rows=(51,))
+class manager_accepts_a_stale_handle(kvcore.KVCacheManager):
     def _check_open(self, seq):
         if seq.owner is self and not seq.is_open:
             return
@@ -110,8 +84,41 @@ class manager_forks_a_half_full_block_without_a_copy(kvcore.KVCacheManager):
         return child, ()
 
 
-@sabotage(machines.ManagerMachine, "P22", "P6", "P9")
-class manager_publishes_old_content_after_a_reset(kvcore.KVCacheManager):  # SkyRL PR #1824
+@sabotage(machines.ManagerMachine, "P2", rows=(1,))
+class manager_counts_what_a_fork_shares_twice(kvcore.KVCacheManager):
+    def fork(self, seq):
+        child, orders = super().fork(seq)
+        full = child.num_computed_tokens // self.block_size
+        self.pool.hold(child.tables[0].blocks[:full])
+        return child, orders
+
+
+@sabotage(machines.ManagerMachine, "P2", "P18", "P1", "P3", rows=(83,))
+class manager_frees_duplicates_and_goes_on_naming_them(kvcore.KVCacheManager):
+    def commit(self, seq, num_tokens):
+        before = seq.tables[0].num_published
+        super().commit(seq, num_tokens)
+        table = seq.tables[0]
+        new = table.blocks[before : table.num_published]
+        self.pool.release([block for block in new if block.node.first_copy is not block])
+
+
+@sabotage(machines.ManagerMachine, "P16", rows=(83,))
+class manager_swaps_duplicates_and_does_not_say_so(kvcore.KVCacheManager):
+    def commit(self, seq, num_tokens):
+        before = seq.tables[0].num_published
+        super().commit(seq, num_tokens)
+        table = seq.tables[0]
+        for place in range(before, table.num_published):
+            mine, first = table.blocks[place], table.blocks[place].node.first_copy
+            if first is not mine:
+                self.pool.hold([first])
+                self.pool.release([mine])
+                table.blocks[place], table.block_ids[place] = first, first.block_id
+
+
+@sabotage(machines.ManagerMachine, "P22", "P6", "P9", "P10", rows=(92,))
+class manager_publishes_old_content_after_a_reset(kvcore.KVCacheManager):
     def reset(self, *, canonical_order=False):
         keys = {number: seq.namespace_key for number, seq in self.sequences.items()}
         report = super().reset(canonical_order=canonical_order)
@@ -120,7 +127,47 @@ class manager_publishes_old_content_after_a_reset(kvcore.KVCacheManager):  # Sky
         return report
 
 
-@sabotage(machines.ManagerMachine, "P22")
-class manager_says_reset_and_does_nothing(kvcore.KVCacheManager):  # vLLM #9744
+@sabotage(machines.ManagerMachine, "P22", rows=(92,))
+class manager_says_reset_and_does_nothing(kvcore.KVCacheManager):
     def reset(self, *, canonical_order=False):
         return kvcore.ResetReport(0, 0, 0)
+
+
+@sabotage(machines.ManagerMachine, "P15", rows=(93,))
+class manager_keeps_a_scrambled_order_at_a_reset(kvcore.KVCacheManager):
+    def reset(self, *, canonical_order=False):
+        return super().reset()
+
+
+@sabotage(machines.ManagerMachine, "P6", "P9", "P10", "P15", "P24", rows=(94,))
+class manager_resets_itself_when_an_epoch_is_new(kvcore.KVCacheManager):
+    epoch = 0
+
+    def open(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, **options):
+        if namespace is not None and namespace.weight_epoch > self.epoch:
+            self.epoch = namespace.weight_epoch
+            self.reset()
+        return super().open(tokens, namespace=namespace, **options)
+
+
+@sabotage(machines.ManagerMachine, "P24", rows=(90,))
+class manager_counts_what_was_preempted_as_hits(kvcore.KVCacheManager):
+    def open(self, tokens, *, resumed=False, **options):
+        return super().open(tokens, **options)
+
+
+@sabotage(machines.ManagerMachine, "P25", rows=(103,))
+class manager_reads_what_is_shared_from_ref_counts(kvcore.KVCacheManager):
+    def num_common_blocks(self, seqs, *, group=0):
+        super().num_common_blocks(seqs, group=group)
+        count = 0
+        for block in seqs[0].tables[group].blocks:
+            if block.ref_count < len(seqs):
+                break
+            count += 1
+        return count
+
+
+@patched(slot_of, "P23", rows=(63,), layouts=("window",))
+def slots_wrap_around_in_a_window(block_table, position, block_size):
+    return slot_of(block_table, position % (2 * block_size), block_size)

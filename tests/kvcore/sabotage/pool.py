@@ -6,20 +6,20 @@ from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import sabotage
 
 
-@sabotage(machines.PoolMachine, "P3")
-class pool_accepts_a_negative_count(kvcore.BlockPool):  # vllm-ascend #14283
+@sabotage(machines.PoolMachine, "P3", rows=(3,))
+class pool_accepts_a_negative_count(kvcore.BlockPool):
     def take(self, num_blocks):
         return super().take(max(0, num_blocks))
 
 
-@sabotage(machines.PoolMachine, "P3", "P2")
-class pool_accepts_a_double_free(kvcore.BlockPool):  # vLLM PR #3347, #42571
+@sabotage(machines.PoolMachine, "P3", "P2", rows=(2,))
+class pool_accepts_a_double_free(kvcore.BlockPool):
     def release(self, blocks):
         super().release([block for block in blocks if block.ref_count])
 
 
-@sabotage(machines.PoolMachine, "P3", "P1", "P15")
-class pool_frees_a_block_named_twice_twice(kvcore.BlockPool):  # vLLM #42571
+@sabotage(machines.PoolMachine, "P3", "P1", "P15", rows=(2,))
+class pool_frees_a_block_named_twice_twice(kvcore.BlockPool):
     def release(self, blocks):
         for block in blocks:
             block.ref_count -= 1
@@ -28,8 +28,26 @@ class pool_frees_a_block_named_twice_twice(kvcore.BlockPool):  # vLLM #42571
                 self.empty_blocks.append(block)
 
 
-@sabotage(machines.PoolMachine, "P4")
-class pool_undoes_half_of_a_refused_release(kvcore.BlockPool):  # vLLM PR #24228
+@sabotage(machines.PoolMachine, "P1", "P15", rows=(4,))
+class pool_queues_a_block_with_every_release(kvcore.BlockPool):
+    def release(self, blocks):
+        super().release(blocks)
+        for block in dict.fromkeys(blocks):
+            if block.ref_count:
+                self.empty_blocks.append(block)
+
+
+@sabotage(machines.PoolMachine, "P2", "P3", rows=(21,))
+class pool_hands_out_blocks_that_nobody_holds(kvcore.BlockPool):
+    def take(self, num_blocks):
+        taken = super().take(num_blocks)
+        for block in taken:
+            block.ref_count = 0
+        return taken
+
+
+@sabotage(machines.PoolMachine, "P4", rows=(56,))
+class pool_undoes_half_of_a_refused_release(kvcore.BlockPool):
     def release(self, blocks):
         self._check_own(blocks)
         for block in blocks:
@@ -38,8 +56,8 @@ class pool_undoes_half_of_a_refused_release(kvcore.BlockPool):  # vLLM PR #24228
             super().release([block])
 
 
-@sabotage(machines.PoolMachine, "P4")
-class pool_takes_what_there_is_before_it_refuses(kvcore.BlockPool):  # vLLM PR #11565
+@sabotage(machines.PoolMachine, "P4", rows=(17,))
+class pool_takes_what_there_is_before_it_refuses(kvcore.BlockPool):
     def take(self, num_blocks):
         if num_blocks > self.num_free_blocks:
             super().take(self.num_free_blocks)
@@ -47,8 +65,14 @@ class pool_takes_what_there_is_before_it_refuses(kvcore.BlockPool):  # vLLM PR #
         return super().take(num_blocks)
 
 
-@sabotage(machines.PoolMachine, "P3")
-class pool_frees_the_null_block(kvcore.BlockPool):  # UCM PR #1053, vLLM R11
+@sabotage(machines.PoolMachine, "P13", rows=(91,))
+class pool_hands_out_fewer_than_it_was_asked_for(kvcore.BlockPool):
+    def take(self, num_blocks):
+        return super().take(min(num_blocks, self.num_free_blocks))
+
+
+@sabotage(machines.PoolMachine, "P3", rows=(11,))
+class pool_frees_the_null_block(kvcore.BlockPool):
     def _check_own(self, blocks):
         super()._check_own([block for block in blocks if block is not self.blocks[0]])
 
@@ -58,16 +82,25 @@ class pool_frees_the_null_block(kvcore.BlockPool):  # UCM PR #1053, vLLM R11
 
 
 @sabotage(machines.PoolMachine, "P1", "P2", "P15")
-class pool_revives_without_leaving_the_queue(kvcore.BlockPool):  # vLLM R2
-    def hold(self, blocks):
+class pool_revives_without_leaving_the_queue(kvcore.BlockPool):
+    def hold(self, blocks, kept=()):
         free = [block for block in dict.fromkeys(blocks) if block.ref_count == 0]
         super().hold(blocks)
         for block in free:
             self.free_queue.push_back(block)
 
 
-@sabotage(machines.PoolMachine, "P6", "P7", "P11")
-class pool_forgets_all_copies_with_the_first(kvcore.BlockPool):  # vLLM R5
+@sabotage(machines.PoolMachine, "P6", "P7", rows=(52,))
+class pool_forgets_what_it_revives(kvcore.BlockPool):
+    def hold(self, blocks, kept=()):
+        free = [block for block in dict.fromkeys(blocks) if block.ref_count == 0]
+        super().hold(blocks)
+        for block in free:
+            self.trees[block.group].detach(block)
+
+
+@sabotage(machines.PoolMachine, "P6", "P7", "P11", rows=(85,))
+class pool_forgets_all_copies_with_the_first(kvcore.BlockPool):
     def take(self, num_blocks):
         nodes = [block.node for block in self.free_blocks()][:num_blocks]
         taken = super().take(num_blocks)
@@ -77,13 +110,27 @@ class pool_forgets_all_copies_with_the_first(kvcore.BlockPool):  # vLLM R5
         return taken
 
 
+@sabotage(machines.PoolMachine, "P3", "P6", "P11", rows=(8,))
+class pool_publishes_a_block_again(kvcore.BlockPool):
+    def publish(self, blocks, namespace_key, parent, contents, group=0):
+        old = [(block, block.node) for block in blocks]
+        for block, _ in old:
+            block.node = None
+        try:
+            super().publish(blocks, namespace_key, parent, contents, group)
+        except kvcore.KVCoreError:
+            for block, node in old:
+                block.node = node
+            raise
+
+
 class NoTree(ContentTree):
     def detach(self, block):
         pass
 
 
-@sabotage(machines.PoolMachine, "P6", "P7", "P11")
-class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):  # nano-vllm #163, kvcached #362
+@sabotage(machines.PoolMachine, "P6", "P7", "P11", rows=(23, 24))
+class pool_hands_out_blocks_with_their_content(kvcore.BlockPool):
     def take(self, num_blocks):
         trees, self.trees = self.trees, (NoTree(1),)
         try:

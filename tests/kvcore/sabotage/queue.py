@@ -5,15 +5,15 @@ from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import sabotage
 
 
-@sabotage(machines.FreeQueueMachine, "P1")
-class queue_counts_wrong_after_removal(kvcore.FreeQueue):  # vLLM #14283, PR #24228
+@sabotage(machines.FreeQueueMachine, "P1", rows=(3,))
+class queue_counts_wrong_after_removal(kvcore.FreeQueue):
     def remove(self, block):
         super().remove(block)
         self.length += 1
 
 
-@sabotage(machines.FreeQueueMachine, "P1", "P3")
-class queue_hands_out_its_sentinel(kvcore.FreeQueue):  # vLLM #42571
+@sabotage(machines.FreeQueueMachine, "P1", "P3", rows=(2,))
+class queue_hands_out_its_sentinel(kvcore.FreeQueue):
     def pop_front(self):
         block = self._head.next_free
         if block is self._tail:
@@ -21,8 +21,8 @@ class queue_hands_out_its_sentinel(kvcore.FreeQueue):  # vLLM #42571
         return super().pop_front()
 
 
-@sabotage(machines.FreeQueueMachine, "P3", "P1")
-class queue_takes_a_block_twice(kvcore.FreeQueue):  # vLLM #42571
+@sabotage(machines.FreeQueueMachine, "P3", "P1", rows=(2, 4))
+class queue_takes_a_block_twice(kvcore.FreeQueue):
     def push_back(self, block):
         block.prev_free = block.next_free = None
         super().push_back(block)

@@ -1,7 +1,14 @@
-"""How a planted bug is registered: what it breaks, who must notice, on which groups it shows."""
+"""How a planted bug is registered: what it breaks, who must notice, which real bugs it re-creates.
 
+`rows` are rows of the corpus of real bugs (docs/corpus.md).
+"""
+
+import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import pytest
 
 import kvcore
 from tests.kvcore import machines
@@ -11,43 +18,91 @@ SABOTAGES = {}
 
 @dataclass(frozen=True)
 class Sabotage:
-    """One planted bug: what it breaks, who must notice, and on which layer groups it shows."""
+    """One planted bug.
+
+    Attributes:
+        make: the queue, pool or manager class (or a factory) that has it.
+        machine: the state machine that must notice.
+        properties: the properties of which one must be seen broken.
+        layouts: the layer groups on which it shows.
+        rows: the rows of the corpus that it re-creates.
+        patches: functions of kvcore and what takes their place.
+    """
 
     make: Any
     machine: type
     properties: frozenset
     layouts: tuple
+    rows: tuple = ()
+    patches: tuple = ()
+
+    @contextmanager
+    def planted(self):
+        """Put the replacements in their place, wherever kvcore has imported the originals."""
+        with pytest.MonkeyPatch.context() as patch:
+            for original, replacement in self.patches:
+                for name, module in list(sys.modules.items()):
+                    if name.partition(".")[0] == "kvcore":
+                        for attribute, value in list(vars(module).items()):
+                            if value is original:
+                                patch.setattr(module, attribute, replacement)
+            yield
 
 
-def sabotage(machine, *properties, layouts=("full",)):
+def sabotage(machine, *properties, rows=(), layouts=("full",)):
     """Register a queue, pool or manager class (or factory) as a planted bug."""
 
     def register(make):
-        SABOTAGES[make.__name__] = Sabotage(make, machine, frozenset(properties), layouts)
+        SABOTAGES[make.__name__] = Sabotage(make, machine, frozenset(properties), layouts, rows)
         return make
 
     return register
 
 
-def managed(pool_class):
-    """Return a factory of managers over a sabotaged pool."""
+def in_manager(*properties, rows=(), layouts=("full",)):
+    """Register a pool class as a planted bug that the manager's machine must notice."""
+
+    def with_pool(pool_class):
+        def change(manager):
+            sizes = [group.block_size for group in manager.groups]
+            lifetimes = manager.pool.lifetimes
+            manager.pool = pool_class(manager.num_blocks, *sizes, log=manager.events)
+            manager.pool.lifetimes = lifetimes
+            manager.leases = kvcore.LeaseBook(manager.pool)
+
+        return change
+
+    def register(pool_class):
+        changed(pool_class.__name__, with_pool(pool_class), *properties, rows=rows, layouts=layouts)
+        return pool_class
+
+    return register
+
+
+def changed(name, change, *properties, rows=(), layouts=("full",)):
+    """Register managers that `change(manager)` breaks after they were made."""
 
     def make(num_blocks, block_size, **options):
         manager = kvcore.KVCacheManager(num_blocks, block_size, **options)
-        sizes = [group.block_size for group in manager.groups]
-        manager.pool = pool_class(num_blocks, *sizes, log=manager.events)
-        manager.leases = kvcore.LeaseBook(manager.pool)
+        change(manager)
         return manager
 
-    make.__name__ = pool_class.__name__
-    return make
+    make.__name__ = name
+    sabotage(machines.ManagerMachine, *properties, rows=rows, layouts=layouts)(make)
 
 
-def in_manager(*properties, layouts=("full",)):
-    """Register a pool class as a planted bug that the manager's machine must notice."""
+def patched(original, *properties, rows=(), layouts=("full",)):
+    """Register what takes the place of a function of kvcore as a planted bug."""
 
-    def register(pool_class):
-        sabotage(machines.ManagerMachine, *properties, layouts=layouts)(managed(pool_class))
-        return pool_class
+    def register(replacement):
+        SABOTAGES[replacement.__name__] = Sabotage(
+            kvcore.KVCacheManager,
+            machines.ManagerMachine,
+            frozenset(properties),
+            layouts,
+            rows,
+            ((original, replacement),),
+        )
+        return replacement
 
     return register

@@ -1,47 +1,56 @@
 """Retention, broken."""
 
 import kvcore
-from kvcore.retention import FOREVER, RetentionShelf
-from tests.kvcore import machines
-from tests.kvcore.sabotage.registry import in_manager, sabotage
-
-
-def with_shelf(shelf_class):
-    def make(num_blocks, block_size, **options):
-        manager = kvcore.KVCacheManager(num_blocks, block_size, **options)
-        manager.pool.shelf = shelf_class()
-        return manager
-
-    return make
+from kvcore.retention import RetentionShelf
+from tests.kvcore.sabotage.registry import changed, in_manager
 
 
 class DeafShelf(RetentionShelf):
-    def keep(self, block, wishes):
-        pass
+    def front(self, block, wishes):
+        return ()
 
 
 class ClingingShelf(RetentionShelf):
     def expire(self, now):
-        return super().expire(now) if now == FOREVER else []
+        return []
 
 
 class ForgetfulShelf(RetentionShelf):
     """Remembers the strongest wish alone, so what is below it may outlive its prefix."""
 
-    def keep(self, block, wishes):
-        super().keep(block, wishes)
-        if block.block_id in self.kept:
-            self.kept[block.block_id] = self.kept[block.block_id][:1]
+    def front(self, block, wishes):
+        return super().front(block, wishes)[:1]
 
 
-for shelf, name in (
-    (DeafShelf, "retention_is_ignored"),
-    (ClingingShelf, "retention_never_ends"),
-    (ForgetfulShelf, "retention_forgets_the_weaker_wish"),
+class LostShelf(RetentionShelf):
+    """Believes that every free block waits in the other queue."""
+
+    def remove(self, block):
+        return False
+
+
+class MiscountingShelf(RetentionShelf):
+    def remove(self, block):
+        found = super().remove(block)
+        self.num_free += found
+        return found
+
+
+def with_shelf(shelf_class):
+    def change(manager):
+        manager.pool.shelf = shelf_class()
+
+    return change
+
+
+for shelf, name, properties, rows in (
+    (DeafShelf, "retention_is_ignored", ("P15",), ()),
+    (ClingingShelf, "retention_never_ends", ("P15",), ()),
+    (ForgetfulShelf, "retention_forgets_the_weaker_wish", ("P15",), ()),
+    (LostShelf, "retention_takes_blocks_from_the_other_queue", ("P1", "P3", "P13", "P15"), (6,)),
+    (MiscountingShelf, "retention_loses_count_of_its_shelf", ("P1", "P13", "P15"), (25,)),
 ):
-    maker = with_shelf(shelf)
-    maker.__name__ = name
-    sabotage(machines.ManagerMachine, "P15")(maker)
+    changed(name, with_shelf(shelf), *properties, rows=rows)
 
 
 @in_manager("P15")
@@ -49,3 +58,6 @@ class retention_keeps_a_range_without_its_prefix(kvcore.BlockPool):
     def keep(self, block, wishes):
         if block.node.parent.parent is not None:
             super().keep(block, wishes)
+
+    def hold(self, blocks, kept=()):
+        super().hold(blocks, [wish for wish in kept if wish[0].node.parent.parent is not None])

@@ -1,0 +1,53 @@
+"""What an adapter returns, checked before anyone believes it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvcore.testing.errors import AdapterError
+from kvcore.testing.protocol import OPTIONAL_VERBS, VERBS, Promise
+
+
+def check_adapter(adapter: object) -> frozenset[Promise]:
+    """Return an adapter's promises.
+
+    Raises:
+        AdapterError: it promises something that is no `Promise`, or lacks a verb.
+    """
+    promises = getattr(adapter, "promises", None)
+    if not isinstance(promises, Collection) or not all(isinstance(p, Promise) for p in promises):
+        raise AdapterError(f"promises: wanted a collection of Promise, got {promises!r}")
+    wanted = [*VERBS, *(verb for promise, verb in OPTIONAL_VERBS.items() if promise in promises)]
+    missing = [verb for verb in wanted if not callable(getattr(adapter, verb, None))]
+    if missing:
+        raise AdapterError(f"{type(adapter).__name__} has no {', '.join(missing)}")
+    return frozenset(promises)
+
+
+def as_count(verb: str, value: object) -> int:
+    """Return a number of tokens or blocks. Raises AdapterError if it is no int."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise AdapterError(f"{verb}: wanted a number, got {value!r}")
+    return value
+
+
+def as_ids(verb: str, value: object) -> list[int]:
+    """Return block ids. Raises AdapterError if it is no collection of ints."""
+    if not isinstance(value, Collection) or isinstance(value, str):
+        raise AdapterError(f"{verb}: wanted block ids, got {value!r}")
+    return [as_count(verb, block_id) for block_id in value]
+
+
+def as_pair(verb: str, value: object) -> tuple[object, object]:
+    """Return a pair. Raises AdapterError if it is none."""
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise AdapterError(f"{verb}: wanted a pair, got {value!r}")
+    return value
+
+
+def as_pairs(verb: str, value: object) -> list[tuple[int, int]]:
+    """Return pairs of block ids. Raises AdapterError if it is no collection of them."""
+    if not isinstance(value, Collection) or isinstance(value, str):
+        raise AdapterError(f"{verb}: wanted pairs of block ids, got {value!r}")
+    pairs = [as_pair(verb, pair) for pair in value]
+    return [(as_count(verb, src), as_count(verb, dst)) for src, dst in pairs]

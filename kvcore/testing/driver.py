@@ -1,0 +1,251 @@
+"""An allocator and a ghost of the GPU's memory, driven side by side, compared after every call.
+
+`Driver` has the protocol's verbs, and each checks what can be known from outside: that what came is
+what was promised, that a call that found no space has changed nothing, and, through `agree`, that
+free blocks, live tables and the KV behind them are what they must be. It decides nothing: what is
+called, and when, is the machines' part, or that of whoever writes a scenario by hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from kvcore.testing.answers import as_count, as_ids, as_pair, as_pairs, check_adapter
+from kvcore.testing.ghost import Memory, Prefixes, Request
+from kvcore.testing.program import Program
+from kvcore.testing.protocol import Promise
+from kvcore.testing.watch import Watch
+
+
+class Driver:
+    """The verbs of an allocator, each checked.
+
+    Args:
+        allocator: an adapter, as `Allocator` describes it.
+        seen: counts what has been seen: hits, evictions, refusals and so on.
+
+    Raises:
+        AdapterError: it lacks a verb, or promises what there is not.
+    """
+
+    def __init__(self, allocator: object, seen: Counter[str] | None = None) -> None:
+        self.promises = check_adapter(allocator)
+        self.program = Program(allocator)
+        self.seen: Counter[str] = Counter() if seen is None else seen
+        self.prefixes = Prefixes()
+        self.epoch = 0
+        self.num_requests = 0
+        self.live: list[Request] = []
+
+    def start(self, num_blocks: int, block_size: int) -> None:
+        """Make a fresh allocator: all that it may hand out is free."""
+        ids = as_ids("start", self.program.call("start", num_blocks, block_size))
+        self.block_size = block_size
+        self.memory = Memory(block_size)
+        usable = frozenset(ids)
+        if len(usable) != len(ids) or not usable <= set(range(num_blocks)):
+            self.program.broken("P1", f"ids 0 to {num_blocks - 1}, each once, got {ids!r}")
+        self.watch = Watch(self.program, self.promises, self.memory, self.prefixes, usable)
+        self.agree()
+
+    def begin(self, tokens: Iterable[int], tenant: str = "") -> Request:
+        """Begin a request. P7, P9 and P22 of its hits, P14, and P24 if it ought to hit."""
+        asked = list(tokens)
+        name = self._name()
+        root = self.prefixes.root(tenant, self.epoch)
+        path = self.prefixes.follow(root, asked)
+        answer = self.program.call("begin", list(asked), tenant, target=f"{name}, cached = ")
+        handle, cached = as_pair("begin", answer)
+        request = Request(name, handle, asked, tenant, root, path)
+        request.cached = request.computed = as_count("begin", cached)
+        if not 0 <= request.cached < len(asked):
+            self.program.broken(
+                "P14",
+                f"{name} has {len(asked)} tokens, {cached} cached: at least one must be computed",
+            )
+        self._must_hit(request)
+        self.live.append(request)
+        if Promise.HOLD in self.promises:
+            request.told = self.watch.table(request)
+            self.watch.accept_hits(request)
+        self.agree()
+        return request
+
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Make room. P1 and P12 of the new ids, P13, P14, P15 and P16; P4 if there is no space."""
+        needed = self.watch.needed(request, num_tokens, self.live)
+        before = self.watch.view(self.live)
+        answer = self.program.call("reserve", request, num_tokens)
+        if answer is None:
+            self.seen["no space"] += 1
+            if needed[1] <= before[0]:
+                self.program.broken(
+                    "P13", f"no space for {needed[1]} blocks, though {before[0]} are free"
+                )
+            self.program.expect("P4", "state after no space", self.watch.view(self.live), before)
+            return False
+        if needed[0] > before[0]:
+            self.program.broken(
+                "P13", f"room made that takes {needed[0]} free blocks, with {before[0]} free"
+            )
+        ids = as_ids("reserve", answer)
+        table = self.watch.table(request)
+        if not self._is_placed(request):
+            request.told = table[: -(-request.cached // self.block_size)]
+            self.watch.accept_hits(request)
+        self._hand_out(request, ids)
+        told = [*request.told, *ids]
+        self.program.expect("P16", f"the table that {request.name} was told", told, table)
+        wanted = max(len(request.told), self.watch.blocks(request.computed + num_tokens))
+        self.program.expect("P14", f"blocks of {request.name}", len(table), wanted)
+        request.told = told
+        self.agree()
+        return True
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Write the KV of the next tokens, and say so. P16 if blocks must stay in their places."""
+        stop = request.computed + num_tokens
+        current = request.root == self.prefixes.root(request.tenant, self.epoch)
+        self.memory.write(request, request.computed, stop, resident=current)
+        self.program.call("commit", request, num_tokens)
+        request.computed = stop
+        table = self.watch.table(request)
+        if Promise.STABLE in self.promises:
+            self.program.expect("P16", f"the table of {request.name}", table, request.told)
+        before, request.told = request.told, table
+        self.memory.release(before, self.watch.held(self.live))
+        self.agree()
+
+    def append(self, request: Request, token: int) -> None:
+        """Let a token join the end."""
+        self.program.call("append", request, token)
+        request.tokens.append(token)
+        last = request.path[-1] if request.path else request.root
+        request.path += self.prefixes.follow(last, [token])
+        self.agree()
+
+    def finish(self, request: Request) -> None:
+        """End a request in whatever state it is."""
+        if request.computed < len(request.tokens):
+            self.seen["aborted"] += 1
+        self.program.call("finish", request)
+        self.live.remove(request)
+        self.memory.release(request.told, self.watch.held(self.live))
+        self.agree()
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Cut a request. P14 of what is computed now, P16 of what is left of its table."""
+        answer = self.program.call("truncate", request, num_tokens)
+        computed = as_count("truncate", answer)
+        most = min(num_tokens, request.computed)
+        table = self.watch.table(request)
+        if not 0 <= computed <= most or computed > len(table) * self.block_size:
+            self.program.broken(
+                "P14", f"{computed} tokens computed after a cut, in {table}: wanted at most {most}"
+            )
+        self.program.expect("P16", "what is left", table, request.told[: len(table)])
+        before, request.told = request.told, table
+        others = self.watch.held(other for other in self.live if other is not request)
+        for index in range(computed // self.block_size, len(table)):
+            if table[index] not in others:
+                self.memory.doubt(table[index])
+        del request.tokens[num_tokens:], request.path[num_tokens:]
+        request.computed = computed
+        request.cached = min(request.cached, computed)
+        self.memory.release(before, self.watch.held(self.live))
+        self.seen["cut"] += 1
+        self.agree()
+
+    def fork(self, request: Request) -> Request | None:
+        """Fork a request and carry out the copies. P13, P4, P16, and P7 through `agree`."""
+        needed = int(request.computed % self.block_size > 0)
+        before = self.watch.view(self.live)
+        name = self._name()
+        answer = self.program.call("fork", request, target=f"{name}, copies = ")
+        if answer is None:
+            if needed <= before[0]:
+                self.program.broken("P13", f"no space to fork, though {before[0]} are free")
+            self.program.expect("P4", "state after no space", self.watch.view(self.live), before)
+            return None
+        handle, copies = as_pair("fork", answer)
+        child = Request(
+            name, handle, [*request.tokens], request.tenant, request.root, [*request.path]
+        )
+        child.computed = request.computed
+        orders = as_pairs("fork", copies)
+        table = self.watch.table(child)
+        own = [block_id for block_id in table if block_id not in request.told]
+        self.program.expect("P13", f"new blocks of {name}", len(own), needed)
+        if len(table) < self.watch.blocks(child.computed):
+            self.program.broken("P14", f"{table} does not cover {child.computed} computed tokens")
+        self._hand_out(child, own)
+        child.told = table
+        for src, dst in orders:
+            if src not in request.told or dst not in own:
+                self.program.broken("P16", f"a copy from {src} to {dst}, which are not theirs")
+            self.memory.copy(src, dst)
+        self.live.append(child)
+        self.seen["forks"] += 1
+        self.agree()
+        return child
+
+    def reset(self) -> None:
+        """Reset. P22: nothing older is hit, and at rest it must not refuse."""
+        before = self.watch.view(self.live)
+        if self.program.call("reset"):
+            self.epoch += 1
+            self.memory.forget()
+            self.seen["resets"] += 1
+        else:
+            if not self.live:
+                self.program.broken("P22", "reset refused, though no request is live")
+            self.program.expect("P4", "state after it", self.watch.view(self.live), before)
+        self.agree()
+
+    def misuse(self, verb: str, request: Request, *arguments: object) -> None:
+        """Make a call that is out of order. P3: refused, and P4: nothing has changed."""
+        before = self.watch.view(self.live)
+        error = self.program.misuse(verb, request, *arguments)
+        self.seen["misuse"] += 1
+        if Promise.STRICT in self.promises:
+            if error is None:
+                self.program.broken("P3", "wanted an exception, the call was accepted")
+            if isinstance(error, AssertionError):
+                self.program.broken("P3", "refused by an assert, which vanishes under python -O")
+        self.program.expect("P4", "state after misuse", self.watch.view(self.live), before)
+        self.agree()
+
+    def agree(self) -> None:
+        """Compare all that can be seen: P1, P2, P5, P7 and P18."""
+        placed = [request for request in self.live if self._is_placed(request)]
+        self.watch.agree(placed, self.seen)
+
+    def _name(self) -> str:
+        """The letters, then r26, r27 and so on."""
+        self.num_requests += 1
+        number = self.num_requests - 1
+        return chr(ord("a") + number) if number < 26 else f"r{number}"
+
+    def _is_placed(self, request: Request) -> bool:
+        """Whether its hits are in its table: from `begin` on, or from the first `reserve` on."""
+        return Promise.HOLD in self.promises or bool(request.told)
+
+    def _must_hit(self, request: Request) -> None:
+        """P24: what was committed and is still there is found."""
+        if request.cached:
+            self.seen["hits"] += 1
+        if request.cached == (len(request.tokens) - 1) // self.block_size * self.block_size > 0:
+            self.seen["full hits"] += 1
+        if Promise.KEEP not in self.promises and Promise.REUSE not in self.promises:
+            return
+        wanted = self.memory.expected(request.path, at_once=Promise.KEEP not in self.promises)
+        if request.cached < wanted:
+            self.program.broken(
+                "P24", f"{request.name} hits {request.cached} tokens: {wanted} are cached"
+            )
+
+    def _hand_out(self, request: Request, ids: list[int]) -> None:
+        self.watch.check_new(request, ids, self.live)
+        for block_id in ids:
+            self.seen["evictions"] += self.memory.hand_out(block_id, request)

@@ -1,0 +1,122 @@
+"""What all machines share: a fresh allocator, and the life of a request in a few calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import ClassVar
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize
+
+from kvcore.testing.driver import Driver
+from kvcore.testing.ghost import Request
+from kvcore.testing.protocol import Promise
+from kvcore.testing.strategies import prompts
+
+PICK = st.integers(0, 5)
+"""Which of the live requests: its place among them, modulo their number."""
+
+
+def drawn_prompts(max_blocks: int = 4, num_branches: int = 3) -> st.SearchStrategy[list[int]]:
+    """Return prompts for whatever block size the running machine has drawn."""
+    return st.runner().flatmap(
+        lambda machine: prompts(machine.block_size, max_blocks, num_branches)
+    )
+
+
+def promised(*promises: Promise) -> Callable[[AllocatorMachine], bool]:
+    """Return a precondition: all of these are promised."""
+    return lambda machine: machine.promises.issuperset(promises)
+
+
+def any_live(machine: AllocatorMachine) -> bool:
+    """Say whether a request is live."""
+    return bool(machine.driver.live)
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """What all machines share: a fresh allocator, and the life of a request in one or more calls.
+
+    Attributes:
+        make_allocator: makes the adapter under test.
+        block_sizes: what `start` is called with, the simplest first.
+        pool_sizes: the smallest and the largest pool.
+        seen: what the driver has seen, over all runs of the machine.
+    """
+
+    make_allocator: Callable[[], object]
+    block_sizes: ClassVar[tuple[int, ...]] = (2, 4, 1)
+    pool_sizes: ClassVar[tuple[int, int]] = (3, 12)
+    seen: Counter[str]
+
+    @initialize(
+        num_blocks=st.runner().flatmap(lambda machine: st.integers(*machine.pool_sizes)),
+        block_size=st.runner().flatmap(lambda machine: st.sampled_from(machine.block_sizes)),
+    )
+    def start(self, num_blocks: int, block_size: int) -> None:
+        """Make a fresh allocator."""
+        self.block_size = block_size
+        self.driver = Driver(self.make_allocator(), self.seen)
+        self.promises = self.driver.promises
+        self.ended: list[Request] = []
+        self.past: list[list[int]] = []
+        self.driver.start(num_blocks, block_size)
+
+    def pick(self, number: int) -> Request:
+        """Return one of the live requests."""
+        return self.driver.live[number % len(self.driver.live)]
+
+    def arrive(
+        self, tokens: list[int], tenant: str = "", chunk: int | None = None
+    ) -> Request | None:
+        """Begin a request and run its first step; without space it leaves, and so does another."""
+        request = self.driver.begin(tokens, tenant)
+        left = len(tokens) - request.computed
+        if not self.step(request, left if chunk is None else min(chunk, left)):
+            self.end(request)
+            if self.driver.live:
+                self.end(self.driver.live[0])
+            return None
+        return request
+
+    def arrive_twins(self, tokens: list[int]) -> None:
+        """Begin two requests with one prompt, if that may be before either is computed."""
+        if {Promise.HOLD, Promise.COMMIT} <= self.promises:
+            for request in [self.driver.begin(tokens) for _ in range(2)]:
+                self.step(request, len(tokens))
+        else:
+            self.arrive(tokens)
+            self.arrive(tokens)
+
+    def step(self, request: Request, num_tokens: int) -> bool:
+        """Make room for some tokens, or without CHUNK for all that are left, and commit them."""
+        left = len(request.tokens) - request.computed
+        count = min(num_tokens, left) if Promise.CHUNK in self.promises else left
+        if not count:
+            return True
+        if not self.driver.reserve(request, count):
+            return False
+        self.driver.commit(request, count)
+        return True
+
+    def end(self, request: Request) -> None:
+        """Finish a request; its tokens may come back."""
+        self.driver.finish(request)
+        self.ended = [*self.ended[-5:], request]
+        self.remember(request)
+
+    def remember(self, request: Request) -> None:
+        """Let the tokens that a request has now come back one day."""
+        self.past = [*self.past[-5:], [*request.tokens]]
+
+    def decode(self, request: Request, token: int) -> None:
+        """Compute what is left of a request, then one sampled token; without space it stays."""
+        if len(request.tokens) < 5 * self.block_size + 9 and self.step(request, 10**9):
+            self.driver.append(request, token)
+            self.step(request, 1)
+
+    def end_all(self) -> None:
+        """Come to rest: `Driver.agree` wants every block free."""
+        for request in list(self.driver.live):
+            self.end(request)

@@ -1,0 +1,326 @@
+"""State machines over an adapter: what is called, and when. `Driver` knows what must come of it.
+
+`RequestMachine` takes requests through every state and out of every state; `BranchMachine` lets
+them draft, take back and fork; `ChurnMachine` fills a tiny pool and keeps evicting; `TenantMachine`
+sends the same prompts for different tenants and resets. What is not promised is left out.
+"""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+from kvcore.testing.machine import PICK, AllocatorMachine, any_live, drawn_prompts, promised
+from kvcore.testing.protocol import Promise
+from kvcore.testing.strategies import TENANTS
+
+EDITED = 3
+"""A token that no prompt has."""
+
+
+class RequestMachine(AllocatorMachine):
+    """Requests through every state, and out of every state."""
+
+    @rule(prompt=drawn_prompts(), chunk=st.none() | st.integers(1, 9))
+    def arrives(self, prompt: list[int], chunk: int | None) -> None:
+        """A request, prefilled whole or in part."""
+        self.arrive(prompt, chunk=chunk)
+
+    @rule(prompt=drawn_prompts())
+    def twins_arrive(self, prompt: list[int]) -> None:
+        """Two requests with one prompt in one step: both compute it, both keep their copies."""
+        self.arrive_twins(prompt)
+
+    @precondition(promised(Promise.HOLD))
+    @rule(prompt=drawn_prompts())
+    def is_looked_up(self, prompt: list[int]) -> None:
+        """A request that waits between look-up and use, for as long as it may."""
+        self.driver.begin(prompt)
+
+    @precondition(any_live)
+    @rule(number=PICK, count=st.integers(1, 9))
+    def computes(self, number: int, count: int) -> None:
+        """Some more of its tokens."""
+        self.step(self.pick(number), count)
+
+    @precondition(any_live)
+    @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 3))
+    def decodes(self, number: int, token: int, count: int) -> None:
+        """One token, or a few."""
+        for _ in range(count):
+            self.decode(self.pick(number), token)
+
+    @precondition(promised(Promise.CHUNK, Promise.COMMIT))
+    @precondition(any_live)
+    @rule(number=PICK, count=st.integers(0, 9))
+    def reserves(self, number: int, count: int) -> None:
+        """Room, perhaps more than it has tokens for, and nothing written yet."""
+        request = self.pick(number)
+        if request.told or Promise.HOLD in self.promises:
+            self.driver.reserve(request, count)
+
+    @precondition(promised(Promise.CHUNK, Promise.COMMIT))
+    @precondition(any_live)
+    @rule(number=PICK, count=st.integers(0, 9))
+    def commits(self, number: int, count: int) -> None:
+        """Some of what there is room for."""
+        request = self.pick(number)
+        room = min(len(request.told) * self.block_size, len(request.tokens)) - request.computed
+        if min(count, room) > 0:
+            self.driver.commit(request, min(count, room))
+
+    @precondition(promised(Promise.COMMIT))
+    @rule(prompt=drawn_prompts())
+    def is_given_up(self, prompt: list[int]) -> None:
+        """Its step is scheduled and never runs: who sends the same finds nothing of it."""
+        request = self.driver.begin(prompt)
+        left = len(prompt) - request.computed
+        self.driver.reserve(request, left)
+        self.end(request)
+        self.arrive([*prompt, 0])
+
+    @precondition(any_live)
+    @rule(number=PICK)
+    def is_aborted(self, number: int) -> None:
+        """The end, in whatever state it is."""
+        self.end(self.pick(number))
+
+    @precondition(any_live)
+    @rule(number=PICK)
+    def is_finished(self, number: int) -> None:
+        """The end, after the last token is computed."""
+        request = self.pick(number)
+        self.step(request, 10**9)
+        self.end(request)
+
+    @precondition(any_live)
+    @rule(number=PICK)
+    def is_preempted(self, number: int) -> None:
+        """It gives everything back, and comes again with all its tokens."""
+        request = self.pick(number)
+        self.end(request)
+        self.arrive([*request.tokens])
+
+    @precondition(lambda self: self.past)
+    @rule(number=PICK, more=st.integers(0, 3))
+    def comes_back(self, number: int, more: int) -> None:
+        """The next turn, or the same once more."""
+        before = self.past[number % len(self.past)]
+        self.arrive([*before, *[1] * more])
+
+    @precondition(lambda self: self.ended)
+    @rule(number=PICK, call=st.sampled_from(["finish", "reserve", "commit", "append"]))
+    def is_used_after_its_end(self, number: int, call: str) -> None:
+        """A second finish; where misuse is refused, any other call too."""
+        ended = self.ended[number % len(self.ended)]
+        if call == "finish":
+            self.driver.misuse("finish", ended)
+        elif Promise.STRICT in self.promises:
+            self.driver.misuse(call, ended, 1)
+
+    @precondition(promised(Promise.STRICT))
+    @precondition(any_live)
+    @rule(number=PICK, call=st.sampled_from(["reserve", "commit", "append", "beyond"]))
+    def is_misused(self, number: int, call: str) -> None:
+        """A negative number, or more committed than there is room for."""
+        request = self.pick(number)
+        if call == "beyond":
+            room = len(request.told) * self.block_size - request.computed
+            self.driver.misuse("commit", request, room + 1)
+        else:
+            self.driver.misuse(call, request, -1)
+
+    @precondition(any_live)
+    @rule()
+    def all_end(self) -> None:
+        """Rest."""
+        self.end_all()
+
+
+class BranchMachine(AllocatorMachine):
+    """Requests that take something back or go two ways: drafts, edited turns, beams."""
+
+    @rule(prompt=drawn_prompts(max_blocks=3), chunk=st.none() | st.integers(1, 9))
+    def arrives(self, prompt: list[int], chunk: int | None) -> None:
+        """A request, prefilled whole or in part."""
+        self.arrive(prompt, chunk=chunk)
+
+    @precondition(any_live)
+    @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 3))
+    def decodes(self, number: int, token: int, count: int) -> None:
+        """One token, or a few."""
+        for _ in range(count):
+            self.decode(self.pick(number), token)
+
+    @precondition(promised(Promise.CHUNK, Promise.COMMIT, Promise.TRUNCATE))
+    @precondition(any_live)
+    @rule(number=PICK, drafts=st.integers(1, 5), accepted=st.integers(0, 5))
+    def speculates(self, number: int, drafts: int, accepted: int) -> None:
+        """Drafts join, some are accepted, the others leave without a trace."""
+        request = self.pick(number)
+        if not self.step(request, 10**9) or len(request.tokens) > 5 * self.block_size + 9:
+            return
+        for _ in range(drafts):
+            self.driver.append(request, 1)
+        if self.driver.reserve(request, drafts) and accepted:
+            self.driver.commit(request, min(accepted, drafts))
+        self.driver.truncate(request, request.computed)
+
+    @precondition(promised(Promise.TRUNCATE))
+    @precondition(any_live)
+    @rule(number=PICK, back=st.integers(0, 2), edge=st.integers(-1, 1), count=st.integers(1, 4))
+    def is_edited(self, number: int, back: int, edge: int, count: int) -> None:
+        """A turn is taken back and goes on differently; who sends the old one gets the old one."""
+        request = self.pick(number)
+        if not request.told or not self.step(request, 10**9):
+            return
+        before = [*request.tokens]
+        keep = (len(before) // self.block_size - back) * self.block_size + edge
+        self.driver.truncate(request, min(max(0, keep), len(before)))
+        for _ in range(count):
+            self.decode(request, EDITED)
+        self.arrive([*before, 0])
+
+    @precondition(promised(Promise.FORK))
+    @precondition(any_live)
+    @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 3))
+    def forks(self, number: int, token: int, count: int) -> None:
+        """A beam splits off and goes its own way; the other must not notice."""
+        request = self.pick(number)
+        child = self.driver.fork(request) if request.computed else None
+        for _ in range(count if child else 0):
+            self.decode(child or request, token)
+
+    @precondition(any_live)
+    @rule(number=PICK)
+    def leaves(self, number: int) -> None:
+        """The end of one; the others that share its blocks keep them."""
+        self.end(self.pick(number))
+
+    @precondition(lambda self: self.past)
+    @rule(number=PICK, more=st.integers(0, 3))
+    def comes_back(self, number: int, more: int) -> None:
+        """The next turn, or the same once more."""
+        self.arrive([*self.past[number % len(self.past)], *[1] * more])
+
+    @precondition(any_live)
+    @rule()
+    def all_end(self) -> None:
+        """Rest."""
+        self.end_all()
+
+
+class ChurnMachine(AllocatorMachine):
+    """A pool that is always too small: every prompt evicts others', and comes back later."""
+
+    pool_sizes = (2, 6)
+
+    @rule(prompt=drawn_prompts(max_blocks=3, num_branches=5))
+    def is_served(self, prompt: list[int]) -> None:
+        """A request from begin to end."""
+        request = self.arrive(prompt)
+        if request is not None:
+            self.end(request)
+
+    @rule(prompt=drawn_prompts(max_blocks=2, num_branches=5))
+    def stays(self, prompt: list[int]) -> None:
+        """A request that keeps its blocks for a while."""
+        self.arrive(prompt)
+
+    @rule(prompt=drawn_prompts(max_blocks=2, num_branches=5))
+    def twins_stay(self, prompt: list[int]) -> None:
+        """Two copies of one content; whichever is evicted first, the other is found."""
+        self.arrive_twins(prompt)
+
+    @precondition(lambda self: self.past)
+    @rule(number=PICK)
+    def is_served_again(self, number: int) -> None:
+        """A prompt from before, of which something may be left."""
+        request = self.arrive([*self.past[number % len(self.past)]])
+        if request is not None:
+            self.end(request)
+
+    @precondition(any_live)
+    @rule(number=PICK, token=st.integers(0, 4))
+    def grows(self, number: int, token: int) -> None:
+        """A token more, if there is room."""
+        self.decode(self.pick(number), token)
+
+    @precondition(any_live)
+    @rule(number=PICK)
+    def leaves(self, number: int) -> None:
+        """Its blocks are free, and can be hit until they are reused."""
+        self.end(self.pick(number))
+
+    @precondition(any_live)
+    @rule()
+    def all_leave(self) -> None:
+        """Rest."""
+        self.end_all()
+
+
+class TenantMachine(AllocatorMachine):
+    """The same few prompts for different tenants, before and after a reset."""
+
+    def tenant(self, number: int) -> str:
+        """Return a tenant, or the one without a name where there are none."""
+        return TENANTS[number] if Promise.TENANTS in self.promises else ""
+
+    @rule(prompt=drawn_prompts(max_blocks=2, num_branches=2), whose=st.integers(0, 2))
+    def is_served(self, prompt: list[int], whose: int) -> None:
+        """A request from begin to end."""
+        request = self.arrive(prompt, self.tenant(whose))
+        if request is not None:
+            self.end(request)
+
+    @rule(
+        prompt=drawn_prompts(max_blocks=2, num_branches=2),
+        whose=st.integers(0, 2),
+        chunk=st.none() | st.integers(1, 4),
+    )
+    def stays(self, prompt: list[int], whose: int, chunk: int | None) -> None:
+        """A request that is still there when others come, or when everything is reset."""
+        self.arrive(prompt, self.tenant(whose), chunk)
+
+    @precondition(any_live)
+    @rule(number=PICK, token=st.integers(0, 1))
+    def grows(self, number: int, token: int) -> None:
+        """A token more: after a reset, on top of what nobody may hit any more."""
+        self.decode(self.pick(number), token)
+
+    @precondition(any_live)
+    @rule(number=PICK)
+    def leaves(self, number: int) -> None:
+        """The end of one."""
+        self.end(self.pick(number))
+
+    @precondition(promised(Promise.RESET))
+    @rule(chance=st.integers(0, 3), rest=st.booleans())
+    def is_reset(self, chance: int, *, rest: bool) -> None:
+        """A change of weights, now and then, at rest or with requests in flight."""
+        if chance:
+            return
+        if rest:
+            self.end_all()
+        self.driver.reset()
+
+    @precondition(promised(Promise.RESET))
+    @rule(prompt=drawn_prompts(max_blocks=2, num_branches=2), chunk=st.none() | st.integers(1, 4))
+    def outlives_a_reset(self, prompt: list[int], chunk: int | None) -> None:
+        """What it computes afterwards is built on old KV: who sends the same must not hit it."""
+        request = self.arrive(prompt, chunk=chunk)
+        if request is not None:
+            self.driver.reset()
+            for _ in range(self.block_size):
+                self.decode(request, 0)
+            self.arrive([*request.tokens, 0])
+
+    @precondition(any_live)
+    @rule()
+    def all_leave(self) -> None:
+        """Rest."""
+        self.end_all()
+
+
+MACHINES = (RequestMachine, BranchMachine, ChurnMachine, TenantMachine)
+"""All of them."""

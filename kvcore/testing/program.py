@@ -1,0 +1,81 @@
+"""The calls made to an adapter, written down as a program, and told apart when they raise."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from kvcore.testing.errors import CrashError, PropertyError
+from kvcore.testing.ghost import Request
+
+
+class Program:
+    """An adapter, and every call that changes something made to it so far.
+
+    Args:
+        allocator: the adapter.
+    """
+
+    def __init__(self, allocator: object) -> None:
+        self.allocator = allocator
+        self.lines: list[str] = []
+
+    def __str__(self) -> str:
+        return "\n".join(f"    {line}" for line in self.lines)
+
+    def ask(self, verb: str, *arguments: object) -> object:
+        """Make a call that changes nothing, and write down nothing unless it raises."""
+        try:
+            return self._make(verb, arguments)
+        except Exception as error:
+            self._write("", verb, arguments)
+            raise self._crash(verb, error) from error
+
+    def call(self, verb: str, *arguments: object, target: str = "") -> object:
+        """Make a call that is in order; it must not raise."""
+        self._write(target, verb, arguments)
+        try:
+            result = self._make(verb, arguments)
+        except Exception as error:
+            raise self._crash(verb, error) from error
+        if result is not None or verb in {"reserve", "fork"}:
+            self.lines[-1] += f"  # {self._shown(result)}"
+        return result
+
+    def misuse(self, verb: str, *arguments: object) -> Exception | None:
+        """Make a call that is out of order, and return what it raised."""
+        self._write("", verb, arguments)
+        try:
+            self._make(verb, arguments)
+        except Exception as error:  # noqa: BLE001  # whatever an allocator's own error is
+            self.lines[-1] += f"  # {type(error).__name__}"
+            return error
+        self.lines[-1] += "  # accepted"
+        return None
+
+    def broken(self, prop: str, message: str) -> NoReturn:
+        """Raise that a property does not hold."""
+        raise PropertyError(prop, message, str(self))
+
+    def expect(self, prop: str, what: str, got: object, wanted: object) -> None:
+        """Raise that a property does not hold unless `got` is what was wanted."""
+        if got != wanted:
+            self.broken(prop, f"{what}: wanted {wanted!r}, got {got!r}")
+
+    def _make(self, verb: str, arguments: tuple[object, ...]) -> object:
+        passed = [a.handle if isinstance(a, Request) else a for a in arguments]
+        return getattr(self.allocator, verb)(*passed)
+
+    def _write(self, target: str, verb: str, arguments: tuple[object, ...]) -> None:
+        shown = [a.name if isinstance(a, Request) else repr(a) for a in arguments]
+        self.lines.append(f"{target}allocator.{verb}({', '.join(shown)})")
+
+    def _crash(self, verb: str, error: Exception) -> CrashError:
+        self.lines[-1] += f"  # {type(error).__name__}"
+        return CrashError(f"{verb} raised {error!r} though the call was in order", str(self))
+
+    @staticmethod
+    def _shown(result: object) -> str:
+        """A pair is a request and something to look at: show what can be looked at."""
+        if result is None:
+            return "None: no space"
+        return repr(result[1]) if isinstance(result, tuple) and len(result) == 2 else repr(result)

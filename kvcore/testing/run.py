@@ -1,0 +1,93 @@
+"""The machines as one call, and as a `TestCase`."""
+
+from __future__ import annotations
+
+import unittest
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import hypothesis
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvcore.testing.answers import check_adapter
+from kvcore.testing.machine import AllocatorMachine
+from kvcore.testing.machines import MACHINES
+from kvcore.testing.protocol import Allocator, R
+
+
+def check_allocator(
+    make_allocator: Callable[[], Allocator[R]],
+    *,
+    machines: Sequence[type[AllocatorMachine]] = MACHINES,
+    block_sizes: Sequence[int] = AllocatorMachine.block_sizes,
+    settings: hypothesis.settings | None = None,
+) -> dict[str, int]:
+    """Run the machines against an allocator.
+
+    Args:
+        make_allocator: makes an adapter, such as its class; called once for every example.
+        machines: which of them.
+        block_sizes: what `start` may be called with, the simplest first.
+        settings: how long to search, and so on; None: the Hypothesis profile that is loaded.
+
+    Returns:
+        What was seen, and how often: hits, evictions, refusals and so on. What is 0 was not tested.
+
+    Raises:
+        PropertyError: a property does not hold; it carries the smallest program found.
+        CrashError: a call that was in order raised.
+        AdapterError: an adapter lacks a verb, or returns something of another kind.
+    """
+    check_adapter(make_allocator())
+    seen: Counter[str] = Counter()
+    base = settings or hypothesis.settings()
+    chosen = hypothesis.settings(
+        base,
+        # To explain a failure by lines of ours would take longer than to find it.
+        phases=[phase for phase in base.phases if phase is not hypothesis.Phase.explain],
+        deadline=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    for machine in machines:
+        run_state_machine_as_test(
+            bound(machine, make_allocator, block_sizes, seen), settings=chosen
+        )
+    return dict(sorted(seen.items()))
+
+
+def bound(
+    machine: type[AllocatorMachine],
+    make_allocator: Callable[[], Allocator[R]],
+    block_sizes: Sequence[int] = AllocatorMachine.block_sizes,
+    seen: Counter[str] | None = None,
+) -> type[AllocatorMachine]:
+    """Return a machine that is bound to an allocator, to be run as any Hypothesis machine."""
+    attributes = {
+        "make_allocator": staticmethod(make_allocator),
+        "block_sizes": tuple(block_sizes),
+        "seen": Counter() if seen is None else seen,
+        "__module__": machine.__module__,
+        "__doc__": machine.__doc__,
+    }
+    return cast("type[AllocatorMachine]", type(machine.__name__, (machine,), attributes))
+
+
+def allocator_tests(
+    make_allocator: Callable[[], Allocator[R]],
+    *,
+    machines: Sequence[type[AllocatorMachine]] = MACHINES,
+    block_sizes: Sequence[int] = AllocatorMachine.block_sizes,
+) -> type[unittest.TestCase]:
+    """Return a `TestCase` with one test for each machine, for pytest or unittest to collect."""
+
+    def test_of(machine: type[AllocatorMachine]) -> Callable[[unittest.TestCase], None]:
+        def test(_: unittest.TestCase) -> None:
+            check_allocator(make_allocator, machines=[machine], block_sizes=block_sizes)
+
+        test.__doc__ = machine.__doc__
+        return test
+
+    tests = {f"test_{machine.__name__}": test_of(machine) for machine in machines}
+    return cast("type[unittest.TestCase]", type("AllocatorTests", (unittest.TestCase,), tests))

@@ -1,0 +1,212 @@
+"""What the manager's machine drives, and all that it compares after every step."""
+
+from array import array
+
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant
+
+import kvcore
+from tests.kvcore.machines.requests import BLOCK_SIZE, GROUPS, lowered, real_groups
+from tests.kvcore.naive import NaiveManager
+from tests.kvcore.views import PropertyError, expect, manager_view
+
+SEQUENCES = Bundle("sequences")
+CLOSED = Bundle("closed")
+LEASES = Bundle("leases")
+
+
+class ManagerChecks(RuleBasedStateMachine):
+    """A manager, a naive one beside it, and a ghost of the KV memory.
+
+    `memory` is what a GPU would hold: for each place of each block, the group, the whole prefix,
+    the namespace and the epoch that were in force when it was written. A hit is right if and only
+    if the memory behind it says so, and a sequence's own memory must never change under it.
+    """
+
+    make_manager = kvcore.KVCacheManager
+    layouts = tuple(GROUPS)
+    with_events = True  # sometimes; or "always", or "never"
+    longest = None
+
+    @initialize(
+        num_blocks=st.integers(2, 14),
+        layout=st.integers(0, len(GROUPS) - 1),
+        caching=st.sampled_from([True, True, True, False]),
+        events=st.booleans(),
+        longest=st.sampled_from([None, None, None, 13, 16]),
+        lifetimes=st.booleans(),
+    )
+    def start(self, num_blocks, layout, caching, events, longest=None, lifetimes=False):
+        self.groups = GROUPS[self.layouts[layout % len(self.layouts)]]
+        self.kv = self.make_manager(
+            num_blocks,
+            BLOCK_SIZE,
+            groups=real_groups(self.groups),
+            enable_caching=caching,
+            max_model_len=longest,
+            record_events="xxh3-128" if self.with_events in {events, "always"} else None,
+            record_lifetimes=lifetimes,
+        )
+        self.folded, self.last_event = set(), 0
+        self.naive = NaiveManager(num_blocks, self.groups, caching)
+        self.other = kvcore.KVCacheManager(4, BLOCK_SIZE)
+        self.longest = longest
+        self.memory = {}
+        self.epoch = 0
+        self.live = []  # [real, naive, the runner's copy of the tables]
+
+    def view(self):
+        return manager_view(self.kv)
+
+    def too_long(self, num_tokens):
+        return self.longest is not None and num_tokens > self.longest
+
+    @invariant()
+    def agree(self):
+        if not hasattr(self, "kv"):
+            return
+        kvcore.check(self.kv)
+        for entry in self.live:
+            self.check_memory(entry)
+            self.check_sequence(entry)
+        order = [block.block_id for block in self.kv.pool.free_blocks()]
+        expect("P15", order, self.naive.pool.order(), "the order of reuse")
+        published = {block.block_id for block in self.kv.pool.blocks if block.node is not None}
+        wanted = {block_id for _, block_id in self.naive.pool.published}
+        expect("P6", published, wanted, "the published blocks")
+        deferred = self.kv.leases.num_deferred_blocks()
+        expect("P20", deferred, self.naive.num_deferred(), "blocks free once the leases end")
+        self.check_common()
+        self.check_slots()
+        self.check_stats()
+        self.fold()
+
+    def check_common(self):
+        """P25: what sequences share is read from their tables, whoever else holds the blocks."""
+        for entries in (self.live[:1], self.live[:2], self.live[-2:], self.live):
+            for number in range(len(self.groups) if entries else 0):
+                shared = self.kv.num_common_blocks([real for real, _, _ in entries], group=number)
+                wanted = self.naive.num_common_blocks([naive for _, naive, _ in entries], number)
+                expect("P25", shared, wanted, "blocks that these sequences share")
+
+    def check_slots(self):
+        """P16, P23: what is written for a step is each sequence's table and next slot."""
+        rooms = [self.naive.room(naive) > naive.computed for _, naive, _ in self.live]
+        ready = [real for (real, _, _), room in zip(self.live, rooms, strict=True) if room]
+        width = max([len(table) for real in ready for table in real.block_tables], default=0) + 1
+        for number, (_, _, size) in enumerate(self.groups):
+            rows = array("iq"[number % 2], [-7]) * (len(ready) * width)
+            slots = array("q", [-7]) * len(ready)
+            self.kv.write_step(ready, rows, slots, row_stride=width, group=number)
+            for index, real in enumerate(ready):
+                table = real.block_tables[number]
+                row = list(rows[index * width : (index + 1) * width])
+                expect("P16", row, [*table, *[-7] * (width - len(table))], "a row of the step")
+                block_id, offset = self.place(real, number, real.num_computed_tokens)
+                expect("P23", slots[index], block_id * size + offset, "a slot of the step")
+
+    def check_stats(self):
+        """P24: the statistics have a model too, every field of them."""
+        stats = self.kv.stats()
+        wanted = self.naive.stats([naive for _, naive, _ in self.live])
+        told = {name: getattr(stats, name) for name in wanted}
+        expect("P24", told, wanted, "the statistics")
+        rate = stats.num_hit_tokens / max(1, stats.num_queried_tokens)
+        expect("P24", stats.hit_rate, rate, "the hit rate")
+        if stats.lifetimes is not None:
+            for name, durations in self.naive.pool.durations.items():
+                got = getattr(stats.lifetimes, name)
+                told = (got.count, got.total, got.maximum, got.buckets)
+                expect("P24", told, self.naive.histogram(durations), f"the histogram of {name}")
+
+    @staticmethod
+    def names(namespace, elements, size):
+        """The names of whole blocks, from scratch."""
+        plain, items = lowered(elements)
+        chain = kvcore.NameChain(kvcore.encode_namespace(namespace), size, "xxh3-128")
+        return chain.names(kvcore.pack(plain), len(plain) // size, items)
+
+    def fold(self):
+        """P21: what an outside index makes of the events is what can be hit."""
+        if self.kv.events is None:
+            return
+        before = kvcore.Snapshot(self.last_event, ())
+        ever = set(self.folded)
+        events = self.kv.events.take()
+        for event in events:
+            expect("P21", event.number, self.last_event + 1, "the sequence number")
+            self.last_event = event.number
+            if isinstance(event, kvcore.BlockStored):
+                self.check_stored(event)
+                self.folded.add((event.group, event.name))
+                ever.add((event.group, event.name))
+            elif isinstance(event, kvcore.BlockRemoved):
+                if (event.group, event.name) not in self.folded:
+                    raise PropertyError("P21", "removed without having been stored")
+                self.folded.discard((event.group, event.name))
+            else:
+                self.folded.clear()
+        wanted = {
+            (number, self.names(namespace, prefix, self.groups[number][2])[-1])
+            for (number, namespace, prefix), _ in self.naive.pool.published
+        }
+        expect("P21", self.folded, wanted, "what the events add up to")
+        expect("P21", kvcore.fold((), self.kv.snapshot()), wanted, "the snapshot")
+        later = kvcore.fold(events, before)
+        expect("P21", later <= ever, True, "events folded on an empty snapshot")
+
+    def check_stored(self, event):
+        """An event says enough to compute the name again, and comes after its parent's."""
+        if (event.group, event.name) in self.folded:
+            raise PropertyError("P21", "stored twice without a removal")
+        content = kvcore.pack(event.tokens).tobytes() + event.items
+        encoded = kvcore.encode_block(event.parent, content, self.groups[event.group][2])
+        expect("P21", event.name, kvcore.digest(encoded, "xxh3-128"), "a name, from its event")
+        if event.namespace_key is not None:
+            root = kvcore.digest(event.namespace_key, "xxh3-128")
+            expect("P21", event.parent, root, "the name of a namespace")
+        elif self.groups[event.group][0] == "full":
+            known = (event.group, event.parent) in self.folded
+            expect("P21", known, True, "whether the parent was stored before")
+
+    def check_sequence(self, entry):
+        real, naive, _ = entry
+        self.check_delivery(entry)
+        plain, items = lowered(naive.tokens)
+        expect("P10", list(real.tokens), plain, "the tokens")
+        expect("P10", list(real.items), items, "the items")
+        expect("P14", real.num_computed_tokens, naive.computed, "computed tokens")
+        expect("P14", real.num_cached_tokens, naive.cached, "cached tokens")
+        if naive.namespace is not None:
+            size, published = self.groups[0][2], naive.tables[0].published
+            names = self.names(naive.namespace, naive.tokens[: published * size], size)
+            expect("P10", real.block_names(), names, "the names")
+
+    def check_delivery(self, entry):
+        """P16: what the runner was told is the table, but for what no query can see any more."""
+        real, naive, delivered = entry
+        for told, table, wanted in zip(delivered, real.block_tables, naive.tables, strict=True):
+            seen = [mine if its else 0 for mine, its in zip(told, table, strict=False)]
+            expect("P16", seen, list(table), "the table that the runner was told")
+            expect("P16", len(told), len(table), "its length")
+            expect("P15", list(table), wanted.entries, "the blocks handed out")
+
+    def check_memory(self, entry):
+        """P7: behind every computed position stands this sequence's own prefix."""
+        real, naive, _ = entry
+        for number, table in enumerate(real.tables):
+            first = table.num_null * table.block_size
+            for position in range(first, real.num_computed_tokens):
+                content = self.memory.get(self.place(real, number, position), "never written")
+                wanted = (number, tuple(naive.tokens[: position + 1]))
+                expect("P7", content[:2], wanted, f"the KV behind position {position}")
+                if naive.namespace is not None:
+                    expect("P7", content[2], self.origin(naive), f"whose position {position} is")
+
+    def origin(self, naive):
+        """Whose KV it is. A sequence that lived through a reset shares with nobody any more."""
+        return naive.namespace, self.epoch
+
+    def place(self, real, number, position):
+        table = real.tables[number]
+        return table.blocks[position // table.block_size].block_id, position % table.block_size

@@ -1,0 +1,75 @@
+"""Events, broken."""
+
+import kvcore
+from tests.kvcore.sabotage.registry import changed, in_manager
+
+
+class SilentLog(kvcore.EventLog):
+    def removed(self, node, group):
+        pass
+
+
+class RootlessLog(kvcore.EventLog):
+    """Names every chain from one constant."""
+
+    def _name(self, node, group):
+        if node.parent is None:
+            node.name = kvcore.digest(b"", "xxh3-128")
+        else:
+            self._name(node.parent, group)
+        return super()._name(node, group)
+
+
+class AdapterBlindLog(kvcore.EventLog):
+    """A second key function, which knows tokens and salt."""
+
+    def _name(self, node, group):
+        if node.parent is None:
+            salt = kvcore.decode_namespace(node.tokens).salt
+            key = kvcore.encode_namespace(kvcore.Namespace(salt=salt))
+            node.name = kvcore.digest(key, "xxh3-128")
+        else:
+            self._name(node.parent, group)
+        return super()._name(node, group)
+
+
+class BatchingLog(kvcore.EventLog):
+    """Tells what was stored before what was removed."""
+
+    def take(self):
+        return tuple(sorted(super().take(), key=lambda e: not isinstance(e, kvcore.BlockStored)))
+
+
+def with_log(log_class):
+    def change(manager):
+        if manager.events is not None:
+            manager.events = log_class([g.block_size for g in manager.groups], "xxh3-128")
+            manager.pool._log = manager.events
+            for tree in manager.pool.trees:
+                tree._log = manager.events
+
+    return change
+
+
+changed("events_forget_removals", with_log(SilentLog), "P21")
+changed("events_ignore_the_namespace", with_log(RootlessLog), "P21", rows=(32,))
+changed("events_know_of_tokens_and_salt_alone", with_log(AdapterBlindLog), "P21", rows=(38,))
+changed("events_tell_stores_before_removals", with_log(BatchingLog), "P21", rows=(88,))
+
+
+@in_manager("P21", rows=(85,))
+class events_remove_with_the_first_copy(kvcore.BlockPool):
+    def take(self, num_blocks):
+        for block in list(self.free_blocks())[:num_blocks]:
+            if self._log is not None and block.node is not None and len(block.node.copies()) > 1:
+                self._log.removed(block.node, block.group)
+        return super().take(num_blocks)
+
+
+@in_manager("P21", rows=(26,))
+class events_store_every_copy(kvcore.BlockPool):
+    def publish(self, blocks, namespace_key, parent, contents, group=0):
+        super().publish(blocks, namespace_key, parent, contents, group)
+        for block in blocks:
+            if self._log is not None and block.prev_copy is not None:
+                self._log.stored(block.node, group)

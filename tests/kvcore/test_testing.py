@@ -1,0 +1,211 @@
+"""`kvcore.testing` finds what is wrong, and finds nothing wrong in what is right."""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import hypothesis
+import pytest
+from hypothesis import Phase
+
+from kvcore import testing
+from kvcore.testing import EVERYTHING, Promise
+from tests.kvcore.engines import BROKEN, DictionaryAllocator, OurAllocator
+from tests.kvcore.engines.broken import LooksUpOnly
+
+TestOurs = testing.allocator_tests(OurAllocator)
+
+OPTIONAL_VERBS = {"truncate", "fork", "reset"}
+
+
+def quick(**changes):
+    """The same examples every time, and none stored; as many as the profile has, or fewer."""
+    return hypothesis.settings(derandomize=True, database=None, print_blob=False, **changes)
+
+
+def verdict(make, machines=testing.MACHINES, **changes):
+    """What the machines find: a property's number, a crash, or nothing."""
+    settings = quick(phases=[Phase.generate], **changes)
+    try:
+        testing.check_allocator(make, machines=machines, settings=settings)
+    except testing.PropertyError as error:
+        return error.prop
+    except testing.CrashError:
+        return "crash"
+    return None
+
+
+@pytest.mark.parametrize("make", [DictionaryAllocator, LooksUpOnly])
+def test_nothing_is_wrong_with_plain_lists(make):
+    assert verdict(make, max_examples=20) is None
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_allocator_is_caught(name):
+    cls, properties, machines = BROKEN[name]
+    assert verdict(cls, machines) in properties
+
+
+def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
+    seen = testing.check_allocator(OurAllocator, settings=quick(max_examples=15))
+    wanted = {
+        "aborted", "cut", "evictions", "forks", "full hits", "hits", "misuse", "no space",
+        "resets", "shared blocks",
+    }  # fmt: skip
+    assert {what for what, count in seen.items() if count} == wanted
+    assert seen["hits"] > 30
+    assert seen["evictions"] > 30
+
+
+@pytest.mark.parametrize("machine", testing.MACHINES)
+def test_every_rule_of_a_machine_runs(machine):
+    ran = Counter()
+
+    def note(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.endswith("testing/machines.py"):
+            ran[frame.f_code.co_name] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        testing.check_allocator(
+            DictionaryAllocator, machines=[machine], settings=quick(max_examples=15)
+        )
+    finally:
+        sys.setprofile(before)
+    rules = {name for name, what in vars(machine).items() if callable(what) and name[0] != "_"}
+    assert len(rules) > 5
+    assert rules <= set(ran), rules - set(ran)
+
+
+class NoFrills:
+    """The eight verbs and no promise at all."""
+
+    promises = frozenset()
+
+    def __init__(self):
+        inner = LooksUpOnly()
+        for verb in {name for name in dir(testing.Allocator) if name[0] != "_"} - OPTIONAL_VERBS:
+            if verb != "promises":
+                setattr(self, verb, getattr(inner, verb))
+
+
+def test_what_is_not_promised_is_not_asked_for():
+    seen = testing.check_allocator(NoFrills, settings=quick(max_examples=10))
+    assert not {"cut", "forks", "resets"} & set(seen)
+    assert seen["hits"]
+
+
+@pytest.mark.parametrize(
+    ("promise", "name"),
+    [
+        (Promise.KEEP, "forgets_all_copies_with_the_first"),
+        (Promise.LRU, "reuses_the_newest"),
+        (Promise.STRICT, "guards_with_an_assert"),
+        (Promise.TENANTS, "ignores_the_tenant"),
+        (Promise.RESET, "says_reset_and_does_nothing"),
+        (Promise.FORK, "forks_a_half_full_block_without_a_copy"),
+        (Promise.COMMIT, "publishes_what_is_only_reserved"),
+    ],
+)
+def test_a_promise_that_is_withdrawn_is_not_held_against_an_allocator(promise, name):
+    cls, _, machines = BROKEN[name]
+    allocator = type(name, (cls,), {"promises": EVERYTHING - {promise}})
+    assert verdict(cls, machines) is not None
+    assert verdict(allocator, max_examples=10) is None
+
+
+def failure(make, machine):
+    with pytest.raises(testing.PropertyError) as caught:
+        testing.check_allocator(make, machines=[machine], settings=quick())
+    return caught.value
+
+
+def test_a_failure_reads_as_a_program_and_runs_as_one():
+    error = failure(BROKEN["ignores_the_tenant"][0], testing.TenantMachine)
+    lines = [line.strip() for line in error.program.splitlines()]
+    assert len(lines) < 12
+    assert lines[0].startswith("allocator.start(")
+    found = re.fullmatch(r"(\w+), cached = allocator\.begin\(.*\)  # ([1-9])", lines[-1])
+    assert found, lines[-1]
+    names = {"allocator": BROKEN["ignores_the_tenant"][0]()}
+    for line in lines:
+        exec(line, names)  # noqa: S102  # the program that the error shows
+    assert names["cached"] == int(found[2])
+    assert error.message in str(error)
+    assert error.message.startswith(f"P7: {found[1]} hits block ")
+
+
+def test_a_crash_is_told_apart_and_keeps_its_cause():
+    with pytest.raises(testing.CrashError, match="though the call was in order") as caught:
+        testing.check_allocator(
+            BROKEN["raises_where_there_is_no_space"][0],
+            machines=[testing.RequestMachine],
+            settings=quick(),
+        )
+    assert isinstance(caught.value.__cause__, IndexError)
+    assert caught.value.program.endswith("# IndexError")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"promises": None}, "promises: wanted a collection of Promise, got None"),
+        ({"promises": {"hold"}}, "promises: wanted a collection of Promise"),
+        ({"commit": None}, "has no commit"),
+        ({"fork": None, "reset": None}, "has no fork, reset"),
+        ({"begin": lambda self, tokens, tenant: 0}, "begin: wanted a pair, got 0"),
+        ({"begin": lambda self, tokens, tenant: (0, None)}, "begin: wanted a number, got None"),
+        ({"reserve": lambda self, request, count: 3}, "reserve: wanted block ids, got 3"),
+        ({"block_table": lambda self, request: "12"}, "block_table: wanted block ids, got '12'"),
+        ({"num_free_blocks": lambda self: True}, "num_free_blocks: wanted a number, got True"),
+        ({"fork": lambda self, request: (request, "ab")}, "fork: wanted pairs of block ids"),
+        ({"truncate": lambda self, request, count: None}, "truncate: wanted a number, got None"),
+    ],
+)
+def test_what_is_no_adapter_is_told_what_is_missing(changes, message):
+    adapter = type("NoAdapter", (DictionaryAllocator,), changes)
+    with pytest.raises(testing.AdapterError, match=re.escape(message)):
+        testing.check_allocator(adapter, settings=quick(phases=[Phase.generate]))
+
+
+def test_a_null_block_that_is_none_of_its_ids_is_a_broken_start():
+    def start(self, num_blocks, block_size):
+        super(DictionaryAllocator, self).__init__()
+        return range(1, num_blocks + 1)
+
+    adapter = type("OneTooMany", (DictionaryAllocator,), {"start": start})
+    assert verdict(adapter) == "P1"
+
+
+def test_a_test_case_has_a_test_for_each_machine():
+    names = [name for name in dir(TestOurs) if name.startswith("test_")]
+    assert sorted(names) == sorted(f"test_{machine.__name__}" for machine in testing.MACHINES)
+
+
+def test_a_driver_can_be_driven_by_hand():
+    driver = testing.Driver(OurAllocator())
+    driver.start(6, 2)
+    first = driver.begin([1, 2, 3])
+    assert driver.reserve(first, 3)
+    driver.commit(first, 3)
+    second = driver.begin([1, 2, 4])
+    assert (first.told, second.cached, second.told) == ([1, 2], 2, [1])
+    driver.finish(first)
+    driver.finish(second)
+    assert driver.seen["hits"] == 1
+
+
+def test_without_hypothesis_the_import_says_what_to_install():
+    script = "import sys; sys.modules['hypothesis'] = None; import kvcore; import kvcore.testing"
+    result = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {script}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == (
+        "ImportError: kvcore.testing needs Hypothesis: pip install 'kvcore[testing]'"
+    )

@@ -1,0 +1,128 @@
+"""A captured network is the network: the same bits, the same attention, or a refusal."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from model import EngineConfig, SamplingParams
+from model import capture as capturing
+from model.attention import IMPLEMENTATION
+from model.capture import capture
+from model.engine import Engine
+from model.errors import UnsupportedModelError
+from model.loader import wrap_network
+from tests.model.networks import CONFIGS, ByteCodec, build
+from tests.model.reference import ReferenceBackend
+
+CPU = torch.device("cpu")
+PROMPTS = ["a prompt of some length, ", "a prompt of some length, again", "x"]
+
+
+def switched(model):
+    model.network.set_attn_implementation(IMPLEMENTATION)
+    return model.network
+
+
+class Telling:
+    """A pass that notes what each layer is asked for."""
+
+    def __init__(self):
+        self.told = []
+
+    def attend(self, layer, query, key, value, terms):
+        self.told.append((layer, query.clone(), key.clone(), value.clone(), terms))
+        return query + layer
+
+
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name != "gpt_oss"])
+def test_logits_and_all_that_attention_sees_are_the_networks_own_bit_for_bit(architecture):
+    network = switched(build(architecture, 3))
+    captured = capture(network, CPU)
+    for num_tokens, rows in ((1, [0]), (4, [3]), (30, [0, 7, 29]), (7, [])):
+        torch.manual_seed(num_tokens)
+        input_ids = torch.randint(0, 320, (1, num_tokens))
+        position_ids = torch.randint(0, 256, (1, num_tokens))
+        kept = torch.tensor(rows, dtype=torch.int64)
+        plain, direct = Telling(), Telling()
+        with torch.inference_mode():
+            wanted = network(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=kept,
+                paged=plain,
+            ).logits[0]
+            got = captured.logits(input_ids, position_ids, kept, direct)
+        assert torch.equal(wanted, got)
+        assert len(plain.told) == len(direct.told) == network.config.num_hidden_layers
+        for one, other in zip(plain.told, direct.told, strict=True):
+            assert (one[0], one[4]) == (other[0], other[4])
+            assert all(torch.equal(a, b) for a, b in zip(one[1:4], other[1:4], strict=True))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"max_num_batched_tokens": 5}, {"num_blocks": 16}])
+def test_an_engine_gives_the_same_tokens_with_a_captured_network(sizes):
+    outputs = []
+    for captures in (False, True):
+        config = EngineConfig(**{"num_blocks": 60, "block_size": 4, **sizes})
+        engine = Engine(build("gemma3", 5), ReferenceBackend(), config)
+        if captures:
+            engine.network.capture()
+        done = engine.generate(PROMPTS, SamplingParams(max_tokens=12))
+        outputs.append([one.request.output_tokens for one in done])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_network_that_looks_at_values_is_refused_by_name_and_runs_as_before():
+    with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM: its operations cannot be"):
+        capture(switched(build("gpt_oss")), CPU)
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = wrap_network("dynamic", LlamaForCausalLM(config), ByteCodec())
+    engine = Engine(model, ReferenceBackend(), EngineConfig(num_blocks=60, block_size=4))
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM: its operations cannot be"):
+        engine.network.capture()
+    assert engine.generate(["x"], SamplingParams(max_tokens=2))[0].request.is_finished
+
+
+@pytest.mark.parametrize("name", ["mul", "transpose", "narrow"])
+def test_a_capture_that_computes_something_else_is_caught(name, monkeypatch):
+    network = switched(build("qwen3", 3))
+    if name == "narrow":
+        monkeypatch.setattr(
+            capturing.torch, "narrow", lambda x, dim, start, length: x.roll(1, dim)[..., :length]
+        )
+    else:
+        operator = {"mul": torch.ops.aten.mul.Tensor, "transpose": torch.ops.aten.transpose.int}
+        other = {"mul": torch.add, "transpose": lambda x, a, b: x.transpose(a, b).flip(-1)}
+        monkeypatch.setitem(capturing._DIRECT, operator[name], other[name])
+    with pytest.raises(UnsupportedModelError, match="give other logits than it does"):
+        capture(network, CPU)
+
+
+def test_what_a_capture_leaves_out_is_nothing_but_casts_that_change_nothing():
+    network = switched(build("qwen3", 3)).to(torch.bfloat16)
+    captured = capture(network, CPU)  # in bfloat16 the norms really cast, to float32 and back
+    assert torch.equal(
+        *(
+            _last_logits(run)
+            for run in (
+                captured.logits,
+                lambda *given: network(
+                    input_ids=given[0],
+                    position_ids=given[1],
+                    use_cache=False,
+                    logits_to_keep=given[2],
+                    paged=given[3],
+                ).logits[0],
+            )
+        )
+    )
+
+
+def _last_logits(run):
+    tokens = torch.arange(9)[None]
+    with torch.inference_mode():
+        return run(tokens, tokens, torch.tensor([8]), Telling())
