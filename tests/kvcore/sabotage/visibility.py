@@ -1,7 +1,7 @@
 """What can be hit, and from when on, broken."""
 
 import kvcore
-from kvcore.prefix import advance_to
+from kvcore.advance import advance_to
 from tests.kvcore import machines
 from tests.kvcore.sabotage.groups import WINDOWS
 from tests.kvcore.sabotage.registry import sabotage
