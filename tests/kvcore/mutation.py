@@ -23,7 +23,7 @@ from pathlib import Path
 
 import hypothesis.stateful
 import hypothesis.strategies
-import numpy  # noqa: F401  # loaded once, for all mutants
+import numpy as np  # noqa: F401  # loaded once, for all mutants
 import pytest
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
@@ -133,6 +133,10 @@ def shown(source, mutant):
     return "\n".join(["  " + line for line in lines[2:]])
 
 
+def tell(line):
+    print(line, flush=True)  # noqa: T201  # a command line prints
+
+
 def score(path, tests):
     """Run every mutant of a file; print those that survive; return how many there are of both."""
     source = path.read_text(encoding="utf-8")
@@ -142,8 +146,8 @@ def score(path, tests):
     for number, mutant in enumerate(mutants(source), 1):  # noqa: B007  # the last one is the count
         if survives(path, mutant, tests):
             survived += 1
-            print(shown(source, mutant), flush=True)
-    print(f"{path.name}: {number} mutants, {survived} survived", flush=True)
+            tell(shown(source, mutant))
+    tell(f"{path.name}: {number} mutants, {survived} survived")
     return number, survived
 
 
@@ -154,7 +158,7 @@ def main():
     tests = [str(ROOT / "tests" / "kvcore" / f"test_{name}.py") for name in TESTS]
     totals = [score(path, [test for test in tests if Path(test).exists()]) for path in paths]
     number, survived = map(sum, zip(*totals, strict=True))
-    print(f"{number} mutants, {survived} survived: {100 * (number - survived) / number:.1f} %")
+    tell(f"{number} mutants, {survived} survived: {100 * (number - survived) / number:.1f} %")
 
 
 if __name__ == "__main__":
