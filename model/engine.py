@@ -26,25 +26,34 @@ from model.profile import free_bytes
 from model.request import FinishReason, Request
 from model.sampling import Draw, draw_key, sample
 from model.scheduler import Scheduler
-from model.step import Chunk, SchedulerStats
+from model.step import SchedulerStats
 from model.trace import FORWARD, PREPARE, SAMPLE, StepRecorder, StepWatch, Unwatched
 
 Prompt = str | Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
 class Output:
     """One token of one request.
 
     Attributes:
         request: whose; its status and finish reason are up to date.
         token: the token that was drawn.
-        text: what became final by it, often empty; never part of a character.
     """
 
-    request: Request
-    token: int
-    text: str
+    __slots__ = ("_stream", "request", "token")
+
+    def __init__(self, request: Request, token: int, stream: TextStream) -> None:
+        self.request = request
+        self.token = token
+        self._stream = stream
+
+    @property
+    def text(self) -> str:
+        """The request's text that became final since it was last asked for; often none.
+
+        Never part of a character. It is made now: who does not look does not pay. O(tokens since).
+        """
+        return self._stream.take()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +195,7 @@ class Engine:
                 watch.done(PREPARE)
                 logits = self.network.logits(tensors)
                 watch.done(FORWARD)
-                tokens = sample(logits, [self._draw(chunk) for chunk in sampling])
+                tokens = sample(logits, [self._draw(chunk.request) for chunk in sampling])
                 watch.done(SAMPLE)
                 sampled = {
                     chunk.request.request_id: token
@@ -228,10 +237,11 @@ class Engine:
             InvalidArgumentError: one of the prompts is refused; none of them is queued then.
         """
         requests = self.add_all(prompts, params)
-        pieces: dict[int, list[str]] = {request.request_id: [] for request in requests}
+        texts: dict[int, str] = {}
         for output in self._drain(requests):
-            pieces[output.request.request_id].append(output.text)
-        return [Completion(request, "".join(pieces[request.request_id])) for request in requests]
+            if output.request.is_finished:
+                texts[output.request.request_id] = output.text
+        return [Completion(request, texts[request.request_id]) for request in requests]
 
     def add_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -264,18 +274,18 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _draw(self, chunk: Chunk) -> Draw:
-        request = chunk.request
+    def _draw(self, request: Request) -> Draw | None:
+        if request.params.temperature == 0:
+            return None
         key = draw_key(request.params.seed, self.config.seed, request.request_id)
         return Draw(request.params, key, request.num_output_tokens)
 
     def _output(self, request: Request, token: int) -> Output:
         stream = self._streams[request.request_id]
-        text = stream.push(token)
-        if request.is_finished:
-            text += stream.finish()
-        elif stream.is_stopped:
+        stream.add(token)
+        if stream.is_stopped and not request.is_finished:
             self._scheduler.finish(request, FinishReason.STOP)
         if request.is_finished:
+            stream.close()
             del self._streams[request.request_id]
-        return Output(request, token, text)
+        return Output(request, token, stream)
