@@ -34,7 +34,8 @@ class StepTensors:
     Attributes:
         input_ids: int64 [1, num_tokens], all chunks one after the other.
         position_ids: int64 [1, num_tokens], each token's position in its own sequence.
-        logit_rows: int64 [num_sampled], the last token of each chunk that samples.
+        logit_rows: int64 [num_sampled], the last token of each chunk that samples, once for each
+            request that samples from it.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
             the group is the same tensor in all of them.
     """
@@ -178,7 +179,7 @@ class BatchBuilder:
             rows = np.repeat(rows, counts)
             positions = np.arange(num_tokens) + np.repeat(lengths - ends, counts)
         self._position_ids.view(num_tokens)[:] = positions
-        sampled = ends[[chunk.samples for chunk in chunks]] - 1
+        sampled = np.repeat(ends, [len(chunk.sampling) for chunk in chunks]) - 1
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.send(num_seqs + 1)
         seq_lens = self._seq_lens.send(num_seqs)

@@ -67,6 +67,7 @@ class Request:
         priority: the lower, the sooner; how much sooner the scheduler's `priority_span` says.
         leader: the first sample of the same prompt, if this is a further one: it waits for the
             leader's prompt to be computed, and shares it.
+        sample: the number of this sample of its prompt, from 0.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         tokens: the prompt and the output so far, packed as uint32.
         sequence: the blocks it holds while RUNNING, otherwise None.
@@ -93,6 +94,7 @@ class Request:
         "params",
         "priority",
         "request_id",
+        "sample",
         "sequence",
         "tokens",
     )
@@ -106,6 +108,7 @@ class Request:
         *,
         priority: int = 0,
         leader: Request | None = None,
+        sample: int = 0,
     ) -> None:
         if len(prompt_tokens) == 0:
             raise InvalidArgumentError("prompt: wanted at least one token, got none")
@@ -116,6 +119,7 @@ class Request:
         self.num_prompt_tokens = len(prompt_tokens)
         self.priority = priority
         self.leader = leader
+        self.sample = sample
         self.order = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
         self.host_copy: HostCopy | None = None

@@ -46,9 +46,12 @@ class Draw:
         return float(generator.random())
 
 
-def draw_key(seed: int | None, engine_seed: int, request_id: int) -> int:
-    """The key of a request: its own seed, or else one from the engine's seed and its id. O(1)."""
-    return seed << 64 if seed is not None else engine_seed << 64 | (request_id + 1)
+def draw_key(seed: int | None, engine_seed: int, request_id: int, sample: int = 0) -> int:
+    """The key of a request: its seed and which sample it is, or the engine's seed and its id. O(1).
+
+    Bit 63 tells the two kinds apart.
+    """
+    return seed << 64 | sample if seed is not None else engine_seed << 64 | 1 << 63 | request_id
 
 
 def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
