@@ -18,6 +18,7 @@ from typing import SupportsIndex, final
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
+from kvcore.doubt import distrust_from
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
@@ -27,7 +28,6 @@ from kvcore.prefix import (
     advance_to,
     committable,
     computed_after_cut,
-    distrust_from,
     find_prefix,
     grow,
     kept_hits,

@@ -26,6 +26,7 @@ KVCORE_LAYERS = (
     ("leases", "sequence"),
     ("release",),
     ("prefix", "state"),
+    ("doubt",),
     ("manager",),
     ("invariants",),
     ("__init__",),
