@@ -34,7 +34,7 @@ ROWS = 64
 WARPS = 4
 STAGES = 3
 KEYS_A_CHUNK = 256
-MOST_CHUNKS = 64
+MOST_CHUNKS = 32
 WORTH_BYTES = 64 << 20
 """Bytes not read again that are worth the launch and the merge."""
 

@@ -26,7 +26,7 @@ from backends.triton_gpu.splits import Grid, alike_splits, count_splits, first_s
 
 WARPS = 2
 MANY_PROGRAMS = 1024
-FEW_CHUNKS = 8
+FEW_CHUNKS = 16
 """Loaded together where there are many sequences, most of which have few."""
 
 
@@ -180,10 +180,10 @@ def plan_merge(
 ) -> Plan:
     """How the sequences in several chunks are merged; a tile is as many keys as in `decode`."""
     num_heads, head_dim = out.shape[1:]
-    many = batch.num_seqs * num_heads > MANY_PROGRAMS and not grid.alike
+    many = batch.num_seqs * num_heads > MANY_PROGRAMS and not (grid.alike or shared.chunks)
     heads = group if many else 1
     most = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
-    step = FEW_CHUNKS if many else chunks_at_once(most, head_dim)
+    step = FEW_CHUNKS if many or shared.chunks else chunks_at_once(most, head_dim)
     chained = place.can_chain(out.device)
     constants = (
         out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, tile,

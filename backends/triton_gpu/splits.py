@@ -4,7 +4,8 @@ Planned for the batch, so that all sequences together give each KV head about `t
 many as the GPU runs at a time, and never more than num_seqs + target:
 
     chunk = max(1, ceil(tiles of all sequences / target)) tiles
-    splits of a sequence = ceil(its tiles / chunk);  split i owns the tiles from i * tiles // splits
+    splits of a sequence = ceil(its tiles / chunk - 1/8);  split i owns the tiles from
+    i * tiles // splits
 
 Batch-invariant (ALIKE), by the sequence's own length alone: ceil(tiles / ALIKE_KEYS keys), at most
 ALIKE_MOST, with `target` places kept for each sequence.
@@ -120,7 +121,7 @@ def count_splits(
     seen = first_seen(s, length, window, shared, HAS_WINDOW, HAS_SHARED)
     tiles = (length + TILE - 1) // TILE - seen // TILE
     chunk = tl.maximum((tl.sum(tiles, 0) + target - 1) // target, 1)
-    return (tiles + chunk - 1) // chunk
+    return tl.where(tiles > 0, tl.maximum((tiles + chunk - 1 - chunk // 8) // chunk, 1), 0)
 
 
 @device_function
