@@ -72,7 +72,7 @@ class BlockPool(FreeBlocks):
         count = as_int("num_blocks", num_blocks, 0)
         taken = self.next_blocks(count)
         empty = self.empty_blocks
-        evicted = taken[len(empty) :] if count > len(empty) else ()
+        evicted = taken[len(empty) :]
         self._note_lost(evicted)
         # From here on nothing can fail.
         del empty[max(0, len(empty) - count) :]
@@ -211,9 +211,8 @@ class BlockPool(FreeBlocks):
         Blocks that were not published yet are left alone.
         """
         for block in reversed(blocks):
-            if block.node is not None:
-                self.trees[block.group].detach(block)
-                self.shelf.drop(block)
+            self.trees[block.group].detach(block)
+            self.shelf.drop(block)
         if self._log is not None:
             self._log.take_back(last_event)
 

@@ -126,6 +126,7 @@ def test_empty_blocks_go_before_idle_ones_and_those_before_kept_ones(pool):
     for blocks in (kept, idle, empty):
         pool.release(blocks)
     assert ids(pool.free_blocks()) == [3, 4, 5, 6, 7, 1, 2]
+    assert (pool.num_free_blocks, pool.num_used_blocks) == (7, 0)
     assert ids(pool.take(7)) == [3, 4, 5, 6, 7, 1, 2]
     assert pool.shelf.kept == {}
     assert pool.num_evicted_blocks == 2
