@@ -3,7 +3,7 @@
 Importing this imports torch and no toolchain; `get_backend` loads one.
 """
 
-from backends.contract import Backend, Capabilities, PagedBatch, SharedPrefix
+from backends.contract import Backend, Capabilities, LayerCall, PagedBatch, SharedPrefix
 from backends.errors import (
     BackendError,
     BackendUnavailableError,
@@ -20,6 +20,7 @@ __all__ = [
     "BackendUnavailableError",
     "Capabilities",
     "InvalidArgumentError",
+    "LayerCall",
     "PagedBatch",
     "SharedPrefix",
     "UnknownBackendError",

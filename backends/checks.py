@@ -126,7 +126,7 @@ def check_paged_attention(
         raise InvalidArgumentError("batch.block_table", wanted, f"entries for {room}")
     if out is not None:
         require_tensor("out", out, dtype=dtype, shape=query.shape, device=device)
-    _check_logits(backend, scale, window, soft_cap)
+    check_logits(backend, scale, window, soft_cap)
     if batch_invariant:
         _check_feature(backend, "batch_invariant")
     if sinks is not None:
@@ -136,9 +136,10 @@ def check_paged_attention(
             raise InvalidArgumentError("sinks", "a floating dtype", str(sinks.dtype))
 
 
-def _check_logits(
+def check_logits(
     backend: Backend, scale: float, window: int | None, soft_cap: float | None
 ) -> None:
+    """The numbers of `paged_attention` are finite and in range."""
     if not math.isfinite(scale):
         raise InvalidArgumentError("scale", "a finite number", str(scale))
     if window is not None:

@@ -7,8 +7,9 @@ Decides shapes, dtypes and meanings; a backend decides only how fast. Invariants
   block_size + offset.
 - A cache may be quantised: float8_e4m3fn, whatever the dtype of query, key and value, and then an
   element stands for `stored * scale`, with a scale a cache or a KV head (`k_scale`, `v_scale`).
-  Storing gives e4m3(clamp(x / scale, -448, 448)): a float32 division, to the nearest, ties to
-  even, NaN as NaN (0x7F). Every backend stores the same bytes.
+  Storing gives e4m3(clamp(x * (1 / scale), -448, 448)): a quotient and a product in float32, each
+  rounded once, then to the nearest, ties to even, NaN as NaN (0x7F). All backends store the same
+  bytes.
 - Attention is causal. Query token j of sequence s sits at position `seq_lens[s] - query_len[s] +
   j`; a window of W lets it see the keys at positions `max(0, position - W + 1) .. position`.
 - A backend reads no slot that no query of the batch sees, no entry of `block_table` that covers
@@ -128,6 +129,26 @@ class Capabilities:
     """Dtypes of caches that hold scaled values, for any of `dtypes`."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerCall:
+    """How a layer will call a backend: what `warmup` compiles for."""
+
+    num_q_heads: int
+    dtype: torch.dtype
+    """Of query, key and value, which come without gaps."""
+    k_cache: Tensor
+    """The layer's own, or one of the same shape, strides and dtype."""
+    v_cache: Tensor
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    batch_invariant: bool = False
+    shared_prefix: bool = False
+    """Whether batches may say what they share."""
+
+
 @runtime_checkable
 class Backend(Protocol):
     """The operations. Tensors live on `device`; on a GPU a call returns before it is done."""
@@ -242,6 +263,18 @@ class Backend(Protocol):
             block_table: int32 [num_seqs, max_blocks].
             block_size: tokens a block.
             out: int64 [at least query_start_loc[-1]], written.
+        """
+        ...
+
+
+    def warmup(
+        self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int
+    ) -> None:
+        """Compile what calls of these layers need, so that none of them waits for a compiler.
+
+        Of batches of up to so many sequences and query tokens a sequence, in tensors that start
+        on 16 bytes. Takes seconds to minutes, less where compiled kernels are found on disk. Leaves
+        every byte of the caches as it is.
         """
         ...
 

@@ -90,7 +90,7 @@ def quantise(rows: Tensor, scale: Tensor | None) -> Tensor:
     """
     values = rows.detach().float().cpu()
     if scale is not None:
-        values = values / scale.detach().cpu()[:, None]
+        values = values * (1 / scale.detach().cpu()[:, None])
     sizes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     middles = (sizes[1:] + sizes[:-1]) / 2
     size = values.double().abs().nan_to_num(nan=0.0, posinf=1e9)

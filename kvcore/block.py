@@ -100,6 +100,12 @@ class Node:
             block = block.next_copy
         return found
 
+    def child_nodes(self) -> list[Node]:
+        """Return the nodes right below it. O(children)."""
+        if self.children is not None:
+            return list(self.children.values())
+        return [] if self.last_child is None else [self.last_child]
+
     def descendants(self) -> list[Node]:
         """Return every node below it, a parent before its children. O(nodes below)."""
         found: list[Node] = []
@@ -108,8 +114,5 @@ class Node:
             node = pending.pop()
             if node is not self:
                 found.append(node)
-            if node.children is not None:
-                pending.extend(node.children.values())
-            elif node.last_child is not None:
-                pending.append(node.last_child)
+            pending += node.child_nodes()
         return found

@@ -24,19 +24,24 @@ VARIABLE = "KVCORE_COMPILE"
 # The modules that a request passes through. Those of plain data stay Python: a native class would
 # refuse a wrong type with an error of its own before ours could say what was wanted.
 COMPILED = (
+    "advance",
     "arguments",
     "block",
     "block_table",
     "content_tree",
+    "doubt",
+    "free_blocks",
     "free_queue",
     "leases",
     "lifetimes",
     "manager",
     "pool",
     "prefix",
+    "release",
     "sequence",
     "slots",
     "state",
+    "steps",
     "tokens",
 )
 

@@ -190,6 +190,10 @@ class ContentTree:
         """Forget all content at once. The caller has detached every block. O(1)."""
         self._roots.clear()
 
+    def root(self, namespace_key: bytes) -> Node | None:
+        """Return the root of a namespace, None if nothing of it is published. O(1)."""
+        return self._roots.get(namespace_key)
+
     def roots(self) -> Iterator[Node]:
         """Yield the roots, in the order in which they were made."""
         yield from self._roots.values()

@@ -141,11 +141,14 @@ class FreeBlocks:
         freed: list[Block] = []
         empty: list[Block] = []
         for block in blocks:
-            if block.ref_count == 1:
-                if block.node is None:
-                    empty.append(block)
-                else:
-                    freed.append(block)
+            if block.ref_count > 1:
+                continue
+            if block.ref_count < 1:
+                raise DoubleFreeError(f"drop: wanted blocks that somebody holds, got {block!r}")
+            if block.node is None:
+                empty.append(block)
+            else:
+                freed.append(block)
         if empty:
             self.empty_blocks += empty
         for block in blocks:

@@ -154,9 +154,9 @@ class LeaseBook:
 
         O(leased blocks).
         """
-        leased: Counter[int] = Counter()
+        leased: Counter[Block] = Counter()
         for lease in self.active.values():
-            leased.update([block.block_id for block in lease.blocks])
+            leased.update(lease.blocks)
         return sum(
-            [self._pool.blocks[number].ref_count == count for number, count in leased.items()]
+            [block.ref_count == count for block, count in leased.items()]
         )

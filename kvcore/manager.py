@@ -18,13 +18,13 @@ from typing import SupportsIndex, final
 from kvcore.advance import advance_all, advance_to, committable, grow
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
+from kvcore.doubt import distrust_from
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
 from kvcore.lifetimes import MAX_STEP
 from kvcore.prefix import (
     computed_after_cut,
-    distrust_from,
     find_prefix,
     kept_hits,
     share_computed,

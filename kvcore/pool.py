@@ -256,9 +256,8 @@ class BlockPool(FreeBlocks):
         Blocks that were not published yet are left alone.
         """
         for block in reversed(blocks):
-            if block.node is not None:
-                self.trees[block.group].detach(block)
-                self.shelf.drop(block)
+            self.trees[block.group].detach(block)
+            self.shelf.drop(block)
         if self._log is not None:
             self._log.take_back(last_event)
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from math import lcm
 
 from kvcore.block import Block
 from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_servable
-from kvcore.items import Item, cut_items, encode_items
+from kvcore.items import Item, encode_items
 from kvcore.pool import BlockPool
-from kvcore.release import cut_tables, leaving
 from kvcore.reports import CopyOrder
 from kvcore.retention import Wish, wishes_for
 from kvcore.sequence import KVSequence
@@ -134,98 +132,12 @@ def computed_after_cut(seq: KVSequence, num_tokens: int) -> int:
             if rest and (table.blocks[full].node is not None or table.blocks[full].ref_count > 1):
                 computed -= rest
                 lowered = True
-    return _computed_in_sight(seq, computed)
+    return computed_in_sight(seq, computed)
 
 
-def _computed_in_sight(seq: KVSequence, computed: int) -> int:
+def computed_in_sight(seq: KVSequence, computed: int) -> int:
     """Return `computed`, or 0 where a group has given back what the next query would see."""
     for table in seq.tables:
         if table.num_null > first_kept_block(table.group, table.block_size, computed):
             return 0
     return computed
-
-
-def distrust_from(
-    pool: BlockPool, seq: KVSequence, num_tokens: int, sequences: Sequence[KVSequence]
-) -> tuple[KVSequence, ...]:
-    """Take back what a sequence says it computed after `num_tokens` tokens, from everybody.
-
-    Distrusted is every sequence that has the same tokens so far and one more: it may have hit the
-    bad blocks, or be a fork with a copy of a half-full one. So are their blocks from there on, and
-    every published block that spells one of their prefixes further: which of those were computed
-    on top of bad ones nobody knows any more.
-    O(all tokens and blocks of the sequences and of the content below).
-
-    Returns:
-        The sequences that were set back.
-    """
-    suspects = [seq]
-    if num_tokens < seq.num_computed_tokens:
-        suspects = [other for other in sequences if _agree(seq, other, num_tokens + 1)]
-    doubtful = [block for suspect in suspects for block in _doubtful(suspect, num_tokens)]
-    return _take_from_all(pool, doubtful, sequences)
-
-
-def _agree(one: KVSequence, other: KVSequence, num_tokens: int) -> bool:
-    """Say whether two sequences have computed the same first tokens for the same namespace."""
-    return (
-        other.num_computed_tokens >= num_tokens
-        and other.namespace_key == one.namespace_key
-        and other.packed[:num_tokens] == one.packed[:num_tokens]
-        and cut_items(other.items, num_tokens) == cut_items(one.items, num_tokens)
-    )
-
-
-def _doubtful(seq: KVSequence, num_tokens: int) -> list[Block]:
-    """Return a sequence's blocks from `num_tokens` on, and all that spell its prefix further."""
-    found: list[Block] = []
-    for table in seq.tables:
-        first = num_tokens // table.block_size
-        present = max(first, table.num_null)
-        found += table.blocks[present : -(-seq.num_computed_tokens // table.block_size)]
-        node = table.blocks[present].node if present < table.num_published else None
-        for _ in range(present - first):  # up to the first that is gone from the table
-            node = None if node is None else node.parent
-        if node is not None:
-            for below in [node, *node.descendants()]:
-                found += below.copies()
-    return found
-
-
-def _has_any(seq: KVSequence, numbers: set[int]) -> bool:
-    return any(not numbers.isdisjoint(table.block_ids) for table in seq.tables)
-
-
-def _take_from_all(
-    pool: BlockPool, doubtful: Sequence[Block], sequences: Sequence[KVSequence]
-) -> tuple[KVSequence, ...]:
-    """Take the content of blocks away, and set back every sequence that has one of them.
-
-    All or nothing. Returns those sequences.
-    """
-    numbers: set[int] = {block.block_id for block in doubtful}
-    set_back = tuple([seq for seq in sequences if _has_any(seq, numbers)])
-    targets = [(seq, _computed_before(seq, numbers)) for seq in set_back]
-    released: list[Block] = []
-    for seq, computed in targets:
-        released += leaving(seq, computed)
-    pool.forget([pool.blocks[number] for number in sorted(numbers)], released)
-    for seq, computed in targets:
-        cut_tables(seq, computed)
-        seq.num_computed_tokens = computed
-        seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
-        seq.cut_names(computed)
-    return set_back
-
-
-def _computed_before(seq: KVSequence, doubtful: set[int]) -> int:
-    """Return how much of a sequence stands before its first block in doubt. O(num_blocks)."""
-    computed = seq.num_computed_tokens
-    for table in seq.tables:
-        for place, block_id in enumerate(table.block_ids):
-            if block_id in doubtful:
-                computed = min(computed, place * table.block_size)
-                break
-    # A whole number of blocks of every group: what is left in part may be shared.
-    computed -= computed % lcm(*[table.block_size for table in seq.tables])
-    return _computed_in_sight(seq, computed)

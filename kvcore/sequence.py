@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NoReturn, SupportsIndex, final
+from typing import Final, NoReturn, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import BlockId
@@ -20,6 +20,8 @@ from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
 from kvcore.items import Item
 from kvcore.retention import Retention
 from kvcore.slots import int_view, put_ints, slots_of
+
+_NEVER: Final = 2**62
 
 
 @final
@@ -184,18 +186,17 @@ class KVSequence:
             table.num_published = 0
 
     def find_stop(self, longest: int | None) -> None:
-        """Note up to how many computed tokens a decode step only counts. O(groups).
+        """Note up to how many computed tokens a decode step only counts. Cannot fail. O(groups).
 
-        Its caller has just made room for all tokens that it has.
+        Its caller has just made room for all tokens that it has, and has published what is full.
         """
-        stops = [] if longest is None else [longest]
+        stop = _NEVER if longest is None else longest
         for table in self.tables:
-            stops.append(len(table.blocks) * table.block_size)
-            if self.namespace_key is not None:
-                stops.append((table.num_published + 1) * table.block_size)
-            if table.forgets:
-                stops.append(0)
-        self.stop = min(stops)
+            full = table.num_published + 1
+            if self.namespace_key is None or len(table.blocks) < full:
+                full = len(table.blocks)
+            stop = min(stop, 0 if table.forgets else full * table.block_size)
+        self.stop = stop
 
     def __copy__(self) -> NoReturn:
         raise MisuseError(f"{self!r} is a handle: wanted the one that was opened, not a copy")

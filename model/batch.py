@@ -1,15 +1,19 @@
 """The bridge: from the tables of the control plane to the tensors of a step.
 
-Decides: the order of a step's tokens (chunk after chunk) and where each tensor lives. This is the
-one file that sees both a block table and a tensor.
+Decides: the order of a step's tokens (chunk after chunk), where each tensor lives, and which rows
+of the block tables have to be written again. This is the one file that sees both a block table and
+a tensor.
 
-Invariants: rows of the block table are padded with the null block; buffers are written only while
-no copy from them is under way, because the engine reads a step's tokens before it builds the next.
+Invariants: what a step is given does not depend on the steps before it, but for entries of a block
+table that no kernel reads; rows are padded with the null block, and no token is ever written there;
+buffers are written only while no copy from them is under way, because the engine reads a step's
+tokens before it builds the next.
 
 Does not know: which requests run or why, what the network does with the tokens.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import backends
-from model.step import Step
+import kvcore
+from model.step import Chunk, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class StepTensors:
     Attributes:
         input_ids: int64 [1, num_tokens], all chunks one after the other.
         position_ids: int64 [1, num_tokens], each token's position in its own sequence.
-        logit_rows: int64 [num_sampled], the last token of each chunk that samples.
+        logit_rows: int64 [num_sampled], the last token of each chunk that samples, once for each
+            request that samples from it.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
             the group is the same tensor in all of them.
     """
@@ -64,6 +70,74 @@ class _Buffer:
         return torch.empty(size, dtype=self._dtype, pin_memory=self._device.type == "cuda")
 
 
+class _Tables:
+    """The block tables of one layer group, kept from step to step: a row a sequence.
+
+    A table of a running sequence only grows, so a row is written when a sequence comes, and again
+    when it has taken a block; entries that a window has left behind may stay until then, because no
+    kernel reads them.
+    """
+
+    def __init__(self, group: int, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self._sequences: list[int] = []  # the seq_id of each row
+        self._filled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # entries known of each row
+        self._allocate(8, 16)
+
+    def update(
+        self, sequences: Sequence[kvcore.KVSequence], lengths: NDArray[np.int64]
+    ) -> NDArray[np.int32]:
+        """Have a row for each sequence, in their order, up to its length. O(rows + what changed).
+
+        Args:
+            sequences: each once.
+            lengths: [num_seqs] the tokens that each has room for.
+
+        Returns:
+            The tables, [num_seqs, at least as many as any has].
+        """
+        self._arrange([sequence.seq_id for sequence in sequences])
+        block_size = sequences[0].tables[self._group].block_size
+        needed = -(-lengths // block_size)
+        for row in np.flatnonzero(self._filled < needed).tolist():
+            self._write(row, sequences[row].tables[self._group].block_ids)
+        return self._table[: len(sequences)]
+
+    def send(self) -> Tensor:
+        """The rows on the device, as wide as the widest. O(rows * width)."""
+        num_rows, width = len(self._sequences), int(self._filled.max())
+        return self._tensor[:num_rows].to(self._device, non_blocking=True)[:, :width]
+
+    def _arrange(self, ids: list[int]) -> None:
+        """Move the rows of known sequences to their new places; the others are empty."""
+        if ids == self._sequences:
+            return
+        rows = {seq_id: row for row, seq_id in enumerate(self._sequences)}
+        sources = np.array([rows.get(seq_id, -1) for seq_id in ids])
+        table, filled = self._table, np.append(self._filled, 0)  # -1 is the one at the end
+        if len(ids) > len(table):
+            self._allocate(max(len(ids), 2 * len(table)), table.shape[1])
+        self._table[: len(ids)] = table[sources]
+        self._filled = filled[sources]
+        self._sequences = ids
+
+    def _write(self, row: int, block_ids: Sequence[int]) -> None:
+        count, (num_rows, width) = len(block_ids), self._table.shape
+        if count > width:
+            before = self._table
+            self._allocate(num_rows, max(count, 2 * width))
+            self._table[:, :width] = before
+        self._table[row, :count] = block_ids
+        self._table[row, count:] = 0
+        self._filled[row] = count
+
+    def _allocate(self, num_rows: int, width: int) -> None:
+        is_pinned = self._device.type == "cuda"
+        self._tensor = torch.zeros((num_rows, width), dtype=torch.int32, pin_memory=is_pinned)
+        self._table: NDArray[np.int32] = self._tensor.numpy()
+
+
 class BatchBuilder:
     """Turns a step into tensors, in buffers that it keeps.
 
@@ -78,74 +152,93 @@ class BatchBuilder:
         self._logit_rows = _Buffer(torch.int64, device)
         self._query_start_loc = _Buffer(torch.int32, device)
         self._seq_lens = _Buffer(torch.int32, device)
-        self._block_tables = [_Buffer(torch.int32, device) for _ in range(num_groups)]
+        self._tables = [_Tables(group, device) for group in range(num_groups)]
         self._slot_mappings = [_Buffer(torch.int64, device) for _ in range(num_groups)]
 
     def build(self, step: Step) -> StepTensors:
         """Write the step's tokens, positions, tables and slots, and send them to the device.
 
-        The tensors are valid until the next call. O(num_tokens + num_seqs * max_blocks), tables and
-        slots for each group.
+        The tensors are valid until the next call. O(num_tokens + num_seqs + blocks that are new),
+        tables and slots for each group.
+
+        Raises:
+            NotReservedError: a sequence has no room for its tokens.
         """
         chunks = step.chunks
-        num_seqs, num_tokens = len(chunks), step.num_tokens
-        ends = np.cumsum([chunk.num_tokens for chunk in chunks])
-        starts = self._query_start_loc.view(num_seqs + 1)
-        starts[0] = 0
-        starts[1:] = ends
-        lengths = self._seq_lens.view(num_seqs)
-        lengths[:] = [chunk.start + chunk.num_tokens for chunk in chunks]
-        max_seq_len = int(lengths.max())
-        self._write_tokens(step, num_tokens)
-        rows = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.samples]
-        self._logit_rows.view(len(rows))[:] = rows
+        sequences = [chunk.request.running_sequence for chunk in chunks]
+        starts = np.array([chunk.start for chunk in chunks])
+        counts = np.array([chunk.num_tokens for chunk in chunks])
+        lengths, ends = starts + counts, counts.cumsum()
+        num_seqs, num_tokens = len(chunks), int(ends[-1])
+        self._query_start_loc.view(num_seqs + 1)[:] = np.append(0, ends)
+        self._seq_lens.view(num_seqs)[:] = lengths
+        self._write_input_ids(chunks, ends - counts, num_tokens)
+        rows = np.arange(num_seqs)
+        positions = starts
+        if num_tokens > num_seqs:
+            rows = np.repeat(rows, counts)
+            positions = np.arange(num_tokens) + np.repeat(lengths - ends, counts)
+        self._position_ids.view(num_tokens)[:] = positions
+        sampled = np.repeat(ends, [len(chunk.sampling) for chunk in chunks]) - 1
+        self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.send(num_seqs + 1)
         seq_lens = self._seq_lens.send(num_seqs)
-        max_query_len = max(chunk.num_tokens for chunk in chunks)
-        return StepTensors(
-            input_ids=self._input_ids.send(1, num_tokens),
-            position_ids=self._position_ids.send(1, num_tokens),
-            logit_rows=self._logit_rows.send(len(rows)),
-            paged=tuple(
+        max_query_len, max_seq_len = int(counts.max()), int(lengths.max())
+        paged = []
+        for group, tables in enumerate(self._tables):
+            table = tables.update(sequences, lengths)
+            slots = self._slot_mappings[group]
+            block_size = sequences[0].tables[group].block_size
+            slots.view(num_tokens)[:] = _slots(table, rows, positions, block_size)
+            if not slots.view(num_tokens).min() >= block_size:  # the null block is nobody's
+                _check_room(sequences, starts, lengths, group)
+            paged.append(
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
                     seq_lens=seq_lens,
-                    block_table=self._send_block_table(step, group),
-                    slot_mapping=self._send_slot_mapping(step, group),
+                    block_table=tables.send(),
+                    slot_mapping=slots.send(num_tokens),
                     max_query_len=max_query_len,
                     max_seq_len=max_seq_len,
                 )
-                for group in range(len(self._block_tables))
-            ),
+            )
+        return StepTensors(
+            input_ids=self._input_ids.send(1, num_tokens),
+            position_ids=self._position_ids.send(1, num_tokens),
+            logit_rows=self._logit_rows.send(len(sampled)),
+            paged=tuple(paged),
         )
 
-    def _send_block_table(self, step: Step, group: int) -> Tensor:
-        sequences = [chunk.request.running_sequence for chunk in step.chunks]
-        width = max(len(sequence.tables[group].block_ids) for sequence in sequences)
-        buffer = self._block_tables[group]
-        table = buffer.view(len(sequences) * width).reshape(len(sequences), width)
-        for row, sequence in zip(table, sequences, strict=True):
-            row[sequence.write_block_table(row, group) :] = 0
-        return buffer.send(len(sequences), width)
-
-    def _send_slot_mapping(self, step: Step, group: int) -> Tensor:
-        buffer = self._slot_mappings[group]
-        slots = buffer.view(step.num_tokens)
-        first = 0
-        for chunk in step.chunks:
-            last = first + chunk.num_tokens
-            chunk.request.running_sequence.write_slot_mapping(
-                chunk.start, chunk.start + chunk.num_tokens, slots[first:last], group
-            )
-            first = last
-        return buffer.send(step.num_tokens)
-
-    def _write_tokens(self, step: Step, num_tokens: int) -> None:
+    def _write_input_ids(
+        self, chunks: Sequence[Chunk], firsts: NDArray[np.int64], num_tokens: int
+    ) -> None:
         input_ids = self._input_ids.view(num_tokens)
-        positions = self._position_ids.view(num_tokens)
-        first = 0
-        for chunk in step.chunks:
-            last, stop = first + chunk.num_tokens, chunk.start + chunk.num_tokens
-            input_ids[first:last] = chunk.request.tokens[chunk.start : stop]
-            positions[first:last] = np.arange(chunk.start, stop)
-            first = last
+        input_ids[firsts] = [chunk.request.tokens[chunk.start] for chunk in chunks]
+        if num_tokens > len(chunks):
+            for chunk, first in zip(chunks, firsts.tolist(), strict=True):
+                if chunk.num_tokens > 1:
+                    stop = chunk.start + chunk.num_tokens
+                    tokens = chunk.request.tokens[chunk.start : stop]
+                    input_ids[first : first + chunk.num_tokens] = tokens
+
+
+def _slots(
+    table: NDArray[np.int32], rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int
+) -> NDArray[np.int64]:
+    """The slot of each position in its row's sequence. O(positions)."""
+    blocks, offsets = np.divmod(positions, block_size)
+    inside = np.minimum(blocks, table.shape[1] - 1)
+    slots: NDArray[np.int64] = table[rows, inside].astype(np.int64) * block_size + offsets
+    return slots
+
+
+def _check_room(
+    sequences: Sequence[kvcore.KVSequence],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    group: int,
+) -> None:
+    """Let kvcore say which sequence has no room for its tokens. O(num_tokens)."""
+    for sequence, start, stop in zip(sequences, starts.tolist(), lengths.tolist(), strict=True):
+        out = np.empty(stop - start, dtype=np.int64)
+        sequence.write_slot_mapping(start, stop, out, group)

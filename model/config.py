@@ -16,6 +16,13 @@ MAX_BLOCK_SIZE = 2**20
 """The most tokens a block of `kvcore` has."""
 
 
+WATERMARK = 0.01
+"""The default share of the blocks that a start leaves free."""
+
+PRIORITY_SPAN = 64
+"""The default number of requests that one level of priority overtakes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Limits of a step.
@@ -24,15 +31,23 @@ class SchedulerConfig:
         max_num_batched_tokens: the most tokens in one step.
         max_num_seqs: the most requests running at once.
         max_model_len: the most tokens a request may come to; None: as many as fit into the pool.
+        watermark: the share of the blocks that a start beside running requests leaves free.
+        priority_span: how many later requests one level of priority lets a request overtake.
+        num_host_blocks: blocks of host memory that preempted requests may be stored in; 0: none,
+            they are computed again.
     """
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
     max_model_len: int | None = None
+    watermark: float = WATERMARK
+    priority_span: int = PRIORITY_SPAN
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+        for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "priority_span"):
             _check_least_one(name, getattr(self, name))
+        _check_watermark(self.watermark)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +65,10 @@ class EngineConfig:
         enable_prefix_caching: whether a prompt may use what others have computed.
         max_num_batched_tokens: the most tokens in one step.
         max_num_seqs: the most requests running at once.
+        watermark: the share of the blocks that a start beside running requests leaves free.
+        priority_span: how many later requests one level of priority lets a request overtake.
+        swap_memory_bytes: host memory for the blocks of preempted requests; 0: they are computed
+            again; None: some, where that is cheaper (`swap.py`).
         seed: of the draws of requests that have no seed of their own.
     """
 
@@ -61,6 +80,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 64
+    watermark: float = WATERMARK
+    priority_span: int = PRIORITY_SPAN
+    swap_memory_bytes: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -74,8 +96,14 @@ class EngineConfig:
                 f"block_size: wanted at least 1 and at most {MAX_BLOCK_SIZE}, "
                 f"got {shown(self.block_size)}"
             )
-        for name in ("max_num_batched_tokens", "max_num_seqs", "kv_memory_bytes"):
+        names = ("max_num_batched_tokens", "max_num_seqs", "kv_memory_bytes", "priority_span")
+        for name in names:
             _check_least_one(name, getattr(self, name))
+        _check_watermark(self.watermark)
+        if self.swap_memory_bytes is not None and self.swap_memory_bytes < 0:
+            raise InvalidArgumentError(
+                f"swap_memory_bytes: wanted at least 0, got {shown(self.swap_memory_bytes)}"
+            )
         share = self.kv_memory_fraction
         if share is not None and not 0 < share <= 1:
             raise InvalidArgumentError(
@@ -85,6 +113,13 @@ class EngineConfig:
         given = [name for name in sizes if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidArgumentError(f"{given[0]}: wanted this or {given[1]}, got both")
+
+
+def _check_watermark(share: float) -> None:
+    if not 0 <= share < 1:
+        raise InvalidArgumentError(
+            f"watermark: wanted a share of at least 0 and below 1, got {shown(share)}"
+        )
 
 
 def _check_least_one(name: str, value: int | None) -> None:

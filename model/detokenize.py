@@ -1,7 +1,9 @@
 """Text out of tokens, piece by piece.
 
 Decides: when a piece of text is final. A character whose bytes are spread over several tokens is
-held until it is whole, and text that may be the beginning of a stop string until it is not.
+held until it is whole, and text that may be the beginning of a stop string until it is not. And
+when tokens are decoded: when somebody takes the text, all that have come since at once; with stop
+strings at once, because they may end a request.
 
 Invariants: the pieces, in order, are the whole text; without a stop string that is what decoding
 all tokens at once gives; no piece ends inside a character.
@@ -26,6 +28,8 @@ class TextStream:
         self.is_stopped = False
         self._decode = decode
         self._stop = stop
+        self._pending: list[int] = []
+        self._untaken: list[str] = []
         self._tokens: list[int] = []
         self._context = 0  # decoding starts here, one piece back: some decoders need to see it
         self._decoded = 0  # the tokens before this are in _text
@@ -34,32 +38,49 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All text that has been returned. O(text)."""
+        """All text that is final, taken or not, of the tokens decoded so far. O(text)."""
         return self._text[: self._num_shown]
 
-    def push(self, token: int) -> str:
-        """Add a token and return the text that became final, often none. O(tokens held)."""
-        if self.is_stopped:
-            return ""
-        self._tokens.append(token)
-        fresh = self._fresh()
-        if fresh.endswith(_INCOMPLETE):
-            return ""
-        self._take(fresh)
-        return self._show(len(self._text) - self._num_held())
+    def add(self, token: int) -> None:
+        """Add a token. O(1); with stop strings O(tokens held), and then `is_stopped` tells."""
+        self._pending.append(token)
+        if self._stop:
+            self._decode_pending()
 
-    def finish(self) -> str:
-        """Return the rest, a broken character included; no token follows. O(tokens held)."""
-        if self.is_stopped:
-            return ""
-        self._take(self._fresh())
-        return self._show(len(self._text))
+    def take(self) -> str:
+        """Return the text that became final since the last call, often none. O(tokens since)."""
+        self._decode_pending()
+        pieces, self._untaken = self._untaken, []
+        return "".join(pieces)
+
+    def close(self) -> None:
+        """State that no token follows: what is held is final, a broken character included."""
+        self._decode_pending()
+        if not self.is_stopped:
+            self._accept(self._fresh())
+            self._show(len(self._text))
+
+    def _decode_pending(self) -> None:
+        """Decode what has come: all at once, or one by one where that ends inside a character."""
+        pending, self._pending = self._pending, []
+        if self.is_stopped or not pending:
+            return
+        self._tokens += pending
+        fresh = self._fresh()
+        if not fresh.endswith(_INCOMPLETE):
+            self._accept(fresh)
+            self._show(len(self._text) - self._num_held())
+        elif len(pending) > 1:
+            del self._tokens[-len(pending) :]
+            for token in pending:
+                self._pending = [token]
+                self._decode_pending()
 
     def _fresh(self) -> str:
         known = self._decode(self._tokens[self._context : self._decoded])
         return self._decode(self._tokens[self._context :])[len(known) :]
 
-    def _take(self, fresh: str) -> None:
+    def _accept(self, fresh: str) -> None:
         if fresh:
             self._context = self._decoded
         self._decoded = len(self._tokens)
@@ -85,7 +106,6 @@ class TextStream:
             default=0,
         )
 
-    def _show(self, end: int) -> str:
-        piece = self._text[self._num_shown : end]
+    def _show(self, end: int) -> None:
+        self._untaken.append(self._text[self._num_shown : end])
         self._num_shown = end
-        return piece

@@ -1,6 +1,7 @@
 """The engine: requests in, tokens and text out, one step at a time.
 
-Decides: the order of a step: schedule, build, compute, sample, commit, turn into text.
+Decides: the order of a step: schedule, move blocks, build, compute, sample, commit, copy what has
+forked, turn into text.
 
 Invariants: one thread; a step's tokens are on the host before the next step is built; whatever ends
 a request, its blocks are back when the call returns.
@@ -26,25 +27,35 @@ from model.profile import free_bytes
 from model.request import FinishReason, Request
 from model.sampling import Draw, draw_key, sample
 from model.scheduler import Scheduler
-from model.step import Chunk, SchedulerStats
+from model.step import SchedulerStats
+from model.swap import BlockMover, plan_host_blocks
 from model.trace import FORWARD, PREPARE, SAMPLE, StepRecorder, StepWatch, Unwatched
 
 Prompt = str | Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
 class Output:
     """One token of one request.
 
     Attributes:
         request: whose; its status and finish reason are up to date.
         token: the token that was drawn.
-        text: what became final by it, often empty; never part of a character.
     """
 
-    request: Request
-    token: int
-    text: str
+    __slots__ = ("_stream", "request", "token")
+
+    def __init__(self, request: Request, token: int, stream: TextStream) -> None:
+        self.request = request
+        self.token = token
+        self._stream = stream
+
+    @property
+    def text(self) -> str:
+        """The request's text that became final since it was last asked for; often none.
+
+        Never part of a character. It is made now: who does not look does not pay. O(tokens since).
+        """
+        return self._stream.take()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +112,18 @@ class Engine:
             groups=self.network.layout.groups(self.config.block_size),
             enable_caching=self.config.enable_prefix_caching,
         )
+        self.num_host_blocks = plan_host_blocks(
+            self.config, model.network, self.network.layout, self.memory
+        )
         limits = SchedulerConfig(
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
             max_model_len=model.max_positions,
+            watermark=self.config.watermark,
+            priority_span=self.config.priority_span,
+            num_host_blocks=self.num_host_blocks,
         )
+        self._mover = BlockMover(backend, self.network.caches)
         self._scheduler = Scheduler(self.kv, limits)
         self._batches = BatchBuilder(self.network.device, len(self.kv.groups))
         self._model = model
@@ -134,33 +152,62 @@ class Engine:
         """Record no more steps; what was recorded stays with its recorder. O(1)."""
         self._watch = Unwatched()
 
-    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> Request:
         """Queue a prompt. O(prompt).
 
         Args:
             prompt: text, or token ids.
             params: None: greedy, with the default length.
+            priority: the lower, the sooner.
 
         Raises:
             InvalidArgumentError: an empty prompt, or a token that the model does not have.
             RequestTooLongError: it could never finish here; nothing has changed.
         """
+        return self.add_samples(prompt, params, num_samples=1, priority=priority)[0]
+
+    def add_samples(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int,
+        priority: int = 0,
+    ) -> list[Request]:
+        """Queue a prompt to be continued several times; it is computed once. O(samples * prompt).
+
+        Each sample is a request of its own, drawn apart from the others. Otherwise as
+        `add_request`, and with its errors.
+        """
+        if num_samples < 1:
+            raise InvalidArgumentError(f"num_samples: wanted at least 1, got {num_samples}")
         tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
-        request = Request(
-            self._next_id, tokens, params or SamplingParams(), self._model.eos_token_ids
-        )
-        if max(request.tokens) >= self._vocab_size:
-            raise InvalidArgumentError(
-                f"prompt: wanted token ids below {self._vocab_size}, got {max(request.tokens)}"
+        requests: list[Request] = []
+        for number in range(num_samples):
+            request = Request(
+                self._next_id,
+                tokens,
+                params or SamplingParams(),
+                self._model.eos_token_ids,
+                priority=priority,
+                leader=requests[0] if requests else None,
+                sample=number,
             )
-        self._scheduler.add(request)
-        self._streams[request.request_id] = TextStream(
-            self._model.codec.decode, request.params.stop
-        )
-        self._next_id += 1
-        return request
+            if max(request.tokens) >= self._vocab_size:
+                raise InvalidArgumentError(
+                    f"prompt: wanted token ids below {self._vocab_size}, got {max(request.tokens)}"
+                )
+            self._scheduler.add(request)
+            self._streams[request.request_id] = TextStream(
+                self._model.codec.decode, request.params.stop
+            )
+            self._next_id += 1
+            requests.append(request)
+        return requests
 
     def abort(self, request: Request) -> bool:
         """End a request now; whether it was unfinished. O(num_unfinished)."""
@@ -178,19 +225,20 @@ class Engine:
         watch.begin()
         step = self._scheduler.schedule()
         watch.scheduled(step)
-        sampling = [chunk for chunk in step.chunks if chunk.samples]
+        sampling = [request for chunk in step.chunks for request in chunk.sampling]
         sampled: dict[int, int] = {}
         try:
+            self._mover.transfer(step.stores, step.loads)
             if step.chunks:
                 tensors = self._batches.build(step)
                 watch.done(PREPARE)
                 logits = self.network.logits(tensors)
                 watch.done(FORWARD)
-                tokens = sample(logits, [self._draw(chunk) for chunk in sampling])
+                tokens = sample(logits, [self._draw(request) for request in sampling])
                 watch.done(SAMPLE)
                 sampled = {
-                    chunk.request.request_id: token
-                    for chunk, token in zip(sampling, tokens, strict=True)
+                    request.request_id: token
+                    for request, token in zip(sampling, tokens, strict=True)
                 }
         except BaseException:
             # What the pass has written is unknown: give all blocks back, publish nothing.
@@ -198,11 +246,13 @@ class Engine:
                 self.abort(request)
             self._scheduler.update(step, {})
             raise
-        self._scheduler.update(step, sampled)
-        if not step.chunks and self._scheduler.has_unfinished:
+        self._mover.copy(self._scheduler.update(step, sampled))
+        if step.is_empty and self._scheduler.has_unfinished:
             raise StalledError("step: requests wait, and none can be admitted or run")
         outputs = [
-            self._output(chunk.request, sampled[chunk.request.request_id]) for chunk in sampling
+            self._output(request, sampled[request.request_id])
+            for request in sampling
+            if request.num_output_tokens  # else a sample that found no room to fork
         ]
         watch.end()
         return outputs
@@ -228,10 +278,11 @@ class Engine:
             InvalidArgumentError: one of the prompts is refused; none of them is queued then.
         """
         requests = self.add_all(prompts, params)
-        pieces: dict[int, list[str]] = {request.request_id: [] for request in requests}
+        texts: dict[int, str] = {}
         for output in self._drain(requests):
-            pieces[output.request.request_id].append(output.text)
-        return [Completion(request, "".join(pieces[request.request_id])) for request in requests]
+            if output.request.is_finished:
+                texts[output.request.request_id] = output.text
+        return [Completion(request, texts[request.request_id]) for request in requests]
 
     def add_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -264,18 +315,19 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _draw(self, chunk: Chunk) -> Draw:
-        request = chunk.request
-        key = draw_key(request.params.seed, self.config.seed, request.request_id)
+    def _draw(self, request: Request) -> Draw | None:
+        if request.params.temperature == 0:
+            return None
+        seeds = (request.params.seed, self.config.seed)
+        key = draw_key(*seeds, request.request_id, request.sample)
         return Draw(request.params, key, request.num_output_tokens)
 
     def _output(self, request: Request, token: int) -> Output:
         stream = self._streams[request.request_id]
-        text = stream.push(token)
-        if request.is_finished:
-            text += stream.finish()
-        elif stream.is_stopped:
+        stream.add(token)
+        if stream.is_stopped and not request.is_finished:
             self._scheduler.finish(request, FinishReason.STOP)
         if request.is_finished:
+            stream.close()
             del self._streams[request.request_id]
-        return Output(request, token, text)
+        return Output(request, token, stream)

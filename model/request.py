@@ -4,7 +4,8 @@ Decides: the life of a request (WAITING -> RUNNING -> FINISHED, with any number 
 PREEMPTED) and when a sampled token ends it.
 
 Invariants: `tokens` is the prompt followed by the output, and only ever grows; a sequence is held
-exactly while RUNNING; a finished request has a reason and never changes again.
+exactly while RUNNING; a finished request has a reason, no copy in host memory, and never changes
+again.
 
 Does not know: the pool, the other requests, torch, text.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import kvcore
 from model.errors import InvalidArgumentError, RequestStateError
@@ -39,15 +41,40 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
 
 
+@dataclass(slots=True)
+class HostCopy:
+    """Blocks of a preempted request in host memory.
+
+    Attributes:
+        num_tokens: tokens that were computed when they were copied.
+        first_block: the place in its table of the first one; those before it are shared with
+            others, and expected to be found in the cache.
+        num_blocks: how many there are.
+        payload: the memory itself, kept by whoever copies.
+    """
+
+    num_tokens: int
+    first_block: int
+    num_blocks: int
+    payload: object = None
+
+
 class Request:
     """A prompt on its way to its completion; the scheduler moves it, the engine reads it.
 
     Attributes:
         request_id: chosen by the caller, unique among the unfinished requests of a scheduler.
+        priority: the lower, the sooner; how much sooner the scheduler's `priority_span` says.
+        leader: the first sample of the same prompt, if this is a further one: it waits for the
+            leader's prompt to be computed, and shares it.
+        sample: the number of this sample of its prompt, from 0.
+        order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         tokens: the prompt and the output so far, packed as uint32.
         sequence: the blocks it holds while RUNNING, otherwise None.
+        host_copy: what was stored of it when it was preempted, None if nothing was.
+        is_loading: whether this step copies that back.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
-        num_preemptions: how often it lost its blocks to an older request.
+        num_preemptions: how often it lost its blocks to another request.
 
     Raises:
         InvalidArgumentError: an empty prompt, or a token id that is not one.
@@ -57,11 +84,17 @@ class Request:
         "_finish_reason",
         "_status",
         "eos_token_ids",
+        "host_copy",
+        "is_loading",
+        "leader",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "order",
         "params",
+        "priority",
         "request_id",
+        "sample",
         "sequence",
         "tokens",
     )
@@ -72,6 +105,10 @@ class Request:
         prompt_tokens: Sequence[int],
         params: SamplingParams,
         eos_token_ids: frozenset[int] = frozenset(),
+        *,
+        priority: int = 0,
+        leader: Request | None = None,
+        sample: int = 0,
     ) -> None:
         if len(prompt_tokens) == 0:
             raise InvalidArgumentError("prompt: wanted at least one token, got none")
@@ -80,7 +117,13 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.tokens = _packed(prompt_tokens)
         self.num_prompt_tokens = len(prompt_tokens)
+        self.priority = priority
+        self.leader = leader
+        self.sample = sample
+        self.order = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
+        self.host_copy: HostCopy | None = None
+        self.is_loading = False
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self._status = Status.WAITING
@@ -121,6 +164,21 @@ class Request:
     def prompt_tokens(self) -> list[int]:
         """The tokens of the prompt. O(num_prompt_tokens)."""
         return self.tokens[: self.num_prompt_tokens].tolist()
+
+    @property
+    def is_led(self) -> bool:
+        """Whether its leader has still to sample from the prompt that both share. O(1)."""
+        leader = self.leader
+        return leader is not None and not leader.is_finished and leader.num_output_tokens == 0
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that a running request has and has not computed. O(1).
+
+        Raises:
+            RequestStateError: it does not run.
+        """
+        return len(self.tokens) - self.running_sequence.num_computed_tokens
 
     @property
     def max_total_tokens(self) -> int:
@@ -184,6 +242,7 @@ class Request:
         """
         self._leave(Status.WAITING, Status.RUNNING, Status.PREEMPTED, to=Status.FINISHED)
         self._finish_reason = reason
+        self.host_copy = None
         sequence, self.sequence = self.sequence, None
         return sequence
 

@@ -11,6 +11,7 @@ batch it is in nor a preemption changes it; equal logits go by token id, the low
 Does not know: requests, text, where the logits come from.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,17 +46,20 @@ class Draw:
         return float(generator.random())
 
 
-def draw_key(seed: int | None, engine_seed: int, request_id: int) -> int:
-    """The key of a request: its own seed, or else one from the engine's seed and its id. O(1)."""
-    return seed << 64 if seed is not None else engine_seed << 64 | (request_id + 1)
+def draw_key(seed: int | None, engine_seed: int, request_id: int, sample: int = 0) -> int:
+    """The key of a request: its seed and which sample it is, or the engine's seed and its id. O(1).
+
+    Bit 63 tells the two kinds apart.
+    """
+    return seed << 64 | sample if seed is not None else engine_seed << 64 | 1 << 63 | request_id
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
     """Choose one token a row. O(num_rows * vocab_size), with a sort for rows that are drawn.
 
     Args:
         logits: [num_rows, vocab_size].
-        draws: one a row.
+        draws: one a row; None: the most likely token.
 
     Raises:
         NumericalError: a row holds NaN, +inf or nothing but -inf.
@@ -64,13 +68,18 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         return []
     best, best_ids = logits.float().max(dim=-1)
     tokens: list[int] = best_ids.tolist()
-    for row, value in enumerate(best.tolist()):
-        if not np.isfinite(value):
-            raise NumericalError(f"logits: wanted finite numbers, got {value} in row {row}")
-    rows = [row for row, draw in enumerate(draws) if not draw.params.is_greedy]
-    if rows:
-        drawn = _draw(logits[rows].double(), [draws[row] for row in rows])
-        for row, token in zip(rows, drawn, strict=True):
+    values: list[float] = best.tolist()
+    if not all(map(math.isfinite, values)):
+        row, value = next((i, x) for i, x in enumerate(values) if not math.isfinite(x))
+        raise NumericalError(f"logits: wanted finite numbers, got {value} in row {row}")
+    drawing = {
+        row: draw
+        for row, draw in enumerate(draws)
+        if draw is not None and not draw.params.is_greedy
+    }
+    if drawing:
+        drawn = _draw(logits[list(drawing)].double(), list(drawing.values()))
+        for row, token in zip(drawing, drawn, strict=True):
             tokens[row] = token
     return tokens
 

@@ -156,17 +156,20 @@ def _queue(
 def _generate(
     options: Options, engine: Engine, specs: Sequence[PromptSpec], requests: Sequence[Request]
 ) -> list[Completion]:
-    pieces: dict[int, list[str]] = {request.request_id: [] for request in requests}
+    texts: dict[int, str] = {request.request_id: "" for request in requests}
     writer = StreamWriter([spec.text for spec in specs], sys.stdout) if options.stream else None
     with Progress("generated", len(requests), is_wanted=writer is None) as progress:
         while engine.has_unfinished:
             for output in engine.step():
-                number = output.request.request_id
-                pieces[number].append(output.text)
+                number, is_last = output.request.request_id, output.request.is_finished
                 if writer is not None:
-                    writer.write(number, output.text, is_last=output.request.is_finished)
-                progress.advance(output.request.is_finished)
-    return [Completion(request, "".join(pieces[request.request_id])) for request in requests]
+                    piece = output.text
+                    texts[number] += piece
+                    writer.write(number, piece, is_last=is_last)
+                elif is_last:
+                    texts[number] = output.text
+                progress.advance(is_last)
+    return [Completion(request, texts[request.request_id]) for request in requests]
 
 
 def _warm_up(

@@ -26,7 +26,7 @@ KVCORE_LAYERS = (
     ("leases", "sequence"),
     ("release", "advance"),
     ("prefix", "state"),
-    ("steps",),
+    ("steps", "doubt"),
     ("manager",),
     ("invariants",),
     ("__init__",),

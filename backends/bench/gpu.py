@@ -76,7 +76,7 @@ def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
             if case.shared:
                 at_ceiling[FLAT] = _without_sharing(backend, case)
             rows.append(against(row, at_ceiling))
-    rows += moves.bench_moves(backend, speed[COPY], quick=quick)
+    rows += moves.bench_moves(backend, quick=quick)
     return [*rows, *host.bench_host(backend)]
 
 

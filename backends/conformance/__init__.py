@@ -4,7 +4,7 @@
 was forbidden to touch. A call that raises is a failed check, not a failed run.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 from backends.conformance.attention import attention_cases, check_attention
@@ -17,18 +17,27 @@ from backends.contract import Backend
 __all__ = ["AttentionCase", "Finding", "Report", "run"]
 
 
-def run(backend: Backend, *, quick: bool = False) -> Report:
+def run(backend: Backend, *, quick: bool = False, shard: tuple[int, int] = (0, 1)) -> Report:
     """Run the whole kit, or the quick part that suits an interpreter.
 
     The whole takes about ten seconds on a CPU backend; nothing of the backend's state is assumed.
+    `shard` (i, n) runs every n-th case from the i-th on; the shards together are the kit.
     """
     findings: list[Finding] = []
-    _collect(findings, "movement", "all", partial(check_movement, backend, quick=quick))
-    for case in attention_cases(backend, quick=quick):
-        _collect(findings, "attention", case.name, partial(check_attention, backend, case))
-    for base in _relation_bases(backend, quick=quick):
-        _collect(findings, "relations", base.name, partial(check_relations, backend, base))
+    index, count = shard
+    for check, case, checks in list(_cases(backend, quick=quick))[index::count]:
+        _collect(findings, check, case, checks)
     return Report(backend.name, str(backend.device), tuple(findings))
+
+
+def _cases(
+    backend: Backend, *, quick: bool
+) -> Iterator[tuple[str, str, Callable[[], Iterable[Finding]]]]:
+    yield "movement", "all", partial(check_movement, backend, quick=quick)
+    for case in attention_cases(backend, quick=quick):
+        yield "attention", case.name, partial(check_attention, backend, case)
+    for base in _relation_bases(backend, quick=quick):
+        yield "relations", base.name, partial(check_relations, backend, base)
 
 
 def _collect(

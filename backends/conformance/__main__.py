@@ -1,10 +1,11 @@
-"""`python -m backends.conformance NAME [--quick] [--json]`: exit code 0 if the backend conforms."""
+"""`python -m backends.conformance NAME [--quick] [--json] [--jobs N]`: 0 if it conforms."""
 
 import argparse
 import json
 import sys
 
 from backends import conformance
+from backends.conformance.parallel import run_in_processes
 from backends.errors import BackendError
 from backends.registry import get_backend
 
@@ -19,13 +20,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", help="a backend: auto, numba, triton or an installed plug-in's")
     parser.add_argument("--quick", action="store_true", help="few small cases, for an interpreter")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--jobs", type=int, default=1, help="processes to share the cases")
     options = parser.parse_args(arguments)
     try:
-        backend = get_backend(options.name)
+        if options.jobs > 1:
+            report = run_in_processes(options.name, quick=options.quick, jobs=options.jobs)
+        else:
+            report = conformance.run(get_backend(options.name), quick=options.quick)
     except BackendError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    report = conformance.run(backend, quick=options.quick)
     text = json.dumps(report.as_json(), indent=1) if options.json else report.as_text()
     sys.stdout.write(text + "\n")
     return 0 if report.passed else 1

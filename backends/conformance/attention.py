@@ -77,6 +77,7 @@ def attention_cases(backend: Backend, *, quick: bool) -> tuple[AttentionCase, ..
         and (case.window is None or "window" in can.features)
         and (case.soft_cap is None or "soft_cap" in can.features)
         and (not case.sinks or "sinks" in can.features)
+        and (not case.batch_invariant or "batch_invariant" in can.features)
     )
 
 
@@ -90,6 +91,7 @@ def _quick_cases() -> tuple[AttentionCase, ...]:
         small.with_(name="sinks, strided", seqs=((1, 5), (3, 4)), sinks=True, strided=True),
         small.with_(name="group 3, head_dim 24", seqs=((2, 6),), group=3, head_dim=24),
         small.with_(name="two KV heads", seqs=((1, 8), (2, 3)), num_kv_heads=2),
+        small.with_(name="a shared prefix", seqs=((1, 9), (2, 12), (1, 30)), shared=8),
     )
 
 
@@ -108,6 +110,8 @@ def _all_cases() -> tuple[AttentionCase, ...]:
         base.with_(name="one huge logit, capped", values="huge", soft_cap=30.0),
         base.with_(name="nothing to do", seqs=((0, 0), (0, 5))),
         base.with_(name="window, long prefill", seqs=((100, 170),), window=33),
+        base.with_(name="a shared prefix", seqs=((1, 65), (9, 90), (1, 300)), shared=64, sinks=True),
+        base.with_(name="batch-invariant", batch_invariant=True),
     ]
     cases += [base.with_(name=f"window {w}", window=w) for w in (1, 2, 16, 17, 63, 1000)]
     cases += [base.with_(name=f"block size {n}", block_size=n) for n in (1, 5, 32, 64, 128)]

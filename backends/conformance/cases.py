@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backends import oracle
-from backends.contract import Backend, PagedBatch
+from backends.contract import Backend, PagedBatch, SharedPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,10 @@ class AttentionCase:
     """Of a quantised cache; None: the cache holds `dtype`."""
     scales: str = "none"
     """Of a quantised cache: none; tensor (one a cache); head (one a KV head)."""
+    shared: int = 0
+    """Whole blocks' worth of positions at the start that all sequences share, and the batch says so;
+    each has them before its query tokens."""
+    batch_invariant: bool = False
     strided: bool = False
     """Query, output and caches are views with gaps."""
     padding: int = 0
@@ -63,6 +67,7 @@ class AttentionInputs:
     sinks: Tensor | None
     scales: dict[str, Tensor]
     """`k_scale` and `v_scale`, where there are any."""
+    batch_invariant: bool
     out: Tensor
     guarded: tuple[Tensor, ...]
     """Whole memory of every argument but `out`: a call leaves each bit as it is."""
@@ -71,7 +76,8 @@ class AttentionInputs:
 
     def run(self, backend: Backend) -> Tensor:
         """Attend into `out`, and return it."""
-        attend: Callable[..., Tensor] = backend.paged_attention  # scales only where there are any
+        attend: Callable[..., Tensor] = backend.paged_attention
+        rare = {"batch_invariant": True} if self.batch_invariant else {}  # not all backends know it
         return attend(
             self.query,
             self.k_cache,
@@ -83,6 +89,7 @@ class AttentionInputs:
             sinks=self.sinks,
             out=self.out,
             **self.scales,
+            **rare,
         )
 
     def expected(self) -> oracle.Expected:
@@ -109,7 +116,7 @@ def contents(case: AttentionCase) -> tuple[Tensor, list[tuple[Tensor, Tensor]], 
 
     num_q_heads = case.num_kv_heads * case.group
     query = random(sum(count for count, _ in case.seqs), num_q_heads, case.head_dim)
-    keys = []
+    keys: list[tuple[Tensor, Tensor]] = []
     for _, length in case.seqs:
         k = random(length, case.num_kv_heads, case.head_dim)
         v = random(length, case.num_kv_heads, case.head_dim)
@@ -117,6 +124,8 @@ def contents(case: AttentionCase) -> tuple[Tensor, list[tuple[Tensor, Tensor]], 
             k = k[:1].expand_as(k).clone()
         if case.values == "huge" and length:
             k[length // 2] *= 64
+        if keys and case.shared:
+            k[: case.shared], v[: case.shared] = (rows[: case.shared] for rows in keys[0])
         keys.append((k, v))
     return query, keys, random(num_q_heads).float() if case.sinks else None
 
@@ -151,7 +160,7 @@ def build(case: AttentionCase, device: torch.device, layout: int = 0) -> Attenti
     guarded += scales.values()
     return AttentionInputs(
         query, k_cache, v_cache, batch, 0.9 / math.sqrt(case.head_dim), case.window, case.soft_cap,
-        sinks, scales, out, tuple(guarded), out_memory,
+        sinks, scales, case.batch_invariant, out, tuple(guarded), out_memory,
     )  # fmt: skip
 
 
@@ -189,12 +198,12 @@ def _place_blocks(case: AttentionCase, layout: int) -> tuple[list[list[int]], in
     needed = sum(-(-length // case.block_size) for _, length in case.seqs)
     generator = torch.Generator().manual_seed(1_000_003 + layout)
     ids = (torch.randperm(needed + 3, generator=generator) + 1).tolist()
-    tables = []
+    tables: list[list[int]] = []
     for s, (count, length) in enumerate(case.seqs):
         row = [1 << 30 if (s + i) % 2 else -1 for i in range(width)]
         first = _first_seen(case, count, length) // case.block_size
         for i in range(first, -(-length // case.block_size) if count else 0):
-            row[i] = ids.pop()
+            row[i] = tables[0][i] if tables and i * case.block_size < case.shared else ids.pop()
         tables.append(row)
     return tables, needed + 4
 
@@ -214,6 +223,7 @@ def _batch(
         slot_mapping=torch.full((rows,), -1, dtype=torch.int64, device=device),
         max_query_len=max((count for count, _ in case.seqs), default=0),
         max_seq_len=max((length for _, length in case.seqs), default=0),
+        shared_prefix=SharedPrefix(0, len(case.seqs), case.shared) if case.shared else None,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backends import oracle
-from backends.conformance.cases import AttentionCase, AttentionInputs, build
+from backends.conformance.cases import AttentionCase, AttentionInputs, bits, build
 from backends.conformance.report import Finding
 from backends.contract import Backend, PagedBatch
 
@@ -85,6 +85,29 @@ def _alone_or_batched(backend: Backend, base: AttentionCase) -> float:
         )
         worst = max(worst, _worst(together[rows], alone.double().cpu(), allowed[rows]))
     return worst
+
+
+def _batch_invariant(backend: Backend, base: AttentionCase) -> float:
+    """Bitwise: with others, alone, and among others that are longer and shorter."""
+    if not _has(backend, "batch_invariant"):
+        return 0.0
+    decoding = tuple((1, length) for _, length in base.seqs)
+    for seqs in (base.seqs, decoding):
+        inputs = build(base.with_(seqs=seqs, batch_invariant=True), backend.device)
+        together, starts = inputs.run(backend).clone(), inputs.batch.query_start_loc.tolist()
+        for s, seq in enumerate(seqs):
+            rows = slice(starts[s], starts[s + 1])
+            alone = backend.paged_attention(
+                inputs.query[rows],
+                inputs.k_cache,
+                inputs.v_cache,
+                _one_sequence(inputs.batch, s, seq),
+                scale=inputs.scale,
+                batch_invariant=True,
+            )
+            if not torch.equal(bits(alone), bits(together[rows])):
+                return torch.inf
+    return 0.0
 
 
 def _one_sequence(batch: PagedBatch, s: int, seq: tuple[int, int]) -> PagedBatch:
@@ -173,6 +196,7 @@ _RELATIONS: dict[str, Callable[[Backend, AttentionCase], float]] = {
     "a sink of nothing is none": _sink_of_nothing,
     "another block size": _other_block_size,
     "alone or batched": _alone_or_batched,
+    "batch-invariant: alone or batched, bit by bit": _batch_invariant,
     "one more token changes no earlier row": _one_more_token,
     "values plus one": _values_plus_one,
     "grouped heads are repeated heads": _repeated_heads,

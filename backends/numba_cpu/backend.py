@@ -9,11 +9,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from backends.contract import Capabilities, PagedBatch
+from backends.contract import Capabilities, LayerCall, PagedBatch
 from backends.numba_cpu.copy_blocks import copy_blocks
 from backends.numba_cpu.paged_attention import paged_attention
 from backends.numba_cpu.slot_mapping import compute_slot_mapping
 from backends.numba_cpu.store_kv import store_kv
+from backends.numba_cpu.warm_up import warm_up
 from backends.numba_cpu.workers import Workers
 
 
@@ -90,6 +91,13 @@ class NumbaBackend:
     ) -> None:
         """See `Backend.compute_slot_mapping`."""
         compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out)
+
+    def warmup(
+        self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int
+    ) -> None:
+        """See `Backend.warmup`."""
+        _ = max_num_seqs, max_query_len  # no kernel here depends on a size
+        warm_up(self, layers)
 
 
 @lru_cache(maxsize=1)

@@ -239,3 +239,14 @@ def _check_values(
             f"a block id of 0 .. {num_blocks - 1}",
         )[fault]
         raise InvalidArgumentError(f"batch.{FAULTS[fault]}[{index}]", wanted, str(value))
+    prefix = batch.shared_prefix
+    if prefix is not None:  # said for backends that read it once; here it is only checked
+        rows = slice(prefix.first_seq, prefix.first_seq + prefix.num_seqs)
+        before = seq_lens[rows] - np.diff(query_start_loc)[rows]
+        if before.min() < prefix.num_tokens:
+            wanted = f"{prefix.num_tokens} tokens before the queries of its sequences"
+            raise InvalidArgumentError("batch.shared_prefix", wanted, str(before.min()))
+        entries = batch.block_table[rows, : -(-prefix.num_tokens // block_size)]
+        if not bool((entries == entries[0]).all()):
+            wanted = "the same blocks in the tables of its sequences"
+            raise InvalidArgumentError("batch.shared_prefix", wanted, "different ones")

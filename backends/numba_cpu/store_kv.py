@@ -1,7 +1,7 @@
 """Scatter new keys and values into the cache on a CPU.
 
     cache[slot // block_size, slot % block_size] = row of the token, for every slot >= 0
-    in a quantised cache: e4m3(clamp(row / scale, -448, 448))
+    in a quantised cache: e4m3(clamp(row * (1 / scale), -448, 448))
 
 Layout as in the contract, any strides but the last. Bytes moved: each row read once and written
 once. Exact: rows are moved as bits, and quantised with the roundings of the contract. Slots and
@@ -93,9 +93,9 @@ def _quantising(source_digest: int) -> Callable[..., None]:
                 for h in range(num_heads):
                     source = rows[i * strides[0] + h * strides[1] :][:size]
                     target = cache[at + h * strides[4] :][:size]
-                    scale = scales[h]
+                    inverse = np.float32(1.0) / scales[h]
                     for d in range(size):
-                        target[d] = narrow(widen(source[d]) / scale, target[d])
+                        target[d] = narrow(widen(source[d]) * inverse, target[d])
 
     return quantise
 

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backends.contract import Capabilities, PagedBatch
+from backends.contract import Capabilities, LayerCall, PagedBatch
 from backends.triton_gpu.copy_blocks import copy_blocks
 from backends.triton_gpu.paged_attention import paged_attention
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.slot_mapping import compute_slot_mapping
 from backends.triton_gpu.store_kv import store_kv
+from backends.triton_gpu.warm_up import warm_up
 
 
 class TritonBackend:
@@ -96,3 +97,9 @@ class TritonBackend:
         compute_slot_mapping(
             self, self._place, query_start_loc, seq_lens, block_table, block_size, out
         )
+
+    def warmup(
+        self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int
+    ) -> None:
+        """See `Backend.warmup`."""
+        warm_up(self, self._place, layers, max_num_seqs, max_query_len)

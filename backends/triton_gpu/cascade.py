@@ -22,7 +22,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from backends.contract import PagedBatch
+from backends.contract import PagedBatch, SharedPrefix
 from backends.triton_gpu.e4m3 import widen
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
@@ -34,7 +34,7 @@ ROWS = 64
 WARPS = 4
 STAGES = 3
 KEYS_A_CHUNK = 256
-MOST_CHUNKS = 64
+MOST_CHUNKS = 32
 WORTH_BYTES = 64 << 20
 """Bytes not read again that are worth the launch and the merge."""
 
@@ -182,6 +182,19 @@ def cascade(
     prefix = batch.shared_prefix
     if prefix is None or not pays(k_cache, batch, terms):
         return NOBODY
+    return attend_prefix(place, query, k_cache, v_cache, batch, terms, prefix)
+
+
+def attend_prefix(
+    place: Place,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    terms: Terms,
+    prefix: SharedPrefix,
+) -> Shared:
+    """Attend a shared prefix, whether or not that pays."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -194,16 +207,10 @@ def cascade(
     partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=query.device)
     last_seq = prefix.first_seq + prefix.num_seqs
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
-    _attend_prefix.launch(
+    variant = _attend_prefix.variant(
         place,
-        (programs, chunks),
-        (
-            query, k_cache, v_cache, partial, batch.query_start_loc,
-            batch.block_table[prefix.first_seq],
-            terms.k_scale_or(batch.seq_lens), terms.v_scale_or(batch.seq_lens),
-            query.stride(0), prefix.first_seq, last_seq, prefix.num_tokens, chunk,
-            terms.scale, terms.soft_cap or 1.0,
-        ),
+        query.device,
+        (query.dtype, k_cache.dtype),
         (
             query.stride(1), k_strides, v_strides, k_cache.shape[1], num_kv_heads, group, head_dim,
             terms.soft_cap is not None, math.gcd(16, *k_strides, *v_strides), ROWS, tile,
@@ -212,6 +219,15 @@ def cascade(
         ),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
+    tensors = (
+        query, k_cache, v_cache, partial, batch.query_start_loc, batch.block_table[prefix.first_seq],
+        terms.k_scale_or(batch.seq_lens), terms.v_scale_or(batch.seq_lens),
+    )  # fmt: skip
+    numbers = (
+        query.stride(0), prefix.first_seq, last_seq, prefix.num_tokens, chunk,
+        terms.scale, terms.soft_cap or 1.0,
+    )  # fmt: skip
+    variant.launch((programs, chunks, 1), tensors, numbers)
     return Shared(prefix.first_seq, last_seq, prefix.num_tokens, chunks, partial)
 
 

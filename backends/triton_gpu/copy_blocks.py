@@ -26,7 +26,7 @@ from backends.contract import Backend
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.place import Place, ceil_div, power_of_two
 
-PIECE_BYTES = 8192
+PIECE_BYTES = 4096
 WARPS = 4
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -76,17 +76,12 @@ def copy_blocks(backend: Backend, place: Place, caches: Sequence[Tensor], copies
         word = min(8, align)
         width = power_of_two(min(PIECE_BYTES, size)) // word
         pieces = ceil_div(size // word, width)
-        _copy.launch(
-            place,
-            (num_copies, len(alike) * pieces),
-            (
-                first[0].flatten().view(_WORDS[word]), copies,
-                _on_device(first.device, tuple(distance // word for distance in distances)),
-                copies.stride(0),
-            ),
-            (stride // word, size // word, align // word, pieces, width),
-            num_warps=WARPS,
-        )  # fmt: skip
+        constants = (stride // word, size // word, align // word, pieces, width)
+        kind = _WORDS[word]
+        variant = _copy.variant(place, first.device, (kind,), constants, num_warps=WARPS)
+        far = _on_device(first.device, tuple(distance // word for distance in distances))
+        tensors = (first[0].flatten().view(kind), copies, far)
+        variant.launch((num_copies, len(alike) * pieces, 1), tensors, (copies.stride(0),))
 
 
 @functools.cache

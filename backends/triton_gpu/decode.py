@@ -21,6 +21,7 @@ given lengths, and in the batch-invariant plan for a given sequence; blocks may 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
 
 import math
+from dataclasses import dataclass
 
 import torch
 import triton.language as tl
@@ -28,13 +29,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import PagedBatch
+from backends.triton_gpu import merge as merging
 from backends.triton_gpu.cascade import NOBODY, Shared
 from backends.triton_gpu.chunk import walk_chunk
-from backends.triton_gpu.launch import launcher
-from backends.triton_gpu.merge import merge
+from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.soft_cap import LOG2E
-from backends.triton_gpu.splits import Grid, alike_grid, find_chunk, first_seen, plan_grid
+from backends.triton_gpu.splits import alike_grid, find_chunk, first_seen, plan_grid
 from backends.triton_gpu.terms import Terms
 
 WARPS = 2
@@ -174,7 +175,21 @@ def _attend_chunk(
     )  # fmt: skip
 
 
-def decode(
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of decode's launches but tensors and numbers of this call."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    parts_size: int
+    """float32 numbers that the parts need."""
+    numbers: tuple[int, ...]
+    """Those that come first: strides, num_seqs."""
+    target: int
+    merge: merging.Plan | None
+
+
+def plan_decode(
     place: Place,
     query: Tensor,
     k_cache: Tensor,
@@ -185,56 +200,75 @@ def decode(
     *,
     shared: Shared = NOBODY,
     batch_invariant: bool = False,
-) -> None:
-    """Write the rows of the sequences with one query token; arguments as `paged_attention` checks.
-
-    Two launches, one above `splits.MAX_PLANNED` sequences.
-    """
+) -> Plan:
+    """How to decode this batch, and others of the same shape; arguments have been checked."""
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = k_cache.shape[2]
     group = num_heads // num_kv_heads
     rows = rows_a_program(group, head_dim)
     warps = warps_a_program(head_dim, k_cache.element_size())
     programs = num_kv_heads * ceil_div(group, rows)
-    grid = _grid(place, batch, out.device, programs, batch_invariant=batch_invariant)
-    size = grid.items * num_heads * (head_dim + 1) if grid.splits else 0
-    partial = torch.empty(size, dtype=torch.float32, device=out.device)
+    if batch_invariant:
+        grid = alike_grid(batch.num_seqs, batch.max_seq_len)
+    else:
+        grid = plan_grid(place, out.device, batch.num_seqs, programs, e4m3=terms.e4m3)
     (q_stride, q_head, _), (o_stride, o_head, _) = query.stride(), out.stride()
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
-    _attend_chunk.launch(
-        place,
-        (programs, *grid.shape),
-        (
-            query, k_cache, v_cache, out, out if terms.sinks is None else terms.sinks, partial,
-            batch.query_start_loc, batch.seq_lens, batch.block_table,
-            terms.k_scale_or(batch.seq_lens), terms.v_scale_or(batch.seq_lens),
-            q_stride, o_stride, batch.num_seqs, batch.block_table.stride(0), terms.window or 0,
-            grid.target, shared.first_seq, shared.last_seq, shared.num_tokens,
-            terms.scale, terms.soft_cap or 1.0,
-        ),
-        (
-            q_head, o_head, k_strides, v_strides, k_cache.shape[1], num_heads, group, head_dim,
-            terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
-            shared.chunks > 0, math.gcd(16, q_stride, q_head, o_stride, o_head),
-            math.gcd(16, *k_strides, *v_strides), warps, rows, max(16, power_of_two(head_dim)),
-            grid.vector, grid.alike, terms.e4m3, place.has_e4m3(out.device),
-            terms.k_step, terms.v_step, place.can_chain(out.device),
-        ),
+    constants = (
+        q_head, o_head, k_strides, v_strides, k_cache.shape[1], num_heads, group, head_dim,
+        terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
+        shared.chunks > 0, math.gcd(16, q_stride, q_head, o_stride, o_head),
+        math.gcd(16, *k_strides, *v_strides), warps, rows, max(16, power_of_two(head_dim)),
+        grid.vector, grid.alike, terms.e4m3, place.has_e4m3(out.device),
+        terms.k_step, terms.v_step, place.can_chain(out.device),
+    )  # fmt: skip
+    sinks_dtype = None if terms.sinks is None else terms.sinks.dtype
+    variant = _attend_chunk.variant(
+        place, out.device, (query.dtype, k_cache.dtype, sinks_dtype), constants,
         num_warps=warps, num_stages=STAGES,
     )  # fmt: skip
-    if grid.splits:
-        merge(
-            place, partial, batch, out, grid,
+    return Plan(
+        variant,
+        (programs, *grid.shape),
+        grid.items * num_heads * (head_dim + 1) if grid.splits else 0,
+        (q_stride, o_stride, batch.num_seqs, batch.block_table.stride(0)),
+        grid.target,
+        merging.plan_merge(
+            place, batch, out, grid,
             group=group, window=terms.window, tile=16 * warps, shared=shared,
-        )  # fmt: skip
+        ) if grid.splits else None,
+    )  # fmt: skip
 
 
-def _grid(
-    place: Place, batch: PagedBatch, device: torch.device, programs: int, *, batch_invariant: bool
-) -> Grid:
-    if batch_invariant:
-        return alike_grid(batch.num_seqs, batch.max_seq_len)
-    return plan_grid(place, device, batch.num_seqs, programs)
+def decode(
+    plan: Plan,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    terms: Terms,
+    shared: Shared = NOBODY,
+) -> None:
+    """Write the rows of the sequences with one query token.
+
+    Two launches, one above `splits.MAX_PLANNED` sequences.
+    """
+    lens = batch.seq_lens
+    partial = torch.empty(plan.parts_size, dtype=torch.float32, device=out.device)
+    tensors = (
+        query, k_cache, v_cache, out, out if terms.sinks is None else terms.sinks, partial,
+        batch.query_start_loc, lens, batch.block_table,
+        terms.k_scale_or(lens), terms.v_scale_or(lens),
+    )  # fmt: skip
+    window = terms.window or 0
+    numbers = (
+        *plan.numbers, window, plan.target, shared.first_seq, shared.last_seq, shared.num_tokens,
+        terms.scale, terms.soft_cap or 1.0,
+    )  # fmt: skip
+    plan.variant.launch(plan.grid, tensors, numbers)
+    if plan.merge is not None:
+        merging.merge(plan.merge, partial, batch, out, window, shared)
 
 
 def rows_a_program(group: int, head_dim: int) -> int:

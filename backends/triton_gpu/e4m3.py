@@ -1,9 +1,10 @@
-"""Values of quantised caches in kernels: 8-bit floats (e4m3) to float16 and back.
+"""Values of quantised caches in kernels: 8-bit floats (e4m3) to float16, and float32 to them.
 
-Caches of float8_e4m3fn enter kernels as bytes. A byte's exponent and fraction are those of a
+Kernels see the caches of float8_e4m3fn as bytes. A byte's exponent and fraction are those of a
 float16 that is 2^8 times smaller, so that widening is exact; NaN stays NaN. Narrowing has the
-roundings of the contract, in integers, and so gives the same bytes on every device: to the nearest,
-ties to even, sizes above 448 to 448, NaN to 0x7F.
+roundings of the contract: to the nearest, ties to even, sizes above 448 to 448, NaN to 0x7F. GPUs
+from sm_89 on have an instruction for either (NATIVE); elsewhere it is done in integers, to the same
+bits.
 """
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
@@ -15,7 +16,7 @@ from backends.triton_gpu.place import device_function
 
 @device_function
 def widen(stored: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
-    """float16 values of bytes; NATIVE: by the instruction that GPUs from sm_89 on have."""
+    """float16 values of bytes."""
     if NATIVE:
         value = stored.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     else:
@@ -27,8 +28,17 @@ def widen(stored: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
 
 
 @device_function
-def narrow(value: tl.tensor) -> tl.tensor:
+def narrow(value: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
     """The bytes of float32 values."""
+    if NATIVE:
+        stored = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        stored = _narrow_in_integers(value)
+    return stored
+
+
+@device_function
+def _narrow_in_integers(value: tl.tensor) -> tl.tensor:
     raw = value.to(tl.uint32, bitcast=True)
     size = raw & 0x7FFFFFFF
     is_nan = size > 0x7F800000

@@ -1,30 +1,112 @@
-"""Launching a kernel cheaply: Triton chooses a compiled variant once, later launches look it up.
+"""Launching a kernel cheaply: Triton chooses a compiled kernel once, later launches just use it.
 
-Triton works out anew at every launch which variant the arguments need, from each argument and from
-a text of all compile-time values: 20 us and more. Here the key is what may really differ: the
-compile-time values, the options, the GPU, and of each data pointer its dtype and whether it starts
-on 16 bytes. Invariants that make it right: integers are never specialised by value (those that
-are not named as integers are refused), index tensors have the dtype of the contract and are not
-specialised by alignment, and floats never are.
+Triton works out anew at every launch which compiled kernel the arguments need, from each argument
+and from a text of all compile-time values, and asks the driver about every pointer: 30 us and more
+a launch. Here a caller asks for a `Variant` by all that can differ (compile-time values, options,
+dtypes of data, the GPU), keeps it with its own plan, and launches it with addresses; what is left
+to look at is whether data starts on 16 bytes. Invariants that make it right: integers are never
+specialised by value (those not declared as integers are refused), index tensors have the dtype of
+the contract and are not specialised by alignment, and floats never are.
 
-In the interpreter nothing is compiled, but the same keys are kept, so that tests without a GPU see
-which variants a call needs.
+Kernels see tensors of float8_e4m3fn as bytes. In the interpreter nothing is compiled, but the same variants are counted, so that tests without a
+GPU see which ones calls need. Triton's launch hooks (for profilers) see first launches only.
 """
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import cast
+from typing import Protocol, cast
 
+import torch
 import triton
 from torch import Tensor
 
 from backends.triton_gpu.place import Kernel, Place
 
+Number = int | float
+
+
+class Compiled(Protocol):
+    """What Triton's launch returns: a kernel in the GPU, whose `run` takes no detours."""
+
+    run: Callable[..., object]
+    function: int
+    packed_metadata: object
+
+
+class Variant:
+    """A kernel for one set of compile-time values; compiled for each alignment that calls bring."""
+
+    __slots__ = ("_compiled", "_constants", "_device", "_launcher", "_options", "_place")
+
+    def __init__(
+        self,
+        launcher: "Launcher",
+        place: Place,
+        device: torch.device,
+        constants: tuple[Hashable, ...],
+        options: dict[str, int | bool],
+    ) -> None:
+        self._launcher = launcher
+        self._place = place
+        self._device = device
+        self._constants = constants
+        self._options = options
+        self._compiled: dict[tuple[bool, ...] | bool, Compiled] = {}
+
+    def launch(
+        self, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[Number]
+    ) -> None:
+        """Run the kernel on the current stream: `tensors`, then `numbers`, in its own order.
+
+        Compiles where data is aligned as never before (seconds), else takes a few us.
+
+        Raises:
+            TypeError: an integer is not declared as one.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        loose = 0
+        for index in self._launcher.pointers:
+            loose |= addresses[index]
+        alignment: tuple[bool, ...] | bool = True  # all data on 16 bytes
+        if loose & 15:
+            alignment = tuple(addresses[index] & 15 == 0 for index in self._launcher.pointers)
+        with self._place.guard(self._device):
+            compiled = self._compiled.get(alignment)
+            if compiled is None or self._place.interpreting:
+                self._first(grid, alignment, tensors, numbers)
+                return
+            stream = self._place.stream(self._device)
+            compiled.run(
+                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
+                *addresses, *numbers, *self._constants,
+            )  # fmt: skip
+
+    def _first(
+        self,
+        grid: tuple[int, int, int],
+        alignment: tuple[bool, ...] | bool,
+        tensors: Sequence[Tensor],
+        numbers: Sequence[Number],
+    ) -> None:
+        names = self._launcher.names[len(tensors) :]
+        for name, number in zip(names, numbers, strict=False):
+            if isinstance(number, int) and name not in self._launcher.integers:
+                raise TypeError(f"{name} is an integer, and the kernel would be compiled for it")
+        launch = self._launcher.kernel[grid]
+        seen = (t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in tensors)
+        compiled = launch(*seen, *numbers, *self._constants, **self._options)
+        self._compiled[alignment] = cast("Compiled", compiled)
+
+    @property
+    def alignments(self) -> frozenset[tuple[bool, ...] | bool]:
+        """What has been compiled (in the interpreter: called)."""
+        return frozenset(self._compiled)
+
 
 class Launcher:
-    """One kernel and the variants of it that have been compiled in this process."""
+    """One kernel and its variants in this process."""
 
-    __slots__ = ("_pointers", "_variants", "indices", "integers", "kernel", "names")
+    __slots__ = ("_variants", "indices", "integers", "kernel", "names", "pointers")
 
     def __init__(
         self,
@@ -38,65 +120,43 @@ class Launcher:
         self.names = tuple(names)
         self.integers = frozenset(integers)
         self.indices = frozenset(indices)
-        self._pointers = tuple(self.names.index(name) for name in pointers)
-        self._variants: dict[Hashable, Kernel] = {}
+        self.pointers = tuple(self.names.index(name) for name in pointers)
+        self._variants: dict[Hashable, Variant] = {}
 
-    @property
-    def variants(self) -> frozenset[Hashable]:
-        """Keys of the variants that calls have needed so far."""
-        return frozenset(self._variants)
-
-    def launch(
+    def variant(
         self,
         place: Place,
-        grid: tuple[int, ...],
-        arguments: tuple[Tensor | int | float, ...],
+        device: torch.device,
+        dtypes: tuple[torch.dtype | None, ...],
         constants: tuple[Hashable, ...],
         **options: int | bool,
-    ) -> None:
-        """Run the kernel: `arguments`, then the compile-time `constants`, in its own order.
+    ) -> Variant:
+        """The variant for data of these dtypes and these compile-time values; compiles nothing."""
+        key = (id(place), device, dtypes, constants, *options.values())
+        found = self._variants.get(key)
+        if found is None:
+            fresh = Variant(self, place, device, constants, options)
+            found = self._variants.setdefault(key, fresh)
+        return found
 
-        Compiles where this variant is new in this process (seconds), else takes a few us.
-
-        Raises:
-            TypeError: an integer argument is not one that the kernel takes unspecialised.
-        """
-        first = arguments[0]
-        if not isinstance(first, Tensor):
-            raise TypeError(f"{self.names[0]} is no tensor")
-        device = first.device
-        pointers = [arguments[i] for i in self._pointers]
-        kinds = [(p.dtype, p.data_ptr() & 15) for p in pointers if isinstance(p, Tensor)]
-        key = (constants, *kinds, device.index, *options.values())
-        with place.guard(device):
-            kernel = self._variants.get(key)
-            if kernel is None:
-                self._check(arguments)
-                compiled = self.kernel[grid](*arguments, *constants, **options)
-                self._variants[key] = (
-                    self.kernel if place.interpreting else cast("Kernel", compiled)
-                )
-            elif place.interpreting:
-                kernel[grid](*arguments, *constants, **options)
-            else:
-                x, y, z = (*grid, 1, 1)[:3]
-                kernel[x, y, z](*arguments, *constants)
-
-    def _check(self, arguments: tuple[Tensor | int | float, ...]) -> None:
-        for name, argument in zip(self.names, arguments, strict=False):
-            if isinstance(argument, int) and name not in self.integers:
-                raise TypeError(f"{name} is an integer, and the kernel would be compiled for it")
+    def compiled(self) -> frozenset[Hashable]:
+        """Everything that has been compiled (in the interpreter: called) so far."""
+        return frozenset(
+            (key, alignment)
+            for key, variant in self._variants.items()
+            for alignment in variant.alignments
+        )
 
 
 def launcher(
     *, integers: Sequence[str] = (), indices: Sequence[str] = (), pointers: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], Launcher]:
-    """Make a `Launcher` of a kernel's source.
+    """Make a `Launcher` of a kernel's source, whose pointers come first, then numbers.
 
     Args:
         integers: parameters that are integers; compiled once for all their values.
         indices: pointers to indices, of one dtype, at any alignment.
-        pointers: pointers to data; a variant for each dtype, and for those not on 16 bytes.
+        pointers: pointers to data; compiled for each dtype, and anew where not on 16 bytes.
     """
 
     def decorate(function: Callable[..., None]) -> Launcher:

@@ -12,18 +12,22 @@ Bytes moved: each part read once. The sum's order is the chunks', so that it is 
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+from dataclasses import dataclass
+
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.cascade import Shared
-from backends.triton_gpu.launch import launcher
+from backends.triton_gpu.cascade import MOST_CHUNKS, Shared
+from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, device_function, power_of_two
 from backends.triton_gpu.splits import Grid, alike_splits, count_splits, first_seen
 
 WARPS = 2
 MANY_PROGRAMS = 1024
+FEW_CHUNKS = 16
+"""Loaded together where there are many sequences, most of which have few."""
 
 
 @device_function
@@ -151,9 +155,20 @@ def _merge_chunks(
         tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
-def merge(
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of a launch but the tensors."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    """Those that come first: the output's stride, num_seqs."""
+    target: int
+    items: int
+
+
+def plan_merge(
     place: Place,
-    partial: Tensor,
     batch: PagedBatch,
     out: Tensor,
     grid: Grid,
@@ -162,29 +177,38 @@ def merge(
     window: int | None,
     tile: int,
     shared: Shared,
-) -> None:
-    """Write the rows of the sequences in several chunks; a tile is as many keys as in `decode`."""
+) -> Plan:
+    """How the sequences in several chunks are merged; a tile is as many keys as in `decode`."""
     num_heads, head_dim = out.shape[1:]
-    many = batch.num_seqs * num_heads > MANY_PROGRAMS and not grid.alike
+    many = batch.num_seqs * num_heads > MANY_PROGRAMS and not (grid.alike or shared.chunks)
     heads = group if many else 1
-    most = power_of_two(max(grid.most, shared.chunks))
+    most = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
+    step = FEW_CHUNKS if many or shared.chunks else chunks_at_once(most, head_dim)
     chained = place.can_chain(out.device)
-    _merge_chunks.launch(
-        place,
-        (num_heads // heads, batch.num_seqs),
-        (
-            partial, partial if shared.partial is None else shared.partial, out,
-            batch.query_start_loc, batch.seq_lens, out.stride(0), batch.num_seqs, window or 0,
-            grid.target, grid.items,
-            shared.first_seq, shared.last_seq, shared.num_tokens, shared.chunks,
-        ),
-        (
-            out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, tile,
-            grid.vector, grid.alike, heads, most, chunks_at_once(most, head_dim),
-            power_of_two(head_dim), chained,
-        ),
-        num_warps=WARPS, **({"launch_pdl": True} if chained else {}),
+    constants = (
+        out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, tile,
+        grid.vector, grid.alike, heads, most, min(most, step), power_of_two(head_dim), chained,
     )  # fmt: skip
+    options = {"launch_pdl": True} if chained else {}
+    variant = _merge_chunks.variant(
+        place, out.device, (out.dtype,), constants, num_warps=WARPS, **options
+    )
+    numbers = (out.stride(0), batch.num_seqs)
+    grid_shape = (num_heads // heads, batch.num_seqs, 1)
+    return Plan(variant, grid_shape, numbers, grid.target, grid.items)
+
+
+def merge(
+    plan: Plan, partial: Tensor, batch: PagedBatch, out: Tensor, window: int, shared: Shared
+) -> None:
+    """Write the rows of the sequences in several chunks."""
+    parts_too = partial if shared.partial is None else shared.partial
+    tensors = (partial, parts_too, out, batch.query_start_loc, batch.seq_lens)
+    numbers = (
+        *plan.numbers, window, plan.target, plan.items,
+        shared.first_seq, shared.last_seq, shared.num_tokens, shared.chunks,
+    )  # fmt: skip
+    plan.variant.launch(plan.grid, tensors, numbers)
 
 
 def chunks_at_once(most: int, head_dim: int) -> int:

@@ -11,16 +11,21 @@ Batch-invariant: decode takes every sequence of one query token, and cuts it by 
 prefill must choose its tiles by what a layer's calls have in common, not by the batch. No cascade.
 
 A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
+
+A call whose tensors have the shapes, strides, dtypes and devices of one before is not checked and
+planned again: what is left to look at are numbers.
 """
+
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from backends.checks import check_paged_attention
+from backends.checks import check_logits, check_paged_attention
 from backends.contract import Backend, PagedBatch
 from backends.triton_gpu.cascade import NOBODY, cascade
-from backends.triton_gpu.decode import decode
-from backends.triton_gpu.place import Place
+from backends.triton_gpu.decode import Plan, decode, plan_decode
+from backends.triton_gpu.place import Place, sign
 from backends.triton_gpu.prefill import prefill
 from backends.triton_gpu.terms import Terms
 
@@ -47,11 +52,20 @@ def paged_attention(
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
-    check_paged_attention(
-        backend, query, k_cache, v_cache, batch,
-        scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
-        k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
+    signature = (
+        "attention", sign(query), sign(k_cache), sign(v_cache), sign(out), sign(batch.block_table),
+        batch.num_tokens, window is None, soft_cap is None, sign(sinks), sign(k_scale),
+        sign(v_scale), batch.max_seq_len if batch_invariant else -1,
     )  # fmt: skip
+    known = cast("_Known | None", place.plan(signature))
+    if known is None or batch.max_seq_len > known.room:
+        check_paged_attention(
+            backend, query, k_cache, v_cache, batch,
+            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
+            k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
+        )  # fmt: skip
+    else:
+        check_logits(backend, scale, window, soft_cap)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if batch.num_seqs == 0 or batch.num_tokens == 0:
@@ -59,20 +73,26 @@ def paged_attention(
     if window is not None:
         window = min(window, batch.max_seq_len + 1)
     e4m3 = k_cache.dtype == torch.float8_e4m3fn
-    if e4m3:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    terms = Terms(float(scale), window, soft_cap, sinks, e4m3, k_scale, v_scale)
+    if known is None:
+        known = _Known(
+            batch.block_table.shape[1] * k_cache.shape[1],
+            plan_decode(
+                place, query, k_cache, v_cache, batch, out, terms, batch_invariant=batch_invariant
+            ),
+        )  # fmt: skip
+        place.keep(signature, known)
     alone = batch.num_seqs == 1 and not batch_invariant
     decodes = query.element_size() == 2 and (batch.max_query_len <= 1 or not alone)
-    if decodes:
-        terms = Terms(float(scale), window, soft_cap, sinks, e4m3, k_scale, v_scale)
-        shared = NOBODY
-        if batch.shared_prefix is not None and not batch_invariant:
-            shared = cascade(place, query, k_cache, v_cache, batch, terms)
-        decode(
-            place, query, k_cache, v_cache, batch, out, terms,
-            shared=shared, batch_invariant=batch_invariant,
-        )  # fmt: skip
+    if decodes and (batch.shared_prefix is None or batch_invariant):
+        decode(known.plan, query, k_cache, v_cache, batch, out, terms)
+    elif decodes:
+        shared = cascade(place, query, k_cache, v_cache, batch, terms)
+        plan = plan_decode(place, query, k_cache, v_cache, batch, out, terms, shared=shared)
+        decode(plan, query, k_cache, v_cache, batch, out, terms, shared)
     if batch.max_query_len > 1 or not decodes:
+        if e4m3:
+            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         prefill(
             place, query, k_cache, v_cache, batch, out, shortest=2 if decodes else 1,
             scale=scale, window=window, soft_cap=soft_cap,
@@ -80,3 +100,11 @@ def paged_attention(
             k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
         )  # fmt: skip
     return out
+
+
+class _Known(NamedTuple):
+    """What is known of calls with one signature: they keep the contract, but for their numbers."""
+
+    room: int
+    """Positions that a row of the block table has entries for."""
+    plan: Plan

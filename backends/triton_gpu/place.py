@@ -1,18 +1,23 @@
 """Where kernels are launched: a CUDA device, or Triton's interpreter on the CPU.
 
 Decides the guard around a launch: on a GPU the tensors' device becomes the current one; the
-interpreter keeps global state, so there launches take turns. `jit` and `Kernel` give Triton's
+interpreter keeps global state, so there launches take turns. Keeps the plans of calls that have
+passed their checks once: a plan depends on nothing but its key. `jit` and `Kernel` give Triton's
 decorator a type.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 import triton
+from torch import Tensor
+
+MOST_PLANS = 4096
+"""Plans kept; then all are forgotten, and made anew as calls come."""
 
 
 class Kernel(Protocol):
@@ -39,13 +44,29 @@ else:
 class Place:
     """A device type and the guard that a launch needs there."""
 
-    __slots__ = ("_turns", "device", "interpreting")
+    __slots__ = ("_alone", "_plans", "_turns", "device", "interpreting")
 
     def __init__(self, *, interpreting: bool) -> None:
         self.interpreting = interpreting
         self.device = torch.device("cpu" if interpreting else "cuda")
         """The current CUDA device, or the CPU under the interpreter."""
         self._turns = threading.Lock()
+        self._alone = interpreting or torch.cuda.device_count() == 1
+        self._plans: dict[Hashable, object] = {}
+
+    def plan(self, key: Hashable) -> object:
+        """What `keep` has kept under this key; None: nothing."""
+        return self._plans.get(key)
+
+    def keep(self, key: Hashable, plan: object) -> None:
+        """Keep the plan of a call that has passed its checks."""
+        if len(self._plans) >= MOST_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan
+
+    def stream(self, device: torch.device) -> int:
+        """The current stream's handle."""
+        return _raw_stream(device.index)
 
     def num_multiprocessors(self, device: torch.device) -> int:
         """Of a GPU; the interpreter counts as a small one."""
@@ -67,9 +88,24 @@ class Place:
         """Hold this around a launch on tensors of this device."""
         if self.interpreting:
             return self._turns
-        if device.index == torch.cuda.current_device():
-            return nullcontext()
+        if self._alone or device.index == torch.cuda.current_device():
+            return _NO_GUARD
         return torch.cuda.device(device)
+
+
+_NO_GUARD = nullcontext()
+
+
+def _raw_stream(index: int) -> int:
+    stream: int = triton.runtime.driver.active.get_current_stream(index)
+    return stream
+
+
+def sign(tensor: Tensor | None) -> Hashable:
+    """All of a tensor that argument checks and plans look at: everything but values and address."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @lru_cache

@@ -9,15 +9,18 @@ rest of `out` becomes -1. Values are the caller's duty.
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+from typing import NamedTuple, cast
+
 import triton.language as tl
 from torch import Tensor
 
 from backends.checks import check_slot_mapping
 from backends.contract import Backend
-from backends.triton_gpu.launch import launcher
-from backends.triton_gpu.place import Place, ceil_div
+from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.place import Place, ceil_div, sign
 
 TILE = 128
+WARPS = 4
 
 
 @launcher(
@@ -67,16 +70,25 @@ def compute_slot_mapping(
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
-    check_slot_mapping(backend, query_start_loc, seq_lens, block_table, block_size, out)
-    num_rows, num_seqs = out.shape[0], seq_lens.shape[0]
-    if num_rows == 0:
-        return
-    _fill.launch(
-        place,
-        (ceil_div(num_rows, TILE),),
-        (
-            query_start_loc, seq_lens, block_table, out,
-            num_seqs, num_rows, block_table.stride(0), num_seqs.bit_length(),
-        ),
-        (block_size, TILE),
+    key = (
+        "slots", sign(query_start_loc), sign(seq_lens), sign(block_table), block_size, sign(out)
     )  # fmt: skip
+    plan = cast("_Plan | None", place.plan(key))
+    if plan is None:
+        check_slot_mapping(backend, query_start_loc, seq_lens, block_table, block_size, out)
+        num_rows, num_seqs = out.shape[0], seq_lens.shape[0]
+        variant = _fill.variant(place, out.device, (), (block_size, TILE), num_warps=WARPS)
+        numbers = (num_seqs, num_rows, block_table.stride(0), num_seqs.bit_length())
+        plan = _Plan(variant, (ceil_div(num_rows, TILE), 1, 1), numbers)
+        place.keep(key, plan)
+    if plan.grid[0]:
+        tensors = (query_start_loc, seq_lens, block_table, out)
+        plan.variant.launch(plan.grid, tensors, plan.numbers)
+
+
+class _Plan(NamedTuple):
+    """All of a launch but the tensors."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]

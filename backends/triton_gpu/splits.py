@@ -4,7 +4,8 @@ Planned for the batch, so that all sequences together give each KV head about `t
 many as the GPU runs at a time, and never more than num_seqs + target:
 
     chunk = max(1, ceil(tiles of all sequences / target)) tiles
-    splits of a sequence = ceil(its tiles / chunk);  split i owns the tiles from i * tiles // splits
+    splits of a sequence = ceil(its tiles / chunk - 1/8);  split i owns the tiles from
+    i * tiles // splits
 
 Batch-invariant (ALIKE), by the sequence's own length alone: ceil(tiles / ALIKE_KEYS keys), at most
 ALIKE_MOST, with `target` places kept for each sequence.
@@ -26,10 +27,12 @@ import triton.language as tl
 
 from backends.triton_gpu.place import Place, ceil_div, device_function
 
-VECTORS = (1, 16, 128, 1024)
+VECTORS = (1, 16, 64, 256, 1024)
 """Lengths of the planning vector: few, because a kernel is compiled for each."""
 MAX_PLANNED = VECTORS[-1]
 PROGRAMS_A_MULTIPROCESSOR = 2
+PROGRAMS_OF_E4M3 = 4
+"""Likewise over a quantised cache, whose tiles are half as large."""
 ALIKE_KEYS = tl.constexpr(256)
 ALIKE_MOST = tl.constexpr(32)
 
@@ -63,11 +66,14 @@ class Grid:
         return self.alike or self.vector > 0
 
 
-def plan_grid(place: Place, device: torch.device, num_seqs: int, programs_a_chunk: int) -> Grid:
+def plan_grid(
+    place: Place, device: torch.device, num_seqs: int, programs_a_chunk: int, *, e4m3: bool
+) -> Grid:
     """The grid for a batch whose every chunk takes this many programs."""
     if num_seqs > MAX_PLANNED:
         return Grid(target=0, shape=(num_seqs, 1), vector=0, alike=False)
-    slots = PROGRAMS_A_MULTIPROCESSOR * place.num_multiprocessors(device)
+    each = PROGRAMS_OF_E4M3 if e4m3 else PROGRAMS_A_MULTIPROCESSOR
+    slots = each * place.num_multiprocessors(device)
     target = max(1, slots // programs_a_chunk)
     vector = next(size for size in VECTORS if size >= num_seqs)
     return Grid(target=target, shape=(num_seqs + target, 1), vector=vector, alike=False)
@@ -115,7 +121,7 @@ def count_splits(
     seen = first_seen(s, length, window, shared, HAS_WINDOW, HAS_SHARED)
     tiles = (length + TILE - 1) // TILE - seen // TILE
     chunk = tl.maximum((tl.sum(tiles, 0) + target - 1) // target, 1)
-    return (tiles + chunk - 1) // chunk
+    return tl.where(tiles > 0, tl.maximum((tiles + chunk - 1 - chunk // 8) // chunk, 1), 0)
 
 
 @device_function

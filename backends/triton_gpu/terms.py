@@ -1,12 +1,11 @@
 """What an attention call asks for beside queries, keys and values, as kernels take it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(NamedTuple):
     """logit = scale * k_scale * q.k, capped; a window of keys; sinks; out = v_scale * sum p v."""
 
     scale: float

@@ -40,6 +40,7 @@ class Driver:
 
     def start(self, num_blocks: int, block_size: int) -> None:
         """Make a fresh allocator: all that it may hand out is free."""
+        self.program.step("start", "", num_blocks, block_size)
         ids = as_ids("start", self.program.call("start", num_blocks, block_size))
         self.block_size = block_size
         self.memory = Memory(block_size)
@@ -53,6 +54,7 @@ class Driver:
         """Begin a request. P7, P9 and P22 of its hits, P14, and P24 if it ought to hit."""
         asked = list(tokens)
         name = self._name()
+        self.program.step("begin", name, tuple(asked), tenant)
         root = self.prefixes.root(tenant, self.epoch)
         path = self.prefixes.follow(root, asked)
         answer = self.program.call("begin", list(asked), tenant, target=f"{name}, cached = ")
@@ -74,6 +76,7 @@ class Driver:
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
         """Make room. P1 and P12 of the new ids, P13, P14, P15 and P16; P4 if there is no space."""
+        self.program.step("reserve", request.name, num_tokens)
         needed = self.watch.needed(request, num_tokens, self.live)
         before = self.watch.view(self.live)
         answer = self.program.call("reserve", request, num_tokens)
@@ -105,6 +108,7 @@ class Driver:
 
     def commit(self, request: Request, num_tokens: int) -> None:
         """Write the KV of the next tokens, and say so. P16 if blocks must stay in their places."""
+        self.program.step("commit", request.name, num_tokens)
         stop = request.computed + num_tokens
         current = request.root == self.prefixes.root(request.tenant, self.epoch)
         self.memory.write(request, request.computed, stop, resident=current)
@@ -119,6 +123,7 @@ class Driver:
 
     def append(self, request: Request, token: int) -> None:
         """Let a token join the end."""
+        self.program.step("append", request.name, token)
         self.program.call("append", request, token)
         request.tokens.append(token)
         last = request.path[-1] if request.path else request.root
@@ -127,6 +132,7 @@ class Driver:
 
     def finish(self, request: Request) -> None:
         """End a request in whatever state it is."""
+        self.program.step("finish", request.name)
         if request.computed < len(request.tokens):
             self.seen["aborted"] += 1
         self.program.call("finish", request)
@@ -136,6 +142,7 @@ class Driver:
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Cut a request. P14 of what is computed now, P16 of what is left of its table."""
+        self.program.step("truncate", request.name, num_tokens)
         answer = self.program.call("truncate", request, num_tokens)
         computed = as_count("truncate", answer)
         most = min(num_tokens, request.computed)
@@ -162,6 +169,7 @@ class Driver:
         needed = int(request.computed % self.block_size > 0)
         before = self.watch.view(self.live)
         name = self._name()
+        self.program.step("fork", name, request.name)
         answer = self.program.call("fork", request, target=f"{name}, copies = ")
         if answer is None:
             if needed <= before[0]:
@@ -192,6 +200,7 @@ class Driver:
 
     def reset(self) -> None:
         """Reset. P22: nothing older is hit, and at rest it must not refuse."""
+        self.program.step("reset", "")
         before = self.watch.view(self.live)
         if self.program.call("reset"):
             self.epoch += 1
@@ -205,6 +214,7 @@ class Driver:
 
     def misuse(self, verb: str, request: Request, *arguments: object) -> None:
         """Make a call that is out of order. P3: refused, and P4: nothing has changed."""
+        self.program.step("misuse", request.name, verb, request in self.live, *arguments)
         before = self.watch.view(self.live)
         error = self.program.misuse(verb, request, *arguments)
         self.seen["misuse"] += 1

@@ -6,7 +6,24 @@ without the machine that found it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import kvcore
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One verb of the driver.
+
+    Attributes:
+        verb: its name.
+        who: the name of the request that it is about, or "".
+        arguments: the others.
+    """
+
+    verb: str
+    who: str
+    arguments: tuple[object, ...]
 
 
 class AdapterError(kvcore.MisuseError):
@@ -19,12 +36,14 @@ class BrokenError(kvcore.KVCoreError, AssertionError):
     Attributes:
         message: what was wanted and what came.
         program: the calls that led there.
+        steps: the same as the driver's verbs, so that they can be taken again.
     """
 
-    def __init__(self, message: str, program: str) -> None:
+    def __init__(self, message: str, program: str, steps: tuple[Step, ...] = ()) -> None:
         super().__init__(message, program)
         self.message = message
         self.program = program
+        self.steps = steps
 
     def __str__(self) -> str:
         return f"{self.message}\n\nThe calls that led here:\n\n{self.program}"
@@ -34,11 +53,11 @@ class PropertyError(BrokenError):
     """A property of docs/invariants.md does not hold.
 
     Attributes:
-        prop: its number, "P1" to "P26".
+        prop: its number, such as "P7".
     """
 
-    def __init__(self, prop: str, message: str, program: str) -> None:
-        super().__init__(f"{prop}: {message}", program)
+    def __init__(self, prop: str, message: str, program: str, steps: tuple[Step, ...] = ()) -> None:
+        super().__init__(f"{prop}: {message}", program, steps)
         self.prop = prop
 
 

@@ -48,7 +48,7 @@ class Prefixes:
         return self._numbers[made_of]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """A request as the machines know it.
 

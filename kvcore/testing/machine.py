@@ -67,13 +67,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         """Return one of the live requests."""
         return self.driver.live[number % len(self.driver.live)]
 
-    def arrive(
-        self, tokens: list[int], tenant: str = "", chunk: int | None = None
-    ) -> Request | None:
+    def arrive(self, tokens: list[int], tenant: str = "", chunk: int = 0) -> Request | None:
         """Begin a request and run its first step; without space it leaves, and so does another."""
         request = self.driver.begin(tokens, tenant)
         left = len(tokens) - request.computed
-        if not self.step(request, left if chunk is None else min(chunk, left)):
+        if not self.step(request, min(chunk or left, left)):
             self.end(request)
             if self.driver.live:
                 self.end(self.driver.live[0])

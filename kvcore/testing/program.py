@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from kvcore.testing.errors import CrashError, PropertyError
+from kvcore.testing.errors import CrashError, PropertyError, Step
 from kvcore.testing.ghost import Request
 
 
@@ -18,9 +18,14 @@ class Program:
     def __init__(self, allocator: object) -> None:
         self.allocator = allocator
         self.lines: list[str] = []
+        self.steps: list[Step] = []
 
     def __str__(self) -> str:
         return "\n".join(f"    {line}" for line in self.lines)
+
+    def step(self, verb: str, who: str, *arguments: object) -> None:
+        """Note which verb of the driver comes next."""
+        self.steps.append(Step(verb, who, arguments))
 
     def ask(self, verb: str, *arguments: object) -> object:
         """Make a call that changes nothing, and write down nothing unless it raises."""
@@ -54,7 +59,7 @@ class Program:
 
     def broken(self, prop: str, message: str) -> NoReturn:
         """Raise that a property does not hold."""
-        raise PropertyError(prop, message, str(self))
+        raise PropertyError(prop, message, str(self), tuple(self.steps))
 
     def expect(self, prop: str, what: str, got: object, wanted: object) -> None:
         """Raise that a property does not hold unless `got` is what was wanted."""
@@ -71,7 +76,8 @@ class Program:
 
     def _crash(self, verb: str, error: Exception) -> CrashError:
         self.lines[-1] += f"  # {type(error).__name__}"
-        return CrashError(f"{verb} raised {error!r} though the call was in order", str(self))
+        what = f"{verb} raised {error!r} though the call was in order"
+        return CrashError(what, str(self), tuple(self.steps))
 
     @staticmethod
     def _shown(result: object) -> str:

@@ -11,9 +11,11 @@ import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore.testing.answers import check_adapter
+from kvcore.testing.errors import BrokenError
 from kvcore.testing.machine import AllocatorMachine
 from kvcore.testing.machines import MACHINES
 from kvcore.testing.protocol import Allocator, R
+from kvcore.testing.shorten import shorten
 
 
 def check_allocator(
@@ -51,9 +53,12 @@ def check_allocator(
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     for machine in machines:
-        run_state_machine_as_test(
-            bound(machine, make_allocator, block_sizes, seen), settings=chosen
-        )
+        runnable = bound(machine, make_allocator, block_sizes, seen)
+        try:
+            run_state_machine_as_test(runnable, settings=chosen)
+        except BrokenError as error:
+            shorten(make_allocator, error)
+            raise
     return dict(sorted(seen.items()))
 
 

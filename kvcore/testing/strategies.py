@@ -15,14 +15,11 @@ TENANTS: Final = ("", "red", "blue")
 """Three tenants, one of them without a name; an adapter may map them to salts or to adapters."""
 
 
-@cache  # a strategy is checked when it is first drawn from, which costs more than a draw
-def lengths(block_size: int, max_blocks: int) -> st.SearchStrategy[int]:
-    """Return lengths of k blocks and -1, 0 or 1 tokens: where off-by-ones live. At least 1."""
-    return st.builds(
-        lambda blocks, edge: max(1, blocks * block_size + edge),
-        st.integers(0, max_blocks),
-        st.integers(-1, 1),
-    )
+def lengths(block_size: int, max_blocks: int) -> list[int]:
+    """Return the lengths of k blocks and -1, 0 or 1 tokens: where off-by-ones live. At least 1."""
+    edges = (-1, 0, 1)
+    found = {blocks * block_size + edge for blocks in range(max_blocks + 1) for edge in edges}
+    return sorted(length for length in found if length > 0)
 
 
 @cache
@@ -31,14 +28,18 @@ def prompts(
 ) -> st.SearchStrategy[list[int]]:
     """Return prompts that agree up to some position, in a block or at its edge, and then differ.
 
+    Each is one choice among all, the shortest first, so that a failure shrinks well.
+
     Args:
         block_size: tokens a block.
         max_blocks: of the longest.
         num_branches: how many different tokens there are after the fork.
     """
-    return st.builds(
-        lambda length, fork, branch: [0] * min(fork, length) + [branch] * max(0, length - fork),
-        lengths(block_size, max_blocks),
-        lengths(block_size, max_blocks) | st.just(0),
-        st.integers(0, num_branches - 1),
-    )
+    every = {
+        (0,) * fork + (branch,) * (length - fork)
+        for length in lengths(block_size, max_blocks)
+        for fork in [0, *lengths(block_size, max_blocks)]
+        for branch in range(num_branches)
+        if fork <= length
+    }
+    return st.sampled_from(sorted(every, key=lambda prompt: (len(prompt), prompt))).map(list)

@@ -5,7 +5,7 @@ Decides: in which order a process starts: flags are read before torch and Transf
 Does not know: how anything is measured.
 """
 
-from model.bench.args import WasteOptions, parse_args
+from model.bench.args import HostOptions, WasteOptions, parse_args
 from model.exits import exits
 
 if __name__ == "__main__":
@@ -16,6 +16,10 @@ if __name__ == "__main__":
             from model.bench import waste_session
 
             waste_session.execute(options)
+        elif isinstance(options, HostOptions):
+            from model.bench import host
+
+            host.execute(options)
         else:
             from model.bench import session
 

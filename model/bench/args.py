@@ -69,7 +69,21 @@ class WasteOptions:
     json: bool
 
 
-def parse_args(argv: Sequence[str] | None = None) -> ServeOptions | WasteOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """What a step costs the host."""
+
+    num_running: int
+    num_steps: int
+    block_size: int
+    json: bool
+
+
+BenchOptions = ServeOptions | WasteOptions | HostOptions
+"""What a command line asks for."""
+
+
+def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
     """Parse a command line; None: the process's own. O(argv).
 
     Raises:
@@ -77,7 +91,9 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeOptions | WasteOptions
         InvalidArgumentError: a size is out of range.
     """
     flags = _parser().parse_args(argv)
-    return _waste_options(flags) if flags.workload == "waste" else _serve_options(flags)
+    if flags.workload == "waste":
+        return _waste_options(flags)
+    return _host_options(flags) if flags.workload == "host" else _serve_options(flags)
 
 
 def _shape(flags: argparse.Namespace, name: str) -> Shape:
@@ -87,6 +103,19 @@ def _shape(flags: argparse.Namespace, name: str) -> Shape:
         if (value := getattr(flags, field.name)) is not None
     }
     return dataclasses.replace(SHAPES[name], **given)
+
+
+def _host_options(flags: argparse.Namespace) -> HostOptions:
+    num_running = 256 if flags.num_requests is None else flags.num_requests
+    for name, value in (("num_requests", num_running), ("steps", flags.steps)):
+        if value < 1:
+            raise InvalidArgumentError(f"{name}: wanted at least 1, got {value}")
+    return HostOptions(
+        num_running=num_running,
+        num_steps=flags.steps,
+        block_size=engine_config(flags).block_size,
+        json=flags.json,
+    )
 
 
 def _waste_options(flags: argparse.Namespace) -> WasteOptions:
@@ -155,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     what_runs = parser.add_argument_group("what runs").add_argument
     what_runs(
         "--workload",
-        choices=(*SHAPES, "waste"),
+        choices=(*SHAPES, "waste", "host"),
         default="uniform",
         help="what is measured (default: uniform)",
     )
@@ -182,6 +211,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_requests(parser.add_argument_group("which requests").add_argument)
     add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)
     _add_waste(parser.add_argument_group("--workload waste").add_argument)
+    of_host = parser.add_argument_group("--workload host").add_argument
+    of_host(
+        "--steps", type=int, default=128, metavar="N", help="steps that are timed (default: 128)"
+    )
     what_comes_out = parser.add_argument_group("what comes out").add_argument
     what_comes_out("--json", action="store_true", help="one JSON document on stdout")
     add_tracing(what_comes_out)

@@ -9,6 +9,23 @@ from collections.abc import Mapping
 from typing import Any
 
 CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "nothing": (  # a network that takes no time: what is left is the host's work
+        "qwen3",
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": 256,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 1 << 20,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+    ),
     "qwen3-0.6b": (
         "qwen3",
         {

@@ -58,6 +58,11 @@ class Answer(Protocol):
         """Whose; its status is up to date."""
         ...
 
+    @property
+    def text(self) -> str:
+        """What became of its tokens since it was last asked for."""
+        ...
+
 
 class Serving(Protocol):
     """What takes requests and runs steps: an engine, or something in its place."""
@@ -136,6 +141,7 @@ class _Run:
             else:
                 self._followers.setdefault(request.follows, []).append(number)
         self._sent: dict[int, Request] = {}
+        self._texts: list[str] = []
         self._in_flight: dict[int, int] = {}  # request_id -> number
         self._arrival_s: dict[int, float] = {}
         self._token_s: list[list[float]] = [[] for _ in requests]
@@ -154,6 +160,7 @@ class _Run:
                 for output in outputs:
                     self._token_s[self._in_flight[output.request.request_id]].append(now)
                     if output.request.is_finished:
+                        self._texts.append(output.text)  # decoded, as for any client
                         self._finished(output.request, now)
         finally:
             for number in self._in_flight.values():

@@ -37,9 +37,10 @@ class PoolSample:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedOutput:
-    """One token of one request."""
+    """One token of one request; it says nothing."""
 
     request: Request
+    text: str = ""
 
 
 class Simulation:

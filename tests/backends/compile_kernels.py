@@ -161,8 +161,8 @@ def check_decode(case, capability):
         copies_16_bytes(made, "LDGSTS")
     assert made.count("HMMA")
     if case.vector or case.alike:
-        parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 32}
-        parts["STEP"] = merge.chunks_at_once(32, head_dim)
+        parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 64}
+        parts["STEP"] = merge.chunks_at_once(64, head_dim)
         made = make(
             merge._merge_chunks, capability, case.element, plan | parts, num_warps=merge.WARPS
         )
@@ -184,8 +184,9 @@ def check_moves(capability):
     """Stores, block copies, slots."""
     sizes = {
         "KEY_HEAD": 128, "VALUE_HEAD": 128, "K_STRIDES": (16384, 1024, 128),
-        "V_STRIDES": (16384, 1024, 128), "BLOCK_SIZE": 16, "HEAD_DIM": 128, "ROW": 1024,
-        "ALIGN": 16, "TOKENS": 1, "WIDTH": 1024, "E4M3": False, "K_SCALE": -1, "V_SCALE": -1,
+        "V_STRIDES": (16384, 1024, 128), "BLOCK_SIZE": 16, "NUM_HEADS": 8, "HEAD_DIM": 128,
+        "ALIGN": 16, "TOKENS": 1, "HEADS": 8, "WIDTH": 128, "E4M3": False,
+        "NATIVE": capability >= 89, "K_SCALE": -1, "V_SCALE": -1,
     }  # fmt: skip
     options = {"num_warps": store_kv.WARPS}
     made = make(store_kv._scatter, capability, "bf16", sizes, **options)
@@ -193,7 +194,7 @@ def check_moves(capability):
     assert made.count("LDG", "E", "128") == made.count("STG", "E", "128") == 2
     quantised = sizes | {"E4M3": True, "K_SCALE": 1, "V_SCALE": 0}
     made = make(store_kv._scatter, capability, "bf16", quantised, cache="u8", **options)
-    bound(made, registers=64, shared=8 << 10)
+    bound(made, registers=64, shared=256)
     assert made.count("LDG", "E", "128") == made.count("STG", "E", "64") == 2
     sizes = {
         "STRIDE": 4096, "SIZE": 4096, "ALIGN": 2, "PIECES": 4, "WIDTH": 1024,

@@ -19,6 +19,7 @@ class HonestBackend:
         dtypes=(torch.float32,),
         max_head_dim=256,
         max_group_size=64,
+        features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
         quantised=(torch.float8_e4m3fn,),
     )
 
@@ -36,7 +37,9 @@ class HonestBackend:
 
     def quantised(self, rows: Tensor, scale: Tensor | None) -> Tensor:
         """Rows as bytes of e4m3; torch rounds to even."""
-        rows = self.clamped(rows if scale is None else rows / self.per_head(scale, rows.shape[1]))
+        if scale is not None:
+            rows = rows * (1 / self.per_head(scale, rows.shape[1]))
+        rows = self.clamped(rows)
         stored = rows.to(torch.float8_e4m3fn).view(torch.uint8)
         return stored.masked_fill(rows.isnan(), 0x7F)
 
@@ -51,6 +54,9 @@ class HonestBackend:
             return cache
         values = cache.float()
         return values if scale is None else values * self.per_head(scale, cache.shape[2])
+
+    def warmup(self, layers, *, max_num_seqs, max_query_len) -> None:
+        """Nothing here is compiled."""
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
         for cache in caches:
@@ -79,6 +85,7 @@ class HonestBackend:
         sinks: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        batch_invariant: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         out = torch.empty_like(query) if out is None else out

@@ -1,5 +1,6 @@
 """The conformance kit passes an honest backend and catches each planted bug, by name."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import sys
 import pytest
 import torch
 
+import backends
 from backends import conformance
 from backends.conformance.relations import check_relations
 from tests.backends.honest import HonestBackend
@@ -120,6 +122,14 @@ class SumsInBlockOrder(HonestBackend):
 class TakesTheFirstTable(HonestBackend):
     def table_row(self, s):
         return 0
+
+
+class SharesTheWholeOfTheFirstTable(HonestBackend):
+    def paged_attention(self, query, k_cache, v_cache, batch, **options):
+        if batch.shared_prefix is not None:
+            table = batch.block_table[:1].expand_as(batch.block_table).contiguous()
+            batch = dataclasses.replace(batch, block_table=table)
+        return super().paged_attention(query, k_cache, v_cache, batch, **options)
 
 
 class WritesARowTooMany(HonestBackend):
@@ -277,6 +287,7 @@ SABOTAGE = {
     MultipliesUnmaskedValues: "poison",
     SumsInBlockOrder: "permutation",
     TakesTheFirstTable: "attention raised",
+    SharesTheWholeOfTheFirstTable: "attention raised",
     WritesARowTooMany: "untouched",
     ScalesTheQueryInPlace: "untouched",
     CleansTheCache: "untouched",
@@ -350,7 +361,14 @@ class LosesTheSmallestQuantisedValues(HonestBackend):
         return values if values is cache else values.where(cache.float().abs() >= 4, 0.0)
 
 
+class ChangesALittleWithCompany(HonestBackend):
+    def paged_attention(self, query, k_cache, v_cache, batch, *, scale, **options):
+        scale *= 1 + 1e-6 * (batch.num_seqs > 1)
+        return super().paged_attention(query, k_cache, v_cache, batch, scale=scale, **options)
+
+
 RELATIONS = {
+    ChangesALittleWithCompany: "batch-invariant: alone or batched, bit by bit",
     WindowOneTooNarrow: "a window of the length is no window",
     ForgetsToMultiplyByTheCap: "an endless soft cap is none",
     CountsEverySinkAsOne: "a sink of nothing is none",
@@ -388,6 +406,20 @@ def test_the_command_reports_as_json_and_exits_0():
     report = json.loads(done.stdout)
     assert report["passed"]
     assert len(report["findings"]) > 50
+
+
+def test_processes_share_the_cases_and_find_the_same():
+    backend = backends.get_backend("numba")
+    shards = [conformance.run(backend, quick=True, shard=(i, 3)) for i in range(3)]
+    whole = conformance.run(backend, quick=True)
+    assert sorted(f.case for shard in shards for f in shard.findings) == sorted(
+        f.case for f in whole.findings
+    )
+    done = _command("numba", "--quick", "--json", "--jobs", "2")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert len(report["findings"]) == len(whole.findings)
 
 
 def test_the_command_names_an_unknown_backend_and_exits_2():

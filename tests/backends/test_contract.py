@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import backends
-from backends import InvalidArgumentError, PagedBatch, UnsupportedError
+from backends import InvalidArgumentError, PagedBatch, SharedPrefix, UnsupportedError
 from backends.checks import check_paged_attention
 from backends.conformance.cases import bits
 from tests.backends.honest import HonestBackend
@@ -46,6 +46,11 @@ def numba():
         ("slot_mapping", _ints(1, 2, 3, 4), "torch.int64"),
         ("slot_mapping", [1, 2, 3, 4], "a tensor, came list"),
         ("seq_lens", torch.empty(2, dtype=torch.int32, device="meta"), "device meta"),
+        ("shared_prefix", SharedPrefix(0, 3, 1), r"sequences of 0 .. 1, came 0 .. 2"),
+        ("shared_prefix", SharedPrefix(-1, 2, 1), r"sequences of 0 .. 1"),
+        ("shared_prefix", SharedPrefix(1, 0, 1), r"sequences of 0 .. 1"),
+        ("shared_prefix", SharedPrefix(0, 2, 5), r"a num_tokens of 1 .. 4, came 5"),
+        ("shared_prefix", SharedPrefix(0, 2, 0), r"a num_tokens of 1 .. 4"),
         ("max_query_len", -1, "at least 0"),
         ("max_seq_len", -1, "at least 0"),
     ],
@@ -110,6 +115,7 @@ BAD_ATTENTION += [
     (QUANTISED | {"out": torch.zeros(4, 6, 8).half()}, "out", "torch.float32"),
     ({"v_cache": E4M3}, "v_cache", "torch.float32"),
 ]
+TABLE = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
 BAD_VALUES = [
     (_batch(query_start_loc=_ints(1, 1, 4)), r"batch.query_start_loc\[0\]"),
     (_batch(query_start_loc=_ints(0, 3, 2)), r"batch.query_start_loc\[2\]"),
@@ -119,6 +125,11 @@ BAD_VALUES = [
     (_batch(seq_lens=_ints(6, 3)), r"batch.seq_lens\[0\]"),
     (_batch(block_table=torch.tensor([[1, 5], [3, 0]]).int()), r"batch.block_table\[0\]"),
     (_batch(block_table=torch.tensor([[1, 2], [-1, 0]]).int()), r"batch.block_table\[1\]"),
+    (_batch(shared_prefix=SharedPrefix(0, 2, 1)), "batch.shared_prefix.*came 0"),
+    (
+        _batch(seq_lens=_ints(5, 5), shared_prefix=SharedPrefix(0, 2, 2), block_table=TABLE),
+        "batch.shared_prefix.*different ones",
+    ),
 ]
 
 

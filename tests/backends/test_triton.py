@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import backends
-from backends import conformance
 from backends.conformance import AttentionCase
 from backends.conformance.cases import bits, build
+from backends.conformance.parallel import run_in_processes
 from backends.triton_gpu import interpreter_fault
 
 has_triton = importlib.util.find_spec("triton") is not None
@@ -42,6 +42,13 @@ def test_in_the_interpreter_it_agrees_with_numba_and_the_oracle():
     done = _python("-m", "tests.backends.cross_check", "12", interpret=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "triton and numba agree\n"
+
+
+@needs_triton
+def test_after_a_warm_up_no_call_needs_a_kernel_that_has_not_been_met():
+    done = _python("-m", "tests.backends.warm_up_check", interpret=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "nothing is left to compile\n"
 
 
 @needs_triton
@@ -117,7 +124,7 @@ def test_without_triton_it_says_so():
 @pytest.mark.gpu
 @needs_cuda
 def test_on_a_gpu_it_passes_the_whole_conformance_kit():
-    report = conformance.run(backends.get_backend("triton"))
+    report = run_in_processes("triton", jobs=os.cpu_count() or 1)  # most of it is compiling
     assert report.passed, report.as_text()
 
 

@@ -19,11 +19,12 @@ from types import FunctionType, SimpleNamespace
 # else. They let nothing grow, so nothing can fail in them; and that is checked, too.
 LINKS = {
     *(f"FreeQueue.{name}" for name in ("push_back", "pop_front", "remove")),
+    *(f"FreeQueue.{name}" for name in ("push_run", "remove_run", "cut_front")),
     *(f"RetentionShelf.{name}" for name in ("push", "remove", "drop", "clear")),
-    *(f"ContentTree.{name}" for name in ("detach", "_prune", "clear")),
+    *(f"ContentTree.{name}" for name in ("detach", "detach_run", "_prune", "clear")),
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
-    *(f"FreeBlocks.{name}" for name in ("_unqueue", "_put_back", "num_free_blocks")),
-    *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity")),
+    *(f"FreeBlocks.{name}" for name in ("_unqueue", "_put_back", "_leave", "num_free_blocks")),
+    *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity", "find_stop")),
     "BlockTable.cut",
     "BlockTable.forget",
     "EventLog.take_back",
@@ -196,6 +197,10 @@ class Faults:
                 point(place)
                 super().extend(items)
 
+            def fromlist(self, items):
+                point(place)
+                super().fromlist(items)
+
             def __iadd__(self, items):
                 self.extend(items)
                 return self
@@ -236,8 +241,13 @@ class Faults:
         return Touchy()
 
 
-CACHES = {"Node": {"name", "last_child", "children"}, "KVSequence": {"chain"}}
-"""What no answer depends on: names once asked for, and the child to be tried first."""
+CACHES = {
+    "Node": {"name", "last_child", "children"},
+    "KVSequence": {"chain", "stop"},
+    "ContentTree": {"_spare"},
+    "BlockPool": {"_made"},
+}
+"""What no answer depends on: names once asked for, the child to be tried first, what is at hand."""
 
 
 def fields_of(thing, pool):
@@ -257,6 +267,8 @@ def fields_of(thing, pool):
     elif kind == "LifetimeRecorder":
         published = [block.block_id for block in pool.blocks if block.node is not None]
         values["_published_at"] = [thing._published_at[block_id] for block_id in published]
+        idle = [b.block_id for b in pool.blocks if b.node is not None and not b.ref_count]
+        values["_freed_at"] = [thing._freed_at[block_id] for block_id in idle]
     return values
 
 

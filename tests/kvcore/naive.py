@@ -433,10 +433,10 @@ class NaiveManager:
             size = group[2]
             first = num_tokens // size
             found |= set(table.entries[first : self.blocks_for(seq.computed, size)]) - {0}
-            if first < table.published:
-                start = (number, seq.namespace, tuple(seq.tokens[: (first + 1) * size]))
+            if num_tokens < seq.computed:
+                start = (number, seq.namespace, tuple(seq.tokens[: num_tokens + 1]))
                 for (where, whose, prefix), block_id in self.pool.published:
-                    if (where, whose, prefix[: len(start[2])]) == start:
+                    if (where, whose, prefix[: num_tokens + 1]) == start:
                         found.add(block_id)
         return found
 

@@ -100,6 +100,9 @@ VERBS = {
     "commit a step": lambda s, f: s.kv.commit_step(
         f.sequence(s.twin, s.child, s.fresh, s.parent), f.sequence(8, f.integer(6), 8, 7)
     ),
+    "decode a step": lambda s, f: s.kv.decode_step(
+        f.sequence(s.twin, s.child, s.fresh, s.parent), f.sequence(1, 2, f.integer(3), 4)
+    ),
     "truncate inside a published block": lambda s, f: s.kv.truncate(s.other, f.integer(6)),
     "truncate what is reserved": lambda s, f: s.kv.truncate(s.parent, f.integer(12)),
     "fork": lambda s, f: s.kv.fork(s.other),
@@ -180,8 +183,9 @@ def test_every_kind_of_place_is_tried(faults):
         with faults.armed(10**9):
             verb(state, faults)
     wanted = {
-        *(f"BlockPool.{verb}" for verb in ("take", "hold", "release", "publish", "keep")),
+        *(f"BlockPool.{verb}" for verb in ("hand_out", "hold", "attach", "keep")),
         *(f"BlockPool.{verb}" for verb in ("forget", "advance", "clear")),
+        *(f"FreeBlocks.{verb}" for verb in ("revive", "drop", "_let_go")),
         *(
             "FreeBlocks.next_blocks",
             "ContentTree.attach",
@@ -202,12 +206,12 @@ def test_every_kind_of_place_is_tried(faults):
 
 
 def test_a_verb_that_changes_before_it_has_allocated_is_seen(faults, monkeypatch):
-    def take_first(pool, wanted, places=()):
+    def take_first(pool, targets, wanted=(), places=()):
         for table, count in wanted:
             table.grow(pool.take(count))
-        return (), ()
+        return ()
 
-    monkeypatch.setattr(manager, "grow", take_first)
+    monkeypatch.setattr(manager, "advance_all", take_first)
     torn, _ = interruptions(VERBS["reserve, one block"], "full and window", faults)
     assert {"BlockTable.grow", "table.blocks", "table.block_ids"} <= set(torn)
     assert "BlockPool.take" in torn  # the second group's, after the first group's came through

@@ -1,5 +1,6 @@
 """Namespaces encode injectively and canonically; names are chained, and derived (P8, P10)."""
 
+import dataclasses
 import hashlib
 import struct
 import subprocess
@@ -13,6 +14,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import kvcore
+from kvcore import hashing
 
 NAMESPACES = st.builds(
     lambda salt, name, version, epoch: kvcore.Namespace(
@@ -150,9 +152,101 @@ def test_block_encodings_of_different_tokens_differ(one, other, parent):
     )
 
 
+@pytest.mark.parametrize("algorithm", ["", "md5", "sha", "sha256 ", "xxh3", "xxh3-128s", "zzz"])
+def test_only_the_two_algorithms_name_anything(algorithm):
+    with pytest.raises(kvcore.InvalidArgumentError, match=f"algorithm.*{algorithm!r}"):
+        kvcore.digest(b"", algorithm)
+
+
 def test_an_unknown_algorithm_is_refused():
     with pytest.raises(kvcore.InvalidArgumentError, match="sha256"):
         kvcore.KVCacheManager(4, 2).open([1]).block_names("md5")
+
+
+def test_a_name_is_the_same_where_integers_stand_the_other_way_round(monkeypatch):
+    tokens, items = struct.pack("<3I", 1, 2**24, 7), b"an item"
+    little = kvcore.encode_block(b"parent", tokens + items, 3)
+    monkeypatch.setattr(sys, "byteorder", "big")
+    assert kvcore.encode_block(b"parent", struct.pack(">3I", 1, 2**24, 7) + items, 3) == little
+
+
+def field(tag, value):
+    return struct.pack("<BI", tag, len(value)) + value
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "KVN1, got b''"),
+        (b"KVN2", "KVN1, got b'KVN2'"),
+        (b"KVN234", "KVN1, got b'KVN2'"),
+        (b"KVN1" + b"\x01", "byte 4"),
+        (b"KVN1" + field(1, b"salt")[:-1], "byte 4"),
+        (b"KVN1" + field(0, b""), "byte 4"),
+        (b"KVN1" + field(5, b""), "byte 4"),
+        (b"KVN1" + field(1, b"s") + b"\x02\x00", "byte 10"),
+        (b"KVN1" + field(2, b"\xff"), "decode"),
+        (b"KVN1" + field(4, b"1234567"), "decode"),
+        (b"KVN1" + field(1, b""), "canonical"),  # a field with its default
+        (b"KVN1" + field(4, bytes(8)), "canonical"),
+        (b"KVN1" + field(1, b"a") + field(1, b"b"), "canonical"),  # a field twice
+        (b"KVN1" + field(1, b"b") + field(1, b"a"), "canonical"),
+        (b"KVN1" + field(2, b"L") + field(1, b"s"), "canonical"),  # fields out of order
+    ],
+)
+def test_bytes_that_encode_no_namespace_are_refused_where_they_are_wrong(data, message):
+    with pytest.raises(kvcore.InvalidArgumentError, match=message):
+        kvcore.decode_namespace(data)
+
+
+def test_a_namespace_is_a_small_value_that_never_changes():
+    namespace = kvcore.Namespace(salt=b"s")
+    assert not hasattr(namespace, "__dict__")
+    assert hash(namespace) == hash(kvcore.Namespace(salt=b"s"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        namespace.salt = b""
+
+
+@pytest.mark.parametrize("field", ["lora_version", "weight_epoch"])
+def test_a_version_has_64_bits(field):
+    name = "L" if field == "lora_version" else None
+    most = kvcore.Namespace(lora_name=name, **{field: 2**64 - 1})
+    assert kvcore.decode_namespace(kvcore.encode_namespace(most)) == most
+    for wrong in (-1, 2**64):
+        with pytest.raises(kvcore.InvalidArgumentError, match=f"{field}.*{wrong}"):
+            kvcore.Namespace(lora_name=name, **{field: wrong})
+
+
+def test_a_version_without_an_adapter_is_named():
+    with pytest.raises(kvcore.InvalidArgumentError, match=r"lora_version.*lora_name.*7"):
+        kvcore.Namespace(lora_version=7)
+
+
+def test_names_that_were_asked_for_once_are_not_made_again(monkeypatch):
+    made = []
+    real = hashing.digest
+    monkeypatch.setattr(hashing, "digest", lambda *given: made.append(given) or real(*given))
+    chain = kvcore.NameChain(b"key", 2, "sha256")
+    tokens = kvcore.pack(range(10))
+    all_names = chain.names(tokens, 5)
+    assert chain.names(tokens, 2) == all_names[:2]
+    assert chain.names(tokens, 0) == ()
+    assert chain.names(tokens, 5) == all_names
+    assert len(made) == 1 + 5  # the root, and each block once
+    chain.cut(3)
+    assert chain.names(tokens, 5) == all_names
+    assert len(made) == 1 + 5 + 2
+
+
+def test_what_stands_in_blocks_is_their_tokens_and_then_their_items():
+    tokens = kvcore.pack(range(8))
+    plain = hashing.block_contents(tokens, (), 1, 3, 2)
+    assert plain == [kvcore.pack([2, 3]).tobytes(), kvcore.pack([4, 5]).tobytes()]
+    items = (kvcore.Item(b"cat", 3, 2),)
+    pictured = hashing.block_contents(tokens, items, 1, 3, 2)
+    assert pictured[0] == plain[0] + struct.pack("<IQIBI", 1, 0, 1, 0, 3) + b"cat"
+    assert pictured[1] == plain[1] + struct.pack("<IQIBI", 0, 1, 1, 0, 3) + b"cat"
+    assert hashing.block_contents(tokens, items, 0, 1, 2) == [kvcore.pack([0, 1]).tobytes()]
 
 
 SCRIPT = """

@@ -179,6 +179,39 @@ def test_a_failed_load_reaches_blocks_that_a_window_has_given_back():
     kvcore.check(kv)
 
 
+def test_a_failed_load_reaches_what_a_fork_published_before_it_went():
+    kv = kvcore.KVCacheManager(12, 4)
+    loader = filled(kv, [1, 2])
+    child, orders = kv.fork(loader)
+    assert orders[0].num_tokens == 2
+    kv.extend(child, [7, 7, 7])
+    kv.reserve(child, 3)
+    kv.commit(child, 3)
+    kv.close(child)
+    assert kv.plan([1, 2, 7, 7, 9]).num_cached_tokens == 4  # with the copies of tokens 1 and 2
+    kv.fail_load(loader, 1)
+    assert kv.plan([1, 2, 7, 7, 9]).num_cached_tokens == 0
+    kvcore.check(kv)
+
+
+def test_a_failed_load_leaves_alone_what_differs_before_it():
+    kv = kvcore.KVCacheManager(20, 4)
+    cat, dog = kvcore.Item(b"cat", 1, 2, b"\x01\x00"), kvcore.Item(b"dog", 1, 2)
+    loader = filled(kv, [1, 9, 9], items=[cat])
+    longer = kvcore.Item(b"cat", 1, 4, b"\x01\x00\x01\x01")
+    filled(kv, [1, 9, 9, 9, 9], items=[longer])  # the same image so far: two of its four rows
+    filled(kv, [1, 9, 9, 9, 9], items=[dog])
+    filled(kv, [2, 9, 9, 9, 9], items=[cat])
+    filled(kv, [1, 9, 9, 9, 9], items=[cat], namespace=kvcore.Namespace(salt=b"s"))
+    kv.fail_load(loader, 2)
+    assert kv.plan([1, 9, 9, 9, 9], items=[longer]).num_cached_tokens == 0
+    assert kv.plan([1, 9, 9, 9, 9], items=[dog]).num_cached_tokens == 4
+    assert kv.plan([2, 9, 9, 9, 9], items=[cat]).num_cached_tokens == 4
+    salted = kv.plan([1, 9, 9, 9, 9], items=[cat], namespace=kvcore.Namespace(salt=b"s"))
+    assert salted.num_cached_tokens == 4
+    kvcore.check(kv)
+
+
 def test_many_items_cost_a_pass_not_a_product():
     class Counting(tuple):
         __slots__ = ()

@@ -243,3 +243,302 @@ def test_representations_say_what_a_debugger_wants():
     seq = filled(kv, [1, 2, 3])
     assert repr(seq) == "KVSequence(0, open, 3 tokens, 3 computed, 2 blocks)"
     assert repr(seq.tables[0].blocks[0]) == "Block(1, ref_count=1, published)"
+
+
+# Numbers at their edges, verb by verb.
+
+
+def test_what_a_new_manager_is_made_of():
+    kv = kvcore.KVCacheManager(6, 4)
+    assert (kv.num_blocks, kv.num_usable_blocks, kv.num_free_blocks) == (6, 5, 5)
+    assert (kv.block_size, kv.groups) == (4, (kvcore.FullAttention(4),))
+    assert (kv.events, kv.max_model_len, kv.sequences, kv.leases.active) == (None, None, {}, {})
+    assert kv.stats() == kvcore.Stats(6, 0, 5, 0, 0, 0, 0, 0, 0)
+
+
+def test_sequences_are_numbered_and_listed_in_the_order_of_their_opening():
+    kv = kvcore.KVCacheManager(9, 4)
+    first, second = kv.open([1]), kv.open([2, 3, 4, 5, 6])
+    filled(kv, [7])
+    child, _ = kv.fork(second)
+    assert (first.seq_id, second.seq_id, child.seq_id) == (0, 1, 3)
+    kv.close(second)
+    assert list(kv.sequences) == [0, 2, 3]
+    assert kv.open([9]).seq_id == 4
+    assert (first.is_open, second.is_open) == (True, False)
+
+
+def test_a_refused_fork_uses_up_no_number():
+    kv = kvcore.KVCacheManager(3, 4)
+    seq = filled(kv, range(6))
+    with pytest.raises(kvcore.OutOfBlocksError, match="needed 1 free blocks, 0 available"):
+        kv.fork(seq)
+    assert kv.open([1]).seq_id == 1
+
+
+@pytest.mark.parametrize("computed", [0, 3, 4, 6])
+def test_a_plan_says_what_opening_and_reserving_would_take(computed):
+    kv = kvcore.KVCacheManager(9, 4)
+    if computed:
+        kv.close(filled(kv, range(computed)))
+    plan = kv.plan(range(11))
+    hit = computed // 4
+    assert plan == kvcore.Plan(4 * hit, 3 - hit, hit, 8, 0)
+    assert plan.fits
+    before = kv.num_free_blocks
+    seq = kv.open(range(11))
+    assert len(kv.reserve(seq, 11 - seq.num_computed_tokens)[0]) == plan.num_new_blocks
+    assert before - kv.num_free_blocks == plan.num_new_blocks + plan.num_revived_blocks
+
+
+def test_a_plan_revives_only_what_nobody_holds():
+    kv = kvcore.KVCacheManager(5, 4)
+    filled(kv, range(5))
+    plan = kv.plan(range(9))
+    assert (plan.num_cached_tokens, plan.num_revived_blocks, plan.num_new_blocks) == (4, 0, 2)
+    assert (plan.num_free_blocks, plan.fits) == (2, True)
+    assert not kv.plan(range(13)).fits
+    assert not kv.plan(range(9), namespace=None).fits
+
+
+def test_a_plan_for_several_groups_counts_the_blocks_of_each():
+    groups = [kvcore.FullAttention(8), kvcore.SlidingWindow(5)]
+    kv = kvcore.KVCacheManager(30, 4, groups=groups)
+    assert kv.plan(range(17)).num_new_blocks == 3 + 5
+    kv.close(filled(kv, range(16)))
+    plan = kv.plan(range(17))
+    assert (plan.num_cached_tokens, plan.num_new_blocks) == (16, 1 + 1)
+    assert plan.num_revived_blocks == 2 + 1  # the window sees the last block alone
+
+
+def test_room_is_what_is_missing_after_the_computed_tokens():
+    kv = kvcore.KVCacheManager(5, 4)
+    seq = filled(kv, range(3))
+    assert [kv.can_reserve(seq, count) for count in (0, 1, 13, 14)] == [True, True, True, False]
+    assert kv.reserve(seq, 1) == ((),)
+    assert kv.reserve(seq, 2) == ((2,),)
+    assert kv.reserve(seq, 13) == ((3, 4),)
+    assert kv.can_reserve(seq, 13)
+    assert not kv.can_reserve(seq, 14)
+
+
+@pytest.mark.parametrize("verb", ["reserve", "can_reserve", "commit", "truncate", "fail_load"])
+def test_a_negative_number_of_tokens_is_named(verb):
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(3))
+    with pytest.raises(kvcore.InvalidArgumentError, match="num_tokens: wanted at least 0, got -1"):
+        getattr(kv, verb)(seq, -1)
+    getattr(kv, verb)(seq, 0)
+
+
+@pytest.mark.parametrize("verb", ["reserve_step", "commit_step"])
+def test_a_negative_number_in_a_step_is_named(verb):
+    kv = kvcore.KVCacheManager(9, 4)
+    seqs = [filled(kv, range(3)), filled(kv, range(3))]
+    with pytest.raises(kvcore.InvalidArgumentError, match="num_tokens: wanted at least 0, got -1"):
+        getattr(kv, verb)(seqs, [0, -1])
+    getattr(kv, verb)(seqs, [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("verb", "most", "wrong"), [("commit", 3, 4), ("truncate", 6, 7), ("fail_load", 3, 4)]
+)
+def test_more_tokens_than_there_are_are_named_with_how_many_there_are(verb, most, wrong):
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(3))
+    kv.extend(seq, range(3))
+    kv.reserve(seq, 3)
+    with pytest.raises(kvcore.InvalidArgumentError, match=f"num_tokens.*{most}.*got {wrong}"):
+        getattr(kv, verb)(seq, wrong)
+    getattr(kv, verb)(seq, most)
+
+
+def test_a_commit_without_room_is_named_with_the_room_there_is():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = kv.open(range(9))
+    kv.reserve(seq, 8)
+    with pytest.raises(kvcore.NotReservedError, match="9 tokens computed, room for 8"):
+        kv.commit(seq, 9)
+    assert seq.num_computed_tokens == 0
+    kv.commit(seq, 8)
+
+
+def test_the_first_and_the_last_token_id_can_be_appended():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = kv.open([0])
+    for token in (0, 2**32 - 1):
+        kv.append(seq, token)
+    assert seq.tokens == (0, 0, 2**32 - 1)
+    for wrong in (-1, 2**32):
+        with pytest.raises(kvcore.InvalidArgumentError, match=f"token.*4294967295.*got {wrong}"):
+            kv.append(seq, wrong)
+
+
+def test_a_sequence_may_be_as_long_as_max_model_len_and_no_longer():
+    kv = kvcore.KVCacheManager(9, 4, max_model_len=5)
+    seq = kv.open(range(3))
+    kv.append(seq, 1)
+    kv.extend(seq, [2])
+    for call in (lambda: kv.append(seq, 1), lambda: kv.extend(seq, [1])):
+        with pytest.raises(kvcore.SequenceTooLongError, match="6 tokens, max_model_len is 5"):
+            call()
+    assert seq.num_tokens == 5
+    with pytest.raises(kvcore.SequenceTooLongError, match="6 tokens, max_model_len is 5"):
+        kv.can_reserve(seq, 6)
+    assert kv.can_reserve(seq, 5)
+
+
+def test_items_that_join_with_an_extension_are_counted_from_the_beginning():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = kv.open([1, 2, 3])
+    kv.extend(seq, [9, 9, 9], items=[kvcore.Item(b"cat", 3, 2), kvcore.Item(b"dog", 5, 1)])
+    assert [item.start for item in seq.items] == [3, 5]
+    with pytest.raises(kvcore.InvalidArgumentError, match="positions 6 to 7"):
+        kv.extend(seq, [9, 9], items=[kvcore.Item(b"cat", 6, 3)])
+    assert (seq.num_tokens, len(seq.items)) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("keep", "computed", "tokens", "table"),
+    [
+        (9, 7, 9, (1, 2, 3)),
+        (8, 7, 8, (1, 2)),
+        (7, 7, 7, (1, 2)),
+        (6, 6, 6, (1, 2)),
+        (4, 4, 4, (1,)),
+        (3, 0, 3, ()),
+        (1, 0, 1, ()),
+        (0, 0, 0, ()),
+    ],
+)
+def test_a_cut_keeps_the_blocks_that_its_tokens_need(keep, computed, tokens, table):
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = kv.open(range(9))
+    kv.reserve(seq, 9)
+    kv.commit(seq, 7)  # block 1 is published, block 2 half full, block 3 reserved
+    kv.truncate(seq, keep)
+    assert (seq.num_computed_tokens, seq.num_tokens, seq.block_table) == (computed, tokens, table)
+    kvcore.check(kv)
+
+
+def test_a_cut_below_what_was_cached_lowers_that_too():
+    kv = kvcore.KVCacheManager(9, 4)
+    filled(kv, range(9))
+    seq = kv.open(range(9))
+    assert seq.num_cached_tokens == 8
+    kv.truncate(seq, 5)
+    assert (seq.num_cached_tokens, seq.num_computed_tokens) == (4, 4)
+
+
+def test_a_cut_of_nothing_gives_back_what_is_only_reserved():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(6))
+    kv.reserve(seq, 10)
+    assert seq.block_table == (1, 2, 3, 4)
+    kv.truncate(seq, 6)
+    assert seq.block_table == (1, 2)
+    assert kv.num_free_blocks == 6
+
+
+def test_the_names_after_a_cut_are_the_names_of_the_new_tokens():
+    kv = kvcore.KVCacheManager(9, 2)
+    seq = filled(kv, [1, 2, 3, 4, 5])
+    before = seq.block_names()
+    kv.truncate(seq, 2)
+    kv.extend(seq, [8, 8])
+    kv.reserve(seq, 2)
+    kv.commit(seq, 2)
+    assert seq.block_names()[0] == before[0]
+    assert seq.block_names() == kv.open([1, 2, 8, 8, 8]).block_names()
+
+
+def test_only_sequences_in_a_namespace_are_queried_and_resumed_ones_apart():
+    kv = kvcore.KVCacheManager(20, 2)
+    filled(kv, [1, 2, 3])
+    filled(kv, [1, 2, 3], namespace=None)
+    filled(kv, [1, 2, 3], namespace=None, resumed=True)
+    filled(kv, [1, 2, 3, 4], resumed=True)
+    filled(kv, [1, 2, 3, 4, 5])
+    stats = kv.stats()
+    assert (stats.num_queried_tokens, stats.num_hit_tokens) == (3 + 5, 4)
+    assert (stats.num_resumed_tokens, stats.num_resumed_hit_tokens) == (4, 2)
+
+
+def test_a_step_of_nobody_is_a_step():
+    kv = kvcore.KVCacheManager(9, 4)
+    assert kv.reserve_step([], []) == ()
+    kv.commit_step([], [])
+
+
+def test_a_step_says_for_every_group_of_every_sequence_what_it_appended():
+    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(9)]
+    kv = kvcore.KVCacheManager(30, 4, groups=groups)
+    seqs = [kv.open([number] * 12) for number in range(3)]
+    kv.reserve(seqs[1], 12)
+    grown = kv.reserve_step(seqs, [4, 8, 5])
+    assert grown == (
+        kvcore.Growth(0, 0, (7,)),
+        kvcore.Growth(0, 1, (8,)),
+        kvcore.Growth(2, 0, (9, 10)),
+        kvcore.Growth(2, 1, (11, 12)),
+    )
+    kv.commit_step(seqs, [4, 8, 5])
+    assert [seq.num_computed_tokens for seq in seqs] == [4, 8, 5]
+
+
+def test_a_lease_holds_the_first_blocks_that_it_is_asked_to_hold():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(12))
+    for count, held in ((0, []), (1, [1]), (4, [1]), (5, [2, 1]), (None, [3, 2, 1])):
+        lease = kv.lease(seq, num_tokens=count)
+        assert [block.block_id for block in lease.blocks] == held
+    assert (lease.kind, lease.owner, lease.deadline) == ("step", "", None)
+    with pytest.raises(kvcore.InvalidArgumentError, match="num_tokens: wanted at least 0, got -1"):
+        kv.lease(seq, num_tokens=-1)
+
+
+def test_time_goes_on_by_as_many_steps_as_are_said_and_by_one_if_none_are():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(4))
+    early, late = kv.lease(seq, max_steps=1), kv.lease(seq, max_steps=4)
+    kv.lease(seq)
+    assert kv.advance(0) == ()
+    assert kv.advance() == (early,)
+    assert kv.advance(2) == ()
+    assert kv.advance(1) == (late,)
+    assert kv.pool.step == 4
+    assert list(kv.leases.active) == [2]
+    for wrong in (-1, 2**62 - 4):
+        with pytest.raises(kvcore.InvalidArgumentError, match=f"num_steps.*got {wrong}"):
+            kv.advance(wrong)
+    kv.advance(2**62 - 5)
+    assert kv.pool.step == 2**62 - 1
+
+
+def test_a_failed_load_of_nothing_concerns_its_own_sequence_alone():
+    kv = kvcore.KVCacheManager(9, 4)
+    loader, other = filled(kv, range(8)), filled(kv, [*range(4), 9])
+    assert kv.fail_load(loader, 8) == ()
+    assert kv.fail_load(loader, 4) == (loader,)
+    assert (loader.num_computed_tokens, other.num_computed_tokens) == (4, 5)
+    assert kv.fail_load(loader, 0) == (loader, other)
+    assert kv.stats().num_cached_blocks == 0
+
+
+def test_a_reset_reports_what_it_forgot_and_what_still_is_in_use():
+    kv = kvcore.KVCacheManager(20, 4)
+    filled(kv, range(9))
+    filled(kv, range(5))
+    kv.close(filled(kv, [7] * 12))
+    assert kv.reset() == kvcore.ResetReport(2 + 3, 3 + 1, 2)
+    assert kv.reset() == kvcore.ResetReport(0, 4, 2)
+    assert kvcore.KVCacheManager(4, 4).reset() == kvcore.ResetReport(0, 0, 0)
+
+
+def test_a_closed_sequence_holds_nothing():
+    kv = kvcore.KVCacheManager(9, 4, groups=[kvcore.FullAttention(), kvcore.SlidingWindow(4)])
+    seq = filled(kv, range(10))
+    kv.close(seq)
+    assert (seq.is_open, seq.num_blocks, seq.block_tables) == (False, 0, ((), ()))
+    assert kv.num_free_blocks == kv.num_usable_blocks
+    assert seq.num_tokens == 10  # for who asks what it was

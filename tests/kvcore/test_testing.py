@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -11,12 +12,15 @@ from hypothesis import Phase
 
 from kvcore import testing
 from kvcore.testing import EVERYTHING, Promise
+from kvcore.testing.shorten import replay, shorten
 from tests.kvcore.engines import BROKEN, DictionaryAllocator, OurAllocator
 from tests.kvcore.engines.broken import LooksUpOnly
 
 TestOurs = testing.allocator_tests(OurAllocator)
 
-OPTIONAL_VERBS = {"truncate", "fork", "reset"}
+ROOT = Path(__file__).parents[2]
+VERBS = [name for name in vars(testing.Allocator) if name[0] != "_" and name != "promises"]
+OPTIONAL_VERBS = ["truncate", "fork", "reset"]
 
 
 def quick(**changes):
@@ -86,9 +90,8 @@ class NoFrills:
 
     def __init__(self):
         inner = LooksUpOnly()
-        for verb in {name for name in dir(testing.Allocator) if name[0] != "_"} - OPTIONAL_VERBS:
-            if verb != "promises":
-                setattr(self, verb, getattr(inner, verb))
+        for verb in VERBS:
+            setattr(self, verb, getattr(inner, verb))
 
 
 def test_what_is_not_promised_is_not_asked_for():
@@ -137,6 +140,50 @@ def test_a_failure_reads_as_a_program_and_runs_as_one():
     assert error.message.startswith(f"P7: {found[1]} hits block ")
 
 
+def test_a_failure_is_shortened_to_the_steps_that_matter():
+    driver = testing.Driver(BROKEN["ignores_the_tenant"][0]())
+    driver.start(9, 2)
+    for prompt in ([5], [6, 6, 6], [7, 7]):
+        driver.finish(driver.begin(prompt))
+    first = driver.begin([0, 0, 0, 0, 0], "red")
+    driver.reserve(first, 5)
+    driver.commit(first, 5)
+    with pytest.raises(testing.PropertyError) as caught:
+        driver.begin([0, 0, 0, 0, 0, 0, 0], "blue")
+    shorten(BROKEN["ignores_the_tenant"][0], caught.value)
+    assert caught.value.program.replace("    ", "").splitlines() == [
+        "allocator.start(2, 2)  # [1]",
+        "a, cached = allocator.begin([0, 0], 'red')  # 0",
+        "allocator.reserve(a, 2)  # [1]",
+        "allocator.commit(a, 2)",
+        "b, cached = allocator.begin([0, 0, 0], 'blue')  # 2",
+    ]
+    assert caught.value.message.startswith("P7: b hits block 1")
+
+
+@pytest.mark.parametrize("name", ["accepts_a_second_free", "leaks_on_abort", "never_hits"])
+def test_a_shortened_failure_is_the_same_failure(name):
+    cls, properties, _ = BROKEN[name]
+    error = failure(cls, testing.RequestMachine)
+    again = replay(cls, error.steps)
+    assert isinstance(again, testing.PropertyError)
+    assert (again.prop, str(again)) == (error.prop, str(error))
+    assert error.prop in properties
+    assert len(error.steps) < 12
+
+
+@pytest.mark.parametrize("drop", range(1, 5))
+def test_steps_out_of_order_are_no_failure(drop):
+    driver = testing.Driver(LooksUpOnly())
+    driver.start(5, 2)
+    request = driver.begin([1, 2, 3])
+    driver.reserve(request, 3)
+    driver.commit(request, 3)
+    driver.truncate(request, 2)
+    steps = tuple(driver.program.steps)
+    assert replay(LooksUpOnly, steps[:drop] + steps[drop + 1 :]) is None
+
+
 def test_a_crash_is_told_apart_and_keeps_its_cause():
     with pytest.raises(testing.CrashError, match="though the call was in order") as caught:
         testing.check_allocator(
@@ -177,6 +224,23 @@ def test_a_null_block_that_is_none_of_its_ids_is_a_broken_start():
 
     adapter = type("OneTooMany", (DictionaryAllocator,), {"start": start})
     assert verdict(adapter) == "P1"
+
+
+def test_the_page_names_every_verb_promise_machine_and_property():
+    page = (ROOT / "docs" / "testing-yours.md").read_text(encoding="utf-8")
+    for promise in Promise:
+        assert promise.value in page or promise.value == f"there is `{promise.name.lower()}`"
+        assert promise.name in page
+    for verb in [*VERBS, *OPTIONAL_VERBS]:
+        assert f"| `{verb}(" in page
+    for machine in testing.MACHINES:
+        assert f"| `{machine.__name__}` |" in page
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "kvcore/testing").glob("*.py")]
+    raised = set(re.findall(r'"(P\d+)"', "".join(sources)))
+    rows = re.findall(r"^\| (P\d+(?:, P\d+)*) \|", page, re.MULTILINE)
+    listed = {prop for props in rows for prop in props.split(", ")}
+    assert raised == listed
+    assert listed <= {prop for _, properties, _ in BROKEN.values() for prop in properties}
 
 
 def test_a_test_case_has_a_test_for_each_machine():

@@ -1,12 +1,15 @@
 """A model of one line in place of a network, and a cache that remembers what was written into it.
 
 The next token is a digest of all tokens before it. The cache maps a slot to the digest of the
-prefix that was computed into it; a token may only be drawn where every slot of its sequence's table
-holds exactly its own prefix, so a wrong hit or a block handed out twice shows at once.
+prefix that was computed into it; a token may only be drawn where every slot that its sequence can
+see holds exactly its own prefix, so a wrong hit, a block handed out twice, a copy not carried out
+or stored too late shows at once.
 """
 
 from array import array
 from zlib import crc32
+
+import kvcore
 
 VOCAB_SIZE = 5
 
@@ -25,36 +28,74 @@ def undisturbed(prompt, params):
     return tokens[len(prompt) :]
 
 
+def peak_alone(groups, block_size, num_tokens):
+    """The most blocks that each group holds for a sequence alone, token by token; their sum."""
+    total = 0
+    for group in groups:
+        kv = kvcore.KVCacheManager(num_tokens + 3, block_size, groups=[group])
+        sequence = kv.open([0] * num_tokens)
+        for _ in range(num_tokens):
+            kv.reserve(sequence, 1)
+            kv.commit(sequence, 1)
+        total += kv.stats().peak_used_blocks
+    return total
+
+
 class SimulatedModel:
     def __init__(self, kv):
         self.kv = kv
         self.ghost = {}
 
     def compute(self, step):
-        """Write a step and draw its tokens; raises if a sequence would read what is not its own."""
+        """Carry a step out and draw its tokens; raises if one would see what is not its own."""
+        for transfer in step.stores:
+            transfer.copy.payload = [self.block(block_id) for block_id in transfer.blocks]
+        for transfer in step.loads:
+            stored = transfer.copy.payload[transfer.first :]
+            for block_id, content in zip(transfer.blocks, stored, strict=True):
+                self.set_block(block_id, content)
         for chunk in step.chunks:
-            request, stop = chunk.request, chunk.start + chunk.num_tokens
-            if request.is_finished:
-                continue
-            slots = array("q", [-1] * chunk.num_tokens)
-            written = request.running_sequence.write_slot_mapping(chunk.start, stop, slots)
-            assert written == chunk.num_tokens
-            for position, slot in zip(range(chunk.start, stop), slots, strict=True):
-                self.ghost[slot] = prefix_digest(request, position)
+            if not chunk.request.is_finished:
+                self.write(chunk)
         sampled = {}
         for chunk in step.chunks:
             if chunk.samples and not chunk.request.is_finished:
                 self.check_content(chunk.request)
-                sampled[chunk.request.request_id] = next_token(chunk.request.tokens)
+                token = next_token(chunk.request.tokens)
+                sampled |= {request.request_id: token for request in chunk.sampling}
         return sampled
 
+    def copy(self, orders):
+        """Carry copy orders out, last to first: their order must not matter."""
+        assert len({order.dst for order in orders}) == len(orders)
+        assert not {order.dst for order in orders} & {order.src for order in orders}
+        for order in reversed(orders):
+            self.set_block(order.dst, self.block(order.src))
+
+    def write(self, chunk):
+        request, stop = chunk.request, chunk.start + chunk.num_tokens
+        for group in range(len(self.kv.groups)):
+            slots = array("q", [-1] * chunk.num_tokens)
+            request.running_sequence.write_slot_mapping(chunk.start, stop, slots, group)
+            for position, slot in zip(range(chunk.start, stop), slots, strict=True):
+                self.ghost[slot] = prefix_digest(request, position)
+
     def check_content(self, request):
-        table = array("i", [0] * request.running_sequence.num_blocks)
-        request.running_sequence.write_block_table(table)
         size = self.kv.block_size
-        for position in range(len(request.tokens)):
-            slot = table[position // size] * size + position % size
-            assert self.ghost.get(slot) == prefix_digest(request, position), (request, position)
+        tables = request.running_sequence.block_tables
+        for group, table in zip(self.kv.groups, tables, strict=True):
+            last = len(request.tokens) - 1
+            for position in range(group.first_visible(last), last + 1):
+                slot = table[position // size] * size + position % size
+                assert self.ghost.get(slot) == prefix_digest(request, position), (request, position)
+
+    def block(self, block_id):
+        size = self.kv.block_size
+        return [self.ghost.get(block_id * size + offset) for offset in range(size)]
+
+    def set_block(self, block_id, content):
+        for offset, digest in enumerate(content):
+            self.ghost[block_id * self.kv.block_size + offset] = digest
 
 
 def prefix_digest(request, position):

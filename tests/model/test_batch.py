@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvcore
 from model import Request, SamplingParams, Scheduler, SchedulerConfig
@@ -10,6 +12,7 @@ from model.batch import BatchBuilder
 from model.caches import KVCaches, blocks_for
 from model.errors import UnsupportedModelError
 from model.layout import LayerShape, plan_layout
+from model.step import Chunk, Step
 from tests.model.networks import build
 
 CPU = torch.device("cpu")
@@ -84,6 +87,70 @@ def test_a_step_in_which_nothing_is_sampled_asks_for_no_logits():
     kv = kvcore.KVCacheManager(10, 2)
     _, step = step_of(kv, [[5, 6, 7, 8]], budget=3)
     assert BatchBuilder(CPU).build(step).logit_rows.shape == (0,)
+
+
+def test_a_chunk_without_room_is_refused():
+    kv = kvcore.KVCacheManager(10, 2)
+    _, step = step_of(kv, [list(range(12))], budget=3)
+    (chunk,) = step.chunks
+    for num_tokens in (5, 9):
+        beyond = Chunk(chunk.request, chunk.start, num_tokens, samples=False)
+        with pytest.raises(kvcore.NotReservedError):
+            BatchBuilder(CPU).build(Step((beyond,)))
+
+
+GROUPS = [kvcore.FullAttention(), kvcore.SlidingWindow(window=5)]
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6),
+    num_blocks=st.integers(30, 60),
+    budget=st.integers(1, 30),
+    seats=st.integers(1, 5),
+    aborts=st.sets(st.integers(0, 30)),
+)
+def test_a_builder_that_has_seen_other_steps_gives_what_a_new_one_gives(
+    lengths, num_blocks, budget, seats, aborts
+):
+    kv = kvcore.KVCacheManager(num_blocks, 2, groups=GROUPS)
+    limits = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=seats)
+    scheduler, builder = Scheduler(kv, limits), BatchBuilder(CPU, 2)
+    for number, (length, max_tokens) in enumerate(lengths):
+        scheduler.add(Request(number, range(length), SamplingParams(max_tokens=max_tokens)))
+    number = 0
+    while scheduler.has_unfinished:
+        step = scheduler.schedule()
+        kept, fresh = builder.build(step), BatchBuilder(CPU, 2).build(step)
+        for name in ("input_ids", "position_ids", "logit_rows"):
+            assert torch.equal(getattr(kept, name), getattr(fresh, name))
+        for group, (ours, other) in enumerate(zip(kept.paged, fresh.paged, strict=True)):
+            for name in ("query_start_loc", "seq_lens", "slot_mapping"):
+                assert torch.equal(getattr(ours, name), getattr(other, name))
+            assert (ours.max_query_len, ours.max_seq_len) == (
+                other.max_query_len,
+                other.max_seq_len,
+            )
+            assert ours.slot_mapping.tolist() == _slots(step, group)
+            for row, chunk in enumerate(step.chunks):
+                table = chunk.request.running_sequence.tables[group]
+                seen, stop = table.num_null, -(-(chunk.start + chunk.num_tokens) // 2)
+                wanted = list(table.block_ids)[seen:stop]
+                assert ours.block_table[row, seen:stop].tolist() == wanted
+        if number in aborts:
+            scheduler.abort(step.chunks[0].request)
+        sampled = {c.request.request_id: number % 7 for c in step.chunks if c.samples}
+        scheduler.update(step, sampled)
+        number += 1
+
+
+def _slots(step, group):
+    slots = []
+    for chunk in step.chunks:
+        out = torch.empty(chunk.num_tokens, dtype=torch.int64).numpy()
+        stop = chunk.start + chunk.num_tokens
+        chunk.request.running_sequence.write_slot_mapping(chunk.start, stop, out, group)
+        slots += out.tolist()
+    return slots
 
 
 def test_a_probe_measures_every_layer():

@@ -11,7 +11,7 @@ import pytest
 
 from model import EngineConfig, InvalidArgumentError, RequestTooLongError
 from model.attention import IMPLEMENTATION
-from model.bench import peers
+from model.bench import host, peers
 from model.bench.args import parse_args
 from model.bench.networks import load
 from model.bench.report import Versus
@@ -236,12 +236,25 @@ def test_a_configuration_by_name_wants_dummy_weights():
         (["--input-len", "x"], "--input-len: wanted N or LOW:HIGH .*, got 'x'"),
         (["--peer", "vllm"], "--peer"),
         (["--workload", "none"], "--workload"),
+        (["--workload", "host", "--steps", "0"], "steps: wanted at least 1, got 0"),
         (["--no-prefix-cache", "--peer", "no-prefix-cache"], "has no meaning with"),
     ],
 )
 def test_a_wrong_flag_is_one_error_that_names_it(argv, message):
     with pytest.raises((UsageError, InvalidArgumentError), match=message):
         parse_args(argv)
+
+
+def test_host_work_is_every_phase_but_the_networks(capsys):
+    argv = ["--workload", "host", "--num-requests", "5", "--steps", "20", "--block-size", "4"]
+    report = host.measure(parse_args(argv))
+    assert (report.num_running, report.num_steps) == (5, 20)
+    assert list(report.phases_us) == ["schedule", "prepare", "sample", "commit"]
+    assert max(report.phases_us.values()) < report.host_us < 2 * sum(report.phases_us.values())
+    assert report.allocator_us > 0
+    host.execute(parse_args([*argv, "--json"]))
+    assert json.loads(capsys.readouterr().out)["workload"] == "host"
+    assert host.table(report).splitlines()[-2].startswith("host ")
 
 
 def test_one_number_is_a_length_of_its_own():

@@ -9,13 +9,23 @@ from tests.model.networks import ByteCodec
 decode = ByteCodec().decode
 
 
+def push(stream, token):
+    stream.add(token)
+    return stream.take()
+
+
+def finish(stream):
+    stream.close()
+    return stream.take()
+
+
 def pieces_of(stream, tokens):
     pieces = []
     for token in tokens:
-        pieces.append(stream.push(token))
+        pieces.append(push(stream, token))
         if stream.is_stopped:
             return pieces
-    return [*pieces, stream.finish()]
+    return [*pieces, finish(stream)]
 
 
 def expected_pieces(text):
@@ -32,6 +42,31 @@ def test_the_pieces_are_the_text_and_none_ends_inside_a_character(text):
     assert "".join(pieces) == text
     if "\ufffd" not in text:
         assert pieces == expected_pieces(text)
+
+
+@given(tokens=st.lists(st.integers(0, 260)), looks=st.sets(st.integers(0, 30)))
+def test_the_text_does_not_depend_on_when_it_is_looked_at(tokens, looks):
+    stream, taken = TextStream(decode), []
+    for number, token in enumerate(tokens):
+        stream.add(token)
+        if number in looks:
+            taken.append(stream.take())
+            if decode(tokens).isascii():
+                assert "".join(taken) == decode(tokens[: number + 1])
+    assert "".join([*taken, finish(stream)]) == decode(tokens)
+
+
+def test_nothing_is_decoded_before_somebody_looks():
+    calls = []
+    stream = TextStream(lambda tokens: calls.append(len(tokens)) or decode(tokens))
+    for byte in b"some words":
+        stream.add(byte)
+    assert calls == []
+    assert stream.take() == "some words"
+    assert len(calls) == 2
+    stopping = TextStream(lambda tokens: calls.append(len(tokens)) or decode(tokens), ("E",))
+    stopping.add(ord("E"))
+    assert stopping.is_stopped
 
 
 @given(tokens=st.lists(st.integers(0, 260)))
@@ -54,25 +89,25 @@ def test_the_text_ends_before_the_first_complete_stop_string_however_it_is_cut(p
 
 def test_what_may_begin_a_stop_string_is_held_until_it_does_not():
     stream = TextStream(decode, ("END",))
-    assert [stream.push(byte) for byte in b"xEN.EEND!"] == [
+    assert [push(stream, byte) for byte in b"xEN.EEND!"] == [
         *("x", "", "", "EN."),
         *("", "E", "", "", ""),
     ]
-    assert (stream.text, stream.finish()) == ("xEN.E", "")
+    assert (stream.text, finish(stream)) == ("xEN.E", "")
 
 
 def test_what_is_held_at_the_end_is_shown():
     stream = TextStream(decode, ("END",))
-    assert [stream.push(byte) for byte in b"xEN"] == ["x", "", ""]
-    assert stream.finish() == "EN"
+    assert [push(stream, byte) for byte in b"xEN"] == ["x", "", ""]
+    assert finish(stream) == "EN"
 
 
 def test_a_character_of_three_tokens_comes_with_the_last():
     stream = TextStream(decode)
-    assert [stream.push(byte) for byte in "a\u20acb".encode()] == ["a", "", "", "\u20ac", "b"]
+    assert [push(stream, byte) for byte in "a\u20acb".encode()] == ["a", "", "", "\u20ac", "b"]
 
 
 def test_a_broken_character_at_the_end_is_shown_as_such():
     stream = TextStream(decode)
-    assert [stream.push(byte) for byte in b"a\xe2\x82"] == ["a", "", ""]
-    assert stream.finish() == "\ufffd"
+    assert [push(stream, byte) for byte in b"a\xe2\x82"] == ["a", "", ""]
+    assert finish(stream) == "\ufffd"

@@ -98,6 +98,71 @@ def test_without_seeds_twins_differ_and_the_same_engine_seed_repeats_them():
     assert first != tokens_of(make(seed=4).generate([PROMPT, PROMPT], drawn(None)))
 
 
+@pytest.mark.parametrize("sizes", [{}, {"num_blocks": 14}, {"max_num_seqs": 2}])
+@pytest.mark.parametrize("caching", [True, False])
+def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_seats_are_few(
+    sizes, caching
+):
+    alone = make(enable_prefix_caching=False)
+    requests = [
+        request
+        for seed in (3, 4)
+        for request in alone.add_samples(PROMPT, drawn(seed), num_samples=4)
+    ]
+    while alone.has_unfinished:
+        alone.step()
+    tokens = [request.output_tokens for request in requests]
+    assert len({tuple(sample) for sample in tokens}) == 8
+    assert tokens[:1] == tokens_of(make().generate([PROMPT], drawn(3)))
+    assert alone.stats.num_forks == 6
+    # 25 tokens in blocks of 4: six are shared by four samples, the seventh is copied thrice.
+    assert alone.kv.stats().peak_used_blocks < 2 * (6 + 4 * 4)
+
+    engine = make(enable_prefix_caching=caching, **sizes)
+    others = [
+        request
+        for seed in (3, 4)
+        for request in engine.add_samples(PROMPT, drawn(seed), num_samples=4)
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    assert [request.output_tokens for request in others] == tokens
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+    assert (engine.stats.num_forks < 6) == ("max_num_seqs" in sizes)
+    assert (engine.stats.num_preemptions > 0) == ("num_blocks" in sizes)
+
+
+def test_a_number_of_samples_below_one_is_refused():
+    with pytest.raises(InvalidArgumentError, match="num_samples: wanted at least 1, got 0"):
+        make().add_samples(PROMPT, num_samples=0)
+
+
+def test_blocks_that_were_swapped_out_come_back_as_they_were():
+    prompts = ["first", "second", "third one"]
+    params = [greedy(20), drawn(5, 20), drawn(6, 20)]
+    small = make(num_blocks=15, swap_memory_bytes=1 << 20)
+    disturbed = small.generate(prompts, params)
+    assert small.stats.num_swaps == small.stats.num_preemptions > 0
+    assert small.stats.num_loads > 0
+    large = make(swap_memory_bytes=0)
+    assert tokens_of(disturbed) == tokens_of(large.generate(prompts, params))
+    assert small.kv.num_free_blocks == small.kv.num_usable_blocks
+
+
+def test_a_request_of_a_higher_priority_overtakes_those_that_wait():
+    engine = make(max_num_seqs=1)
+    late, soon = engine.add_request("late", greedy(3)), None
+    engine.step()
+    soon = engine.add_request("soon", greedy(3), priority=-1)
+    while not soon.is_finished:
+        engine.step()
+    assert not late.is_finished
+    assert late.num_preemptions == 1
+    while engine.has_unfinished:
+        engine.step()
+    assert late.output_tokens == tokens_of(make().generate(["late"], greedy(3)))[0]
+
+
 def test_streamed_pieces_are_the_text_and_tokens_come_one_a_step():
     engine = make()
     whole = engine.generate([PROMPT], greedy())[0]

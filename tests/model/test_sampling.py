@@ -83,8 +83,8 @@ def test_draws_have_the_frequencies_of_the_softmax():
 def test_a_request_without_a_seed_has_a_key_that_no_other_request_has():
     keys = [draw_key(None, 3, number) for number in range(50)]
     keys += [draw_key(None, 4, number) for number in range(50)]
-    keys += [draw_key(seed, 0, 0) for seed in range(50)]
-    assert len(set(keys)) == 150
+    keys += [draw_key(seed, 0, 0, sample) for seed in range(50) for sample in range(3)]
+    assert len(set(keys)) == 250
     assert draw_key(9, 3, 1) == draw_key(9, 4, 2)
 
 

@@ -1,4 +1,5 @@
-"""Any mix of arrivals, lengths, aborts and pool sizes, on a simulated model."""
+"""Any mix of arrivals, priorities, lengths, samples, aborts, swaps and pool sizes, on a simulated
+model."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -13,10 +14,20 @@ from model import (
     SchedulerConfig,
     Status,
 )
-from tests.model.simulation import VOCAB_SIZE, SimulatedModel, undisturbed
+from tests.model.simulation import VOCAB_SIZE, SimulatedModel, peak_alone, undisturbed
 
 # Prompts are cut from one of two texts, so that many of them share a prefix.
 TEXTS = ([i * i % 7 % VOCAB_SIZE for i in range(40)], [i % 3 for i in range(40)])
+FULL = kvcore.FullAttention()
+GROUPS = (
+    [FULL],
+    [FULL],
+    [kvcore.SlidingWindow(5)],
+    [FULL, kvcore.SlidingWindow(3)],
+    [FULL, kvcore.SlidingWindow(1), kvcore.SlidingWindow(7)],
+)
+# A step for what gives way to be stored, one for what is stored to come back.
+MOST_IDLE_STEPS = 2
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -28,34 +39,66 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 12),
         max_num_seqs=st.integers(1, 4),
         caching=st.booleans(),
+        groups=st.sampled_from(GROUPS),
+        num_host_blocks=st.sampled_from([0, 2, 12]),
+        watermark=st.sampled_from([0.0, 0.2]),
+        priority_span=st.integers(1, 5),
     )
-    def start(self, num_blocks, block_size, budget, max_num_seqs, caching):
-        self.kv = kvcore.KVCacheManager(num_blocks, block_size, enable_caching=caching)
-        self.config = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=max_num_seqs)
+    def start(
+        self,
+        num_blocks,
+        block_size,
+        budget,
+        max_num_seqs,
+        caching,
+        groups,
+        num_host_blocks,
+        watermark,
+        priority_span,
+    ):
+        self.make(
+            kvcore.KVCacheManager(num_blocks, block_size, groups=groups, enable_caching=caching),
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs,
+            num_host_blocks=num_host_blocks if groups == [FULL] else 0,
+            watermark=watermark,
+            priority_span=priority_span,
+        )
+
+    def make(self, kv, **limits):
+        self.kv = kv
+        self.config = SchedulerConfig(**limits)
         self.scheduler = self.scheduler_type(self.kv, self.config)
         self.model = SimulatedModel(self.kv)
         self.requests = []
-        self.admitted = []
+        self.first, self.idle_steps = None, 0
 
     @rule(
         text=st.sampled_from(TEXTS),
         length=st.integers(1, 24),
         max_tokens=st.integers(1, 10),
         stop=st.sampled_from([(), (0,)]),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
+        num_samples=st.sampled_from([1, 1, 2, 3]),
     )
-    def add(self, text, length, max_tokens, stop):
+    def add(self, text, length, max_tokens, stop, priority, num_samples):
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop)
-        request = Request(len(self.requests), text[:length], params)
-        fits = -(-(length + max_tokens - 1) // self.kv.block_size) <= self.kv.num_usable_blocks
-        try:
-            self.scheduler.add(request)
-        except RequestTooLongError:
-            assert not fits
-            assert request.status is Status.WAITING
-            assert request not in self.scheduler.waiting
-        else:
-            assert fits
+        most = peak_alone(self.kv.groups, self.kv.block_size, length + max_tokens - 1)
+        leader = None
+        for _ in range(num_samples):
+            request = Request(
+                len(self.requests), text[:length], params, priority=priority, leader=leader
+            )
+            try:
+                self.scheduler.add(request)
+            except RequestTooLongError:
+                assert most > self.kv.num_usable_blocks
+                assert request.status is Status.WAITING
+                assert request not in self.scheduler.waiting
+                return
+            assert most <= self.kv.num_usable_blocks
             self.requests.append(request)
+            leader = leader or request
 
     @rule(data=st.data())
     def abort(self, data):
@@ -67,27 +110,62 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), abort_between=st.booleans())
     def step(self, data, abort_between):
-        before = [request for request in self.requests if request.status is Status.RUNNING]
+        before = self.unfinished()
+        running = {request for request in before if request.status is Status.RUNNING}
         step = self.scheduler.schedule()
-        self.check_plan(step, before)
-        if abort_between and step.chunks:
-            chunk = data.draw(st.sampled_from(step.chunks))
-            assert self.scheduler.abort(chunk.request)
-        self.scheduler.update(step, self.model.compute(step))
+        self.check_plan(step, before, running)
+        if abort_between and self.unfinished():
+            assert self.scheduler.abort(data.draw(st.sampled_from(self.unfinished())))
+        self.finish_step(step)
 
-    def check_plan(self, step, before):
+    def finish_step(self, step):
+        self.model.copy(self.scheduler.update(step, self.model.compute(step)))
+        assert not self.kv.leases.active
+
+    def unfinished(self):
+        """In order, as it is meant: by arrival, a level of priority worth so many arrivals."""
+        requests = [request for request in self.requests if not request.is_finished]
+        span = self.config.priority_span
+        return sorted(requests, key=lambda r: (r.request_id + r.priority * span, r.request_id))
+
+    def check_plan(self, step, before, running):
         planned = [chunk.request for chunk in step.chunks]
+        planned += [transfer.request for transfer in step.loads]
         assert len(set(planned)) == len(planned)
+        assert set(planned) <= set(self.scheduler.running)
         assert step.num_tokens <= self.config.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.config.max_num_seqs
         for chunk in step.chunks:
             assert chunk.num_tokens >= 1
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(chunk.request.tokens))
-            if chunk.request not in self.admitted:
-                self.admitted.append(chunk.request)
-        if before:  # the oldest running request is never preempted, and something runs
+        assert not step.is_empty or not before
+        for transfer in (*step.stores, *step.loads):
+            assert transfer.lease.is_active
+            assert set(transfer.blocks) <= {block.block_id for block in transfer.lease.blocks}
+        self.check_order(before, running)
+        self.check_progress(step, before)
+
+    def check_order(self, before, running):
+        """Nobody starts before one that comes first and could; the first is never preempted."""
+        started = [r for r in self.scheduler.running if r not in running]
+        held_up = [r for r in self.scheduler.waiting if not r.is_led]
+        for request in started:
+            assert before.index(request) < min(map(before.index, held_up), default=len(before))
+        if before and before[0] in running:
             assert before[0] in self.scheduler.running
-        assert step.chunks or not self.scheduler.has_unfinished
+
+    def check_progress(self, step, before):
+        """The first in order is computed in every step, but while blocks are copied for it."""
+        if not before:
+            return
+        if before[0] is not self.first:
+            self.first, self.idle_steps = before[0], 0
+        if any(chunk.request is self.first for chunk in step.chunks):
+            self.idle_steps = 0
+        else:
+            assert step.stores or any(load.request is self.first for load in step.loads)
+            self.idle_steps += 1
+            assert self.idle_steps <= MOST_IDLE_STEPS
 
     @invariant()
     def blocks_are_accounted_for(self):
@@ -96,28 +174,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         kvcore.check(self.kv)
         held = {id(request.sequence) for request in self.scheduler.running}
         assert held == {id(sequence) for sequence in self.kv.sequences.values()}
+        copies = [r.host_copy.num_blocks for r in self.requests if r.host_copy is not None]
+        left = self.scheduler._room.num_host_blocks_left
+        assert left + sum(copies) == self.config.num_host_blocks
+        assert left >= 0
 
     @invariant()
-    def everyone_is_in_order_of_arrival(self):
+    def everyone_is_in_order_and_somewhere(self):
         if not hasattr(self, "kv"):
             return
-        queued = [r.request_id for r in (*self.scheduler.running, *self.scheduler.waiting)]
-        assert queued == sorted(queued)
-        assert [r.request_id for r in self.admitted] == sorted(r.request_id for r in self.admitted)
-        unfinished = [r.request_id for r in self.requests if not r.is_finished]
-        assert queued == unfinished
+        unfinished = self.unfinished()
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            assert list(queue) == [request for request in unfinished if request in queue]
+        assert len(self.scheduler.running) + len(self.scheduler.waiting) == len(unfinished)
+        assert self.scheduler.has_unfinished == bool(unfinished)
 
     def teardown(self):
         if not hasattr(self, "kv"):
             return
-        owed = sum(2 * request.max_total_tokens for request in self.requests)
+        # The first in order needs at most one step a token, and as many copies.
+        owed = sum((1 + MOST_IDLE_STEPS) * request.max_total_tokens for request in self.requests)
         while self.scheduler.has_unfinished:
             assert owed > 0, "no progress"
             owed -= 1
+            before = self.unfinished()
+            running = {request for request in before if request.status is Status.RUNNING}
             step = self.scheduler.schedule()
-            self.scheduler.update(step, self.model.compute(step))
+            self.check_plan(step, before, running)
+            self.finish_step(step)
         assert self.kv.num_free_blocks == self.kv.num_usable_blocks
         assert not self.kv.sequences
+        self.blocks_are_accounted_for()
         for request in self.requests:
             wanted = undisturbed(request.prompt_tokens, request.params)
             if request.finish_reason is FinishReason.ABORTED:
@@ -126,4 +213,62 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.output_tokens == wanted
 
 
+class SwappingMachine(SchedulerMachine):
+    """Requests that outgrow the pool, and host memory to store them in."""
+
+    @initialize(
+        num_blocks=st.integers(6, 16),
+        block_size=st.integers(1, 2),
+        caching=st.booleans(),
+        num_host_blocks=st.integers(1, 20),
+    )
+    def start(self, num_blocks, block_size, caching, num_host_blocks):
+        self.make(
+            kvcore.KVCacheManager(num_blocks, block_size, enable_caching=caching),
+            max_num_batched_tokens=12,
+            max_num_seqs=4,
+            num_host_blocks=num_host_blocks,
+            watermark=0.0,
+            priority_span=2,
+        )
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        length=st.integers(1, 6),
+        max_tokens=st.integers(4, 10),
+        priority=st.sampled_from([0, 0, -1]),
+        num_samples=st.sampled_from([1, 1, 2]),
+    )
+    def add(self, text, length, max_tokens, priority, num_samples):
+        super().add(text, length, max_tokens, (), priority, num_samples)
+
+
+class BusyMachine(SchedulerMachine):
+    """Steps too small for all that runs."""
+
+    @initialize(budget=st.integers(1, 2), block_size=st.integers(1, 4))
+    def start(self, budget, block_size):
+        self.make(
+            kvcore.KVCacheManager(40, block_size),
+            max_num_batched_tokens=budget,
+            max_num_seqs=4,
+            priority_span=5,
+        )
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestSwappingMachine = SwappingMachine.TestCase
+TestBusyMachine = BusyMachine.TestCase
+
+
+def test_a_window_that_is_found_and_one_that_is_computed_are_one_window():
+    """Counted apart, as blocks to revive and blocks to add, they were more than the pool has."""
+    machine = SchedulerMachine()
+    machine.start(3, 4, 4, 1, True, [kvcore.SlidingWindow(5)], 0, 0.0, 1)
+    for _ in range(2):
+        machine.add(TEXTS[0], 9, 1, (), 0, 1)
+        step = machine.scheduler.schedule()
+        machine.check_plan(step, machine.unfinished(), set())
+        machine.finish_step(step)
+        machine.scheduler.abort(machine.requests[-1])
+    machine.teardown()

@@ -1,12 +1,14 @@
 """Schedulers with a planted bug each: the machine must find every one of them."""
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import kvcore
-from model import Chunk, ModelError, Request, Scheduler, Step
-from tests.model.test_scheduler_machine import SchedulerMachine
+from model import Chunk, ModelError, Request, Scheduler, Status, Step
+from tests.model.test_scheduler_machine import BusyMachine, SchedulerMachine, SwappingMachine
 
 HUNT = settings(
     max_examples=400,
@@ -21,21 +23,43 @@ HUNT = settings(
 
 class ForgetsToCloseThePreempted(Scheduler):
     def _preempt(self, request):
-        kv, self._kv = self._kv, _Without(self._kv, "close")
+        kv, self._room._kv = self._room._kv, _Without(self._room._kv, "close")
         super()._preempt(request)
-        self._kv = kv
+        self._room._kv = kv
 
 
-class PreemptsTheOldest(Scheduler):
+class PreemptsTheFirst(Scheduler):
     def _preempt(self, request):
-        oldest = self._running[0]
-        super()._preempt(oldest)
+        super()._preempt(self._running[0])
 
 
-class AdmitsTheNewestFirst(Scheduler):
-    def add(self, request):
-        super().add(request)
-        self._waiting.rotate(1)
+class StartsTheLastFirst(Scheduler):
+    def _head(self, num_led):
+        request, num_led = super()._head(num_led)
+        return (request and self._waiting[-1]), num_led
+
+
+class SortsByPriorityAlone(Scheduler):
+    """A stream of urgent requests starves all others."""
+
+    def _enqueue(self, request):
+        request.order = (request.priority, request.request_id)
+        super()._enqueue(request)
+
+
+class KeepsNoTokenForTheFirst(Scheduler):
+    """Decodes alone use up every step."""
+
+    def _plan_decodes(self):
+        for request in self.running:
+            is_running = request.status is Status.RUNNING
+            if self._budget and is_running and request.num_uncomputed_tokens == 1:
+                self._plan(request)
+
+
+class WaitsForRoomThatNobodyMakes(Scheduler):
+    def _find_room(self, request):
+        return self._kv.can_reserve(request.running_sequence, 1)
 
 
 class SpendsMoreThanTheBudget(Scheduler):
@@ -65,9 +89,10 @@ class PublishesBeforeItIsComputed(Scheduler):
         return step
 
     def update(self, step, sampled):
-        kv, self._kv = self._kv, _Without(self._kv, "commit")
-        super().update(step, sampled)
+        kv, self._kv = self._kv, _Without(self._kv, "commit_step")
+        orders = super().update(step, sampled)
         self._kv = kv
+        return orders
 
 
 class AbortsWithoutClosing(Scheduler):
@@ -88,10 +113,75 @@ class ForgetsTheOutputWhenItResumes(Scheduler):
 
 
 class AdmitsMoreThanMayRun(Scheduler):
-    def _admissions(self):
-        while self._waiting:
-            self._start(self._waiting.popleft())
-            yield self._running[-1]
+    def _make_way(self, request, num_led):
+        return True
+
+
+class HandsOutWhatIsBeingStored(Scheduler):
+    def _preempt(self, request):
+        super()._preempt(request)
+        for transfer in self._stores:
+            transfer.lease.end()
+
+
+class LoadsFromTheBeginning(Scheduler):
+    """A copy that begins before what the prefix cache still has."""
+
+    def schedule(self):
+        step = super().schedule()
+        loads = tuple(dataclasses.replace(load, first=0) for load in step.loads)
+        self._in_flight = dataclasses.replace(step, loads=loads)
+        return self._in_flight
+
+
+class ForgetsToLoad(Scheduler):
+    def schedule(self):
+        step = super().schedule()
+        for load in step.loads:
+            load.copy.payload = [[None] * self._kv.block_size] * len(load.copy.payload)
+        return step
+
+
+class LosesHostMemory(Scheduler):
+    def finish(self, request, reason):
+        request.host_copy = None
+        return super().finish(request, reason)
+
+
+class UsesACopyWithoutItsBeginning(Scheduler):
+    def _start(self, request):
+        if request.host_copy is not None:
+            request.host_copy.first_block = 0
+        super()._start(request)
+
+
+class ForgetsToCopyForks(Scheduler):
+    def update(self, step, sampled):
+        super().update(step, sampled)
+        return ()
+
+
+class EndsBeforeItForks(Scheduler):
+    """What a finished request leaves is handed out as the target of a copy from another."""
+
+    def update(self, step, sampled):
+        orders = []
+        for chunk in step.chunks:
+            rest = tuple(other for other in step.chunks if other is not chunk)
+            self._in_flight = step = dataclasses.replace(step, chunks=(chunk,))
+            orders += super().update(step, sampled)
+            self._in_flight = step = dataclasses.replace(step, chunks=rest, stores=(), loads=())
+        self._in_flight = None
+        return tuple(orders)
+
+
+class ForksMoreThanMayRun(Scheduler):
+    def _fork(self, leader, follower, orders):
+        limits, self.config = self.config, dataclasses.replace(self.config, max_num_seqs=99)
+        try:
+            return super()._fork(leader, follower, orders)
+        finally:
+            self.config = limits
 
 
 class RefusesWhatJustFits(Scheduler):
@@ -114,24 +204,27 @@ class _Without:
         return (lambda *_: None) if name == self._verb else getattr(self._kv, name)
 
 
-BUGS = (
-    ForgetsToCloseThePreempted,
-    PreemptsTheOldest,
-    AdmitsTheNewestFirst,
-    SpendsMoreThanTheBudget,
-    SamplesInTheMiddleOfAPrompt,
-    PublishesBeforeItIsComputed,
-    AbortsWithoutClosing,
-    ForgetsTheOutputWhenItResumes,
-    AdmitsMoreThanMayRun,
-    RefusesWhatJustFits,
-)
+BUGS = [
+    bug
+    for bug in list(globals().values())
+    if isinstance(bug, type) and issubclass(bug, Scheduler) and bug is not Scheduler
+]
+
+
+SWAPPING = {
+    HandsOutWhatIsBeingStored,
+    LoadsFromTheBeginning,
+    ForgetsToLoad,
+    LosesHostMemory,
+    UsesACopyWithoutItsBeginning,
+}
+MACHINES = dict.fromkeys(SWAPPING, SwappingMachine) | {KeepsNoTokenForTheFirst: BusyMachine}
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_the_machine_catches(bug):
-    class Sabotaged(SchedulerMachine):
+    class Sabotaged(MACHINES.get(bug, SchedulerMachine)):
         scheduler_type = bug
 
-    with pytest.raises((AssertionError, KeyError, ModelError, kvcore.KVCoreError)):
+    with pytest.raises((AssertionError, KeyError, ValueError, ModelError, kvcore.KVCoreError)):
         run_state_machine_as_test(Sabotaged, settings=HUNT)

@@ -69,7 +69,7 @@ class keeps_the_name_of_an_evicted_block(DictionaryAllocator):
         pass
 
 
-@broken("P1", "P2", "P7", "P12", "P18")
+@broken("P1", "P2", "P7")
 class does_not_hold_what_it_hits(DictionaryAllocator):
     """Hits stay in the free list: the next request takes them, perhaps this one itself."""
 
@@ -248,12 +248,28 @@ class LooksUpOnly(DictionaryAllocator):
         return missing + revived <= len(self.free)
 
 
-@broken("P2", "P4", "P13", "P18")
+@broken("P4")
 class admits_hits_without_counting_them(LooksUpOnly):
     """Hits that sit in the free list are counted as room as well, and held before the check."""
 
     def has_room_for(self, missing, revived):
         return missing <= len(self.free)
+
+
+@broken("P12")
+class takes_new_blocks_before_it_holds_its_hits(LooksUpOnly):
+    """A request's own allocation evicts what it is about to use."""
+
+    def reserve(self, request, num_tokens):
+        found = [*request.found]
+        missing = self.blocks(request.computed + num_tokens) - len(found)
+        revived = sum(self.refs[b] == 0 for b in found)
+        if not (request.is_open and found and self.has_room_for(missing, revived)):
+            return super().reserve(request, num_tokens)
+        new = self.take(missing)
+        self.hold(found)
+        request.table, request.found = found + new, []
+        return new
 
 
 @broken("P24")
@@ -350,6 +366,17 @@ class forks_a_half_full_block_without_a_copy(DictionaryAllocator):
         child.table = request.table[: self.blocks(request.computed)]
         self.hold(child.table)
         return child, []
+
+
+@broken("P18", machine=testing.BranchMachine)
+class forks_share_one_list(DictionaryAllocator):
+    """The table of the child is the table of its parent: what one appends, the other has."""
+
+    def fork(self, request):
+        forked = super().fork(request)
+        if forked is not None and not forked[1] and len(forked[0].table) == len(request.table):
+            forked[0].table = request.table
+        return forked
 
 
 @broken("P3")

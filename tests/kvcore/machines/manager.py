@@ -142,7 +142,19 @@ class ManagerMachine(ManagerVerbs):
         self.end(entry)
         return multiple()
 
-    @rule(prompt=PROMPTS, blocks=st.integers(0, 9), again=st.booleans())
+    def press(self, blocks):
+        """Requests that nobody can hit take all empty blocks and some with content, and go."""
+        contents = [self.naive.pool.content_of(b) for b in self.naive.pool.order()]
+        wanted = min(contents.count(None) + blocks, len(contents)) // len(self.groups)
+        passing = []
+        while wanted > 0:
+            passing.append(self.begin([7], None, packed=False))
+            self.reserve(passing[-1], min(wanted, 3) * BLOCK_SIZE)
+            wanted -= 3
+        for entry in passing:
+            self.end(entry)
+
+    @rule(prompt=PROMPTS, blocks=st.integers(0, 5), again=st.booleans())
     def come_back_under_pressure(self, prompt, blocks, again):
         """A request ends, others take some of its blocks, and parts of it come again."""
         for _ in range(1 + again):
@@ -152,9 +164,7 @@ class ManagerMachine(ManagerVerbs):
             self.run(entry)
             self.agree()
             self.end(entry)
-            passing = self.begin([7], None, packed=False)
-            self.reserve(passing, min(blocks * BLOCK_SIZE, self.longest or 99))
-            self.end(passing)
+            self.press(blocks)
         for length in range(BLOCK_SIZE, len(prompt), BLOCK_SIZE):
             self.end(self.begin([*prompt[:length], 8], kvcore.Namespace(), packed=False))
 

@@ -306,10 +306,9 @@ class ManagerVerbs(ManagerChecks):
                 lambda: self.kv.fail_load(real, kept),
             )
             return
-        for number, table in enumerate(real.tables):
-            first = max(kept, table.num_null * table.block_size)
-            for position in range(first, naive.computed):
-                self.spoil(number, tuple(naive.tokens[: position + 1]), self.origin(naive))
+        if kept < naive.computed:
+            for number in range(len(self.groups)):
+                self.spoil(number, tuple(naive.tokens[: kept + 1]), self.origin(naive))
         hit = [other.seq_id for other in self.kv.fail_load(real, kept)]
         kvcore.check(self.kv)
         wanted = self.naive.fail_load(naive, kept, [other for _, other, _ in self.live])

@@ -40,7 +40,7 @@ class manager_leaks_the_half_full_block_on_close(kvcore.KVCacheManager):
         super().close(seq)
 
 
-@sabotage(machines.ManagerMachine, "P3", "P2", rows=(7,))
+@sabotage(machines.ManagerMachine, "P3", "P2", "P1", rows=(7,))
 class manager_lets_go_of_the_last_block_on_two_paths(kvcore.KVCacheManager):
     def truncate(self, seq, num_tokens):
         self._check_open(seq)
@@ -50,7 +50,7 @@ class manager_lets_go_of_the_last_block_on_two_paths(kvcore.KVCacheManager):
         super().truncate(seq, num_tokens)
 
 
-@sabotage(machines.ManagerMachine, "P3", "P2", rows=(9,))
+@sabotage(machines.ManagerMachine, "P3", "P2", "P1", rows=(9,))
 class manager_closes_in_two_parts_that_share_a_block(kvcore.KVCacheManager):
     def close(self, seq):
         self._check_open(seq)

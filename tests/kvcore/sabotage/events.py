@@ -59,17 +59,17 @@ changed("events_tell_stores_before_removals", with_log(BatchingLog), "P21", rows
 
 @in_manager("P21", rows=(85,))
 class events_remove_with_the_first_copy(kvcore.BlockPool):
-    def take(self, num_blocks):
-        for block in list(self.free_blocks())[:num_blocks]:
+    def hand_out(self, blocks, released=None):
+        for block in blocks:
             if self._log is not None and block.node is not None and len(block.node.copies()) > 1:
                 self._log.removed(block.node, block.group)
-        return super().take(num_blocks)
+        super().hand_out(blocks, released)
 
 
 @in_manager("P21", rows=(26,))
 class events_store_every_copy(kvcore.BlockPool):
-    def publish(self, blocks, namespace_key, parent, contents, group=0):
-        super().publish(blocks, namespace_key, parent, contents, group)
+    def attach(self, blocks, namespace_key, above, contents, group):
+        super().attach(blocks, namespace_key, above, contents, group)
         for block in blocks:
             if self._log is not None and block.prev_copy is not None:
                 self._log.stored(block.node, group)

@@ -94,7 +94,7 @@ def groups_drop_a_block_on_every_pass(groups, paths, max_tokens):
     return max(0, longest - step * (len(groups) - 1))
 
 
-@patched(longest_servable, "P24", "P19", "P14", "P18", "P9", rows=(74,), layouts=WINDOWS[1:])
+@patched(longest_servable, "P24", "P7", "P19", "P14", "P18", "P9", rows=(74,), layouts=WINDOWS[1:])
 def groups_hit_what_one_of_them_lacks(groups, paths, max_tokens):
     longest = longest_servable(groups[:1], paths[:1], max_tokens)
     return longest - longest % max(group.block_size for group in groups)

@@ -60,7 +60,7 @@ def items_with_a_mask_are_cached_without_a_key(items, first, stop, block_size):
     return encode_items(plain, first, stop, block_size)
 
 
-@patched(encode_items, *WRONG_HIT, rows=(39,))
+@patched(encode_items, *WRONG_HIT, "P10", rows=(39,))
 def items_leave_out_where_they_stand(items, first, stop, block_size):
     encoded = [b""] * (stop - first)
     for item in items:

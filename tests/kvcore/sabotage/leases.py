@@ -1,8 +1,8 @@
 """Leases and failed loads, broken."""
 
 import kvcore
-from kvcore import prefix
-from kvcore.prefix import distrust_from
+from kvcore import doubt
+from kvcore.doubt import distrust_from
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import changed, sabotage
 
@@ -136,5 +136,5 @@ class loads_fail_without_the_copies_of_forks(kvcore.KVCacheManager):
     def fail_load(self, seq, num_tokens):
         if not 0 <= num_tokens <= seq.num_computed_tokens:
             return super().fail_load(seq, num_tokens)
-        doubtful = prefix._doubtful(seq, num_tokens)
-        return prefix._take_from_all(self.pool, doubtful, list(self.sequences.values()))
+        doubtful = doubt._doubtful(self.pool, seq, num_tokens)
+        return doubt._take_from_all(self.pool, doubtful, list(self.sequences.values()))

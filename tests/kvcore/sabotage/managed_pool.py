@@ -14,18 +14,17 @@ class manager_hands_out_the_null_block(kvcore.BlockPool):
 
 @in_manager("P7", "P10", "P6", rows=(22, 100))
 class manager_finds_what_was_evicted(kvcore.BlockPool):
-    def take(self, num_blocks):
-        stale = [(block, block.node) for block in self.free_blocks()][:num_blocks]
-        taken = super().take(num_blocks)
+    def hand_out(self, blocks, released=None):
+        stale = [(block, block.node) for block in blocks]
+        super().hand_out(blocks, released)
         for block, node in stale:
             if node is not None:
                 block.node, node.first_copy, node.last_copy = node, block, block
-        return taken
 
 
 @in_manager("P2", "P7", "P1", "P13", rows=(47,))
 class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):
-    def hold(self, blocks, kept=()):
+    def revive(self, blocks):
         pass
 
 
@@ -97,8 +96,8 @@ class manager_never_hits(kvcore.BlockPool):
 
 @in_manager("P15", rows=(95,))
 class manager_releases_the_head_first(kvcore.BlockPool):
-    def release(self, blocks):
-        super().release(blocks[::-1])
+    def drop(self, blocks):
+        super().drop(blocks[::-1])
 
 
 @in_manager("P4", "P6", rows=(64,))
@@ -131,8 +130,8 @@ class manager_lets_twins_overwrite_each_other(kvcore.BlockPool):
 
 @in_manager("P9", "P6", rows=(86,))
 class manager_gives_a_second_copy_no_identity(kvcore.BlockPool):
-    def publish(self, blocks, namespace_key, parent, contents, group=0):
-        super().publish(blocks, namespace_key, parent, contents, group)
+    def attach(self, blocks, namespace_key, above, contents, group):
+        super().attach(blocks, namespace_key, above, contents, group)
         for block in blocks:
             if block.prev_copy is not None:
                 self.trees[group].detach(block)

@@ -1,0 +1,25 @@
+"""Compile what layers need before the first request: one small call of each kind of layer.
+
+A kernel here is compiled once for each pair of dtypes, whatever the sizes and features.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from backends.contract import Backend, LayerCall, PagedBatch
+
+
+def warm_up(backend: Backend, layers: Sequence[LayerCall]) -> None:
+    """Run every operation once a pair of dtypes, on small tensors; see `Backend.warmup`."""
+    for dtype, kind in {(layer.dtype, layer.k_cache.dtype): None for layer in layers}:
+        caches = [torch.zeros(2, 2, 1, 8).to(kind) for _ in range(2)]
+        rows = torch.zeros(2, 1, 8, dtype=dtype)
+        slots = torch.empty(2, dtype=torch.int64)
+        starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, 2], [2]))
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        backend.compute_slot_mapping(starts, lengths, table, 2, slots)
+        backend.store_kv(rows, rows, caches[0], caches[1], slots)
+        backend.copy_blocks(caches, torch.tensor([[0, 1]]))
+        batch = PagedBatch(starts, lengths, table, slots, 2, 2)
+        backend.paged_attention(rows, caches[0], caches[1], batch, scale=1.0)

@@ -1,0 +1,115 @@
+"""Compile what layers need before the first request: every variant that their calls can ask for.
+
+Each operation is called as layers will call it, on batches in which no sequence has a query token,
+so that kernels start and return. Variants differ by the layer, by the length of decode's planning
+vector and by whether its merge has many programs: the smallest and the largest batch of each length
+meet them all.
+"""
+
+from collections.abc import Hashable, Iterator, Sequence
+
+import torch
+
+from backends.contract import Backend, LayerCall, PagedBatch, SharedPrefix
+from backends.triton_gpu import cascade, copy_blocks, decode, merge, slot_mapping, store_kv
+from backends.triton_gpu.place import Place
+from backends.triton_gpu.splits import VECTORS
+from backends.triton_gpu.terms import Terms
+
+
+def warm_up(
+    backend: Backend,
+    place: Place,
+    layers: Sequence[LayerCall],
+    max_num_seqs: int,
+    max_query_len: int,
+) -> None:
+    """Call every operation in every way that asks for a variant; see `Backend.warmup`."""
+    for layer in layers:
+        device = layer.k_cache.device
+        for num_seqs in batch_sizes(max_num_seqs):
+            batch = _idle(device, num_seqs, num_seqs, 1)
+            _attend(backend, layer, batch)
+            if layer.shared_prefix and num_seqs <= VECTORS[-1]:
+                _share(place, layer, batch)
+        for num_seqs in (1, 2) if max_query_len > 1 else ():
+            for query_len in sorted({2, max_query_len}):
+                _attend(backend, layer, _idle(device, num_seqs, query_len, query_len))
+        batch = _idle(device, 1, 1, 1)
+        _, num_kv_heads, head_dim = layer.k_cache.shape[1:]
+        rows = torch.zeros(1, num_kv_heads, head_dim, dtype=layer.dtype, device=device)
+        store: dict[str, torch.Tensor | None] = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        backend.store_kv(rows, rows, layer.k_cache, layer.v_cache, batch.slot_mapping, **store)
+        backend.compute_slot_mapping(
+            batch.query_start_loc, batch.seq_lens, batch.block_table, layer.k_cache.shape[1],
+            batch.slot_mapping,
+        )  # fmt: skip
+    caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+    if caches:  # the first block onto itself
+        backend.copy_blocks(
+            caches, torch.zeros(1, 2, dtype=torch.int64, device=caches[0].device)
+        )
+
+
+def batch_sizes(max_num_seqs: int) -> list[int]:
+    """The smallest and the largest batch of each planning vector, and one that is not planned."""
+    sizes, last = set(), 0
+    for vector in VECTORS:
+        if last < max_num_seqs:
+            sizes |= {last + 1, min(vector, max_num_seqs)}
+        last = vector
+    if max_num_seqs > last:
+        sizes.add(last + 1)
+    return sorted(sizes)
+
+
+def compiled() -> frozenset[Hashable]:
+    """Every variant of our kernels but prefill's that this process has used so far."""
+    launchers = (
+        cascade._attend_prefix, copy_blocks._copy, decode._attend_chunk, merge._merge_chunks,
+        slot_mapping._fill, store_kv._scatter,
+    )  # fmt: skip
+    return frozenset((i, key) for i, each in enumerate(launchers) for key in each.compiled())
+
+
+def _idle(device: torch.device, num_seqs: int, rows: int, query_len: int) -> PagedBatch:
+    """A batch of sequences without query tokens, whose host-side numbers say otherwise."""
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
+    return PagedBatch(
+        zeros(num_seqs + 1), zeros(num_seqs), zeros(num_seqs, 1), slots, query_len, 1
+    )
+
+
+def _queries(layer: LayerCall, batch: PagedBatch) -> torch.Tensor:
+    shape = (batch.num_tokens, layer.num_q_heads, layer.k_cache.shape[3])
+    return torch.zeros(shape, dtype=layer.dtype, device=batch.device)
+
+
+def _attend(backend: Backend, layer: LayerCall, batch: PagedBatch) -> None:
+    for batch_invariant in {False, layer.batch_invariant}:
+        backend.paged_attention(
+            _queries(layer, batch), layer.k_cache, layer.v_cache, batch,
+            scale=1.0, window=layer.window, soft_cap=layer.soft_cap, sinks=layer.sinks,
+            k_scale=layer.k_scale, v_scale=layer.v_scale, batch_invariant=batch_invariant,
+        )  # fmt: skip
+
+
+def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:
+    """Decode behind a prefix of one token, whether or not that pays."""
+    e4m3 = layer.k_cache.dtype == torch.float8_e4m3fn
+    if layer.window is not None or layer.dtype.itemsize != 2:
+        return
+    terms = Terms(
+        1.0, None, layer.soft_cap, layer.sinks, e4m3, layer.k_scale, layer.v_scale
+    )
+    query = _queries(layer, batch)
+    out = torch.empty_like(query)
+    caches = (layer.k_cache, layer.v_cache)
+    prefix = SharedPrefix(0, batch.num_seqs, 1)
+    shared = cascade.attend_prefix(place, query, *caches, batch, terms, prefix)
+    plan = decode.plan_decode(place, query, *caches, batch, out, terms, shared=shared)
+    decode.decode(plan, query, *caches, batch, out, terms, shared)

@@ -1,0 +1,158 @@
+"""`--workload host`: what a step costs the host, beside the network.
+
+Decides: what host work is: every phase of a step but `forward`, of the real engine, with a network
+so small that it says nothing (one layer, 16 numbers a token), all requests decoding; and what of it
+the allocator alone needs for the same steps: `reserve_step`, `write_step`, `commit_step` and an
+`append` a sequence.
+
+Invariants: only steps in which every request decodes are counted; lengths are spread, so that in
+every step one sequence in `block_size` takes a block; times are medians over the steps.
+
+Does not know: how a step is run.
+"""
+
+import json
+import statistics
+import sys
+import time
+from array import array
+from dataclasses import asdict, dataclass
+
+import torch
+
+import backends
+import kvcore
+from model.bench.args import HostOptions
+from model.bench.networks import load
+from model.config import EngineConfig
+from model.engine import Engine
+from model.params import SamplingParams
+from model.session import choose_threads
+from model.trace import FORWARD, PHASES, StepRecord
+
+_PROMPT_LEN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """What was found; times of a step in microseconds, medians.
+
+    Attributes:
+        num_running: requests that decode at once.
+        num_steps: steps that were counted.
+        phases_us: each phase but `forward`.
+        host_us: all of them together.
+        allocator_us: the allocator alone.
+    """
+
+    num_running: int
+    num_steps: int
+    phases_us: dict[str, float]
+    host_us: float
+    allocator_us: float
+
+
+def execute(options: HostOptions) -> None:
+    """Measure and print.
+
+    Raises:
+        ModelError: the options cannot be run.
+    """
+    report = measure(options)
+    if options.json:
+        json.dump({"workload": "host", **asdict(report)}, sys.stdout)
+        print()
+    else:
+        print(table(report))
+
+
+def measure(options: HostOptions) -> HostReport:
+    """Run the engine, then the allocator. O(steps * requests)."""
+    steps = _run_engine(options)
+    phases: dict[str, list[int]] = {name: [] for name in PHASES if name != FORWARD}
+    for step in steps:
+        for name, begin, end in step.phases():
+            if name != FORWARD:
+                phases[name].append(end - begin)
+    return HostReport(
+        num_running=options.num_running,
+        num_steps=len(steps),
+        phases_us={name: statistics.median(times) / 1e3 for name, times in phases.items()},
+        host_us=statistics.median(map(sum, zip(*phases.values(), strict=True))) / 1e3,
+        allocator_us=_allocator_us(options),
+    )
+
+
+def table(report: HostReport) -> str:
+    """The report as aligned lines. O(1)."""
+    each = report.num_running
+    lines = [f"{each} requests decode, {report.num_steps} steps", ""]
+    lines.append(f"{'':<12}{'us a step':>12}{'us a request':>14}")
+    rows = {**report.phases_us, "host": report.host_us, "allocator": report.allocator_us}
+    lines += [f"{name:<12}{us:>12,.1f}{us / each:>14.2f}" for name, us in rows.items()]
+    return "\n".join(lines)
+
+
+def _lengths(options: HostOptions) -> list[int]:
+    return [_PROMPT_LEN + number % options.block_size for number in range(options.num_running)]
+
+
+def _num_blocks(options: HostOptions) -> int:
+    longest = max(_lengths(options)) + options.num_steps + options.num_running
+    return 1 + options.num_running * (longest // options.block_size + 2)
+
+
+def _run_engine(options: HostOptions) -> list[StepRecord]:
+    """The steps in which all requests decode."""
+    backend = backends.get_backend("auto")
+    model = load("nothing", backend.device, torch.float32, dummy_weights=True)
+    choose_threads(model)
+    config = EngineConfig(
+        num_blocks=_num_blocks(options),
+        block_size=options.block_size,
+        max_num_seqs=options.num_running,
+        max_num_batched_tokens=max(2048, options.num_running),
+    )
+    engine = Engine(model, backend, config)
+    vocab_size = model.network.config.get_text_config().vocab_size
+    requests = [
+        engine.add_request(
+            # No two begin alike, or they would share blocks.
+            [number % vocab_size, number // vocab_size, *[0] * (length - 2)],
+            SamplingParams(max_tokens=2 * options.num_running + options.num_steps, ignore_eos=True),
+        )
+        for number, length in enumerate(_lengths(options))
+    ]
+    while any(request.num_output_tokens == 0 for request in requests):
+        engine.step()
+    recorder = engine.record()
+    for _ in range(options.num_steps):
+        engine.step()
+    for request in requests:
+        engine.abort(request)
+    return [step for step in recorder.steps if step.num_decode_tokens == options.num_running]
+
+
+def _allocator_us(options: HostOptions) -> float:
+    """What kvcore needs for a decode step of as many sequences of the same lengths."""
+    kv = kvcore.KVCacheManager(_num_blocks(options), options.block_size)
+    seqs = []
+    for number, length in enumerate(_lengths(options)):
+        seq = kv.open([number, *[0] * (length - 1)])
+        kv.reserve(seq, length)
+        kv.commit(seq, length)
+        seqs.append(seq)
+    stride = max(_lengths(options)) // options.block_size + options.num_steps + 1
+    tables = array("i", [0] * (stride * len(seqs)))
+    slots = array("q", [0] * len(seqs))
+    ones = [1] * len(seqs)
+    times = []
+    for number in range(options.num_steps):
+        begin = time.perf_counter_ns()
+        for seq in seqs:
+            kv.append(seq, number)
+        kv.reserve_step(seqs, ones)
+        kv.write_step(seqs, tables, slots, row_stride=stride)
+        kv.commit_step(seqs, ones)
+        times.append(time.perf_counter_ns() - begin)
+    return statistics.median(times) / 1e3

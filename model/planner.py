@@ -1,0 +1,230 @@
+"""The plan of a step: who computes what, who starts, who gives way.
+
+Requests have an order: by arrival, one level of priority moving a request ahead of the next
+`priority_span` arrivals and no more, so that no stream of others can starve it. Under a budget of
+tokens a step, decodes go first; what is left goes in order to prefills, in pieces (chunked prefill,
+as in Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requests. Blocks are
+taken chunk by chunk, so that a window group never holds more than a window and a chunk.
+
+Where a running request finds no block, the last in order gives up its own (recomputation or
+swapping, as in vLLM, Kwon et al. 2023, arXiv:2309.06180; `room.py` has the rule); so does one that
+runs although a waiting one comes before it and would fit then.
+
+Invariants:
+- `running` and `waiting` are each in order; a start never overtakes one that waits, but for samples
+  that wait for their leader;
+- the first in order goes on in every step, but for those in which its blocks or those that it waits
+  for are copied: a token of the budget is kept for it and all others can be preempted for it;
+- a step never exceeds the budget, and a request that does not run holds no blocks.
+
+Does not know: how requests come and end (`scheduler.py`), how a token is computed or sampled, how a
+block is copied.
+"""
+
+from bisect import insort
+from dataclasses import replace
+
+import kvcore
+from model.config import SchedulerConfig
+from model.request import Request, Status
+from model.room import Room
+from model.step import Chunk, SchedulerStats, Step, Transfer
+
+
+class StepPlanner:
+    """The requests of a scheduler, and the step that is being planned."""
+
+    def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
+        self.config = config
+        self.stats = SchedulerStats()
+        self._kv = kv
+        self._room = Room(kv, config)
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._budget = 0
+        self._planned: dict[int, Chunk] = {}
+        self._stores: list[Transfer] = []
+        self._loads: list[Transfer] = []
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """The running requests, in order. O(num_running)."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The waiting and preempted requests, in order. O(num_waiting)."""
+        return tuple(self._waiting)
+
+    def plan(self) -> Step:
+        """Plan the next step and take its blocks. O(num_running + tokens of the admitted prompts).
+
+        The step before has been updated.
+        """
+        self._budget = self.config.max_num_batched_tokens
+        self._planned, self._stores, self._loads = {}, [], []
+        self._plan_decodes()
+        self._plan_others()
+        step = Step(self._with_followers(), tuple(self._stores), tuple(self._loads))
+        self.stats.num_steps += bool(step.chunks)
+        self.stats.peak_running = max(self.stats.peak_running, len(self._running))
+        return step
+
+    def _plan_decodes(self) -> None:
+        """Plan the requests with one token to compute, a token kept for the first in order."""
+        first = self._head(0)[0]
+        if self._running and (first is None or self._running[0].order < first.order):
+            first = self._running[0]
+        decodes = [r for r in self._running if r.num_uncomputed_tokens == 1]
+        kept = first is not None and (not decodes or decodes[0] is not first)
+        decodes = decodes[: self._budget - kept]
+        try:
+            self._kv.reserve_step([r.running_sequence for r in decodes], [1] * len(decodes))
+        except kvcore.OutOfBlocksError:
+            for request in decodes:
+                if request.status is Status.RUNNING:
+                    self._plan(request)
+        else:
+            for request in decodes:
+                self._add_chunk(request, 1)
+
+    def _plan_others(self) -> None:
+        """Plan prefills and starts in order; the first that cannot start holds up those behind."""
+        prefills = [r for r in self._running if r.num_uncomputed_tokens > 1]
+        prefills.reverse()
+        may_start = True
+        while self._budget:
+            while prefills and prefills[-1].status is not Status.RUNNING:
+                prefills.pop()
+            request, num_led = self._head(0) if may_start else (None, 0)
+            if prefills and (request is None or prefills[-1].order < request.order):
+                self._plan(prefills.pop())
+            elif request is None:
+                return
+            elif self._make_way(request, num_led):
+                self._start(request)
+            else:
+                may_start = False
+
+    def _head(self, num_led: int) -> tuple[Request | None, int]:
+        """The first that could start, and how many before it wait for their leaders."""
+        for request in self._waiting:
+            if not request.is_led:
+                return request, num_led
+            num_led += 1
+        return None, num_led
+
+    def _make_way(self, request: Request, num_led: int) -> bool:
+        """Whether a waiting request can start now, after preempting what comes behind it."""
+        if any(transfer.request is request for transfer in self._stores):
+            return False  # it has just given way itself
+        while True:
+            has_seat = len(self._running) + num_led < self.config.max_num_seqs
+            plan = self._kv.plan(request.tokens)
+            missing = self._room.wanted(request, plan) - plan.num_free_blocks
+            missing += self._room.promised(self._running, num_led)
+            if has_seat and missing <= 0:
+                return request.host_copy is not None or not self._is_prefix_in_flight(
+                    request, plan.num_cached_tokens
+                )
+            if has_seat and missing <= self._room.num_freeing:
+                return False
+            if not self._helps_to_preempt(request, plan, num_led):
+                return False
+            self._preempt(self._running[-1])
+
+    def _helps_to_preempt(self, request: Request, plan: kvcore.Plan, num_led: int) -> bool:
+        """Whether a waiting request fits once all that come behind it have given way."""
+        stay = [r for r in self._running if r.order < request.order]
+        victims = self._running[len(stay) :]
+        if not victims or len(stay) + num_led >= self.config.max_num_seqs:
+            return False
+        gained = self._room.num_freeing + sum(map(self._room.num_exclusive, victims))
+        wanted = self._room.wanted(request, plan) + self._room.promised(stay, num_led)
+        return not stay or wanted <= plan.num_free_blocks + gained
+
+    def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
+        """Whether a request before it is about to compute the next block this one could hit."""
+        end = num_cached_tokens + self._kv.block_size
+        if not self._kv.enable_caching or end >= len(request.tokens):
+            return False
+        prefix = request.tokens[:end]
+        return any(
+            other.order < request.order
+            and other.running_sequence.num_computed_tokens < end
+            and other.tokens[:end] == prefix
+            for other in self._running
+        )
+
+    def _start(self, request: Request) -> None:
+        self._waiting.remove(request)
+        load = self._room.enter(request)
+        self._run(request)
+        if request.num_preemptions == 0:
+            self.stats.num_prompt_tokens += request.num_prompt_tokens
+            self.stats.num_hit_tokens += request.num_cached_tokens
+        if load is None:
+            self._plan(request)
+        else:
+            self._loads.append(load)
+            self.stats.num_loads += 1
+
+    def _plan(self, request: Request) -> None:
+        """Plan what fits of a running request into budget and blocks; it may have to wait."""
+        if self._find_room(request):
+            wanted = min(request.num_uncomputed_tokens, self._budget)
+            num_tokens = self._room.num_reservable(request, wanted)
+            self._kv.reserve(request.running_sequence, num_tokens)
+            self._add_chunk(request, num_tokens)
+
+    def _find_room(self, request: Request) -> bool:
+        """Whether a running request can have a token, after preempting what comes behind it."""
+        while not self._kv.can_reserve(request.running_sequence, 1):
+            last = self._running[-1]
+            if last is request or self._room.is_coming(request):
+                return False
+            self._preempt(last)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        chunk = self._planned.pop(request.request_id, None)
+        if chunk is not None:
+            self._budget += chunk.num_tokens
+        transfer = self._room.give_up(request)
+        if transfer is not None:
+            self._stores.append(transfer)
+            self.stats.num_swaps += 1
+        self._enqueue(request)
+        self.stats.num_preemptions += 1
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self._waiting, request, key=_order)
+
+    def _run(self, request: Request) -> None:
+        insort(self._running, request, key=_order)
+
+    def _add_chunk(self, request: Request, num_tokens: int) -> None:
+        start = request.running_sequence.num_computed_tokens
+        samples = start + num_tokens == len(request.tokens)
+        self._planned[request.request_id] = Chunk(request, start, num_tokens, samples)
+        self._budget -= num_tokens
+
+    def _with_followers(self) -> tuple[Chunk, ...]:
+        """The planned chunks, each with the samples that wait for it and have a seat."""
+        followers: dict[int, list[Request]] = {}
+        for request in self._waiting:
+            if request.leader is not None and request.is_led:
+                followers.setdefault(request.leader.request_id, []).append(request)
+        if not followers:
+            return tuple(self._planned.values())
+        return tuple(
+            replace(chunk, followers=tuple(followers.get(chunk.request.request_id, ())))
+            if chunk.samples
+            else chunk
+            for chunk in self._planned.values()
+        )
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

@@ -1,0 +1,68 @@
+"""After a warm-up no call needs a variant that has not been met: random batches; by test_triton.
+
+In Triton's interpreter, which counts variants and compiles nothing.
+"""
+
+import random
+import sys
+
+import torch
+
+import backends
+from backends import LayerCall
+from backends.conformance import AttentionCase
+from backends.conformance.cases import bits, build
+from backends.triton_gpu import cascade
+from backends.triton_gpu.warm_up import batch_sizes, compiled
+
+MAX_NUM_SEQS, MAX_QUERY_LEN = 40, 6
+TRITON = backends.get_backend("triton")
+CASE = AttentionCase("", (), num_kv_heads=1, group=2, head_dim=16, dtype=torch.float16)
+
+
+def layer_of(inputs, **changes):
+    fields = {"num_q_heads": 2, "dtype": torch.float16, "shared_prefix": True}
+    return LayerCall(k_cache=inputs.k_cache, v_cache=inputs.v_cache, **(fields | changes))
+
+
+def random_case(draw):
+    count = draw.choice((1, 2, 15, 16, 17, 40))
+    shared = 16 * draw.randint(0, 1)
+    seqs = tuple((1, draw.randint(shared + 1, 40)) for _ in range(count))
+    if count < 3:
+        seqs += ((draw.randint(1, MAX_QUERY_LEN), 22),)
+    return CASE.with_(seqs=seqs, shared=shared)
+
+
+def main():
+    assert batch_sizes(1) == [1]
+    assert batch_sizes(40) == [1, 2, 16, 17, 40]
+    assert batch_sizes(5000) == [1, 2, 16, 17, 64, 65, 256, 257, 1024, 1025]
+    cascade.WORTH_BYTES = 0
+    inputs = build(CASE.with_(seqs=((1, 20), (2, 30))), torch.device("cpu"))
+    before = bits(inputs.k_cache), bits(inputs.v_cache)
+    TRITON.warmup([layer_of(inputs)], max_num_seqs=MAX_NUM_SEQS, max_query_len=MAX_QUERY_LEN)
+    assert torch.equal(bits(inputs.k_cache), before[0])
+    assert torch.equal(bits(inputs.v_cache), before[1])
+    known = compiled()
+    draw = random.Random(1)
+    for _ in range(4):
+        step = build(random_case(draw), torch.device("cpu"))
+        step.run(TRITON)
+        rows = torch.zeros(3, 1, 16, dtype=torch.float16)
+        slots = torch.tensor([1, -1, 9])
+        TRITON.store_kv(rows, rows, step.k_cache, step.v_cache, slots)
+        TRITON.compute_slot_mapping(
+            step.batch.query_start_loc, step.batch.seq_lens, step.batch.block_table, 16,
+            torch.empty(step.query.shape[0], dtype=torch.int64),
+        )  # fmt: skip
+        TRITON.copy_blocks([step.k_cache, step.v_cache], torch.tensor([[1, 2]]))
+        assert compiled() == known, compiled() - known
+    step = build(CASE.with_(seqs=((1, 9),), window=5), torch.device("cpu"))
+    step.run(TRITON)
+    assert compiled() > known  # a window that the warm-up was not told of
+    sys.stdout.write("nothing is left to compile\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The free queue by example, and what it refuses."""
+
+import pytest
+
+import kvcore
+
+
+@pytest.fixture
+def queue():
+    queue = kvcore.FreeQueue()
+    for number in range(1, 5):
+        queue.push_back(kvcore.Block(number))
+    return queue
+
+
+def ids(queue):
+    return [block.block_id for block in queue]
+
+
+def test_what_comes_first_goes_first(queue):
+    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
+    assert [queue.pop_front().block_id for _ in range(4)] == [1, 2, 3, 4]
+    assert (ids(queue), len(queue)) == ([], 0)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_block_leaves_from_where_it_stands_and_can_come_back(queue, number):
+    block = next(block for block in queue if block.block_id == number)
+    queue.remove(block)
+    rest = [other for other in (1, 2, 3, 4) if other != number]
+    assert (ids(queue), len(queue)) == (rest, 3)
+    assert (block.prev_free, block.next_free) == (None, None)
+    queue.push_back(block)
+    assert (ids(queue), len(queue)) == ([*rest, number], 4)
+
+
+def test_an_empty_queue_gives_nothing():
+    queue = kvcore.FreeQueue()
+    with pytest.raises(kvcore.BlockStateError, match="queue is empty"):
+        queue.pop_front()
+    assert (ids(queue), len(queue)) == ([], 0)
+
+
+def test_a_block_that_waits_already_is_refused(queue):
+    waiting = next(iter(queue))
+    empty = kvcore.Block(9)
+    empty.next_free = empty  # free without content: how the pool marks it
+    for block in (waiting, empty):
+        with pytest.raises(kvcore.BlockStateError, match=f"push_back.*Block\\({block.block_id},"):
+            queue.push_back(block)
+    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
+
+
+def test_a_block_that_does_not_wait_here_is_refused(queue):
+    held = kvcore.Block(8)
+    empty = kvcore.Block(9)
+    empty.next_free = empty
+    for block in (held, empty):
+        with pytest.raises(kvcore.BlockStateError, match=f"remove.*Block\\({block.block_id},"):
+            queue.remove(block)
+    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
+
+
+def test_the_ends_of_a_queue_are_never_taken_for_blocks():
+    queue = kvcore.FreeQueue()
+    assert (queue._head.block_id, queue._tail.block_id) == (-1, -2)
+
+
+def test_broken_links_are_an_error_and_no_endless_walk(queue):
+    queue._tail.prev_free = None
+    with pytest.raises(kvcore.BlockStateError):
+        queue.push_back(kvcore.Block(5))
+    queue._head.next_free = None
+    assert ids(queue) == []
+    with pytest.raises(kvcore.BlockStateError, match="queue is empty"):
+        queue.pop_front()

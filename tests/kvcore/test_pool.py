@@ -1,0 +1,440 @@
+"""The pool by example: seven blocks, one token a block, ids by hand."""
+
+import pytest
+
+import kvcore
+from tests.kvcore.views import pool_view
+
+
+def token(number):
+    return kvcore.pack([number]).tobytes()
+
+
+@pytest.fixture
+def pool():
+    return kvcore.BlockPool(8, 1)
+
+
+def ids(blocks):
+    return [block.block_id for block in blocks]
+
+
+def published(pool, *tokens, namespace=b"n"):
+    """Take a block for each token, one after the other in a prefix."""
+    blocks = pool.take(len(tokens))
+    pool.publish(blocks, namespace, None, [token(number) for number in tokens])
+    return blocks
+
+
+def refused(pool, error, message, call):
+    before = pool_view(pool)
+    with pytest.raises(error, match=message):
+        call()
+    assert pool_view(pool) == before
+
+
+# Sizes and counters.
+
+
+def test_a_new_pool_has_every_block_but_the_null_block_free(pool):
+    assert ids(pool.blocks) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert ids(pool.free_blocks()) == [1, 2, 3, 4, 5, 6, 7]
+    assert (pool.num_usable_blocks, pool.num_free_blocks, pool.num_used_blocks) == (7, 7, 0)
+    assert (pool.peak_used_blocks, pool.num_allocated_blocks, pool.num_evicted_blocks) == (0, 0, 0)
+    assert (pool.num_cached_blocks, pool.step, pool.last_event) == (0, 0, 0)
+    assert pool.block_sizes == (1,)
+    assert pool.lifetimes is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1, 1), "num_blocks: wanted 2 to 2147483647, got 1"),
+        ((2**31, 1), f"got {2**31}"),
+        ((2, 0), "block_size: wanted 1 to 1048576, got 0"),
+        ((2, 4, 2**20 + 1), f"block_size.*got {2**20 + 1}"),
+    ],
+)
+def test_a_size_out_of_range_is_named(sizes, message):
+    with pytest.raises(kvcore.InvalidArgumentError, match=message):
+        kvcore.BlockPool(*sizes)
+
+
+def test_the_smallest_pool_and_the_largest_block_are_allowed():
+    pool = kvcore.BlockPool(2, 1, 2**20)
+    assert (pool.num_usable_blocks, pool.block_sizes) == (1, (1, 2**20))
+
+
+def test_counters_count_what_was_taken_evicted_and_held_at_once(pool):
+    pool.release(published(pool, 1, 2, 3))
+    pool.take(5)
+    assert (pool.num_allocated_blocks, pool.num_evicted_blocks) == (8, 1)
+    assert (pool.num_used_blocks, pool.num_free_blocks, pool.peak_used_blocks) == (5, 2, 5)
+    assert pool.num_cached_blocks == 2
+    pool.release(pool.blocks[4:6])
+    assert (pool.num_used_blocks, pool.peak_used_blocks) == (3, 5)
+    hits = pool.match(b"n", token(1) + token(2), 2)
+    assert ids(hits) == []  # block 1 stood first, and is gone
+    pool.hold([pool.blocks[2]])
+    assert (pool.num_used_blocks, pool.peak_used_blocks) == (4, 5)
+
+
+def test_reviving_blocks_counts_for_the_peak(pool):
+    blocks = published(pool, 1, 2)
+    pool.release(blocks)
+    pool.take(2)
+    assert pool.peak_used_blocks == 2
+    pool.hold(blocks)
+    assert pool.peak_used_blocks == 4
+
+
+# Take.
+
+
+def test_taken_blocks_are_held_once_and_nowhere_else(pool):
+    taken = pool.take(3)
+    assert ids(taken) == [1, 2, 3]
+    assert [block.ref_count for block in taken] == [1, 1, 1]
+    assert [block.next_free for block in taken] == [None] * 3
+    assert ids(pool.free_blocks()) == [4, 5, 6, 7]
+    assert pool.take(0) == []
+
+
+def test_what_is_taken_next_is_told_and_stays_where_it_is(pool):
+    pool.release(published(pool, 1, 2, 3)[::-1])
+    before = pool_view(pool)
+    for count in range(8):
+        told = pool.next_blocks(count)
+        assert ids(told) == [4, 5, 6, 7, 3, 2, 1][:count]
+    assert pool_view(pool) == before
+    refused(pool, kvcore.OutOfBlocksError, "needed 8.* 7 available", lambda: pool.next_blocks(8))
+
+
+def test_more_than_there_is_cannot_be_taken(pool):
+    pool.release(published(pool, 1, 2))
+    held = pool.take(1)
+    refused(pool, kvcore.OutOfBlocksError, "needed 7.* 6 available", lambda: pool.take(7))
+    refused(pool, kvcore.InvalidArgumentError, "num_blocks.*-1", lambda: pool.take(-1))
+    assert ids(pool.take(6)) == [4, 5, 6, 7, 1, 2]
+    refused(pool, kvcore.OutOfBlocksError, "needed 1.* 0 available", lambda: pool.take(1))
+    assert ids(held) == [3]
+
+
+def test_empty_blocks_go_before_idle_ones_and_those_before_kept_ones(pool):
+    idle, kept, empty = published(pool, 1), published(pool, 2), pool.take(1)
+    pool.keep(kept[0], [(1, 10)])
+    for blocks in (kept, idle, empty):
+        pool.release(blocks)
+    assert ids(pool.free_blocks()) == [3, 4, 5, 6, 7, 1, 2]
+    assert (pool.num_free_blocks, pool.num_used_blocks) == (7, 0)
+    assert ids(pool.take(7)) == [3, 4, 5, 6, 7, 1, 2]
+    assert pool.shelf.kept == {}
+    assert pool.num_evicted_blocks == 2
+    assert pool.num_cached_blocks == 0
+
+
+# Hold.
+
+
+def test_holding_a_free_block_takes_it_out_of_the_free_ones(pool):
+    first, second = published(pool, 1, 2)
+    pool.release([second, first])
+    pool.hold([second, second])
+    assert (first.ref_count, second.ref_count) == (0, 2)
+    assert ids(pool.free_blocks()) == [3, 4, 5, 6, 7, 1]
+    assert pool.num_free_blocks == 6
+
+
+def test_a_kept_block_leaves_its_shelf_when_it_is_held_and_comes_back_to_it(pool):
+    (block,) = published(pool, 1)
+    pool.keep(block, [(2, 9)])
+    pool.release([block])
+    assert (pool.shelf.num_free, pool.free_queue.length) == (1, 0)
+    pool.hold([block])
+    assert (pool.shelf.num_free, pool.num_free_blocks) == (0, 6)
+    pool.release([block])
+    assert (pool.shelf.num_free, pool.num_free_blocks) == (1, 7)
+
+
+def test_an_idle_block_is_held_also_while_others_are_kept(pool):
+    idle, kept = published(pool, 1), published(pool, 2)
+    pool.keep(kept[0], [(1, 9)])
+    pool.release([*idle, *kept])
+    pool.hold(idle)
+    assert (pool.free_queue.length, pool.shelf.num_free) == (0, 1)
+
+
+def test_what_is_held_can_be_kept_with_the_same_call(pool):
+    (block,) = published(pool, 1)
+    pool.release([block])
+    pool.hold([block], [(block, ((3, 9),))])
+    assert pool.shelf.kept == {1: ((3, 9),)}
+
+
+def test_what_cannot_be_held_is_named(pool):
+    (block,) = published(pool, 1)
+    empty, stranger = pool.blocks[5], kvcore.BlockPool(8, 1).blocks[1]
+    for wrong, error in (
+        (empty, kvcore.BlockStateError),
+        (stranger, kvcore.ForeignBlockError),
+        (pool.blocks[0], kvcore.ForeignBlockError),
+        (kvcore.Block(-1), kvcore.ForeignBlockError),
+        (kvcore.Block(8), kvcore.ForeignBlockError),
+    ):
+        message = rf"Block\({wrong.block_id},"
+        refused(pool, error, message, lambda wrong=wrong: pool.hold([block, wrong]))
+        for call in (pool.release, pool.forget):
+            if error is kvcore.ForeignBlockError:
+                refused(pool, error, message, lambda c=call, w=wrong: c([block, w]))
+
+
+# Release.
+
+
+def test_the_last_holder_frees_a_block_and_no_other_does(pool):
+    (block,) = pool.take(1)
+    pool.hold([block])
+    pool.release([block])
+    assert (block.ref_count, block.next_free) == (1, None)
+    pool.release([block])
+    assert (block.ref_count, block.next_free) == (0, block)
+    assert ids(pool.free_blocks()) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_block_that_is_named_more_often_than_it_is_held_frees_nothing(pool):
+    one, two = pool.take(2)
+    pool.hold([two])
+    refused(pool, kvcore.DoubleFreeError, "block 1 ", lambda: pool.release([two, one, two, one]))
+    refused(pool, kvcore.DoubleFreeError, "block 7 ", lambda: pool.release([pool.blocks[7]]))
+    assert (one.ref_count, two.ref_count) == (1, 2)
+    pool.release([two, one, two])
+    assert ids(pool.free_blocks())[:2] == [2, 1]
+
+
+def test_a_release_of_content_and_of_none_goes_each_its_way(pool):
+    blocks = [*published(pool, 1), *pool.take(1), *published(pool, 2), *pool.take(1)]
+    pool.release(blocks)
+    assert ids(pool.free_blocks()) == [4, 2, 5, 6, 7, 1, 3]
+
+
+# Publish.
+
+
+def test_a_run_of_blocks_can_be_hit_as_far_as_it_agrees(pool):
+    published(pool, 1, 2, 3)
+    for prompt, found in (([1, 2, 3, 4], [1, 2, 3]), ([1, 2, 9], [1, 2]), ([2], [])):
+        packed = kvcore.pack(prompt).tobytes()
+        assert ids(pool.match(b"n", packed, len(prompt))) == found
+        assert pool.match(b"other", packed, len(prompt)) == []
+        path = pool.path(b"n", packed, len(prompt), 0)
+        assert [block.block_id for block in path] == found
+
+
+def test_a_run_goes_on_below_its_parent(pool):
+    first = published(pool, 1)
+    second = pool.take(1)
+    pool.publish(second, b"ignored", first[0], [token(2)])
+    assert ids(pool.match(b"n", token(1) + token(2), 2)) == [1, 2]
+
+
+def test_what_cannot_be_published_is_named(pool):
+    (done,) = published(pool, 1)
+    one, two = pool.take(2)
+    free = pool.blocks[7]
+    state, argument = kvcore.BlockStateError, kvcore.InvalidArgumentError
+    for error, message, blocks, parent, contents in (
+        (state, r"held, unpublished.*Block\(7,", [free], None, [token(1)]),
+        (state, r"held, unpublished.*Block\(1,", [done], None, [token(1)]),
+        (state, "each block once", [one, two, one], None, [token(1)] * 3),
+        (state, r"published parent.*Block\(3,", [one], two, [token(1)]),
+        (argument, "each of 2 blocks, got 1", [one, two], None, [token(1)]),
+        (argument, "each of 1 blocks, got 2", [one], None, [token(1)] * 2),
+        (argument, "wanted 4 bytes, got 3", [one, two], None, [token(1), token(2)[:3]]),
+        (kvcore.ForeignBlockError, r"Block\(0,", [pool.blocks[0]], None, [token(1)]),
+        (kvcore.ForeignBlockError, r"Block\(0,", [one], pool.blocks[0], [token(1)]),
+    ):
+        refused(
+            pool,
+            error,
+            message,
+            lambda b=blocks, p=parent, c=contents: pool.publish(b, b"n", p, c),
+        )
+
+
+def test_a_parent_of_another_group_is_refused():
+    pool = kvcore.BlockPool(8, 1, 2)
+    one, two, three = pool.take(3)
+    pool.publish([one], b"n", None, [token(1)])
+    refused(
+        pool,
+        kvcore.BlockStateError,
+        r"parent.*Block\(1,",
+        lambda: pool.publish([two], b"n", one, [token(1) * 2], 1),
+    )
+    refused(
+        pool,
+        kvcore.InvalidArgumentError,
+        "wanted 8 bytes, got 4",
+        lambda: pool.publish([two], b"n", None, [token(1)], 1),
+    )
+    pool.publish([two], b"n", None, [token(1) + token(2)], 1)
+    pool.publish([three], b"n", two, [token(3) + token(4)], 1)
+    assert (one.group, two.group, three.group) == (0, 1, 1)
+    assert ids(pool.match(b"n", kvcore.pack([1, 2, 3, 4]).tobytes(), 2, 1)) == [2, 3]
+
+
+def test_content_may_be_longer_than_its_tokens(pool):
+    (block,) = pool.take(1)
+    pool.publish([block], b"n", None, [token(1) + b"item"])
+    assert pool.match(b"n", token(1), 1) == []
+    assert pool.match(b"n", token(1), 1, 0, [b"item"]) == [block]
+    assert pool.path(b"n", token(1), 1, 0, [b"item"]) == [block]
+
+
+def test_publishing_is_undone_without_a_trace():
+    log = kvcore.EventLog([1], "xxh3-128")
+    pool = kvcore.BlockPool(8, 1, log=log)
+    first = published(pool, 1)
+    before, mark = pool_view(pool), pool.last_event
+    assert mark == 1
+    more = pool.take(2)
+    pool.publish(more, b"n", first[0], [token(2), token(3)])
+    pool.keep(more[0], [(1, 9)])
+    assert pool.last_event == 3
+    pool.unpublish([*more, pool.blocks[7]], mark)
+    pool.release(more[::-1])
+    after = pool_view(pool)
+    assert pool.last_event == 1
+    assert [event.number for event in log.take()] == [1]
+    for counter in ("allocated", "peak"):
+        del before[counter], after[counter]
+    assert after == before
+
+
+# Forget, keep, time.
+
+
+def test_a_forgotten_block_is_reused_first_if_it_is_free_and_stays_held_if_it_is_not(pool):
+    free, held, bystander = published(pool, 1)[0], published(pool, 2)[0], published(pool, 3)[0]
+    pool.release([bystander, free])
+    pool.forget([free, held])
+    assert ids(pool.free_blocks()) == [1, 4, 5, 6, 7, 3]
+    assert (free.node, held.node, held.ref_count) == (None, None, 1)
+    assert free.next_free is free
+    assert pool.num_cached_blocks == 1
+    pool.forget([free, held])  # once more changes nothing
+    assert ids(pool.free_blocks()) == [1, 4, 5, 6, 7, 3]
+
+
+def test_a_forgotten_block_is_kept_no_longer(pool):
+    on_shelf, held = published(pool, 1)[0], published(pool, 2)[0]
+    for block in (on_shelf, held):
+        pool.keep(block, [(1, 9)])
+    pool.release([on_shelf])
+    pool.forget([on_shelf, held])
+    assert (pool.shelf.kept, pool.shelf.num_free, pool.num_free_blocks) == ({}, 0, 6)
+    pool.release([held])
+    assert ids(pool.free_blocks()) == [2, 1, 3, 4, 5, 6, 7]
+
+
+def test_what_is_forgotten_and_released_at_once_is_empty_and_free(pool):
+    lost, other, empty = published(pool, 1)[0], published(pool, 2)[0], pool.take(1)[0]
+    pool.forget([lost], [other, lost, empty])
+    assert ids(pool.free_blocks()) == [3, 1, 4, 5, 6, 7, 2]
+    refused(pool, kvcore.DoubleFreeError, "block 1 ", lambda: pool.forget([other], [lost]))
+
+
+def test_only_a_held_published_block_is_kept(pool):
+    (block,) = published(pool, 1)
+    (plain,) = pool.take(1)
+    for wrong in (plain, pool.blocks[7]):
+        message = rf"held, published.*Block\({wrong.block_id},"
+        refused(pool, kvcore.BlockStateError, message, lambda w=wrong: pool.keep(w, [(1, 9)]))
+    pool.release([block])
+    refused(pool, kvcore.BlockStateError, "held", lambda: pool.keep(block, [(1, 9)]))
+    refused(
+        pool, kvcore.ForeignBlockError, r"Block\(0,", lambda: pool.keep(pool.blocks[0], [(1, 9)])
+    )
+
+
+def test_time_takes_blocks_from_the_shelf_and_releases_in_one_step(pool):
+    kept, leased, empty = published(pool, 1)[0], published(pool, 2)[0], pool.take(1)[0]
+    pool.keep(kept, [(1, 5)])
+    pool.release([kept])
+    pool.advance(4)
+    assert (pool.step, ids(pool.shelf)) == (4, [1])
+    pool.advance(1, [leased, empty])
+    assert (pool.step, ids(pool.shelf)) == (5, [])
+    assert ids(pool.free_blocks()) == [3, 4, 5, 6, 7, 1, 2]
+    refused(pool, kvcore.DoubleFreeError, "block 1 ", lambda: pool.advance(1, [kept]))
+    assert pool.step == 5
+
+
+# Clear.
+
+
+@pytest.mark.parametrize("canonical", [False, True])
+def test_clearing_forgets_all_content_and_nothing_else(canonical):
+    log = kvcore.EventLog([1], "xxh3-128")
+    pool = kvcore.BlockPool(8, 1, log=log)
+    held, idle, kept = published(pool, 1)[0], published(pool, 2)[0], published(pool, 3)[0]
+    pool.keep(kept, [(1, 9)])
+    pool.keep(held, [(1, 9)])
+    twin = published(pool, 2)
+    pool.release([kept, idle, *twin])
+    log.take()
+    assert pool.clear(canonical_order=canonical) == 4
+    order = [2, 3, 4, 5, 6, 7] if canonical else [5, 6, 7, 2, 4, 3]
+    assert ids(pool.free_blocks()) == order
+    assert (held.ref_count, held.node) == (1, None)
+    for block in pool.blocks:
+        assert (block.node, block.prev_copy, block.next_copy) == (None, None, None)
+    assert (pool.num_cached_blocks, pool.num_free_blocks) == (0, 6)
+    assert (pool.shelf.kept, pool.shelf.num_free, pool.free_queue.length) == ({}, 0, 0)
+    assert list(pool.trees[0].roots()) == []
+    assert log.take() == (kvcore.AllCleared(4),)
+    assert pool.clear() == 0
+    assert ids(pool.take(6)) == order
+
+
+# Events.
+
+
+def test_a_content_is_removed_with_its_last_copy_however_many_go_at_once():
+    log = kvcore.EventLog([1], "xxh3-128")
+    pool = kvcore.BlockPool(5, 1, log=log)
+    one, other, third = published(pool, 1), published(pool, 1), published(pool, 1)
+    (stored,) = log.take()
+    pool.release([*one, *other])
+    pool.take(2)
+    assert log.take() == ()  # block 4 held nothing, block 1 was one of three
+    pool.release(third)
+    pool.take(2)
+    (removed,) = log.take()
+    assert removed == kvcore.BlockRemoved(2, 0, stored.name)
+
+
+def test_forgetting_tells_who_reads_the_events():
+    log = kvcore.EventLog([1], "xxh3-128")
+    pool = kvcore.BlockPool(5, 1, log=log)
+    blocks = published(pool, 1, 2)
+    stored = log.take()
+    pool.forget(blocks[::-1])
+    assert [event.name for event in log.take()] == [stored[1].name, stored[0].name]
+
+
+def test_lifetimes_are_noted_where_they_begin_and_end(pool):
+    pool.lifetimes = kvcore.LifetimeRecorder(8)
+    pool.advance(1)
+    (block,) = published(pool, 1)
+    pool.advance(2)
+    pool.release([block])
+    pool.advance(4)
+    pool.hold([block])
+    pool.release([block])
+    pool.advance(8)
+    pool.take(7)
+    stats = pool.lifetimes.stats()
+    assert (stats.reuse_gap.count, stats.reuse_gap.total) == (1, 4)
+    assert (stats.idle_before_eviction.count, stats.idle_before_eviction.total) == (1, 8)
+    assert (stats.lifetime.count, stats.lifetime.total) == (1, 14)
