@@ -179,7 +179,8 @@ class BatchBuilder:
             rows = np.repeat(rows, counts)
             positions = np.arange(num_tokens) + np.repeat(lengths - ends, counts)
         self._position_ids.view(num_tokens)[:] = positions
-        sampled = np.repeat(ends, [len(chunk.sampling) for chunk in chunks]) - 1
+        num_sampled = [chunk.samples and 1 + len(chunk.followers) for chunk in chunks]
+        sampled = np.repeat(ends, num_sampled) - 1
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.send(num_seqs + 1)
         seq_lens = self._seq_lens.send(num_seqs)

@@ -225,7 +225,11 @@ class Engine:
         watch.begin()
         step = self._scheduler.schedule()
         watch.scheduled(step)
-        sampling = [request for chunk in step.chunks for request in chunk.sampling]
+        sampling = [
+            request
+            for chunk in step.chunks
+            for request in (chunk.sampling if chunk.followers or not chunk.samples else chunk[:1])
+        ]
         sampled: dict[int, int] = {}
         try:
             self._mover.transfer(step.stores, step.loads)
@@ -234,7 +238,8 @@ class Engine:
                 watch.done(PREPARE)
                 logits = self.network.logits(tensors)
                 watch.done(FORWARD)
-                tokens = sample(logits, [self._draw(request) for request in sampling])
+                draws = [self._draw(r) if r.params.temperature else None for r in sampling]
+                tokens = sample(logits, draws)
                 watch.done(SAMPLE)
                 sampled = {
                     request.request_id: token
@@ -249,11 +254,14 @@ class Engine:
         self._mover.copy(self._scheduler.update(step, sampled))
         if step.is_empty and self._scheduler.has_unfinished:
             raise StalledError("step: requests wait, and none can be admitted or run")
-        outputs = [
-            self._output(request, sampled[request.request_id])
-            for request in sampling
-            if request.num_output_tokens  # else a sample that found no room to fork
-        ]
+        outputs = []
+        for request, token in zip(sampling, sampled.values(), strict=True):
+            if len(request.tokens) > request.num_prompt_tokens:  # else it found no room to fork
+                stream = self._streams[request.request_id]
+                stream.add(token)
+                if request.is_finished or stream.is_stopped:
+                    self._end(request, stream)
+                outputs.append(Output(request, token, stream))
         watch.end()
         return outputs
 
@@ -315,19 +323,13 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _draw(self, request: Request) -> Draw | None:
-        if request.params.temperature == 0:
-            return None
+    def _draw(self, request: Request) -> Draw:
         seeds = (request.params.seed, self.config.seed)
         key = draw_key(*seeds, request.request_id, request.sample)
         return Draw(request.params, key, request.num_output_tokens)
 
-    def _output(self, request: Request, token: int) -> Output:
-        stream = self._streams[request.request_id]
-        stream.add(token)
-        if stream.is_stopped and not request.is_finished:
+    def _end(self, request: Request, stream: TextStream) -> None:
+        if not request.is_finished:
             self._scheduler.finish(request, FinishReason.STOP)
-        if request.is_finished:
-            stream.close()
-            del self._streams[request.request_id]
-        return Output(request, token, stream)
+        stream.close()
+        del self._streams[request.request_id]

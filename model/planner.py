@@ -21,8 +21,8 @@ Does not know: how requests come and end (`scheduler.py`), how a token is comput
 block is copied.
 """
 
+import math
 from bisect import insort
-from dataclasses import replace
 
 import kvcore
 from model.config import SchedulerConfig
@@ -39,6 +39,7 @@ class StepPlanner:
         self.stats = SchedulerStats()
         self._kv = kv
         self._room = Room(kv, config)
+        self._stride = math.gcd(*[group.block_size for group in kv.groups])
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._budget = 0
@@ -75,18 +76,26 @@ class StepPlanner:
         first = self._head(0)[0]
         if self._running and (first is None or self._running[0].order < first.order):
             first = self._running[0]
-        decodes = [r for r in self._running if r.num_uncomputed_tokens == 1]
-        kept = first is not None and (not decodes or decodes[0] is not first)
+        decodes = [
+            (request, sequence, start)
+            for request in self._running
+            if (sequence := request.sequence) is not None
+            and (start := sequence.num_computed_tokens) == len(request.tokens) - 1
+        ]
+        kept = first is not None and (not decodes or decodes[0][0] is not first)
         decodes = decodes[: self._budget - kept]
+        # Inside a block of every group there is room: the token before has it too.
+        growing = [sequence for _, sequence, start in decodes if start % self._stride == 0]
         try:
-            self._kv.reserve_step([r.running_sequence for r in decodes], [1] * len(decodes))
+            self._kv.reserve_step(growing, [1] * len(growing))
         except kvcore.OutOfBlocksError:
-            for request in decodes:
+            for request, _, _ in decodes:
                 if request.status is Status.RUNNING:
                     self._plan(request)
         else:
-            for request in decodes:
-                self._add_chunk(request, 1)
+            self._budget -= len(decodes)
+            for request, _, start in decodes:
+                self._planned[request.request_id] = Chunk(request, start, 1, samples=True)
 
     def _plan_others(self) -> None:
         """Plan prefills and starts in order; the first that cannot start holds up those behind."""
@@ -219,7 +228,7 @@ class StepPlanner:
         if not followers:
             return tuple(self._planned.values())
         return tuple(
-            replace(chunk, followers=tuple(followers.get(chunk.request.request_id, ())))
+            chunk._replace(followers=tuple(followers.get(chunk.request.request_id, ())))
             if chunk.samples
             else chunk
             for chunk in self._planned.values()

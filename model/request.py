@@ -70,6 +70,7 @@ class Request:
         sample: the number of this sample of its prompt, from 0.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         tokens: the prompt and the output so far, packed as uint32.
+        max_total_tokens: the most tokens it can come to, its prompt included.
         sequence: the blocks it holds while RUNNING, otherwise None.
         host_copy: what was stored of it when it was preempted, None if nothing was.
         is_loading: whether this step copies that back.
@@ -81,12 +82,14 @@ class Request:
     """
 
     __slots__ = (
+        "_ends",
         "_finish_reason",
         "_status",
         "eos_token_ids",
         "host_copy",
         "is_loading",
         "leader",
+        "max_total_tokens",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -117,6 +120,9 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.tokens = _packed(prompt_tokens)
         self.num_prompt_tokens = len(prompt_tokens)
+        self.max_total_tokens = len(prompt_tokens) + params.max_tokens
+        own = frozenset() if params.ignore_eos else eos_token_ids
+        self._ends = own.union(params.stop_token_ids)
         self.priority = priority
         self.leader = leader
         self.sample = sample
@@ -180,11 +186,6 @@ class Request:
         """
         return len(self.tokens) - self.running_sequence.num_computed_tokens
 
-    @property
-    def max_total_tokens(self) -> int:
-        """The most tokens the request can come to, its prompt included. O(1)."""
-        return self.num_prompt_tokens + self.params.max_tokens
-
     def start(self, sequence: kvcore.KVSequence) -> None:
         """Take a sequence and run: WAITING or PREEMPTED -> RUNNING. O(1).
 
@@ -223,13 +224,9 @@ class Request:
         if self._status is not Status.RUNNING:
             raise RequestStateError(f"{self!r}: accept wants a running request")
         self.tokens.append(token)
-        if token in self.params.stop_token_ids:
+        if token in self._ends:
             return FinishReason.STOP
-        if token in self.eos_token_ids and not self.params.ignore_eos:
-            return FinishReason.STOP
-        if self.num_output_tokens == self.params.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if len(self.tokens) == self.max_total_tokens else None
 
     def finish(self, reason: FinishReason) -> kvcore.KVSequence | None:
         """End the request, from any status but FINISHED. O(1).

@@ -140,8 +140,9 @@ class Scheduler(StepPlanner):
         if step is not self._in_flight:
             raise SchedulerStateError("update: wanted the step in flight, got another")
         live = [chunk for chunk in step.chunks if not chunk.request.is_finished]
-        for chunk in live:
-            for request in chunk.sampling:
+        sampling = [chunk for chunk in live if chunk.samples]
+        for chunk in sampling:
+            for request in (chunk.request, *chunk.followers) if chunk.followers else chunk[:1]:
                 if request.request_id not in sampled:
                     raise SchedulerStateError(f"sampled: no token for {request!r}")
         self._in_flight = None
@@ -153,24 +154,22 @@ class Scheduler(StepPlanner):
         # All forks come before the first token ends a request: no block is copied from or to twice.
         orders: list[kvcore.CopyOrder] = []
         accepting: list[Request] = []
-        for chunk in live:
-            if chunk.samples:
-                accepting.append(chunk.request)
+        for chunk in sampling:
+            accepting.append(chunk.request)
+            if chunk.followers:
                 accepting += [
                     follower
                     for follower in chunk.followers
                     if self._fork(chunk.request, follower, orders)
                 ]
         for request in accepting:
-            self._accept(request, sampled[request.request_id])
+            token = sampled[request.request_id]
+            reason = request.accept(token)
+            if reason is None:
+                self._kv.append(request.running_sequence, token)
+            else:
+                self.finish(request, reason)
         return tuple(orders)
-
-    def _accept(self, request: Request, token: int) -> None:
-        reason = request.accept(token)
-        if reason is None:
-            self._kv.append(request.running_sequence, token)
-        else:
-            self.finish(request, reason)
 
     def _fork(self, leader: Request, follower: Request, orders: list[kvcore.CopyOrder]) -> bool:
         """Start a sample from its leader's blocks; False if it has to wait its turn."""

@@ -7,13 +7,13 @@ Does not know: how the plan came about (`scheduler.py`), or how it is computed (
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import kvcore
 from model.request import HostCopy, Request
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens `start` to `start + num_tokens - 1` of a request, to be computed in one step.
 
     Attributes:

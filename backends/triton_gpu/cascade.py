@@ -35,8 +35,11 @@ WARPS = 4
 STAGES = 3
 KEYS_A_CHUNK = 256
 MOST_CHUNKS = 32
-WORTH_BYTES = 64 << 20
-"""Bytes not read again that are worth the launch and the merge."""
+WHOLE = 32
+"""Tokens at the end of a prefix that do not fill a tile of decode's are left to decode."""
+WORTH_BYTES = 80 << 20
+WORTH_BYTES_A_SEQUENCE = 2 << 20
+"""Bytes not read again that are worth a launch more, and a merge of each sequence's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +203,11 @@ def attend_prefix(
     group = num_heads // num_kv_heads
     programs = num_kv_heads * ceil_div(prefix.num_seqs * group, ROWS)
     tile = keys_a_tile(head_dim)
+    num_tokens = prefix.num_tokens // WHOLE * WHOLE
+    if num_tokens == 0:
+        return NOBODY
     chunk, chunks = cut(
-        prefix.num_tokens, tile, 2 * place.num_multiprocessors(query.device), programs
+        num_tokens, tile, 2 * place.num_multiprocessors(query.device), programs
     )
     rows = chunks * prefix.num_seqs * num_heads
     partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=query.device)
@@ -224,11 +230,11 @@ def attend_prefix(
         terms.k_scale_or(batch.seq_lens), terms.v_scale_or(batch.seq_lens),
     )  # fmt: skip
     numbers = (
-        query.stride(0), prefix.first_seq, last_seq, prefix.num_tokens, chunk,
+        query.stride(0), prefix.first_seq, last_seq, num_tokens, chunk,
         terms.scale, terms.soft_cap or 1.0,
     )  # fmt: skip
     variant.launch((programs, chunks, 1), tensors, numbers)
-    return Shared(prefix.first_seq, last_seq, prefix.num_tokens, chunks, partial)
+    return Shared(prefix.first_seq, last_seq, num_tokens, chunks, partial)
 
 
 def pays(k_cache: Tensor, batch: PagedBatch, terms: Terms) -> bool:
@@ -241,7 +247,8 @@ def pays(k_cache: Tensor, batch: PagedBatch, terms: Terms) -> bool:
     if prefix is None or terms.window is not None or batch.num_seqs > MAX_PLANNED:
         return False
     row_bytes = 2 * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
-    return (prefix.num_seqs - 1) * prefix.num_tokens * row_bytes >= WORTH_BYTES
+    saved = (prefix.num_seqs - 1) * prefix.num_tokens * row_bytes
+    return saved >= WORTH_BYTES + prefix.num_seqs * WORTH_BYTES_A_SEQUENCE
 
 
 def cut(tokens: int, tile: int, slots: int, programs: int) -> tuple[int, int]:

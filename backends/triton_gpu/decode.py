@@ -86,7 +86,7 @@ def _attend_chunk(
     table_stride: tl.tensor,
     window: tl.tensor,  # used if HAS_WINDOW
     target: tl.tensor,  # see splits
-    shared_first: tl.tensor,  # used if HAS_SHARED: these sequences start after so many tokens
+    shared_first: tl.tensor,  # used if HAS_SHARED: these sequences start at a tile
     shared_last: tl.tensor,
     shared_tokens: tl.tensor,
     scale: tl.tensor,  # float
@@ -152,7 +152,7 @@ def _attend_chunk(
     highest, total, sums = walk_chunk(
         q, k_cache + kv_head * K_STRIDES[2], v_cache + kv_head * V_STRIDES[2],
         tables + s.to(tl.int64) * table_stride, begin, end, seen, scale, soft_cap,
-        K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM, HAS_CAP, HAS_WINDOW or HAS_SHARED, ALIGN,
+        K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM, HAS_CAP, HAS_WINDOW, ALIGN,
         WARPS, ROWS, WIDTH, E4M3, NATIVE,
     )  # fmt: skip
     if V_SCALE >= 0:

@@ -80,7 +80,7 @@ def _idle(device: torch.device, num_seqs: int, rows: int, query_len: int) -> Pag
 
     slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
     return PagedBatch(
-        zeros(num_seqs + 1), zeros(num_seqs), zeros(num_seqs, 1), slots, query_len, 1
+        zeros(num_seqs + 1), zeros(num_seqs), zeros(num_seqs, cascade.WHOLE), slots, query_len, 1
     )
 
 
@@ -99,7 +99,7 @@ def _attend(backend: Backend, layer: LayerCall, batch: PagedBatch) -> None:
 
 
 def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:
-    """Decode behind a prefix of one token, whether or not that pays."""
+    """Decode behind a short prefix, whether or not that pays."""
     e4m3 = layer.k_cache.dtype == torch.float8_e4m3fn
     if layer.window is not None or layer.dtype.itemsize != 2:
         return
@@ -109,7 +109,7 @@ def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:
     query = _queries(layer, batch)
     out = torch.empty_like(query)
     caches = (layer.k_cache, layer.v_cache)
-    prefix = SharedPrefix(0, batch.num_seqs, 1)
+    prefix = SharedPrefix(0, batch.num_seqs, cascade.WHOLE)
     shared = cascade.attend_prefix(place, query, *caches, batch, terms, prefix)
     plan = decode.plan_decode(place, query, *caches, batch, out, terms, shared=shared)
     decode.decode(plan, query, *caches, batch, out, terms, shared)

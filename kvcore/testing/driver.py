@@ -36,6 +36,7 @@ class Driver:
         self.prefixes = Prefixes()
         self.epoch = 0
         self.num_requests = 0
+        self.tenants: list[str] = []
         self.live: list[Request] = []
 
     def start(self, num_blocks: int, block_size: int) -> None:
@@ -67,6 +68,7 @@ class Driver:
                 f"{name} has {len(asked)} tokens, {cached} cached: at least one must be computed",
             )
         self._must_hit(request)
+        self._note_strangers(request)
         self.live.append(request)
         if Promise.HOLD in self.promises:
             request.told = self.watch.table(request)
@@ -254,6 +256,17 @@ class Driver:
             self.program.broken(
                 "P24", f"{request.name} hits {request.cached} tokens: {wanted} are cached"
             )
+
+    def _note_strangers(self, request: Request) -> None:
+        """Note whether another tenant's blocks would have hit more, if they could be hit."""
+        if request.tenant not in self.tenants:
+            self.tenants.append(request.tenant)
+        for tenant in self.tenants:
+            root = self.prefixes.root(tenant, self.epoch)
+            theirs = self.memory.expected(self.prefixes.follow(root, request.tokens), at_once=False)
+            if theirs > request.cached:
+                self.seen["kept apart"] += 1
+                return
 
     def _hand_out(self, request: Request, ids: list[int]) -> None:
         self.watch.check_new(request, ids, self.live)

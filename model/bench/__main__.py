@@ -5,7 +5,8 @@ Decides: in which order a process starts: flags are read before torch and Transf
 Does not know: how anything is measured.
 """
 
-from model.bench.args import HostOptions, WasteOptions, parse_args
+from model.bench.args import parse_args
+from model.bench.options import HostOptions, WasteOptions
 from model.exits import exits
 
 if __name__ == "__main__":

@@ -10,11 +10,10 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from model.args import Parser, add_model, add_sizes, add_tracing, engine_config
+from model.bench.options import BenchOptions, HostOptions, ServeOptions, WasteOptions
 from model.bench.workloads import SHAPES, Shape, Span
-from model.config import EngineConfig
 from model.errors import InvalidArgumentError, UsageError, shown
 
 PEER_NAMES = ("generate", "generate_batch", "generate_batch_sized", "no-prefix-cache")
@@ -27,60 +26,6 @@ requests in the same process, turn by turn; a ratio above 1x means that ours is 
 
 Exit codes are those of model.run.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """A benchmark that serves requests."""
-
-    workload: str
-    model: str
-    backend: str
-    dtype: str
-    dummy_weights: bool
-    shape: Shape
-    seed: int
-    temperature: float
-    request_rate: float
-    max_concurrency: int | None
-    engine: EngineConfig
-    eager: bool
-    peers: tuple[str, ...]
-    rounds: int
-    json: bool
-    trace: str | None
-    stats: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WasteOptions:
-    """The memory of a flat cache and of a paged one."""
-
-    model: str
-    dtype: str
-    lengths: tuple[int, ...]
-    row_slots: int
-    trace: str
-    shape: Shape
-    seed: int
-    block_sizes: tuple[int, ...]
-    rows: int
-    engine: EngineConfig
-    json: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostOptions:
-    """What a step costs the host."""
-
-    num_running: int
-    num_steps: int
-    block_size: int
-    json: bool
-
-
-BenchOptions = ServeOptions | WasteOptions | HostOptions
-"""What a command line asks for."""
 
 
 def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:

@@ -22,8 +22,8 @@ import torch
 
 import backends
 import kvcore
-from model.bench.args import HostOptions
 from model.bench.networks import load
+from model.bench.options import HostOptions
 from model.config import EngineConfig
 from model.engine import Engine
 from model.params import SamplingParams

@@ -22,9 +22,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import backends
-from model.bench.args import ServeOptions
 from model.bench.metrics import summarize
 from model.bench.networks import load
+from model.bench.options import ServeOptions
 from model.bench.peers import PEERS, Job, PeerSettings
 from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from model.bench.args import WasteOptions
 from model.bench.networks import config_of
+from model.bench.options import WasteOptions
 from model.bench.waste import Holding, TraceRow, hold, replay
 from model.bench.workloads import make_requests, total_lengths
 from model.config import SchedulerConfig

@@ -12,6 +12,7 @@ import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import bits, build
+from tests.backends.ahead import compile_ahead
 
 has_triton = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
@@ -42,8 +43,15 @@ def test_in_the_interpreter_the_plan_holds_and_split_sequences_are_right():
     assert done.stdout == "decode is right\n"
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    """What the cases need, compiled side by side."""
+    compile_ahead(SHAPES)
+
+
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
 def test_split_sequences_are_right_for_every_shape_and_feature(case):
     for finding in check_attention(backends.get_backend("triton"), case):

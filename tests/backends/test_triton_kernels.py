@@ -15,6 +15,7 @@ from backends import LayerCall, PagedBatch
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import bits, build
+from tests.backends.ahead import compile_ahead
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,6 +45,12 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def compiled():
+    """What the cases need, compiled side by side."""
+    compile_ahead(CASES)
+
+
 @pytest.fixture
 def triton(monkeypatch):
     """The backend, with quantised caches in decode and sharing whether or not it pays."""
@@ -52,10 +59,12 @@ def triton(monkeypatch):
     backend = backends.get_backend("triton")
     capabilities = dataclasses.replace(backend.capabilities, quantised=(E4M3,))
     monkeypatch.setattr(cascade, "WORTH_BYTES", 0)
+    monkeypatch.setattr(cascade, "WORTH_BYTES_A_SEQUENCE", 0)
     monkeypatch.setattr(backend, "_capabilities", capabilities)
     return backend
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_decode_is_right_for_every_kind_of_cache_and_plan(triton, case):
     for finding in check_attention(triton, case):

@@ -54,8 +54,8 @@ def test_a_broken_allocator_is_caught(name):
 def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
     seen = testing.check_allocator(OurAllocator, settings=quick(max_examples=15))
     wanted = {
-        "aborted", "cut", "evictions", "forks", "full hits", "hits", "misuse", "no space",
-        "resets", "shared blocks",
+        "aborted", "cut", "evictions", "forks", "full hits", "hits", "kept apart", "misuse",
+        "no space", "resets", "shared blocks",
     }  # fmt: skip
     assert {what for what, count in seen.items() if count} == wanted
     assert seen["hits"] > 30

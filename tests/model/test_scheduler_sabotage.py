@@ -190,6 +190,7 @@ class RefusesWhatJustFits(Scheduler):
         longer = Request(request.request_id, request.tokens, request.params)
         longer.tokens.append(0)
         longer.num_prompt_tokens += 1
+        longer.max_total_tokens += 1
         super()._check_length(longer)
 
 
