@@ -140,6 +140,9 @@ def coverage(manager: KVCacheManager) -> None:
             _fail("P14", f"{seq!r}: its lengths are out of order")
         if seq.num_computed_tokens > room:
             _fail("P14", f"{seq!r}: room for {room} tokens")
+        full = (table.num_published + 1) * table.block_size if seq.namespace_key else room
+        if seq.stop > (0 if table.forgets else min(room, full)):
+            _fail("P14", f"{seq!r}: a decode step would pass over the end of a block")
         if longest is not None and (
             seq.num_tokens > longest or len(table.blocks) > -(-longest // table.block_size)
         ):

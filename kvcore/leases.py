@@ -157,6 +157,4 @@ class LeaseBook:
         leased: Counter[Block] = Counter()
         for lease in self.active.values():
             leased.update(lease.blocks)
-        return sum(
-            [block.ref_count == count for block, count in leased.items()]
-        )
+        return sum([block.ref_count == count for block, count in leased.items()])

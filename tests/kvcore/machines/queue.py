@@ -39,6 +39,27 @@ class FreeQueueMachine(RuleBasedStateMachine):
             return
         expect("P15", self.queue.pop_front().block_id, self.naive.pop_front(), "the block popped")
 
+    @rule(numbers=st.lists(st.integers(0, 7), unique=True))
+    def push_some(self, numbers):
+        blocks = [self.blocks[n] for n in numbers if n + 1 not in self.naive.items]
+        self.queue.push_run(blocks)
+        for block in blocks:
+            self.naive.push_back(block.block_id)
+
+    @rule(numbers=st.lists(st.integers(0, 7), unique=True))
+    def remove_some(self, numbers):
+        blocks = [self.blocks[n] for n in numbers if n + 1 in self.naive.items]
+        self.queue.remove_run(blocks)
+        for block in blocks:
+            self.naive.remove(block.block_id)
+
+    @rule(count=st.integers(0, 9))
+    def cut_front(self, count):
+        first = self.queue.first(count)
+        expect("P15", [block.block_id for block in first], self.naive.items[:count], "the first")
+        self.queue.cut_front(first)
+        del self.naive.items[:count]
+
     @rule(number=st.integers(0, 7))
     def remove(self, number):
         block = self.blocks[number]
@@ -52,6 +73,8 @@ class FreeQueueMachine(RuleBasedStateMachine):
     def agree(self):
         expect("P15", [block.block_id for block in self.queue], self.naive.items, "the order")
         expect("P1", len(self.queue), len(self.naive.items), "the counter")
+        linked = {block.block_id for block in self.blocks if block.prev_free or block.next_free}
+        expect("P1", linked, set(self.naive.items), "the blocks that have neighbours")
         backwards = []
         block = self.queue._tail.prev_free
         while block is not self.queue._head:

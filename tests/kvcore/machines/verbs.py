@@ -1,5 +1,7 @@
 """The manager's verbs as rules: each calls the real thing and the naive one, and compares."""
 
+import functools
+
 from hypothesis import strategies as st
 from hypothesis.stateful import consumes, multiple, precondition, rule
 
@@ -198,6 +200,38 @@ class ManagerVerbs(ManagerChecks):
         for entry in ready:
             self.naive.commit(entry[1], 1)
             self.append(entry, [token])
+
+    @precondition(lambda self: self.live)
+    @rule(token=st.integers(0, 2), steps=st.integers(1, 6))
+    def decode(self, token, steps):
+        """Whole decode steps in one call each, of everything that has room for what it has."""
+        for _ in range(steps):
+            ready = [e for e in self.live if 0 < len(e[1].tokens) <= min(40, self.naive.room(e[1]))]
+            reals = [real for real, _, _ in ready]
+            todo = [len(naive.tokens) - naive.computed for _, naive, _ in ready]
+            missing = sum(
+                sum(self.naive.missing(naive, count + 1))
+                for (_, naive, _), count in zip(ready, todo, strict=True)
+            )
+            error = None
+            if missing > len(self.naive.pool.order()):
+                error = kvcore.OutOfBlocksError
+            if any(self.too_long(len(naive.tokens) + 1) for _, naive, _ in ready):
+                error = kvcore.SequenceTooLongError
+            if error is not None:
+                decode = functools.partial(self.kv.decode_step, reals, [token] * len(reals))
+                refused("P13", error, self.view, decode)
+                return
+            for entry, count in zip(ready, todo, strict=True):
+                self.write(entry, count)
+            for growth in self.kv.decode_step(reals, [token] * len(reals)):
+                ready[growth.index][2][growth.group].extend(growth.block_ids)
+            for (_, naive, _), count in zip(ready, todo, strict=True):
+                self.naive.reserve(naive, count + 1)
+            for (_, naive, _), count in zip(ready, todo, strict=True):
+                self.naive.commit(naive, count)
+                naive.tokens.append(token)
+            self.agree()
 
     @rule(entry=SEQUENCES, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6), image=IMAGES)
     def append(self, entry, tokens, image=None):

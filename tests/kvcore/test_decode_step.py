@@ -1,0 +1,104 @@
+"""A decode step in one call: what it does, what it refuses, and that it leaves no garbage."""
+
+import gc
+import sys
+from array import array
+
+import pytest
+
+import kvcore
+
+STEPS = 64
+
+
+def running(kv, count, length=8):
+    """Sequences whose prompts are computed."""
+    seqs = [kv.open([index, *range(length - 1)]) for index in range(count)]
+    for seq in seqs:
+        todo = length - seq.num_computed_tokens
+        kv.reserve(seq, todo)
+        kv.commit(seq, todo)
+    return seqs
+
+
+def test_it_is_append_reserve_and_commit_of_each():
+    one, other = kvcore.KVCacheManager(64, 4), kvcore.KVCacheManager(64, 4)
+    mine, theirs = running(one, 3), running(other, 3)
+    for token in range(20):
+        grown = one.decode_step(mine, [token, token + 1, token + 2])
+        for index, seq in enumerate(theirs):
+            todo = seq.num_tokens - seq.num_computed_tokens
+            other.append(seq, token + index)
+            (new,) = other.reserve(seq, todo + 1)
+            other.commit(seq, todo)
+            assert new == next((g.block_ids for g in grown if g.index == index), ())
+        assert [seq.block_table for seq in mine] == [seq.block_table for seq in theirs]
+        kvcore.check(one)
+    assert [seq.tokens for seq in mine] == [seq.tokens for seq in theirs]
+    assert one.stats() == other.stats()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1], kvcore.InvalidArgumentError, "one number for each of 2 sequences, got 1"),
+        ([1, -1], kvcore.InvalidArgumentError, r"token ids in \[0, 2\*\*32\)"),
+        ([1, "x"], kvcore.InvalidArgumentError, "integer token ids"),
+    ],
+)
+def test_wrong_tokens_are_refused_and_nothing_has_changed(tokens, error, message):
+    kv = kvcore.KVCacheManager(64, 4)
+    seqs = running(kv, 2)
+    with pytest.raises(error, match=message):
+        kv.decode_step(seqs, tokens)
+    assert [seq.num_tokens for seq in seqs] == [8, 8]
+
+
+def test_sequences_that_cannot_take_a_step_are_refused():
+    kv = kvcore.KVCacheManager(64, 4)
+    first, second = running(kv, 2)
+    stranger = kvcore.KVCacheManager(64, 4).open([1])
+    new = kv.open([7] * 9)
+    closed = kv.open([1])
+    kv.close(closed)
+    for seqs, error in [
+        ([first, first], kvcore.InvalidArgumentError),
+        ([first, stranger], kvcore.ForeignSequenceError),
+        ([first, closed], kvcore.StaleSequenceError),
+        ([first, new], kvcore.NotReservedError),
+        ([first, "second"], (kvcore.InvalidArgumentError, TypeError)),
+    ]:
+        with pytest.raises(error):
+            kv.decode_step(seqs, [1, 2])
+        assert first.num_tokens == first.num_computed_tokens == 8
+    kv.decode_step([first, second], [1, 2])
+    kvcore.check(kv)
+
+
+def test_an_empty_step_is_a_step():
+    assert kvcore.KVCacheManager(4, 4).decode_step([], []) == ()
+
+
+def test_a_decode_step_in_steady_state_leaves_no_container_behind():
+    """Nothing that the collector would have to walk: blocks and nodes are used again."""
+    kv = kvcore.KVCacheManager(65, 4)
+    for _ in range(2):  # the pool is full of content that nobody needs, and of nodes to spare
+        seqs = running(kv, 4)
+        for token in range(STEPS - 8):
+            kv.decode_step(seqs, array("I", [token] * 4))
+        for seq in seqs:
+            kv.close(seq)
+    seqs = running(kv, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(gc.get_objects())
+        allocated = sys.getallocatedblocks()
+        for token in range(32):
+            kv.decode_step(seqs, array("I", [100 + token] * 4))
+        grown = sys.getallocatedblocks() - allocated
+        assert len(gc.get_objects()) - before <= 1  # the list of objects itself
+    finally:
+        gc.enable()
+    # What stays is one content in bytes for each block published, and tables that have grown.
+    assert grown <= 4 * 32 // 4 * 2
