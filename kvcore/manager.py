@@ -223,7 +223,8 @@ class KVCacheManager(CacheState):
         places: list[tuple[int, int]] = []
         wanted: list[tuple[BlockTable, int]] = []
         for index, seq in enumerate(seqs):
-            room = self._room_wanted(seq, counts[index])
+            room = seq.num_computed_tokens + counts[index]
+            self._check_length(room)
             for group, table in enumerate(seq.tables):
                 count = table.num_missing(room)
                 if count:

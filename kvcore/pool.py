@@ -87,8 +87,7 @@ class BlockPool(FreeBlocks):
             block.ref_count = 1
         self.num_evicted_blocks += len(evicted)
         self.num_allocated_blocks += count
-        left = len(empty) + self.free_queue.length + self.shelf.num_free
-        self.least_free_blocks = min(self.least_free_blocks, left)
+        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
         return taken
 
     def hold(
