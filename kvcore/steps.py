@@ -49,7 +49,8 @@ class StepVerbs(CacheState):
         places: list[tuple[int, int]] = []
         wanted: list[tuple[BlockTable, int]] = []
         for index, seq in enumerate(running):
-            room = self._room_wanted(seq, counts[index])
+            room = seq.num_computed_tokens + counts[index]
+            self._check_length(room)
             for group, table in enumerate(seq.tables):
                 count = table.num_missing(room)
                 if count:

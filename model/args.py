@@ -30,7 +30,7 @@ __all__ = [
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
-_SAMPLING = ("temperature", "top_k", "top_p", "seed")
+_SAMPLING = ("temperature", "top_k", "top_p", "seed", "n")
 _EPILOG = """\
 Without a prompt it continues a few of its own, which share a prefix. The table at the end: tokens a
 second after the kernels are compiled; prompt tokens found in the prefix cache; blocks; and the
@@ -166,7 +166,7 @@ def _add_prompts(flag: Callable[..., object]) -> None:
     flag(
         "--prompts-file",
         metavar="PATH",
-        help=".txt: a prompt a line; .jsonl: an object a line, with prompt and any sampling field",
+        help=".txt: a prompt a line; .jsonl: an object a line, with prompt and any of its fields",
     )
 
 
@@ -190,6 +190,7 @@ def _add_sampling(flag: Callable[..., object]) -> None:
         metavar="P",
         help="draw from the most likely tokens that reach mass P",
     )
+    flag("--n", type=int, metavar="N", help="texts to draw for each prompt (default: 1)")
     flag(
         "--seed",
         type=int,

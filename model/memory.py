@@ -34,6 +34,7 @@ _CPU_BYTES = 1 << 30
 _CPU_FRACTION = 0.5
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+_ALL = "all that the requests can use"
 _UNUSABLE = 20  # of free bytes one in so many is left alone, whatever is asked for
 
 
@@ -54,6 +55,11 @@ class MemoryPlan:
     kv_bytes: int
     free_bytes: int | None
     reason: str
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all requests that are expected fit at once. O(1)."""
+        return self.reason == _ALL
 
     def describe(self, layout: CacheLayout) -> str:
         """One line for whoever started it. O(num_layers)."""
@@ -99,7 +105,7 @@ def plan_memory(
             )
         useful = _useful_blocks(config, layout)
         if useful is not None and useful + 1 <= num_blocks:
-            num_blocks, reason = useful + 1, "all that the requests can use"
+            num_blocks, reason = useful + 1, _ALL
     return MemoryPlan(num_blocks, config.block_size, num_blocks * block_bytes, free_bytes, reason)
 
 

@@ -20,16 +20,29 @@ from model.params import MAX_INT, SamplingParams
 from model.tiny import DEMO_PROMPTS
 
 _FIELDS = frozenset(field.name for field in fields(SamplingParams))
-_DRAWS = ("top_k", "top_p", "seed")
+_DRAWS = ("top_k", "top_p", "seed", "n")
+_BESIDE = frozenset({"n", "priority"})  # fields of a line that are no sampling parameters
+_MAX_SAMPLES = 1024
+_MAX_PRIORITY = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """One prompt with its parameters; `where` says where it came from."""
+    """One prompt.
+
+    Attributes:
+        where: where it came from, for messages.
+        text: the prompt.
+        params: how its tokens are chosen.
+        num_samples: how many times it is continued.
+        priority: the lower, the sooner.
+    """
 
     where: str
     text: str
     params: SamplingParams
+    num_samples: int = 1
+    priority: int = 0
 
 
 def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
@@ -50,7 +63,18 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
         if not isinstance(text, str) or not text.strip():
             raise UsageError(f"{where}: wanted a prompt with some text in it, got {shown(text)}")
         _check_encodable(where, text)
-        specs.append(PromptSpec(where, text, _params(where, index, options, entry)))
+        params, beside = _params(where, index, options, entry)
+        specs.append(
+            PromptSpec(
+                where,
+                text,
+                params,
+                num_samples=_integer(where, "n", beside.get("n", 1), 1, _MAX_SAMPLES),
+                priority=_integer(
+                    where, "priority", beside.get("priority", 0), -_MAX_PRIORITY, _MAX_PRIORITY
+                ),
+            )
+        )
     return specs
 
 
@@ -127,16 +151,17 @@ def _parsed(where: str, line: str) -> Mapping[str, object]:
         raise UsageError(f"{where}: its lists or objects are nested too deeply") from error
     if not isinstance(entry, dict):
         raise UsageError(f"{where}: wanted an object with a prompt, got {type(entry).__name__}")
-    unknown = sorted(entry.keys() - _FIELDS - {"prompt"})
+    unknown = sorted(entry.keys() - _FIELDS - _BESIDE - {"prompt"})
     if unknown:
-        known = ", ".join(sorted(_FIELDS))
+        known = ", ".join(sorted(_FIELDS | _BESIDE))
         raise UsageError(f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}")
     return entry
 
 
 def _params(
     where: str, index: int, options: Options, entry: Mapping[str, object]
-) -> SamplingParams:
+) -> tuple[SamplingParams, dict[str, object]]:
+    """The sampling parameters of an entry, and its other fields."""
     own = {
         name: _value(name, value)
         for name, value in entry.items()
@@ -152,10 +177,20 @@ def _params(
         base = merged.get("seed", 0)
         if isinstance(base, int) and 0 <= base <= MAX_INT:  # any other is refused below
             merged["seed"] = (base + index) % (MAX_INT + 1)
+    beside = {name: merged.pop(name) for name in _BESIDE if name in merged}
     try:
-        return SamplingParams(**merged)  # type: ignore[arg-type]  # the constructor checks each one
+        params = SamplingParams(**merged)  # type: ignore[arg-type]  # the constructor checks each
     except InvalidArgumentError as error:
         raise UsageError(f"{where}: {error}") from error
+    return params, beside
+
+
+def _integer(where: str, name: str, value: object, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(
+            f"{where}: {name}: wanted an integer from {least} to {most}, got {shown(value)}"
+        )
+    return value
 
 
 def _value(name: str, value: object) -> object:

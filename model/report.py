@@ -29,6 +29,8 @@ class RunStats:
     elapsed_s: float
     num_steps: int
     num_preemptions: int
+    num_swaps: int
+    num_forks: int
     peak_running: int
     block_size: int
     num_usable_blocks: int
@@ -63,6 +65,8 @@ def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float)
         elapsed_s=elapsed_s,
         num_steps=steps.num_steps,
         num_preemptions=steps.num_preemptions,
+        num_swaps=steps.num_swaps,
+        num_forks=steps.num_forks,
         peak_running=steps.peak_running,
         block_size=engine.kv.block_size,
         num_usable_blocks=engine.kv.num_usable_blocks,
@@ -79,6 +83,7 @@ def table(stats: RunStats) -> str:
     per_second = f"{stats.tokens_per_second:,.0f}"
     hits = f"{stats.num_hit_tokens} of {stats.num_prompt_tokens} prompt tokens"
     blocks = f"{stats.peak_used_blocks} of {stats.num_usable_blocks} at the peak"
+    preempted = f"{stats.num_preemptions} preemptions, {stats.num_swaps} swapped"
     sizes = f"paged {show_bytes(stats.paged_kv_bytes)}, flat {show_bytes(stats.flat_kv_bytes)}"
     rows = {
         "requests": f"{stats.num_requests} ({stats.num_stopped} stopped by themselves)",
@@ -86,7 +91,7 @@ def table(stats: RunStats) -> str:
         "tokens per second": per_second,
         "prefix hit rate": f"{stats.hit_rate:.1%} ({hits})",
         "blocks used": f"{blocks}, {stats.block_size} tokens each",
-        "blocks evicted": f"{stats.num_evicted_blocks} ({stats.num_preemptions} preemptions)",
+        "blocks evicted": f"{stats.num_evicted_blocks} ({preempted})",
         "KV bytes": f"{sizes} ({ratio:.1f}x)",
     }
     width = max(map(len, rows))
@@ -103,13 +108,13 @@ def document(
 
     Args:
         about: what ran: model, backend, device, dtype.
-        completions: in the order of the prompts.
+        completions: in the order of the prompts, all samples of one after the other.
         stats: of the run.
         mismatches: of the verification; None: there was none.
     """
     return {
         **about,
-        "requests": [_request(completion) for completion in completions],
+        "requests": _requests(completions),
         "stats": {
             **asdict(stats),
             "tokens_per_second": round(stats.tokens_per_second, 1),
@@ -120,10 +125,21 @@ def document(
     }
 
 
-def _request(completion: Completion) -> dict[str, object]:
+def _requests(completions: Sequence[Completion]) -> list[dict[str, object]]:
+    described: list[dict[str, object]] = []
+    prompt = -1
+    for completion in completions:
+        prompt += completion.request.sample == 0
+        described.append(_request(completion, prompt))
+    return described
+
+
+def _request(completion: Completion, prompt: int) -> dict[str, object]:
     request = completion.request
     reason = request.finish_reason
     return {
+        "prompt": prompt,
+        "sample": request.sample,
         "text": completion.text,
         "tokens": request.output_tokens,
         "num_prompt_tokens": request.num_prompt_tokens,

@@ -26,6 +26,7 @@ from model.args import Options
 from model.engine import Completion, Engine
 from model.errors import InvalidArgumentError, UsageError
 from model.loader import LoadedModel, load_model
+from model.memory import show_bytes
 from model.params import SamplingParams
 from model.progress import Progress
 from model.prompts import PromptSpec
@@ -78,6 +79,8 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
     }
     _progress(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
     _progress(engine.memory.describe(engine.network.layout))
+    if not engine.memory.holds_all:
+        _progress(_preemption(engine))
     seconds = _warm_up(model, backend, engine, prompts)
     _progress(f"compiled and warm in {seconds:.1f} s")
     recorder = engine.record() if options.stats or trace is not None else None
@@ -94,12 +97,19 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         print()
     else:
         if not options.stream:
-            for number, (spec, completion) in enumerate(zip(specs, completions, strict=True), 1):
-                print(show(number, spec.text, completion.text), end="")
+            for head, completion in zip(_heads(specs), completions, strict=True):
+                print(show(*head, completion.text), end="")
         print(table(stats))
         if steps is not None:
             print(f"\n{step_table(steps)}")
     return 1 if mismatches else 0
+
+
+def _preemption(engine: Engine) -> str:
+    if not engine.num_host_blocks:
+        return "preempted requests are computed again"
+    size = show_bytes(engine.network.layout.kv_bytes(engine.num_host_blocks, engine.kv.block_size))
+    return f"preempted requests are stored in host memory, up to {size}"
 
 
 def choose_threads(model: LoadedModel) -> None:
@@ -137,6 +147,7 @@ def _engine(
     lengths = tuple(  # the last token is handed out and never computed
         len(prompt) + spec.params.max_tokens - 1
         for spec, prompt in zip(specs, prompts, strict=True)
+        for _ in range(spec.num_samples)
     )
     return Engine(model, backend, dataclasses.replace(options.engine, expected_lengths=lengths))
 
@@ -144,20 +155,31 @@ def _engine(
 def _queue(
     engine: Engine, specs: Sequence[PromptSpec], prompts: Sequence[Sequence[int]]
 ) -> list[Request]:
-    requests = []
+    requests: list[Request] = []
     for spec, prompt in zip(specs, prompts, strict=True):
         try:
-            requests.append(engine.add_request(prompt, spec.params))
+            requests += engine.add_samples(
+                prompt, spec.params, num_samples=spec.num_samples, priority=spec.priority
+            )
         except InvalidArgumentError as error:
             raise UsageError(f"{spec.where}: {error}") from error
     return requests
+
+
+def _heads(specs: Sequence[PromptSpec]) -> list[tuple[str, str]]:
+    """The label and the prompt of every text: 3, or 3.1 and 3.2 where the third has two samples."""
+    return [
+        (f"{number}.{sample}" if spec.num_samples > 1 else f"{number}", spec.text)
+        for number, spec in enumerate(specs, 1)
+        for sample in range(1, spec.num_samples + 1)
+    ]
 
 
 def _generate(
     options: Options, engine: Engine, specs: Sequence[PromptSpec], requests: Sequence[Request]
 ) -> list[Completion]:
     texts: dict[int, str] = {request.request_id: "" for request in requests}
-    writer = StreamWriter([spec.text for spec in specs], sys.stdout) if options.stream else None
+    writer = StreamWriter(_heads(specs), sys.stdout) if options.stream else None
     with Progress("generated", len(requests), is_wanted=writer is None) as progress:
         while engine.has_unfinished:
             for output in engine.step():

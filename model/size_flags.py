@@ -7,7 +7,7 @@ import argparse
 import re
 from collections.abc import Callable
 
-from model.config import EngineConfig
+from model.config import PRIORITY_SPAN, WATERMARK, EngineConfig
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d{1,15})(?:([KMGT])(?:i?B)?)?", re.ASCII)
@@ -27,6 +27,9 @@ def engine_config(flags: argparse.Namespace) -> EngineConfig:
         enable_prefix_caching=flags.prefix_cache,
         max_num_batched_tokens=flags.max_num_batched_tokens,
         max_num_seqs=flags.max_num_seqs,
+        watermark=flags.watermark,
+        priority_span=flags.priority_span,
+        swap_memory_bytes=flags.swap_memory_bytes,
     )
 
 
@@ -65,6 +68,28 @@ def add_sizes(flag: Callable[..., object]) -> None:
         default=64,
         metavar="N",
         help="requests running at once (default: 64)",
+    )
+    flag(
+        "--watermark",
+        type=float,
+        default=WATERMARK,
+        metavar="F",
+        help="share of the blocks that a start leaves free for those that run "
+        f"(default: {WATERMARK})",
+    )
+    flag(
+        "--swap-memory-bytes",
+        type=num_bytes,
+        metavar="SIZE",
+        help="host memory for blocks of preempted requests; 0: compute them again (default: some, "
+        "where that is cheaper)",
+    )
+    flag(
+        "--priority-span",
+        type=int,
+        default=PRIORITY_SPAN,
+        metavar="N",
+        help=f"later requests that one level of priority overtakes (default: {PRIORITY_SPAN})",
     )
     flag(
         "--no-prefix-cache",

@@ -16,20 +16,20 @@ _INDENT = "    "
 _PROMPT_WIDTH = 72
 
 
-def show(number: int, prompt: str, text: str) -> str:
+def show(label: str, prompt: str, text: str) -> str:
     """A prompt's end and its continuation, with an empty line behind. O(prompt + text)."""
-    return _head(number, prompt) + _Indenter().feed(text) + "\n\n"
+    return _head(label, prompt) + _Indenter().feed(text) + "\n\n"
 
 
 class StreamWriter:
     """Writes the pieces of several texts to one stream, in order.
 
     Args:
-        prompts: all prompts of the run, in order.
+        prompts: label and prompt of every text of the run, in order.
         out: flushed after every piece.
     """
 
-    def __init__(self, prompts: Sequence[str], out: TextIO) -> None:
+    def __init__(self, prompts: Sequence[tuple[str, str]], out: TextIO) -> None:
         self._prompts = prompts
         self._out = out
         self._pending: list[list[str]] = [[] for _ in prompts]
@@ -54,7 +54,7 @@ class StreamWriter:
 
     def _begin(self) -> None:
         if self._turn < len(self._prompts):
-            self._out.write(_head(self._turn + 1, self._prompts[self._turn]))
+            self._out.write(_head(*self._prompts[self._turn]))
 
 
 class _Indenter:
@@ -73,8 +73,8 @@ class _Indenter:
         return "".join(out)
 
 
-def _head(number: int, prompt: str) -> str:
+def _head(label: str, prompt: str) -> str:
     end = prompt.rstrip("\n").rsplit("\n", 1)[-1][-_PROMPT_WIDTH:]
     cut = "" if end == prompt.rstrip("\n") else "... "
     gap = " " if prompt[-1:].isspace() else ""
-    return f"[{number}] {cut}{end}\n{_INDENT}=>{gap}"
+    return f"[{label}] {cut}{end}\n{_INDENT}=>{gap}"

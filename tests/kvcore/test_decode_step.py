@@ -8,8 +8,6 @@ import pytest
 
 import kvcore
 
-STEPS = 64
-
 
 def running(kv, count, length=8):
     """Sequences whose prompts are computed."""
@@ -82,24 +80,25 @@ def test_an_empty_step_is_a_step():
 def test_a_decode_step_in_steady_state_leaves_no_container_behind():
     """Nothing that the collector would have to walk: blocks and nodes are used again."""
     kv = kvcore.KVCacheManager(65, 4)
-    for _ in range(2):  # the pool is full of content that nobody needs, and of nodes to spare
+    for turn in range(4):  # until the pool is full of content that nobody needs
         seqs = running(kv, 4)
-        for token in range(STEPS - 8):
-            kv.decode_step(seqs, array("I", [token] * 4))
+        for token in range(44):
+            kv.decode_step(seqs, array("I", [1000 * turn + token] * 4))
         for seq in seqs:
             kv.close(seq)
     seqs = running(kv, 4)
     for token in range(8):  # where new content branches off the old, a dictionary is made
-        kv.decode_step(seqs, array("I", [100 + token] * 4))
+        kv.decode_step(seqs, array("I", [9000 + token] * 4))
     gc.collect()
     gc.disable()
     try:
-        before = len(gc.get_objects())
+        known = set(map(id, gc.get_objects()))
         allocated = sys.getallocatedblocks()
         for token in range(8, 40):
-            kv.decode_step(seqs, array("I", [100 + token] * 4))
+            kv.decode_step(seqs, array("I", [9000 + token] * 4))
         grown = sys.getallocatedblocks() - allocated
-        assert len(gc.get_objects()) - before <= 1  # the list of objects itself
+        left = set(map(id, gc.get_objects())) - known
+        assert left == {id(known)}
     finally:
         gc.enable()
     # What stays is one content in bytes for each block published, and tables that have grown.

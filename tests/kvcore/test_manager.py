@@ -288,6 +288,7 @@ def test_a_plan_says_what_opening_and_reserving_would_take(computed):
     before = kv.num_free_blocks
     seq = kv.open(range(11))
     assert len(kv.reserve(seq, 11 - seq.num_computed_tokens)[0]) == plan.num_new_blocks
+    assert type(plan.num_new_blocks) is int
     assert before - kv.num_free_blocks == plan.num_new_blocks + plan.num_revived_blocks
 
 
@@ -533,6 +534,45 @@ def test_a_reset_reports_what_it_forgot_and_what_still_is_in_use():
     assert kv.reset() == kvcore.ResetReport(2 + 3, 3 + 1, 2)
     assert kv.reset() == kvcore.ResetReport(0, 4, 2)
     assert kvcore.KVCacheManager(4, 4).reset() == kvcore.ResetReport(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv, seq: kv.open([1], None),
+        lambda kv, seq: kv.plan([1], None),
+        lambda kv, seq: kv.extend(seq, [1], ()),
+        lambda kv, seq: kv.lease(seq, "step", "me"),
+        lambda kv, seq: kv.reset(True),
+        lambda kv, seq: kv.pool.clear(True),
+        lambda kv, seq: kvcore.KVCacheManager(4, 4, None),
+    ],
+)
+def test_options_are_named_and_never_counted_off(call):
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(4))
+    with pytest.raises(TypeError, match="positional"):
+        call(kv, seq)
+
+
+def test_what_a_sequence_hits_is_kept_as_it_wishes_from_then_on():
+    kv = kvcore.KVCacheManager(9, 2)
+    filled(kv, [1, 2, 3, 4, 5])
+    seq = kv.open([1, 2, 3, 4, 5], retain=[kvcore.Retention(0, 2, priority=3)])
+    assert kv.pool.shelf.kept == {1: ((3, 2**63 - 1),)}
+    for other in list(kv.sequences.values()):
+        kv.close(other)
+    assert order(kv)[-1] == 1
+    assert seq.wishes == (kvcore.Retention(0, 2, priority=3),)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_closed_sequence_has_no_blocks_whatever_their_size(size):
+    kv = kvcore.KVCacheManager(20, size)
+    seq = filled(kv, range(7))
+    kv.close(seq)
+    assert (seq.block_table, seq.num_blocks) == ((), 0)
+    assert seq.tables[0].blocks == []
 
 
 def test_a_closed_sequence_holds_nothing():

@@ -246,6 +246,7 @@ def test_what_cannot_be_published_is_named(pool):
         (state, r"held, unpublished.*Block\(7,", [free], None, [token(1)]),
         (state, r"held, unpublished.*Block\(1,", [done], None, [token(1)]),
         (state, "each block once", [one, two, one], None, [token(1)] * 3),
+        (state, "each block once", [one, one], None, [token(1)] * 2),
         (state, r"published parent.*Block\(3,", [one], two, [token(1)]),
         (argument, "each of 2 blocks, got 1", [one, two], None, [token(1)]),
         (argument, "each of 1 blocks, got 2", [one], None, [token(1)] * 2),
@@ -280,6 +281,7 @@ def test_a_parent_of_another_group_is_refused():
     pool.publish([two], b"n", None, [token(1) + token(2)], 1)
     pool.publish([three], b"n", two, [token(3) + token(4)], 1)
     assert (one.group, two.group, three.group) == (0, 1, 1)
+    assert pool.match(b"n", token(1), 1) == [one]  # the first group, if none is named
     assert ids(pool.match(b"n", kvcore.pack([1, 2, 3, 4]).tobytes(), 2, 1)) == [2, 3]
 
 

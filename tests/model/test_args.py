@@ -35,15 +35,20 @@ def test_every_flag_arrives():
             *("--top-k", "4", "--top-p", "0.75", "--seed", "6", "--stop", "x", "--stop", "y"),
             *("--ignore-eos", "--stream", "--num-blocks", "7", "--block-size", "8"),
             *("--max-num-batched-tokens", "9", "--max-num-seqs", "10", "--no-prefix-cache"),
+            *("--n", "11", "--watermark", "0.25", "--priority-span", "12"),
+            *("--swap-memory-bytes", "13K"),
         ]
     )
     assert (options.backend, options.model, options.dtype) == ("numba", "there", "float16")
     assert (options.engine.num_blocks, options.engine.block_size) == (7, 8)
     assert (options.engine.max_num_batched_tokens, options.engine.max_num_seqs) == (9, 10)
     assert not options.engine.enable_prefix_caching
+    assert (options.engine.watermark, options.engine.priority_span) == (0.25, 12)
+    assert options.engine.swap_memory_bytes == 13 * 1024
     assert (options.stream, options.json, options.verify) == (True, False, False)
     first, second = read_prompts(options, None)
     assert (first.text, second.text) == ("a", "b")
+    assert (first.num_samples, second.num_samples) == (11, 11)
     assert first.params == SamplingParams(
         max_tokens=3,
         temperature=0.5,
@@ -121,6 +126,10 @@ def test_a_line_of_json_has_its_own_parameters_over_those_of_the_command_line(tm
         (["--kv-memory-fraction", "nan"], "kv_memory_fraction: wanted a share .*, got nan"),
         (["--kv-memory-fraction", "1", "--num-blocks", "9"], "num_blocks: wanted this or kv_mem"),
         (["--max-num-seqs", "0"], "max_num_seqs: wanted at least 1, got 0"),
+        (["--watermark", "1"], "watermark: wanted a share of at least 0 and below 1, got 1.0"),
+        (["--priority-span", "0"], "priority_span: wanted at least 1, got 0"),
+        (["--swap-memory-bytes", "-1"], "--swap-memory-bytes: (wanted bytes|expected one)"),
+        (["--verify", "--n", "2"], "greedy generation: --n cannot be given too"),
         (["--max-num-batched-tokens", "-1"], "max_num_batched_tokens: wanted at least 1, got -1"),
         (["--stream", "--json"], "--stream writes text as it comes"),
         (["--verify", "--top-p", "0.5"], "greedy generation: --top-p cannot be given too"),
@@ -152,6 +161,8 @@ def test_the_sizes_that_an_engine_may_have_are_those_of_kvcore():
         (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "top_k: wanted an integer"),
         (["--prompt", "a", "--max-tokens", "0"], "max_tokens: wanted an integer from 1 to"),
         (["--prompt", "a", "--top-k", "3"], "top_k has no meaning with a temperature of 0"),
+        (["--prompt", "a", "--n", "3"], "n has no meaning with a temperature of 0"),
+        (["--prompt", "a", "--n", "0", "--temperature", "1"], "n: wanted an integer from 1 to"),
         (["--prompt", "a", "--seed", "3"], "seed has no meaning with a temperature of 0"),
         (["--prompt", "a", "--prompt", "a\udc80b"], r"\(number 2\): wanted text that UTF-8 can"),
         (["--prompts-file", "a\0b.txt"], "cannot read .*: embedded null byte"),
@@ -179,6 +190,8 @@ def test_a_prompt_that_says_nothing_is_one_error(argv, message):
         ('{"prompt": null}', "line 2: wanted a prompt with some text in it, got None"),
         ('{"prompt": "a", "stop_token_ids": [4294967296]}', "line 2: stop_token_ids: wanted"),
         ('{"prompt": "a", "temperature": 1, "seed": 1.5}', "line 2: seed: wanted an integer"),
+        ('{"prompt": "a", "temperature": 1, "n": true}', "line 2: n: wanted an integer from 1"),
+        ('{"prompt": "a", "priority": 1e6}', "line 2: priority: wanted an integer .*, got 1000000"),
     ],
 )
 def test_a_broken_line_is_named_by_its_number(tmp_path, line, message):
@@ -202,6 +215,14 @@ def test_a_line_beyond_pythons_limits_is_one_error(tmp_path, begin, repeated, co
     with pytest.raises(UsageError, match=f"jsonl line 2: {message}") as error:
         read("--prompts-file", str(file))
     assert len(str(error.value)) < 300
+
+
+def test_a_line_says_how_often_and_how_soon_over_the_command_line(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a", "n": 2, "priority": -3}, {"prompt": "b", "n": None}]
+    file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    specs = read("--prompts-file", str(file), "--temperature", "1", "--n", "4")
+    assert [(spec.num_samples, spec.priority) for spec in specs] == [(2, -3), (4, 0)]
 
 
 def test_a_null_field_of_a_line_is_as_if_it_were_not_there(tmp_path):

@@ -129,7 +129,7 @@ def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_s
     assert [request.output_tokens for request in others] == tokens
     assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
     assert (engine.stats.num_forks < 6) == ("max_num_seqs" in sizes)
-    assert (engine.stats.num_preemptions > 0) == ("num_blocks" in sizes)
+    assert caching or (engine.stats.num_preemptions > 0) == ("num_blocks" in sizes)
 
 
 def test_a_number_of_samples_below_one_is_refused():

@@ -106,6 +106,28 @@ def test_a_small_pool_and_a_small_step_change_how_and_not_what(call):
     assert [r["text"] for r in small["requests"]] == [r["text"] for r in large["requests"]]
 
 
+def test_samples_of_a_prompt_are_texts_of_their_own_streamed_or_whole(call):
+    draw = [*TWO, "--temperature", "1.5", "--n", "2"]
+    _, whole, _ = call(*draw)
+    code, streamed, _ = call(*draw, "--stream")
+    assert code == 0
+    assert streamed[: streamed.index("requests ")] == whole[: whole.index("requests ")]
+    labels = [line.split()[0] for line in whole.splitlines() if line.startswith("[")]
+    assert labels == ["[1.1]", "[1.2]", "[2.1]", "[2.2]"]
+    document = json.loads(call(*draw, "--json")[1])
+    requests = document["requests"]
+    assert [(r["prompt"], r["sample"]) for r in requests] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len({r["text"] for r in requests}) == 4
+    assert document["stats"]["num_forks"] == 2
+
+
+def test_what_was_decided_about_memory_is_said_once(call):
+    _, _, err = call(*TWO, "--num-blocks", "30", "--swap-memory-bytes", "1M")
+    assert "KV cache: 30 blocks of 4 tokens, 60.0 KiB of " in err
+    assert "(as asked for); 2 layers see all\n" in err
+    assert "preempted requests are stored in host memory, up to 1.0 MiB\n" in err
+
+
 def test_draws_repeat_with_their_seed(call):
     draw = [*TWO, "--json", "--temperature", "1.5", "--seed"]
     texts = [
@@ -292,7 +314,7 @@ def test_without_arguments_the_tiny_model_writes_what_generate_writes(capsys):
 
 def test_the_documentation_has_every_flag(capsys):
     assert main(["--help"]) == 0
-    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    flags = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
     assert len(flags) >= 22
     page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
     assert [flag for flag in sorted(flags) if f"`{flag}" not in page] == []

@@ -71,15 +71,18 @@ class ManagerChecks(RuleBasedStateMachine):
             self.check_sequence(entry)
         order = [block.block_id for block in self.kv.pool.free_blocks()]
         expect("P15", order, self.naive.pool.order(), "the order of reuse")
-        published = {block.block_id for block in self.kv.pool.blocks if block.node is not None}
-        wanted = {block_id for _, block_id in self.naive.pool.published}
-        expect("P6", published, wanted, "the published blocks")
+        self.check_published("P6")
         deferred = self.kv.leases.num_deferred_blocks()
         expect("P20", deferred, self.naive.num_deferred(), "blocks free once the leases end")
         self.check_common()
         self.check_slots()
         self.check_stats()
         self.fold()
+
+    def check_published(self, prop):
+        published = {block.block_id for block in self.kv.pool.blocks if block.node is not None}
+        wanted = {block_id for _, block_id in self.naive.pool.published}
+        expect(prop, published, wanted, "the published blocks")
 
     def check_common(self):
         """P25: what sequences share is read from their tables, whoever else holds the blocks."""

@@ -224,20 +224,33 @@ class ManagerMachine(ManagerVerbs):
             self.step(token, room, aborts=False)
         self.step(token, room, aborts)
 
-    @rule(target=SEQUENCES, prompt=PROMPTS, kept=st.integers(0, 9), forks=st.booleans())
-    def fail_a_load_that_others_use(self, prompt, kept, forks):
+    @rule(
+        target=SEQUENCES,
+        prompt=PROMPTS,
+        kept=st.integers(0, 9),
+        forks=st.booleans(),
+        leaves=st.booleans(),
+    )
+    def fail_a_load_that_others_use(self, prompt, kept, forks, leaves):
         """KV was loaded, somebody has hit it or split off, and it turns out never to have come."""
         loader = self.begin(prompt, kvcore.Namespace(), packed=False)
         if loader is None:
             return multiple()
         self.run(loader)
         other = self.fork(loader) if forks else self.begin(prompt, kvcore.Namespace(), packed=False)
+        if other is loader:  # no room for a fork
+            return multiple()
+        self.append(other, [2] * BLOCK_SIZE)
         self.run(other)
         self.agree()
+        if leaves:
+            self.end(other)
         self.fail_load(loader, min(kept, loader[1].computed))
         self.agree()
         self.end(loader)
-        return multiple() if other is loader else other
+        for length in range(len(other[1].tokens)):
+            self.end(self.begin([*other[1].tokens[:length], 8], other[1].namespace, packed=False))
+        return multiple() if leaves else other
 
     @rule(entry=SEQUENCES, canonical=st.booleans())
     def reset_in_flight(self, entry, canonical):

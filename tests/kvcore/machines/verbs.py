@@ -346,6 +346,7 @@ class ManagerVerbs(ManagerChecks):
         hit = [other.seq_id for other in self.kv.fail_load(real, kept)]
         kvcore.check(self.kv)
         wanted = self.naive.fail_load(naive, kept, [other for _, other, _ in self.live])
+        self.check_published("P9")
         expect("P9", hit, [o.seq_id for o, n, _ in self.live if n in wanted], "who is set back")
         for _, other, told in self.live:
             for mine, table in zip(told, other.tables, strict=True):

@@ -49,12 +49,20 @@ class window_goes_on_naming_what_it_gave_back(kvcore.KVCacheManager):
             table.num_null = num_null
 
 
-@in_manager("P7", "P24", "P18", "P1", "P2", rows=(31,), layouts=WINDOWS)
+@in_manager("P7", "P24", "P18", "P2", "P3", rows=(31,), layouts=WINDOWS)
 class window_hits_what_it_gave_back(kvcore.BlockPool):
+    def __init__(self, num_blocks, *block_sizes, log=None):
+        super().__init__(num_blocks, *block_sizes, log=log)
+        self.known = {}
+
     def path(self, namespace_key, packed, max_blocks, group, items=None):
         found = super().path(namespace_key, packed, max_blocks, group, items)
-        present = [block for block in found if block is not None]
-        return [block or present[0] for block in found] if present else found
+        for place, block in enumerate(found):
+            end = (place + 1) * self.block_sizes[group] * 4
+            key = (group, namespace_key, packed[:end], items and tuple(items[: place + 1]))
+            found[place] = block or self.known.get(key)
+            self.known[key] = found[place]
+        return found
 
 
 @in_manager("P7", "P24", "P18", "P1", "P2", "P10", rows=(66,), layouts=("full and window",))

@@ -2,9 +2,9 @@
 
 import kvcore
 from kvcore import doubt
-from kvcore.doubt import distrust_from
+from kvcore.doubt import _spelling, distrust_from
 from tests.kvcore import machines
-from tests.kvcore.sabotage.registry import changed, sabotage
+from tests.kvcore.sabotage.registry import changed, patched, sabotage
 
 
 class ForgetfulBook(kvcore.LeaseBook):
@@ -129,6 +129,14 @@ class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):
         if not 0 <= num_tokens <= seq.num_computed_tokens:
             return super().fail_load(seq, num_tokens)
         return distrust_from(self.pool, seq, num_tokens, [seq])
+
+
+@patched(_spelling, "P7", "P9", rows=(71,))
+def loads_fail_where_whole_blocks_agree(above, seq, num_tokens, size):
+    start = (num_tokens - 1) // size * size
+    whole = seq.packed[start : start + size].tobytes()
+    found = _spelling(above, seq, num_tokens, size)
+    return [node for node in found if node.tokens.startswith(whole) and len(whole) == 4 * size]
 
 
 @sabotage(machines.ManagerMachine, "P7", "P9", "P14")
