@@ -375,7 +375,7 @@ class BlockPool(FreeBlocks):
         for block in blocks:
             if block.ref_count == 0 or block.node is not None:
                 raise BlockStateError(f"publish: wanted a held, unpublished block, got {block!r}")
-        if len(blocks) > 1 and len(set(blocks)) != len(blocks):
+        if len(set(blocks)) != len(blocks):
             raise BlockStateError("publish: wanted each block once")
         for content in contents:
             if len(content) < width:

@@ -47,24 +47,38 @@ class StepTensors:
 
 
 class _Buffer:
-    """A flat host buffer that grows by doubling; page-locked where a GPU copies from it."""
+    """A flat host buffer that grows by doubling; page-locked where a GPU copies from it.
+
+    Views of it are kept while the sizes stay the same, as they do from decode to decode.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device
         self._tensor = self._allocate(256)
+        self._view: NDArray[Any] = self._tensor.numpy()
+        self._shaped = self._tensor
 
     def view(self, size: int) -> NDArray[Any]:
         """The first `size` entries, to be written. O(1), O(size) when the buffer grows."""
-        if size > self._tensor.numel():
-            self._tensor = self._allocate(max(size, 2 * self._tensor.numel()))
-        written: NDArray[Any] = self._tensor[:size].numpy()
-        return written
+        if size != len(self._view):
+            if size > self._tensor.numel():
+                self._tensor = self._allocate(max(size, 2 * self._tensor.numel()))
+            self._view = self._tensor[:size].numpy()
+            self._shaped = self._tensor[:size]
+        return self._view
 
     def send(self, *shape: int) -> Tensor:
-        """What was written, on the device; on a CPU it is the buffer itself. O(entries)."""
-        tensor = self._tensor[: math.prod(shape)].view(shape)
-        return tensor.to(self._device, non_blocking=True)
+        """What was written, on the device; on a CPU it is the buffer itself. O(entries).
+
+        Args:
+            shape: as many entries as the view that was written.
+        """
+        if self._shaped.shape != shape:
+            self._shaped = self._tensor[: math.prod(shape)].view(shape)
+        if self._device.type == "cpu":
+            return self._shaped
+        return self._shaped.to(self._device, non_blocking=True)
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self._dtype, pin_memory=self._device.type == "cuda")
@@ -83,6 +97,7 @@ class _Tables:
         self._device = device
         self._sequences: list[int] = []  # the seq_id of each row
         self._filled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # entries known of each row
+        self._shaped: Tensor = torch.empty(0)  # the rows as they were sent last
         self._allocate(8, 16)
 
     def update(
@@ -106,8 +121,13 @@ class _Tables:
 
     def send(self) -> Tensor:
         """The rows on the device, as wide as the widest. O(rows * width)."""
-        num_rows, width = len(self._sequences), int(self._filled.max())
-        return self._tensor[:num_rows].to(self._device, non_blocking=True)[:, :width]
+        shape = (len(self._sequences), int(self._filled.max()))
+        if self._device.type != "cpu":
+            rows = self._tensor[: shape[0]].to(self._device, non_blocking=True)
+            return rows[:, : shape[1]]
+        if self._shaped.shape != shape:
+            self._shaped = self._tensor[: shape[0], : shape[1]]
+        return self._shaped
 
     def _arrange(self, ids: list[int]) -> None:
         """Move the rows of known sequences to their new places; the others are empty."""
@@ -136,6 +156,7 @@ class _Tables:
         is_pinned = self._device.type == "cuda"
         self._tensor = torch.zeros((num_rows, width), dtype=torch.int32, pin_memory=is_pinned)
         self._table: NDArray[np.int32] = self._tensor.numpy()
+        self._shaped = self._tensor
 
 
 class BatchBuilder:
@@ -154,6 +175,7 @@ class BatchBuilder:
         self._seq_lens = _Buffer(torch.int32, device)
         self._tables = [_Tables(group, device) for group in range(num_groups)]
         self._slot_mappings = [_Buffer(torch.int64, device) for _ in range(num_groups)]
+        self._rows = np.arange(0)
 
     def build(self, step: Step) -> StepTensors:
         """Write the step's tokens, positions, tables and slots, and send them to the device.
@@ -166,25 +188,29 @@ class BatchBuilder:
         """
         chunks = step.chunks
         sequences = [chunk.request.running_sequence for chunk in chunks]
-        starts = np.array([chunk.start for chunk in chunks])
-        counts = np.array([chunk.num_tokens for chunk in chunks])
-        lengths, ends = starts + counts, counts.cumsum()
-        num_seqs, num_tokens = len(chunks), int(ends[-1])
-        self._query_start_loc.view(num_seqs + 1)[:] = np.append(0, ends)
-        self._seq_lens.view(num_seqs)[:] = lengths
-        self._write_input_ids(chunks, ends - counts, num_tokens)
-        rows = np.arange(num_seqs)
-        positions = starts
+        num_seqs, num_tokens = len(chunks), step.num_tokens
+        if len(self._rows) != num_seqs:
+            self._rows = np.arange(num_seqs)
+        rows, firsts = self._rows, self._rows
+        starts = positions = np.array([chunk.start for chunk in chunks])
+        max_query_len, ends, lengths = 1, rows + 1, starts + 1
         if num_tokens > num_seqs:
-            rows = np.repeat(rows, counts)
+            counts = np.array([chunk.num_tokens for chunk in chunks])
+            max_query_len, ends, lengths = int(counts.max()), counts.cumsum(), starts + counts
+            rows, firsts = np.repeat(rows, counts), ends - counts
             positions = np.arange(num_tokens) + np.repeat(lengths - ends, counts)
+        query_starts = self._query_start_loc.view(num_seqs + 1)
+        query_starts[0] = 0
+        query_starts[1:] = ends
+        self._seq_lens.view(num_seqs)[:] = lengths
+        self._write_input_ids(chunks, firsts, num_tokens)
         self._position_ids.view(num_tokens)[:] = positions
         num_sampled = [chunk.samples and 1 + len(chunk.followers) for chunk in chunks]
         sampled = np.repeat(ends, num_sampled) - 1
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.send(num_seqs + 1)
         seq_lens = self._seq_lens.send(num_seqs)
-        max_query_len, max_seq_len = int(counts.max()), int(lengths.max())
+        max_seq_len = int(lengths.max())
         paged = []
         for group, tables in enumerate(self._tables):
             table = tables.update(sequences, lengths)

@@ -12,6 +12,9 @@ from model.errors import InvalidArgumentError, shown
 MAX_NUM_BLOCKS = 2**31 - 1
 """The largest id that the int32 of a block table holds, so the most blocks of `kvcore`."""
 
+MAX_STEP_TOKENS = 2**31 - 1
+"""The most tokens a step, whose places a batch numbers in int32."""
+
 MAX_BLOCK_SIZE = 2**20
 """The most tokens a block of `kvcore` has."""
 
@@ -125,3 +128,5 @@ def _check_watermark(share: float) -> None:
 def _check_least_one(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise InvalidArgumentError(f"{name}: wanted at least 1, got {shown(value)}")
+    if name == "max_num_batched_tokens" and value is not None and value > MAX_STEP_TOKENS:
+        raise InvalidArgumentError(f"{name}: wanted at most {MAX_STEP_TOKENS}, got {shown(value)}")

@@ -292,6 +292,16 @@ def test_a_plan_says_what_opening_and_reserving_would_take(computed):
     assert before - kv.num_free_blocks == plan.num_new_blocks + plan.num_revived_blocks
 
 
+def test_a_plan_counts_the_blocks_that_are_not_hit_at_every_length():
+    kv = kvcore.KVCacheManager(20, 4)
+    filled(kv, range(13))
+    for length in range(1, 30):
+        plan = kv.plan(range(length))
+        hit = min(12, (length - 1) // 4 * 4)
+        wanted = len(range(hit, length, 4))  # one for each four tokens that are left, or fewer
+        assert (plan.num_cached_tokens, plan.num_new_blocks) == (hit, wanted)
+
+
 def test_a_plan_revives_only_what_nobody_holds():
     kv = kvcore.KVCacheManager(5, 4)
     filled(kv, range(5))
@@ -531,7 +541,9 @@ def test_a_reset_reports_what_it_forgot_and_what_still_is_in_use():
     filled(kv, range(9))
     filled(kv, range(5))
     kv.close(filled(kv, [7] * 12))
+    before = order(kv)
     assert kv.reset() == kvcore.ResetReport(2 + 3, 3 + 1, 2)
+    assert order(kv) == before != sorted(before)  # unless another order is asked for
     assert kv.reset() == kvcore.ResetReport(0, 4, 2)
     assert kvcore.KVCacheManager(4, 4).reset() == kvcore.ResetReport(0, 0, 0)
 

@@ -279,10 +279,22 @@ def test_a_parent_of_another_group_is_refused():
         lambda: pool.publish([two], b"n", None, [token(1)], 1),
     )
     pool.publish([two], b"n", None, [token(1) + token(2)], 1)
+    refused(
+        pool,
+        kvcore.BlockStateError,
+        r"parent.*Block\(2,",
+        lambda: pool.publish([three], b"n", two, [token(3)], 0),
+    )
     pool.publish([three], b"n", two, [token(3) + token(4)], 1)
     assert (one.group, two.group, three.group) == (0, 1, 1)
     assert pool.match(b"n", token(1), 1) == [one]  # the first group, if none is named
     assert ids(pool.match(b"n", kvcore.pack([1, 2, 3, 4]).tobytes(), 2, 1)) == [2, 3]
+
+
+def test_a_long_run_is_published_and_found_whole():
+    pool = kvcore.BlockPool(400, 1)
+    blocks = published(pool, *range(300))
+    assert pool.match(b"n", kvcore.pack(range(300)).tobytes(), 300) == blocks
 
 
 def test_content_may_be_longer_than_its_tokens(pool):
@@ -394,6 +406,8 @@ def test_clearing_forgets_all_content_and_nothing_else(canonical):
     assert (pool.num_cached_blocks, pool.num_free_blocks) == (0, 6)
     assert (pool.shelf.kept, pool.shelf.num_free, pool.free_queue.length) == ({}, 0, 0)
     assert list(pool.trees[0].roots()) == []
+    for block in pool.blocks[1:]:
+        assert block.next_free is (None if block is held else block)
     assert log.take() == (kvcore.AllCleared(4),)
     assert pool.clear() == 0
     assert ids(pool.take(6)) == order
@@ -404,14 +418,14 @@ def test_clearing_forgets_all_content_and_nothing_else(canonical):
 
 def test_a_content_is_removed_with_its_last_copy_however_many_go_at_once():
     log = kvcore.EventLog([1], "xxh3-128")
-    pool = kvcore.BlockPool(5, 1, log=log)
+    pool = kvcore.BlockPool(4, 1, log=log)
     one, other, third = published(pool, 1), published(pool, 1), published(pool, 1)
     (stored,) = log.take()
     pool.release([*one, *other])
     pool.take(2)
-    assert log.take() == ()  # block 4 held nothing, block 1 was one of three
+    assert log.take() == ()
     pool.release(third)
-    pool.take(2)
+    pool.take(1)
     (removed,) = log.take()
     assert removed == kvcore.BlockRemoved(2, 0, stored.name)
 

@@ -130,6 +130,7 @@ def test_a_line_of_json_has_its_own_parameters_over_those_of_the_command_line(tm
         (["--priority-span", "0"], "priority_span: wanted at least 1, got 0"),
         (["--swap-memory-bytes", "-1"], "--swap-memory-bytes: (wanted bytes|expected one)"),
         (["--verify", "--n", "2"], "greedy generation: --n cannot be given too"),
+        (["--max-num-batched-tokens", str(2**31)], "max_num_batched_tokens: wanted at most 21474"),
         (["--max-num-batched-tokens", "-1"], "max_num_batched_tokens: wanted at least 1, got -1"),
         (["--stream", "--json"], "--stream writes text as it comes"),
         (["--verify", "--top-p", "0.5"], "greedy generation: --top-p cannot be given too"),

@@ -1,5 +1,7 @@
 """The same comparisons on a GPU, with the Triton backend."""
 
+import functools
+
 import pytest
 import torch
 
@@ -18,22 +20,58 @@ pytestmark = [
 PROMPTS = [list(range(40, 61)), [*range(40, 61), 7, 8, 9], [200, 100, 5]]
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
-    backend = backends.get_backend("triton")
+@functools.cache
+def clear_case(architecture, backend):
+    """A network on the GPU whose greedy choices are clear, and its dense tokens."""
     for seed in range(20):
         built = build(architecture, seed)
         model = wrap_network(architecture, built.network.to(backend.device), built.codec)
         dense = [greedy_and_margin(model, prompt, 16) for prompt in PROMPTS]
         if min(margin for _, margin in dense) > 1e-3:
-            break
-    else:
-        raise AssertionError("no clear network in 20")
+            return model, [tokens for tokens, _ in dense]
+    raise AssertionError("no clear network in 20")
+
+
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
+    backend = backends.get_backend("triton")
+    model, dense = clear_case(architecture, backend)
     config = EngineConfig(num_blocks=30, block_size=16, max_num_batched_tokens=11)
     engine = Engine(model, backend, config)
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
-    assert [c.request.output_tokens for c in done] == [tokens for tokens, _ in dense]
+    assert [c.request.output_tokens for c in done] == dense
     assert engine.stats.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize("swap_memory_bytes", [0, 1 << 24])
+def test_preempted_blocks_come_back_to_the_gpu_computed_or_from_page_locked_memory(
+    swap_memory_bytes,
+):
+    backend = backends.get_backend("triton")
+    model, dense = clear_case("llama", backend)
+    config = EngineConfig(num_blocks=14, block_size=4, swap_memory_bytes=swap_memory_bytes)
+    engine = Engine(model, backend, config)
+    done = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
+    assert [c.request.output_tokens for c in done] == dense
+    assert engine.stats.num_preemptions > 0
+    assert (engine.stats.num_loads > 0) == (swap_memory_bytes > 0)
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+
+
+def test_samples_that_fork_on_a_gpu_draw_what_they_draw_alone():
+    backend = backends.get_backend("triton")
+    model, _ = clear_case("gemma2", backend)
+    params = SamplingParams(max_tokens=12, temperature=1.0, top_k=40, seed=3)
+    tokens = []
+    for sizes in ({}, {"max_num_seqs": 1}):
+        engine = Engine(model, backend, EngineConfig(num_blocks=60, block_size=4, **sizes))
+        requests = engine.add_samples(PROMPTS[0], params, num_samples=4)
+        while engine.has_unfinished:
+            engine.step()
+        assert engine.stats.num_forks == (0 if sizes else 3)
+        tokens.append([request.output_tokens for request in requests])
+    assert tokens[0] == tokens[1]
+    assert len({tuple(sample) for sample in tokens[0]}) == 4
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -53,8 +91,8 @@ def test_the_cache_takes_its_share_of_what_the_largest_step_leaves():
     assert engine.memory.free_bytes < total
     assert free + engine.memory.kv_bytes < total
     del engine
-    with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens: a step of 10000000000"):
-        Engine(model, backend, EngineConfig(max_num_batched_tokens=10**10))
+    with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens: a step of 2000000000"):
+        Engine(model, backend, EngineConfig(max_num_batched_tokens=2 * 10**9))
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():
