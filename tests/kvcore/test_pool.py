@@ -195,9 +195,9 @@ def test_the_last_holder_frees_a_block_and_no_other_does(pool):
     (block,) = pool.take(1)
     pool.hold([block])
     pool.release([block])
-    assert (block.ref_count, block.next_free) == (1, None)
+    assert (block.ref_count, pool.empty_blocks) == (1, [])
     pool.release([block])
-    assert (block.ref_count, block.next_free) == (0, block)
+    assert (block.ref_count, pool.empty_blocks) == (0, [block])
     assert ids(pool.free_blocks()) == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -334,7 +334,7 @@ def test_a_forgotten_block_is_reused_first_if_it_is_free_and_stays_held_if_it_is
     pool.forget([free, held])
     assert ids(pool.free_blocks()) == [1, 4, 5, 6, 7, 3]
     assert (free.node, held.node, held.ref_count) == (None, None, 1)
-    assert free.next_free is free
+    assert (free.prev_free, free.next_free) == (None, None)
     assert pool.num_cached_blocks == 1
     pool.forget([free, held])  # once more changes nothing
     assert ids(pool.free_blocks()) == [1, 4, 5, 6, 7, 3]
@@ -407,7 +407,7 @@ def test_clearing_forgets_all_content_and_nothing_else(canonical):
     assert (pool.shelf.kept, pool.shelf.num_free, pool.free_queue.length) == ({}, 0, 0)
     assert list(pool.trees[0].roots()) == []
     for block in pool.blocks[1:]:
-        assert block.next_free is (None if block is held else block)
+        assert (block.prev_free, block.next_free) == (None, None)
     assert log.take() == (kvcore.AllCleared(4),)
     assert pool.clear() == 0
     assert ids(pool.take(6)) == order
