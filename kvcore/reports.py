@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import SupportsIndex
 
+from kvcore.arguments import as_int
 from kvcore.block import BlockId
 
 
@@ -28,7 +30,16 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether `open` and `reserve` of the whole sequence would succeed now."""
-        return self.num_new_blocks + self.num_revived_blocks <= self.num_free_blocks
+        return self.fits_above(0)
+
+    def fits_above(self, watermark: SupportsIndex) -> bool:
+        """Say whether it fits and leaves at least `watermark` blocks free for others. O(1).
+
+        Raises:
+            InvalidArgumentError: a negative number.
+        """
+        taken = self.num_new_blocks + self.num_revived_blocks
+        return taken + as_int("watermark", watermark, 0) <= self.num_free_blocks
 
 
 @dataclass(frozen=True, slots=True)

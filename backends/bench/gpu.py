@@ -12,12 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from backends.bench import host, moves
+from backends.bench import host, moves, prefill
 from backends.bench.graphs import against, buffer_sets, time_graph
 from backends.bench.measured import DecodeCase, Row
 from backends.contract import Backend, PagedBatch
 
-READ, COPY, MATMUL, FLAT = "read", "copy", "matmul", "unshared"
+READ, COPY, FLAT = "read", "copy", "unshared"
+MATMUL = prefill.MATMUL
 
 _QUICK = (DecodeCase(1, 1024), DecodeCase(1, 8192), DecodeCase(8, 1024))
 _DECODE = (
@@ -33,16 +34,6 @@ _DECODE = (
     DecodeCase(64, 8192, num_q_heads=16),
     DecodeCase(256, 1024, num_q_heads=16),
 )
-_PREFILL = (
-    DecodeCase(1, 2048, new=2048),
-    DecodeCase(1, 8192, new=8192),
-    DecodeCase(4, 4096, new=4096),
-    DecodeCase(1, 32768, new=32768),
-    DecodeCase(1, 32768, new=2048),
-    DecodeCase(16, 4096, new=512),
-)
-
-
 _SHARED = (DecodeCase(64, 8192, shared=7168), DecodeCase(256, 2048, shared=1536))
 
 
@@ -62,20 +53,18 @@ def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
     ceilings = _ceilings(device)
     speed = {row.case: row.gb_per_s or row.tflop_per_s for row in ceilings}
     rows = list(ceilings)
-    for case in _QUICK if quick else (*_DECODE, *_quantised(backend), *_SHARED, *_PREFILL):
+    for case in _QUICK if quick else (*_DECODE, *_quantised(backend), *_SHARED):
         steps = []
         for _ in range(buffer_sets(case.kv_bytes)):
             query, k, v, batch = case.inputs(device)
             steps.append(_attention_step(backend, query, k, v, batch, torch.empty_like(query)))
         row = time_graph(case.name, steps, case.kv_bytes)
-        if case.new > 1:
-            row = replace(row, tflop_per_s=case.flop / row.median_us / 1e6)
-            rows.append(against(row, {MATMUL: case.flop / speed[MATMUL] / 1e6}))
-        else:
-            at_ceiling = {name: case.kv_bytes / speed[name] / 1e3 for name in (READ, COPY)}
-            if case.shared:
-                at_ceiling[FLAT] = _without_sharing(backend, case)
-            rows.append(against(row, at_ceiling))
+        at_ceiling = {name: case.kv_bytes / speed[name] / 1e3 for name in (READ, COPY)}
+        if case.shared:
+            at_ceiling[FLAT] = _without_sharing(backend, case)
+        rows.append(against(row, at_ceiling))
+    if not quick:
+        rows += prefill.bench_prefill(backend, speed[MATMUL])
     rows += moves.bench_moves(backend, quick=quick)
     return [*rows, *host.bench_host(backend)]
 

@@ -73,7 +73,7 @@ def _others(
 
 
 def _dense(case: DecodeCase, kind: SDPBackend, query: Tensor, k: Tensor, v: Tensor) -> Step:
-    """torch's attention on as much K and V, without gaps and in order."""
+    """Attention of torch on as much K and V, without gaps and in order."""
     shape = (case.batch, case.length, -1, case.head_dim)
     q = query.view(shape).transpose(1, 2)
     k, v = (cache[1:].reshape(shape).transpose(1, 2) for cache in (k, v))

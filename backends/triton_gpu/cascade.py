@@ -40,6 +40,8 @@ WHOLE = 32
 WORTH_BYTES = 80 << 20
 WORTH_BYTES_A_SEQUENCE = 2 << 20
 """Bytes not read again that are worth a launch more, and a merge of each sequence's rows."""
+FEWEST = 3
+"""Sequences: two read a prefix as fast alone, however long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +240,7 @@ def attend_prefix(
 
 
 def pays(k_cache: Tensor, batch: PagedBatch, terms: Terms) -> bool:
-    """Whether the bytes not read again are worth a launch and a merge.
+    """Whether the bytes not read again are worth a launch and a merge: measured, see docs/kernels.md.
 
     Never with a window, which leaves most of a long prefix out of sight, nor for more sequences
     than are planned, nor in a batch without decode.
@@ -248,7 +250,7 @@ def pays(k_cache: Tensor, batch: PagedBatch, terms: Terms) -> bool:
         return False
     row_bytes = 2 * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
     saved = (prefix.num_seqs - 1) * prefix.num_tokens * row_bytes
-    return saved >= WORTH_BYTES + prefix.num_seqs * WORTH_BYTES_A_SEQUENCE
+    return prefix.num_seqs >= FEWEST and saved >= WORTH_BYTES + prefix.num_seqs * WORTH_BYTES_A_SEQUENCE
 
 
 def cut(tokens: int, tile: int, slots: int, programs: int) -> tuple[int, int]:

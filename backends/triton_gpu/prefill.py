@@ -3,14 +3,19 @@
     out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
 
+Hopper GPUs take `hopper_prefill` where it can (its `can_attend` is the rule) and sequences may have
+more than 16 rows. Everything else, and every other GPU, takes the kernel here.
+
 Layout: a row is one (query token, head of the group); a program holds a tile of rows of one
 sequence and KV head and walks the keys it can see, a tile at a time, by way of the block table:
 first the tiles that all its rows see whole, without a mask, then those on the diagonal and at the
 end, with one; with a window all have one. Table entries are loaded a tile ahead and carried.
 Grid: (KV head, tile of rows), late tiles, which see most, first. Sequence s owns the tiles from
-query_start_loc[s] // TOKENS + s on and each program finds its sequence by bisection (the numbering
-is vLLM's): no plan on the host, no synchronisation, and at most one idle program a sequence and KV
-head.
+query_start_loc[s] // TOKENS + s on and each program finds its sequence by bisection: no plan on the
+host, no synchronisation, and at most one idle program a sequence and KV head.
+
+A cache of 8-bit floats is widened to float16, which holds all its values; K's scale multiplies the
+softmax's, V's the result.
 
 Bytes moved: K and V once a tile of rows. Sums and the softmax are float32; the probabilities are
 rounded to the cache's dtype before they meet V. Error: at most twice that of the same algorithm
@@ -27,37 +32,17 @@ import triton.language as tl
 from torch import Tensor
 
 from backends.contract import PagedBatch
-from backends.errors import UnsupportedError
+from backends.triton_gpu import hopper_prefill
+from backends.triton_gpu.e4m3 import widen
 from backends.triton_gpu.place import Place, device_function, jit, power_of_two
+from backends.triton_gpu.prefill_order import find_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+from backends.triton_gpu.terms import scale_step
 
-DEEP = 160 << 10
+DEEP = 160 << 10  # bytes of shared memory for three stages of 64 keys
+HUGE = 224 << 10  # of 128
+FEW = 16  # rows of a sequence and KV head that are too few for tiles of 128
 LONG = 1 << 20  # a query length for which tiles are chosen that serve every length
-
-
-@device_function
-def _find_tile(
-    query_start_loc: tl.tensor,
-    seq_lens: tl.tensor,
-    num_seqs: tl.tensor,
-    tile: tl.tensor,
-    TOKENS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """(sequence, its first row, its query length, position of query token 0, tile's first token).
-
-    The sequence is the last one whose first tile is at or before this one.
-    """
-    low = tile * 0
-    high = low + num_seqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(query_start_loc + middle) // TOKENS + middle <= tile
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    start = tl.load(query_start_loc + low)
-    query_len = tl.load(query_start_loc + low + 1) - start
-    first = tl.load(seq_lens + low) - query_len
-    return low, start, query_len, first, (tile - start // TOKENS - low) * TOKENS
 
 
 @device_function
@@ -91,8 +76,9 @@ def _walk_keys(
     seen: tl.tensor, stop: tl.tensor,  # positions of the keys that some row sees
     scale: tl.tensor, soft_cap: tl.tensor, window: tl.tensor,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    MASKED: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NEGATIVE: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, E4M3: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
+    ALIGN: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """The rows' highest logits, totals of their weights and weighted sums of values."""
     dim = tl.arange(0, WIDTH)
@@ -100,7 +86,10 @@ def _walk_keys(
     block_id = _load_entries(table, begin + lane, seen, stop, BLOCK_SIZE)
     for tile_start in range(begin, end, TILE):
         key = tile_start + lane
-        offset = (key.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
+        if TILE % BLOCK_SIZE == 0:
+            offset = lane % BLOCK_SIZE
+        else:
+            offset = (key.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
         block = block_id.to(tl.int64)
         k_at = tl.multiple_of(block * K_STRIDES[0] + offset * K_STRIDES[1], ALIGN)
         v_at = tl.multiple_of(block * V_STRIDES[0] + offset * V_STRIDES[1], ALIGN)
@@ -108,29 +97,34 @@ def _walk_keys(
         live = (key >= seen) & (key < stop)
         if MASKED:
             k = tl.load(
-                k_cache + k_at[None, :] + dim[:, None],
-                mask=inside[:, None] & live[None, :], other=0.0,
+                k_cache + k_at[:, None] + dim[None, :],
+                mask=live[:, None] & inside[None, :], other=0.0,
             )  # fmt: skip
             v = tl.load(
                 v_cache + v_at[:, None] + dim[None, :],
                 mask=live[:, None] & inside[None, :], other=0.0,
             )  # fmt: skip
         else:
-            k = tl.load(k_cache + k_at[None, :] + dim[:, None], mask=inside[:, None], other=0.0)
+            k = tl.load(k_cache + k_at[:, None] + dim[None, :], mask=inside[None, :], other=0.0)
             v = tl.load(v_cache + v_at[:, None] + dim[None, :], mask=inside[None, :], other=0.0)
         block_id = _load_entries(table, key + TILE, seen, stop, BLOCK_SIZE)
-        logits = tl.dot(q, k, input_precision="ieee")
+        if E4M3:
+            k = widen(k, NATIVE).to(q.dtype)
+            v = widen(v, NATIVE).to(q.dtype)
+        logits = tl.dot(q, tl.trans(k), input_precision="ieee")
+        factor = tl.maximum(tl.abs(scale), 1e-30) * LOG2E  # above 0, for -inf * 0 is NaN
         if HAS_CAP:
-            logits = cap_logits(logits * scale, soft_cap) * LOG2E
-        else:
-            logits = logits * (scale * LOG2E)
+            logits = cap_logits(logits * scale, soft_cap)
+            factor = LOG2E
+        elif NEGATIVE:
+            logits = -logits
         if MASKED:
             visible = live[None, :] & (key[None, :] <= position[:, None])
             if HAS_WINDOW:
                 visible = visible & (key[None, :] > position[:, None] - window)
             logits = tl.where(visible, logits, float("-inf"))
-        now = tl.maximum(highest, tl.max(logits, 1))
-        p = tl.exp2(logits - now[:, None])
+        now = tl.maximum(highest, tl.max(logits, 1) * factor)
+        p = tl.exp2(logits * factor - now[:, None])
         rescale = tl.exp2(highest - now)
         total = total * rescale + tl.sum(p, 1)
         sums = sums * rescale[:, None]
@@ -139,16 +133,23 @@ def _walk_keys(
     return highest, total, sums
 
 
-@jit(do_not_specialize=["num_seqs", "table_stride", "window", "shortest"])
+@jit(
+    do_not_specialize=["num_seqs", "table_stride", "window", "shortest"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc", "seq_lens", "tables", "sinks", "k_scale", "v_scale",
+    ],
+)  # fmt: skip
 def _attend(
     query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
-    k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], bytes if E4M3
     v_cache: tl.tensor,  # likewise
     out: tl.tensor,  # like query
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
     sinks: tl.tensor,  # float32 [num_q_heads], read if HAS_SINKS
+    k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
+    v_scale: tl.tensor,  # likewise, V_SCALE
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,  # float
@@ -162,9 +163,14 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    NEGATIVE: tl.constexpr,  # the scale
     HAS_CAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    E4M3: tl.constexpr,
+    NATIVE: tl.constexpr,
+    K_SCALE: tl.constexpr,  # from head to head, -1: there is none
+    V_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,  # ROWS // GROUP
     ALIGN: tl.constexpr,  # elements that divide all strides of the caches
@@ -173,7 +179,7 @@ def _attend(
 ) -> None:
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    s, start, query_len, first, token_start = _find_tile(
+    s, start, query_len, first, token_start = find_tile(
         query_start_loc, seq_lens, num_seqs, tile, TOKENS
     )
     query_len = tl.where(query_len < shortest, 0, query_len)
@@ -186,6 +192,10 @@ def _attend(
     offsets = (start + token).to(tl.int64) * Q_STRIDES[0] + head * Q_STRIDES[1]
     q = tl.load(query + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
     position = first + token
+    if E4M3 and query.dtype.element_ty == tl.bfloat16:
+        q = q.to(tl.float16)  # whose fraction holds what the cache holds
+    if K_SCALE >= 0:
+        scale *= tl.load(k_scale + kv_head * K_SCALE)
 
     highest, total = _start_rows(sinks, head, live, ROWS, HAS_SINKS)
     stop = first + tl.minimum(token_start + TOKENS, query_len)
@@ -203,14 +213,18 @@ def _attend(
         highest, total, sums = _walk_keys(
             q, highest, total, sums, position, k_cache, v_cache, table, seen, middle, seen, stop,
             scale, soft_cap, window, K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM,
-            HAS_CAP, HAS_WINDOW, MASKED=False, ALIGN=ALIGN, TILE=TILE, WIDTH=WIDTH,
+            NEGATIVE, HAS_CAP, HAS_WINDOW, E4M3, NATIVE,
+            MASKED=False, ALIGN=ALIGN, TILE=TILE, WIDTH=WIDTH,
         )  # fmt: skip
     highest, total, sums = _walk_keys(
         q, highest, total, sums, position, k_cache, v_cache, table, middle, stop, seen, stop,
         scale, soft_cap, window, K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM,
-        HAS_CAP, HAS_WINDOW, MASKED=True, ALIGN=ALIGN, TILE=TILE, WIDTH=WIDTH,
+        NEGATIVE, HAS_CAP, HAS_WINDOW, E4M3, NATIVE,
+        MASKED=True, ALIGN=ALIGN, TILE=TILE, WIDTH=WIDTH,
     )  # fmt: skip
     result = sums / tl.where(live, total, 1.0)[:, None]
+    if V_SCALE >= 0:
+        result *= tl.load(v_scale + kv_head * V_SCALE)
     offsets = (start + token).to(tl.int64) * O_STRIDES[0] + head * O_STRIDES[1]
     tl.store(out + offsets[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
@@ -234,20 +248,26 @@ def prefill(
 ) -> None:
     """Write the rows of the sequences that `decode` leaves alone.
 
-    Raises:
-        UnsupportedError: the cache is quantised.
+    A quantised cache comes as bytes (uint8), with its scales beside it or without.
     """
-    if k_scale is not None or v_scale is not None or k_cache.dtype == torch.uint8:
-        raise UnsupportedError("k_cache", f"a cache of {query.dtype} in prefill", "a quantised one")
     num_kv_heads, head_dim = k_cache.shape[2:]
     group = query.shape[1] // num_kv_heads
+    longest = LONG if batch_invariant else batch.max_query_len
+    if longest * group > FEW and hopper_prefill.can_attend(
+        place, query, k_cache, v_cache, out, scale
+    ):
+        hopper_prefill.attend(
+            place, query, k_cache, v_cache, batch, out, shortest=shortest,
+            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+        )  # fmt: skip
+        return
     width = max(16, power_of_two(head_dim))
     row_bytes = width * query.element_size()
     rows, keys, warps, stages = shape_of_tiles(
         row_bytes,
         query.element_size(),
         group,
-        LONG if batch_invariant else batch.max_query_len,
+        longest,
         place.shared_bytes(query.device),
     )
     tokens = rows // group
@@ -256,13 +276,17 @@ def prefill(
             query, k_cache, v_cache, out,
             batch.query_start_loc, batch.seq_lens, batch.block_table,
             out if sinks is None else sinks,
+            out if k_scale is None else k_scale,
+            out if v_scale is None else v_scale,
             batch.num_seqs, batch.block_table.stride(0), scale,
             1.0 if soft_cap is None else soft_cap,
             window or 0,
             shortest,
             query.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], out.stride()[:2],
             k_cache.shape[1], group, head_dim,
-            soft_cap is not None, window is not None, sinks is not None,
+            scale < 0, soft_cap is not None, window is not None, sinks is not None,
+            k_cache.dtype == torch.uint8, place.has_e4m3(query.device),
+            scale_step(k_scale), scale_step(v_scale),
             rows, tokens, math.gcd(16, *k_cache.stride()[:3], *v_cache.stride()[:3]),
             keys, width,
             num_warps=warps, num_stages=stages,
@@ -274,9 +298,13 @@ def shape_of_tiles(
 ) -> tuple[int, int, int, int]:
     """Rows and keys a tile, warps, stages; three stages where shared memory holds them.
 
-    Otherwise K and V in two stages stay within 64 KiB, and the rows within 32 KiB.
+    The largest tiles, 128 x 128, where three stages of those fit (Hopper and after). Otherwise K
+    and V in two stages stay within 64 KiB, and the rows within 32 KiB.
     """
-    rows = 16 if max_query_len * group <= 16 else max(16, min(64, (32 << 10) // row_bytes))
+    few = max_query_len * group <= FEW
+    half = itemsize == 2 and row_bytes <= 256
+    if half and not few and shared_bytes >= HUGE:
+        return 128, 128, 8, 3
+    rows = 16 if few else max(16, min(64, (32 << 10) // row_bytes))
     keys = max(16, min(64, 64 * 256 // row_bytes))
-    deep = itemsize == 2 and row_bytes <= 256 and shared_bytes >= DEEP
-    return max(rows, power_of_two(group)), keys, 4, 3 if deep else 2
+    return max(rows, power_of_two(group)), keys, 4, 3 if half and shared_bytes >= DEEP else 2

@@ -29,5 +29,5 @@ def _run(case):
     backend._capabilities = dataclasses.replace(
         backend.capabilities, quantised=(torch.float8_e4m3fn,)
     )
-    cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = 0
+    cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
     build(case, backend.device).run(backend)

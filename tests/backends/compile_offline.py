@@ -1,89 +1,237 @@
 """Compile the prefill kernels for sm_80 and sm_90 without a GPU; run by test_triton.
 
-A program of its own, because under TRITON_INTERPRET there is nothing to compile. The other kernels:
-`compile_kernels`.
+What the compiler made of each is bounded: no spills where matrices are multiplied, registers,
+shared memory, 16-byte copies or the copy engine; and for Hopper's kernel, that exponentials are
+computed while a product runs. A program of its own, because under TRITON_INTERPRET there is nothing
+to compile. The other kernels: `compile_kernels`. Usage: python -m tests.backends.compile_offline
 """
 
 import math
+import re
+import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
 
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from backends.triton_gpu import prefill
+from backends.triton_gpu import hopper_prefill, prefill, prefill_order
 
 INT32 = ("num_seqs", "table_stride", "window", "shortest")
 POINTERS = {
     "query_start_loc": "*i32",
     "seq_lens": "*i32",
     "tables": "*i32",
+    "work": "*i32",
     "sinks": "*fp32",
+    "k_scale": "*fp32",
+    "v_scale": "*fp32",
 }
-SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB
+SMALLEST, AMPERE, HOPPER = 99 << 10, 163 << 10, 227 << 10  # bytes that a program may have
 
 
-def compile_one(kernel, element, capability, constants, limit=SHARED_LIMIT, **options):
+@dataclass(frozen=True)
+class Made:
+    """What the compiler made of a kernel."""
+
+    code: tuple[tuple[int, str], ...]
+    """Address and text of each instruction."""
+    registers: int
+    shared: int
+
+    def count(self, name):
+        return sum(_name(text).startswith(name) for _, text in self.code)
+
+    def loops(self):
+        """The innermost loops that multiply matrices, as texts."""
+        at = {address: i for i, (address, _) in enumerate(self.code)}
+        spans = []
+        for i, (address, text) in enumerate(self.code):
+            jump = re.search(r"\bBRA\b.* 0x([0-9a-f]+)$", text)
+            if jump and int(jump[1], 16) <= address and int(jump[1], 16) in at:
+                spans.append((at[int(jump[1], 16)], i))
+        inner = [
+            (a, b)
+            for a, b in spans
+            if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in spans)
+        ]
+        loops = [[text for _, text in self.code[a : b + 1]] for a, b in inner]
+        return [loop for loop in loops if any("MMA" in _name(text) for text in loop)]
+
+
+def _name(text):
+    return re.sub(r"^@!?U?P\w+ ", "", text).split(" ")[0]
+
+
+def make(kernel, source, capability, element, constants, kinds=None, **options):
+    """Compile a kernel as it is launched, and take it apart."""
     signature, aligned = {}, {}
-    for name in kernel.arg_names:
+    for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
         elif name in ("scale", "soft_cap"):
             signature[name] = "fp32"
+        elif name in INT32:
+            signature[name] = "i32"
         else:
-            signature[name] = "i32" if name in INT32 else POINTERS.get(name, f"*{element}")
-    for index, name in enumerate(kernel.arg_names):  # as torch allocates: on 16 bytes
-        if signature[name].startswith("*"):
-            aligned[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, aligned)
-    target = GPUTarget("cuda", capability, 32)
-    compiled = compile_kernel(source, target=target, options=options)
-    assert compiled.metadata.shared <= limit, compiled.metadata
-    assert compiled.asm["cubin"]
-    return compiled
+            signature[name] = (kinds or {}).get(name) or POINTERS.get(name, f"*{element}")
+            if name in ("query", "k_cache", "v_cache", "out"):  # as torch allocates: on 16 bytes
+                aligned[index,] = [["tt.divisibility", 16]]
+    compiled = compile_kernel(
+        source(kernel, signature, constants, aligned),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        code, usage = (
+            subprocess.run([tool, flag, path], capture_output=True, text=True, check=True).stdout
+            for flag in ("-sass", "-res-usage")
+        )
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)
+    instructions = tuple((int(address, 16), text) for address, text in lines)
+    return Made(instructions, int(re.search(r"REG:(\d+)", usage)[1]), compiled.metadata.shared)
 
 
-def attention_constants(element, head_dim, group, longest, shared, *, features):
+@dataclass(frozen=True)
+class Case:
+    """A shape of prefill."""
+
+    element: str = "bf16"
+    head_dim: int = 128
+    group: int = 4
+    block_size: int = 16
+    features: bool = False
+    cap: bool = False
+    e4m3: bool = False
+    longest: int = 100
+    registers: int = 255
+    """At most; of the portable kernel."""
+
+
+PORTABLE = (
+    Case(longest=1),
+    Case(),
+    Case("fp16", 80, 5, features=True, cap=True),
+    Case("fp32", 256, 1, features=True, cap=True),
+    Case(e4m3=True),
+)
+ON_HOPPER = (
+    Case(),
+    Case("fp16", 80, 5, 32, features=True),
+    Case(head_dim=256, group=1, block_size=128),
+)
+
+
+def check_portable(case, capability, shared):
+    """Every copy of K and V is asynchronous and as wide as can be; nothing spills in a loop."""
+    head_dim, group = case.head_dim, case.group
+    itemsize = 4 if case.element == "fp32" else 2
     width = max(16, 1 << (head_dim - 1).bit_length())
-    row_bytes = width * (4 if element == "fp32" else 2)
-    itemsize = 4 if element == "fp32" else 2
-    rows, keys, _, _ = prefill.shape_of_tiles(row_bytes, itemsize, group, longest, shared)
-    strides = {"K_STRIDES": (64 * head_dim, 4 * head_dim, head_dim)}
-    return {
-        "Q_STRIDES": (4 * group * head_dim, head_dim),
-        "K_STRIDES": strides["K_STRIDES"],
-        "V_STRIDES": strides["K_STRIDES"],
-        "O_STRIDES": (4 * group * head_dim, head_dim),
-        "BLOCK_SIZE": 16,
-        "GROUP": group,
-        "HEAD_DIM": head_dim,
-        "HAS_CAP": features,
-        "HAS_WINDOW": features,
-        "HAS_SINKS": features,
-        "ROWS": rows,
-        "TOKENS": rows // group,
-        "ALIGN": math.gcd(16, 4 * head_dim, head_dim),
-        "TILE": keys,
-        "WIDTH": width,
+    rows, keys, warps, stages = prefill.shape_of_tiles(
+        width * itemsize, itemsize, group, case.longest, shared
+    )
+    heads = {"Q_STRIDES": (8 * group * head_dim, head_dim)}
+    strides = (case.block_size * 8 * head_dim, 8 * head_dim, head_dim)
+    constants = heads | {
+        "K_STRIDES": strides, "V_STRIDES": strides, "O_STRIDES": heads["Q_STRIDES"],
+        "BLOCK_SIZE": case.block_size, "GROUP": group, "HEAD_DIM": head_dim, "NEGATIVE": False,
+        "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
+        "ROWS": rows, "TOKENS": rows // group, "ALIGN": math.gcd(16, *strides), "TILE": keys,
+        "WIDTH": width, "E4M3": case.e4m3, "NATIVE": capability >= 89,
+        "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
+    }  # fmt: skip
+    kinds = dict.fromkeys(("k_cache", "v_cache"), "*u8") if case.e4m3 else None
+    made = make(
+        prefill._attend, ASTSource, capability, case.element, constants, kinds,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    assert made.shared <= shared, made.shared
+    assert made.registers <= case.registers, made.registers
+    if case.element == "fp32":  # which has no matrix instruction at full precision
+        return
+    multiply = "HGMMA" if capability >= 90 and rows >= 64 else "HMMA"
+    assert made.count(multiply)
+    for loop in made.loops():
+        assert not any(_name(text).startswith(("LDL", "STL")) for text in loop)
+    copies = [_name(text) for _, text in made.code if _name(text).startswith("LDGSTS")]
+    assert copies
+    widths = {"128", "64"} if case.e4m3 else {"128"}  # a byte's worth goes to where two are wanted
+    assert all(widths & set(name.split(".")) for name in copies), set(copies)
+
+
+def check_hopper(case, *, planned):
+    """Loads by the copy engine alone, nothing spills in a loop, softmax and products overlap."""
+    shape = hopper_prefill.shape_for(case.head_dim)
+    pack = hopper_prefill.heads_an_item(case.group)
+    copy = min(case.block_size, shape.tile)
+    layout = hopper_prefill.LAYOUT
+    boxes = {
+        "q_desc": (64 // pack, pack, shape.width),
+        "k_desc": (copy, 1, shape.width),
+        "v_desc": (copy, 1, shape.width),
     }
+    kinds = {
+        name: f"tensordesc<{case.element}{list(box)},{layout!r}>" for name, box in boxes.items()
+    }
+    constants = {
+        "TOKEN_STRIDE": 8 * case.group * case.head_dim, "HEAD_STRIDE": case.head_dim,
+        "BLOCK_SIZE": case.block_size, "K_ROWS": case.block_size, "V_ROWS": case.block_size,
+        "NUM_HEADS": 8 * case.group, "GROUP": case.group, "HEAD_DIM": case.head_dim,
+        "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
+        "PLANNED": planned, "TILE": shape.tile, "BUFFERS": shape.buffers,
+        "K_DEPTH": shape.k_depth, "V_DEPTH": shape.v_depth,
+        "REGISTERS": hopper_prefill.CONSUMER_REGISTERS,
+        "LOADER_REGISTERS": hopper_prefill.LOADER_REGISTERS,
+    }  # fmt: skip
+    made = make(
+        hopper_prefill._attend, GluonASTSource, 90, case.element, constants, kinds, num_warps=4
+    )
+    assert made.shared <= HOPPER, made.shared
+    assert made.registers * 12 * 32 <= 65536  # what twelve warps share before they trade
+    messages = (2 + 2 * shape.tile // copy) * shape.width // 64
+    assert made.count("UTMALDG") == messages, made.count("UTMALDG")
+    assert made.count("LDGSTS") == 0
+    loops = made.loops()
+    assert len(loops) == 2 * (3 if case.features else 2), len(loops)  # two groups of consumers
+    for loop in loops:
+        check_overlap(
+            loop, products=shape.width // 16 + shape.tile // 16 * max(1, shape.width // 256)
+        )
+
+
+def check_overlap(loop, *, products):
+    """One step: its products are issued at once; the exponentials stand between the two waits."""
+    names = [_name(text) for text in loop]
+    assert not any(name.startswith(("LDL", "STL")) for name in names)
+    multiplied = [i for i, name in enumerate(names) if name.startswith("HGMMA")]
+    assert len(multiplied) == products, len(multiplied)
+    waits = [i for i, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
+    exponentials = [i for i, name in enumerate(names) if name == "MUFU.EX2"]
+    assert len(waits) == 2
+    assert multiplied[-1] < waits[0]
+    hidden = sum(waits[0] < i < waits[1] for i in exponentials)
+    assert hidden >= len(exponentials) - 2, (hidden, len(exponentials))
 
 
 def main():
+    for capability, shared in ((80, SMALLEST), (90, HOPPER)):
+        for case in PORTABLE:
+            check_portable(case, capability, shared)
+    check_portable(PORTABLE[1], 80, AMPERE)
     for capability in (80, 90):
-        for element, head_dim, group, longest, features in (
-            ("bf16", 128, 4, 1, False),
-            ("bf16", 128, 4, 100, False),
-            ("fp16", 80, 5, 100, True),
-            ("fp32", 256, 1, 100, True),
-        ):
-            for shared, stages in ((SHARED_LIMIT, 2), (prefill.DEEP, 3)):
-                constants = attention_constants(
-                    element, head_dim, group, longest, shared, features=features
-                )
-                options = {"num_warps": 4, "num_stages": stages if element != "fp32" else 2}
-                compile_one(
-                    prefill._attend, element, capability, constants, limit=shared, **options
-                )
+        constants = {"TOKENS": 32, "SEQS": prefill_order.SEQS}
+        made = make(prefill_order._rank, ASTSource, capability, "i32", constants, num_warps=1)
+        assert made.registers <= 64, made.registers
+    for planned, case in zip((True, True, False), ON_HOPPER, strict=True):
+        check_hopper(case, planned=planned)
     sys.stdout.write("all kernels compile\n")
 
 

@@ -115,6 +115,7 @@ def check_the_rule():
         (0, base.with_(window=1000)),
         (0, base.with_(batch_invariant=True)),
         (0, base.with_(shared=0)),
+        (0, base.with_(seqs=base.seqs[:2])),
     ):
         cascade.WORTH_BYTES, cascade.WORTH_BYTES_A_SEQUENCE = worth, 0
         build(case, torch.device("cpu")).run(TRITON)
@@ -127,7 +128,7 @@ def check_the_rule():
 if __name__ == "__main__":
     check_plan()
     check_the_rule()
-    cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = 0
+    cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
     for one in CASES:
         check_case(one)
     splits.MAX_PLANNED = 2

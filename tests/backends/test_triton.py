@@ -52,6 +52,13 @@ def test_after_a_warm_up_no_call_needs_a_kernel_that_has_not_been_met():
 
 
 @needs_triton
+def test_what_breaks_the_contract_is_refused_also_after_calls_that_kept_it():
+    done = _python("-m", "tests.backends.contract_check", interpret=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "nothing bad is accepted\n"
+
+
+@needs_triton
 def test_the_interpreter_refuses_bfloat16_which_it_computes_wrongly():
     code = (
         "import backends, torch; b = backends.get_backend('triton');"

@@ -58,8 +58,8 @@ def triton(monkeypatch):
 
     backend = backends.get_backend("triton")
     capabilities = dataclasses.replace(backend.capabilities, quantised=(E4M3,))
-    monkeypatch.setattr(cascade, "WORTH_BYTES", 0)
-    monkeypatch.setattr(cascade, "WORTH_BYTES_A_SEQUENCE", 0)
+    for name in ("WORTH_BYTES", "WORTH_BYTES_A_SEQUENCE", "FEWEST"):
+        monkeypatch.setattr(cascade, name, 0)
     monkeypatch.setattr(backend, "_capabilities", capabilities)
     return backend
 

@@ -38,7 +38,7 @@ def main():
     assert batch_sizes(1) == [1]
     assert batch_sizes(40) == [1, 2, 16, 17, 40]
     assert batch_sizes(5000) == [1, 2, 16, 17, 64, 65, 256, 257, 1024, 1025]
-    cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = 0
+    cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
     inputs = build(CASE.with_(seqs=((1, 20), (2, 30))), torch.device("cpu"))
     before = bits(inputs.k_cache), bits(inputs.v_cache)
     TRITON.warmup([layer_of(inputs)], max_num_seqs=MAX_NUM_SEQS, max_query_len=MAX_QUERY_LEN)

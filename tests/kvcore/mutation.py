@@ -17,7 +17,6 @@ import importlib.abc
 import importlib.util
 import os
 import resource
-import signal
 import sys
 from pathlib import Path
 
@@ -109,7 +108,7 @@ def survives(path, source, rounds):
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
-    signal.alarm(SECONDS)  # whose default is to kill
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

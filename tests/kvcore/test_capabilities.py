@@ -1,11 +1,36 @@
 """Groups, forks, leases, items, events, steps by example: small pools, ids by hand."""
 
+import re
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvcore
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
+EXAMPLES = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+CAPABILITIES = {
+    "groups": ["FullAttention(block_size=8)", "SlidingWindow(", "ChunkedLocal("],
+    "fork, copy on write, truncate": [".fork(", "CopyOrder(", ".truncate("],
+    "drafts and lookahead": [".extend(", ".commit(seq, 1)"],
+    "leases": [".lease(", "max_steps=", ".leases.end(", ".fail_load(", "num_deferred_blocks"],
+    "planning": [".plan(", "fits_above("],
+    "retention": ["Retention(", '"pin"', ".advance("],
+    "identity": ["Namespace(salt=", "lora_version=", "Item(", "namespace=None", ".reset()"],
+    "events and snapshot": ["BlockRemoved", "AllCleared", ".snapshot()", "fold("],
+    "statistics": [".stats()", "resumed=True", "num_slots", ".lifetimes."],
+    "step batch": [".reserve_step(", ".commit_step(", ".write_step(", "row_stride="],
+    "determinism": ["ranks"],
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_capability_has_an_example_on_the_page(capability):
+    """That the examples print what they show is a test of all pages."""
+    for call in CAPABILITIES[capability]:
+        assert call in EXAMPLES, call
 
 
 def filled(kv, tokens, **options):
@@ -96,6 +121,21 @@ def test_slots_of_positions_that_a_window_gave_back_are_refused():
     assert seq.write_slot_mapping(8, 12, out) == 4
     with pytest.raises(kvcore.NotReservedError, match="blocks for 8 to 11"):
         seq.write_slot_mapping(7, 11, out)
+
+
+# Planning.
+
+
+def test_a_plan_fits_above_a_watermark_where_that_many_blocks_are_left():
+    kv = kvcore.KVCacheManager(6, 4)
+    kv.close(filled(kv, range(10)))
+    plan = kv.plan(range(14))  # two blocks revived, two new, one left
+    assert [plan.fits_above(watermark) for watermark in (0, 1, 2)] == [True, True, False]
+    assert plan.fits
+    kv.reserve(kv.open(range(14)), 6)
+    assert kv.num_free_blocks == 1
+    with pytest.raises(kvcore.InvalidArgumentError, match="watermark: wanted at least 0"):
+        plan.fits_above(-1)
 
 
 # Fork.

@@ -108,7 +108,7 @@ def test_the_longest_prefix_is_the_longest_of_all_that_every_group_can_serve():
     spoken_for = 0
     for _ in range(400):
         groups = [
-            (kind, span, dataclasses.replace(group, block_size=dice.choice([1, 2, 4])))
+            (kind, span, dataclasses.replace(group, block_size=dice.choice([1, 2, 3, 4])))
             for kind, span, group in dice.choices(GROUPS, k=dice.randint(1, 3))
         ]
         kinds = [group for _, _, group in groups]

@@ -161,7 +161,7 @@ def test_an_idle_block_is_held_also_while_others_are_kept(pool):
     pool.keep(kept[0], [(1, 9)])
     pool.release([*idle, *kept])
     pool.hold(idle)
-    assert (pool.free_queue.length, pool.shelf.num_free) == (0, 1)
+    assert (pool.free_queue.length, pool.shelf.num_free, pool.num_free_blocks) == (0, 1, 6)
 
 
 def test_what_is_held_can_be_kept_with_the_same_call(pool):

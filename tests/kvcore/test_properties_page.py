@@ -1,6 +1,7 @@
 """docs/invariants.md: every property, function, test, rule and planted bug that it names exists."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ ROWS = {
 }
 
 
+@functools.cache
 def known_tests():
     found = set()
     for path in (ROOT / "tests").rglob("test_*.py"):

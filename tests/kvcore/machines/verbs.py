@@ -86,6 +86,9 @@ class ManagerVerbs(ManagerChecks):
         expect("P13", plan.num_free_blocks, free + revived, "free blocks planned with")
         expect("P20", plan.num_deferred_blocks, deferred, "deferred blocks planned with")
         expect("P13", plan.fits, fits, "whether it fits")
+        for watermark in range(3):
+            left = free >= watermark + sum(self.naive.missing(naive, len(tokens) - cached))
+            expect("P13", plan.fits_above(watermark), left, f"whether {watermark} blocks are left")
         return entry
 
     @rule(entry=SEQUENCES, count=st.integers(0, 9))

@@ -1,0 +1,256 @@
+"""The warps of Hopper's prefill that multiply: two groups of four, 64 rows of an item each.
+
+A group keeps the matrix unit busy while it computes exponentials: the product q.k of the next tile
+is issued before the product p.v of this one, then waited for alone, and the softmax of the next
+tile runs while p.v does. p stays in registers. At the end of an item the next item's first product
+is issued too, so that the item's last steps (dividing, rounding, storing) hide behind it. While
+one group computes, the other's products have the matrix unit.
+
+Two things here are as they are for the assembler's sake. The wait for the next tile's values stands
+between the exponentials and the wait for p.v, because it is a branch: without one the exponentials
+are moved behind the wait, and nothing overlaps. And no branch stands around a product, because then
+it waits for every single instruction: an item that is not there is multiplied all the same.
+"""
+
+# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from backends.triton_gpu.hopper_items import (
+    HALF,
+    count_items,
+    count_tiles,
+    find_span,
+    gluon_function,
+    read_item,
+)
+from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+
+
+@gluon_function
+def _soften(
+    logits: gl.tensor, highest: gl.tensor, total: gl.tensor, last: gl.tensor,
+    scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    """(weights, highest logits in base 2, totals, what earlier sums are multiplied by).
+
+    A row sees the columns up to its `last`.
+    """
+    factor = scale * LOG2E
+    if HAS_CAP:
+        logits = cap_logits(logits * scale, soft_cap)
+        factor = LOG2E
+    if MASKED:
+        column = gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))[None, :]
+        seen = column <= last[:, None]
+        if HAS_WINDOW:
+            seen = seen & (column > last[:, None] - window)
+        logits = gl.where(seen, logits, float("-inf"))
+    now = gl.maximum(highest, gl.max(logits, 1) * factor)
+    weights = gl.exp2(logits * factor - now[:, None])
+    rescale = gl.exp2(highest - now)
+    return weights, now, total * rescale + gl.sum(weights, 1), rescale
+
+
+@gluon_function
+def _multiply_keys(q: gl.tensor, ring: gl.tensor, j: gl.tensor, there: gl.tensor) -> gl.tensor:
+    """Issue the product of the rows with the j-th tile of keys, once it is there; no wait for it.
+
+    Unless it is `there` to come: then with what the memory holds.
+    """
+    k_tiles, k_full, _, _, _, _ = ring
+    DEPTH: gl.constexpr = k_tiles.shape[0]
+    TILE: gl.constexpr = k_tiles.shape[1]
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    mbarrier.wait(k_full.index(j % DEPTH), j // DEPTH & 1, pred=there)
+    keys = k_tiles.index(j % DEPTH).reshape([TILE, k_tiles.shape[3]]).permute((1, 0))
+    blank = gl.full([HALF, TILE], 0.0, gl.float32, LOGITS)
+    return warpgroup_mma(q, keys, blank, use_acc=False, is_async=True)
+
+
+@gluon_function
+def _multiply_values(p: gl.tensor, sums: gl.tensor, ring: gl.tensor, j: gl.tensor) -> gl.tensor:
+    """Issue the product of the weights with the j-th tile of values; no wait for it."""
+    v_tiles = ring[3]
+    TILE: gl.constexpr = v_tiles.shape[1]
+    values = v_tiles.index(j % v_tiles.shape[0]).reshape([TILE, v_tiles.shape[3]])
+    return warpgroup_mma(p, values, sums, is_async=True)
+
+
+@gluon_function
+def _begin(
+    q_tiles: gl.tensor, q_full: gl.tensor, ring: gl.tensor, n: gl.tensor, j: gl.tensor,
+    there: gl.tensor, GROUP_ID: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Issue the n-th item's first product, of its rows and tile j; no wait for it."""
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    mbarrier.wait(q_full.index(n % BUFFERS), n // BUFFERS & 1, pred=there)
+    q = q_tiles.index(n % BUFFERS * 2 + GROUP_ID).reshape([HALF, q_tiles.shape[3]])
+    return _multiply_keys(q, ring, j, there)
+
+
+@gluon_function
+def _walk(
+    q: gl.tensor, p: gl.tensor, sums: gl.tensor, highest: gl.tensor, total: gl.tensor,
+    ring: gl.tensor, j: gl.tensor, last: gl.tensor, steps: gl.tensor,
+    scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    """Take so many more tiles, downwards: (p, sums, highest, total, j, last).
+
+    Each step is the softmax of tile j while the values of tile j - 1 are multiplied. The values of
+    tile j - 1 have landed; those of tile j have at the end of the step. A row sees the columns of
+    the tile before the first step up to `last`.
+    """
+    k_tiles, _, k_empty, v_tiles, v_full, v_empty = ring
+    DEPTH: gl.constexpr = v_tiles.shape[0]
+    for _ in range(steps):
+        last += k_tiles.shape[1]
+        logits = _multiply_keys(q, ring, j, there=True)
+        sums = _multiply_values(p, sums, ring, j - 1)
+        logits, sums = warpgroup_mma_wait(1, deps=[logits, sums])
+        mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
+        weights, highest, total, rescale = _soften(
+            logits, highest, total, last, scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED
+        )
+        p = gl.convert_layout(weights.to(k_tiles.dtype), p.type.layout)
+        mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(v_empty.index((j - 1) % DEPTH), count=1)
+        sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None]
+        j += 1
+    return p, sums, highest, total, j, last
+
+
+@gluon_function
+def _store(
+    sums: gl.tensor, total: gl.tensor, q: gl.tensor, out: gl.tensor,
+    row: gl.tensor, tokens: gl.tensor, part: gl.tensor,
+    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Divide, round and store, by way of the rows' own shared memory, 16 bytes at a time."""
+    WIDTH: gl.constexpr = sums.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, sums.type.layout))
+    q.store((sums * share[:, None]).to(out.dtype.element_ty))
+    result = q.load(WIDE)
+    fence_async_shared()
+    r = gl.arange(0, HALF, gl.SliceLayout(1, WIDE))
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
+    token = GROUP_ID * (TOKENS // 2) + r // PACK
+    to = (row + token).to(gl.int64) * TOKEN_STRIDE + (part * PACK + r % PACK) * HEAD_STRIDE
+    mask = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
+    gl.store(out + to[:, None] + dim[None, :], result, mask=mask)
+
+
+@gluon_function
+def _attend_item(
+    logits: gl.tensor, highest: gl.tensor, total: gl.tensor, q: gl.tensor, ring: gl.tensor,
+    j: gl.tensor, position: gl.tensor, tokens: gl.tensor,
+    scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
+    PACK: gl.constexpr, TOKENS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    GROUP_ID: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    """An item from its first logits to the product of its last values: (p, sums, total, j)."""
+    k_tiles, _, _, _, v_full, _ = ring
+    DEPTH: gl.constexpr = v_full.shape[0] - 1
+    TILE: gl.constexpr = k_tiles.shape[1]
+    WIDTH: gl.constexpr = k_tiles.shape[3]
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
+    begin, end, whole_begin, whole_end = find_span(position, tokens, window, TILE, HAS_WINDOW)
+    token = GROUP_ID * (TOKENS // 2) + gl.arange(0, HALF, ROW) // PACK
+    last = position + token - (end - 1) * TILE
+    weights, highest, total, _ = _soften(
+        logits, highest, total, last, scale, soft_cap, window, HAS_CAP, HAS_WINDOW,
+        MASKED=True,
+    )  # fmt: skip
+    p = gl.convert_layout(weights.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2))
+    sums = gl.full([HALF, WIDTH], 0.0, gl.float32, SUMS)
+    mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
+    j += 1
+    p, sums, highest, total, j, last = _walk(
+        q, p, sums, highest, total, ring, j, last, end - 1 - whole_end,
+        scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
+    )  # fmt: skip
+    p, sums, highest, total, j, last = _walk(
+        q, p, sums, highest, total, ring, j, last, whole_end - whole_begin,
+        scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=False,
+    )  # fmt: skip
+    if HAS_WINDOW:
+        p, sums, highest, total, j, last = _walk(
+            q, p, sums, highest, total, ring, j, last, whole_begin - begin,
+            scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
+        )  # fmt: skip
+    return p, sums, total, j
+
+
+@gluon_function
+def consume(
+    out: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor, work: gl.tensor,
+    sinks: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
+    q_tiles: gl.tensor, q_full: gl.tensor, q_empty: gl.tensor,
+    k_tiles: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
+    v_tiles: gl.tensor, v_full: gl.tensor, v_empty: gl.tensor,
+    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Half the rows of every item of this program, in order."""
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    K_DEPTH: gl.constexpr = k_tiles.shape[0]
+    V_DEPTH: gl.constexpr = v_tiles.shape[0]
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[1], 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
+    tiles = count_tiles(query_start_loc, work, TOKENS, PLANNED)
+    items = count_items(tiles * SLICES)
+    j = tiles * 0
+    logits = gl.full([HALF, k_tiles.shape[1]], 0.0, gl.float32, LOGITS)
+    if BUFFERS > 1:
+        logits = _begin(q_tiles, q_full, ring, j, j, items > 0, GROUP_ID)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        mbarrier.arrive(k_empty.index(0), count=1, pred=items > 0)
+    item = read_item(j, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED)
+    row, tokens, position, part = item[1], item[2], item[3], item[6]
+    for n in range(items):
+        item = read_item(
+            n + 1, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+        )
+        if BUFFERS == 1:
+            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
+            logits = warpgroup_mma_wait(0, deps=[logits])
+            mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1)
+        q = q_tiles.index(n % BUFFERS * 2 + GROUP_ID).reshape([HALF, q_tiles.shape[3]])
+        highest = gl.full([HALF], -1e30, gl.float32, ROW)
+        total = gl.full([HALF], 0.0, gl.float32, ROW)
+        if HAS_SINKS:
+            highest = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
+            total += 1.0
+        p, sums, total, j = _attend_item(
+            logits, highest, total, q, ring, j, position, tokens, scale, soft_cap, window,
+            PACK, TOKENS, HAS_CAP, HAS_WINDOW, GROUP_ID,
+        )  # fmt: skip
+        if BUFFERS > 1:
+            logits = _begin(q_tiles, q_full, ring, n + 1, j, n + 1 < items, GROUP_ID)
+            sums = _multiply_values(p, sums, ring, j - 1)
+            logits, sums = warpgroup_mma_wait(0, deps=[logits, sums])
+            mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1, pred=n + 1 < items)
+        else:
+            sums = warpgroup_mma_wait(0, deps=[_multiply_values(p, sums, ring, j - 1)])
+        mbarrier.arrive(v_empty.index((j - 1) % V_DEPTH), count=1)
+        _store(
+            sums, total, q, out, row, tokens, part,
+            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
+        )  # fmt: skip
+        mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)
+        row, tokens, position, part = item[1], item[2], item[3], item[6]

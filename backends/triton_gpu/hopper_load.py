@@ -1,0 +1,143 @@
+"""The warp of Hopper's prefill that does nothing but load: Q, K and V, by the copy engine (TMA).
+
+Rings of tiles in shared memory, each with two barriers: `full` says that a tile has landed, `empty`
+that both groups of consumers are done with it. One copy a block of the cache (or a tile's part of a
+block), K and V in turn. Entries of the table past what the rows see are never read; the nearest
+entry stands in, since the mask takes its keys away.
+
+The mask cannot take away a value that is NaN, because 0 * NaN is NaN. So where a tile holds slots
+that no query sees, past the sequence's end or before its window, the loader waits for the tile and
+writes zeros over their values before it says `full`; that is one tile in a sequence and head,
+however long the sequence.
+"""
+
+# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from backends.triton_gpu.hopper_items import (
+    count_items,
+    count_tiles,
+    find_span,
+    gluon_function,
+    read_item,
+)
+
+
+@gluon_function
+def load_tiles(
+    q_desc: gl.tensor, k_desc: gl.tensor, v_desc: gl.tensor,
+    query_start_loc: gl.tensor, seq_lens: gl.tensor, tables: gl.tensor, work: gl.tensor,
+    table_stride: gl.tensor, window: gl.tensor,
+    q_tiles: gl.tensor, k_tiles: gl.tensor, v_tiles: gl.tensor,
+    q_full: gl.tensor, q_empty: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
+    v_full: gl.tensor, v_empty: gl.tensor,
+    BLOCK_SIZE: gl.constexpr, K_ROWS: gl.constexpr, V_ROWS: gl.constexpr,
+    SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr,
+) -> None:  # fmt: skip
+    """Load every tile of this program's items, in the order in which they are consumed."""
+    K_DEPTH: gl.constexpr = k_tiles.shape[0]
+    V_DEPTH: gl.constexpr = v_tiles.shape[0]
+    TILE: gl.constexpr = k_tiles.shape[1]
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    tiles = count_tiles(query_start_loc, work, TOKENS, PLANNED)
+    j = tiles * 0
+    edges = tiles * 0
+    items = count_items(tiles * SLICES)
+    s, row, tokens, position, length, first, part = read_item(
+        j, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+    )
+    for n in range(items):
+        buffer = n % BUFFERS
+        mbarrier.wait(q_empty.index(buffer), (n // BUFFERS & 1) ^ 1)
+        mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            tma.async_copy_global_to_shared(
+                q_desc, [row + half * (TOKENS // 2), part * PACK, 0],
+                q_full.index(buffer), q_tiles.index(buffer * 2 + half),
+            )  # fmt: skip
+        kv_head = part * PACK // GROUP
+        table = tables + s.to(gl.int64) * table_stride
+        seen = length * 0
+        low = seen
+        if HAS_WINDOW:
+            seen = gl.maximum(first - window + 1, 0)
+            low = gl.maximum(position - window + 1, 0) // BLOCK_SIZE
+        high = (position + tokens - 1) // BLOCK_SIZE
+        begin, end, _, _ = find_span(position, tokens, window, TILE, HAS_WINDOW)
+        ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
+        end_of_keys = length
+        s, row, tokens, position, length, first, part = read_item(
+            n + 1, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+        )
+        for i in range(end - begin):
+            key = (end - 1 - i) * TILE
+            entries = ahead
+            ahead = _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
+            k_at = j % K_DEPTH
+            v_at = j % V_DEPTH
+            mbarrier.wait(k_empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
+            _copy_blocks(
+                k_desc, entries, key, kv_head, k_full.index(k_at), k_tiles.index(k_at),
+                BLOCK_SIZE, K_ROWS,
+            )  # fmt: skip
+            edge = (key + TILE > end_of_keys) | (key < seen)
+            mbarrier.wait(v_empty.index(v_at), (j // V_DEPTH & 1) ^ 1)
+            _copy_blocks(
+                v_desc, entries, key, kv_head,
+                v_full.index(gl.where(edge, V_DEPTH, v_at)), v_tiles.index(v_at),
+                BLOCK_SIZE, V_ROWS,
+            )  # fmt: skip
+            if edge:
+                mbarrier.wait(v_full.index(V_DEPTH), edges & 1)
+                edges += 1
+                _clear_values(v_tiles.index(v_at), seen - key, end_of_keys - key)
+                fence_async_shared()
+                mbarrier.arrive(v_full.index(v_at), count=1)
+            j += 1
+
+
+@gluon_function
+def _load_entries(
+    table: gl.tensor, key: gl.tensor, low: gl.tensor, high: gl.tensor, BLOCK_SIZE: gl.constexpr
+) -> gl.tensor:
+    """The entries of the table from `key` on, one a lane, each from within low .. high."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    index = gl.minimum(gl.maximum(key // BLOCK_SIZE + lane, low), high)
+    return gl.load(table + index)
+
+
+@gluon_function
+def _copy_blocks(
+    desc: gl.tensor, entries: gl.tensor, key: gl.tensor, kv_head: gl.tensor,
+    full: gl.tensor, tile: gl.tensor, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
+) -> None:  # fmt: skip
+    """Start the copies of one tile of keys or values; `full` completes when all have landed."""
+    TILE: gl.constexpr = tile.shape[0]
+    COPY: gl.constexpr = desc.block_shape[0]
+    lane = gl.arange(0, 32, entries.type.layout)
+    mbarrier.expect(full, TILE // COPY * desc.block_type.nbytes)
+    for c in gl.static_range(TILE // COPY):
+        entry = gl.sum(gl.where(lane == c, entries, 0), 0)
+        tma.async_copy_global_to_shared(
+            desc, [entry * ROWS + key % BLOCK_SIZE, kv_head, 0], full,
+            tile.slice(c * COPY, COPY, 0),
+        )  # fmt: skip
+
+
+@gluon_function
+def _clear_values(tile: gl.tensor, begin: gl.tensor, end: gl.tensor) -> None:
+    """Write zeros to all rows of a tile [TILE, 1, WIDTH] but begin .. end - 1."""
+    TILE: gl.constexpr = tile.shape[0]
+    WIDTH: gl.constexpr = tile.shape[2]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    for first in gl.static_range(0, TILE, 8):
+        if (first < begin) | (first + 8 > end):
+            row = first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+            live = ((row >= begin) & (row < end))[:, None]
+            for column in gl.static_range(0, WIDTH, 64):
+                part = tile.reshape([TILE, WIDTH]).slice(first, 8, 0).slice(column, 64, 1)
+                values = part.load(LAYOUT)
+                part.store(gl.where(live, values, gl.zeros_like(values)))

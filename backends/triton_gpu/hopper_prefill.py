@@ -1,0 +1,260 @@
+"""Prefill and chunked prefill on Hopper GPUs, warps with roles of their own; Gluon.
+
+    out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
+    p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
+
+The formula and the results of `prefill`, whose kernel serves what this one cannot (`can_attend`).
+There the softmax waits for one product and holds up the next. Here one warp loads (`hopper_load`)
+and two groups of four multiply and compute exponentials (`hopper_consume`), so that copies, matrix
+unit and exponential unit work at the same time.
+
+Layout: an item is 128 rows, TOKENS query tokens of one sequence times PACK query heads of one KV
+head, PACK being the largest power of two that divides the group; it walks the tiles of 128 keys
+(64 above head_dim 128) that it sees, last first. In shared memory are rings of tiles of K and of V
+and the rows of two items, 224 KiB at head_dim 128 (`shape_for`). Rows of K, V and Q are padded with
+zeros to 64, 128 or 256 numbers by the copy engine.
+Grid: one program a multiprocessor, which takes items in the order of `hopper_items`.
+
+Bytes moved: K and V once an item, from L2 mostly. Sums and the softmax are float32; the
+probabilities are rounded to the cache's dtype before they meet V. Error: at most twice that of the
+same algorithm emulated in that dtype. Deterministic; blocks may lie in any order. Sources of ideas:
+FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
+"""
+
+# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from backends.contract import PagedBatch
+from backends.triton_gpu.hopper_consume import consume
+from backends.triton_gpu.hopper_items import gluon_function, gluon_kernel
+from backends.triton_gpu.hopper_load import load_tiles
+from backends.triton_gpu.place import Place, power_of_two
+from backends.triton_gpu.prefill_order import order_tiles
+
+ROWS = 128
+CONSUMER_REGISTERS = 240
+LOADER_REGISTERS = 24
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+@gluon_function
+def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=ARRIVALS)
+    return barriers
+
+
+@gluon_kernel(
+    do_not_specialize=["table_stride", "window"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc",
+        "seq_lens",
+        "tables",
+        "work",
+        "sinks",
+    ],
+)
+def _attend(
+    q_desc: gl.tensor,  # [num_tokens, num_q_heads, head_dim], boxes [TOKENS / 2, PACK, WIDTH]
+    k_desc: gl.tensor,  # [slots, num_kv_heads, head_dim], boxes [at most block_size, 1, WIDTH]
+    v_desc: gl.tensor,  # likewise
+    out: gl.tensor,  # like query
+    query_start_loc: gl.tensor,  # int32 [num_seqs + 1]
+    seq_lens: gl.tensor,  # int32 [num_seqs]
+    tables: gl.tensor,  # int32 [num_seqs, max_blocks]
+    work: gl.tensor,  # int32, of prefill_order, read if PLANNED
+    sinks: gl.tensor,  # float32 [num_q_heads], read if HAS_SINKS
+    table_stride: gl.tensor,
+    scale: gl.tensor,  # float, above 0
+    soft_cap: gl.tensor,  # float, used if HAS_CAP
+    window: gl.tensor,  # used if HAS_WINDOW
+    TOKEN_STRIDE: gl.constexpr,  # of out
+    HEAD_STRIDE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    K_ROWS: gl.constexpr,  # from block to block, in slots
+    V_ROWS: gl.constexpr,
+    NUM_HEADS: gl.constexpr,  # query heads
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    PLANNED: gl.constexpr,  # otherwise there is one sequence
+    TILE: gl.constexpr,  # keys
+    BUFFERS: gl.constexpr,  # items whose rows are in shared memory
+    K_DEPTH: gl.constexpr,  # tiles of K in shared memory
+    V_DEPTH: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+) -> None:
+    PACK: gl.constexpr = q_desc.block_shape[1]
+    TOKENS: gl.constexpr = 2 * q_desc.block_shape[0]
+    WIDTH: gl.constexpr = q_desc.block_shape[2]
+    SLICES: gl.constexpr = NUM_HEADS // PACK
+    q_tiles = gl.allocate_shared_memory(
+        q_desc.dtype, [2 * BUFFERS, TOKENS // 2, PACK, WIDTH], q_desc.layout
+    )
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [K_DEPTH, TILE, 1, WIDTH], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [V_DEPTH, TILE, 1, WIDTH], v_desc.layout)
+    q_full, q_empty = _barriers(BUFFERS, 1), _barriers(BUFFERS, 2)
+    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, 2)
+    v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, 2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (consume, (
+                out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
+                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+            )),
+            (consume, (
+                out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
+                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+            )),
+            (load_tiles, (
+                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
+                table_stride, window, q_tiles, k_tiles, v_tiles,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW, PLANNED,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the kernel is cut for a head_dim."""
+
+    width: int
+    """head_dim as it lies in shared memory."""
+    tile: int
+    """Keys a tile."""
+    buffers: int
+    """Items whose rows are in shared memory; with two, an item starts before the last has ended."""
+    k_depth: int
+    """Tiles of K in shared memory."""
+    v_depth: int
+    """Tiles of V, which are freed later."""
+
+
+def shape_for(head_dim: int) -> Shape:
+    """The largest tiles that leave two of each in 227 KiB and the sums in registers."""
+    width = max(64, power_of_two(head_dim))
+    if width == 256:
+        return Shape(width, 64, 1, 2, 2)
+    return Shape(width, 128, 2, 2, 3) if width == 128 else Shape(width, 128, 2, 4, 4)
+
+
+def heads_an_item(group: int) -> int:
+    """Query heads of a KV head that share an item: the largest power of two in the group."""
+    return min(group & -group, ROWS // 2)
+
+
+def can_attend(
+    place: Place, query: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float
+) -> bool:
+    """Whether this path serves the call; `prefill`'s portable kernel serves every other.
+
+    It takes a GPU of compute capability 9.x; 16-bit dtypes; head_dim 40 to 256 in steps of 8;
+    block_size a power of two from 8; a scale above 0; and what the copy engine asks for: addresses
+    and strides in steps of 16 bytes, blocks of a cache a whole number of slots apart, and fewer
+    than 2^31 slots.
+    """
+    block_size, _, head_dim = k_cache.shape[1:]
+    return (
+        not place.interpreting
+        and _is_hopper(query.device)
+        and query.element_size() == 2
+        and k_cache.dtype == query.dtype
+        and 40 <= head_dim <= 256
+        and head_dim % 8 == 0
+        and block_size >= 8
+        and block_size & (block_size - 1) == 0
+        and scale > 0
+        and all(_can_copy(tensor) for tensor in (query, out, k_cache, v_cache))
+        and all(_slots(cache) < 1 << 31 for cache in (k_cache, v_cache))
+    )
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def _can_copy(tensor: Tensor) -> bool:
+    *outer, token, head, _ = tensor.stride()
+    return (
+        tensor.data_ptr() % 16 == 0
+        and all(stride > 0 and stride % 8 == 0 for stride in (*outer, token, head))
+        and all(stride % token == 0 for stride in outer)
+    )
+
+
+def _slots(cache: Tensor) -> int:
+    """Slots from the first of a cache to its last, those of other tensors between them included."""
+    return (cache.shape[0] - 1) * (cache.stride(0) // cache.stride(1)) + cache.shape[1]
+
+
+def attend(
+    place: Place,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    *,
+    shortest: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Write the rows of the sequences with `shortest` query tokens or more; see `can_attend`.
+
+    One launch; two where there are several sequences.
+    """
+    num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
+    block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
+    shape = shape_for(head_dim)
+    pack = heads_an_item(num_heads // num_kv_heads)
+    planned = batch.num_seqs > 1
+    work = batch.seq_lens
+    if planned:
+        work = order_tiles(place, batch, tokens=ROWS // pack, shortest=shortest)
+    rows = TensorDescriptor(
+        query, list(query.shape), list(query.stride()),
+        [ROWS // 2 // pack, pack, shape.width], LAYOUT,
+    )  # fmt: skip
+    caches = [
+        TensorDescriptor(
+            cache, [_slots(cache), num_kv_heads, head_dim], list(cache.stride()[1:]),
+            [min(block_size, shape.tile), 1, shape.width], LAYOUT,
+        )
+        for cache in (k_cache, v_cache)
+    ]  # fmt: skip
+    with place.guard(query.device):
+        _attend[place.num_multiprocessors(query.device),](
+            rows, *caches, out, batch.query_start_loc, batch.seq_lens, batch.block_table, work,
+            out if sinks is None else sinks,
+            batch.block_table.stride(0), scale, 1.0 if soft_cap is None else soft_cap, window or 0,
+            *out.stride()[:2], block_size,
+            k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
+            num_heads, num_heads // num_kv_heads, head_dim,
+            soft_cap is not None, window is not None, sinks is not None, planned,
+            shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
+            CONSUMER_REGISTERS, LOADER_REGISTERS, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,173 @@
+"""Prefill in the interpreter, and on a GPU by both of its paths: Hopper's and the portable one."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+
+import backends
+from backends import oracle
+from backends.conformance import AttentionCase
+from backends.conformance.attention import check_attention
+from backends.conformance.cases import bits, build
+from tests.backends.strategies import attention_cases
+
+has_triton = importlib.util.find_spec("triton") is not None
+if has_triton:
+    hopper_prefill = importlib.import_module("backends.triton_gpu.hopper_prefill")
+    Place = importlib.import_module("backends.triton_gpu.place").Place
+needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+BF16 = torch.bfloat16
+MIXED = AttentionCase(
+    "", ((1, 37), (9, 9), (40, 133), (0, 0), (1, 1), (150, 150), (70, 200)), padding=3, dtype=BF16
+)
+SHAPES = [
+    *(MIXED.with_(name=f"group {g}", group=g, head_dim=128) for g in (1, 2, 3, 4, 5, 8, 12, 16)),
+    *(MIXED.with_(name=f"head_dim {d}", head_dim=d) for d in (40, 64, 80, 96, 128, 192, 256)),
+    *(MIXED.with_(name=f"block size {n}", block_size=n) for n in (8, 16, 32, 64, 128, 256)),
+    *(MIXED.with_(name=f"window {w}", window=w, group=4) for w in (1, 20, 127, 128, 129, 1000)),
+    *(
+        MIXED.with_(name=f"queries around {n}", seqs=((n - 1, n), (n, n), (n + 1, 2 * n), (2, n)))
+        for n in (32, 64, 128)
+    ),
+    MIXED.with_(name="one alone", seqs=((300, 300),), group=4),
+    MIXED.with_(name="a chunk alone", seqs=((130, 1500),), group=4),
+    MIXED.with_(name="more items than programs", seqs=((700, 900), (90, 2000)), num_kv_heads=8),
+    MIXED.with_(name="soft cap", soft_cap=3.0),
+    MIXED.with_(name="sinks", sinks=True, group=5),
+    MIXED.with_(name="strided", strided=True, head_dim=80),
+    MIXED.with_(name="all", window=100, soft_cap=5.0, sinks=True, strided=True, group=4),
+    MIXED.with_(name="all, float16", window=33, sinks=True, dtype=torch.float16, head_dim=256),
+    MIXED.with_(name="all logits equal", values="equal"),
+    MIXED.with_(name="one huge logit", values="huge"),
+    MIXED.with_(name="one huge logit, capped", values="huge", soft_cap=30.0),
+]
+
+
+@pytest.fixture(params=["hopper", "portable"])
+def triton(request, monkeypatch):
+    """The backend with one path for everything that both can serve."""
+    backend = backends.get_backend("triton")
+    if request.param == "portable":
+        monkeypatch.setattr(hopper_prefill, "can_attend", lambda *_: False)
+    elif torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this GPU is no Hopper")
+    return backend
+
+
+@needs_triton
+def test_in_the_interpreter_the_order_holds_and_any_scale_is_right():
+    command = [sys.executable, "-m", "tests.backends.prefill_check"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "prefill is right\n"
+
+
+STEP = (
+    ["HGMMA.64x128x16 R24"] * 8
+    + ["WARPGROUP.DEPBAR.LE gsb0, 0x1"]
+    + ["MUFU.EX2 R1, R1"] * 6
+    + ["WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P0 BRA 0x10"]
+)
+
+
+@needs_triton
+def test_a_step_whose_exponentials_wait_for_the_product_is_refused():
+    check_overlap = importlib.import_module("tests.backends.compile_offline").check_overlap
+    check_overlap(STEP, products=8)
+    late = [*STEP[:9], STEP[15], *STEP[9:15], STEP[16]]
+    spilled = [*STEP[:10], "LDL R1, [R1]", *STEP[10:]]
+    waited = [*STEP[:4], "WARPGROUP.DEPBAR.LE gsb0, 0x0", *STEP[4:]]
+    for broken in (late, spilled, waited):
+        with pytest.raises(AssertionError):
+            check_overlap(broken, products=8)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("changes", "served"),
+    [
+        ({}, True),
+        ({"dtype": torch.float32}, False),
+        ({"head_dim": 32}, False),
+        ({"head_dim": 84}, False),
+        ({"head_dim": 256}, True),
+        ({"block_size": 4}, False),
+        ({"block_size": 24}, False),
+        ({"strided": True}, True),
+        ({"scale": -0.1}, False),
+        ({"scale": 0.0}, False),
+        ({"shift": True}, False),
+    ],
+)
+def test_what_hopper_cannot_serve_goes_to_the_portable_kernel(monkeypatch, changes, served):
+    scale, shift = changes.pop("scale", 0.1), changes.pop("shift", False)
+    inputs = build(MIXED.with_(**changes), torch.device("cpu"))
+    query = inputs.query
+    if shift:  # by two bytes
+        query = torch.empty(query.numel() + 1, dtype=BF16)[1:].view(query.shape)
+    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
+    place = Place(interpreting=False)
+    arguments = (query, inputs.k_cache, inputs.v_cache, inputs.out, scale)
+    assert hopper_prefill.can_attend(place, *arguments) == served
+    assert not hopper_prefill.can_attend(Place(interpreting=True), *arguments)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
+def test_prefill_is_right_for_every_shape_and_feature(triton, case):
+    for finding in check_attention(triton, case):
+        assert finding.passed, finding
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_on_a_gpu_prefill_agrees_with_numba(triton):
+    numba = backends.get_backend("numba")
+
+    @given(attention_cases((BF16, torch.float16), longest=300, most_seqs=4, head_dims=(64, 80)))
+    @settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
+    def agree(case):
+        here, there = build(case, triton.device), build(case, torch.device("cpu"))
+        live = int(there.batch.query_start_loc[-1])
+        allowed = oracle.attention(
+            there.query, there.k_cache, there.v_cache, there.batch, scale=there.scale,
+            window=there.window, soft_cap=there.soft_cap, sinks=there.sinks,
+        ).allowed[:live]  # fmt: skip
+        ours, theirs = here.run(triton)[:live].cpu(), there.run(numba)[:live]
+        assert ((ours.double() - theirs.double()).norm(dim=-1) <= 2 * allowed).all()
+
+    agree()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_graph_of_prefill_follows_other_lengths_and_tables_when_it_is_replayed(triton):
+    shape = MIXED.with_(name="captured", seqs=((150, 700), (60, 500), (40, 40)), group=4)
+    captured = build(shape, triton.device)
+    captured.run(triton)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.run(triton)
+    later = build(shape.with_(seqs=((20, 650), (150, 300), (80, 81)), seed=5), triton.device)
+    blocks = min(captured.k_cache.shape[0], later.k_cache.shape[0])
+    rows = slice(0, int(later.batch.query_start_loc[-1]))
+    captured.query[rows] = later.query[rows]
+    captured.k_cache[:blocks] = later.k_cache[:blocks]
+    captured.v_cache[:blocks] = later.v_cache[:blocks]
+    captured.batch.query_start_loc.copy_(later.batch.query_start_loc)
+    captured.batch.seq_lens.copy_(later.batch.seq_lens)
+    width = min(captured.batch.block_table.shape[1], later.batch.block_table.shape[1])
+    captured.batch.block_table[:, :width] = later.batch.block_table[:, :width]
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(bits(captured.out[rows]), bits(later.run(triton)[rows]))
