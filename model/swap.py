@@ -7,8 +7,9 @@ time in which it moves two bytes:
 
     weights / token_bytes > rate of arithmetic / rate of copying
 
-which is `WEIGHTS_A_BYTE`, rounded: a GPU at 400 TFLOP/s behind a link of 50 GB/s, a CPU at 100
-GFLOP/s that copies 10 GB/s. Of a mixture of experts the weights count that a token goes through.
+which is `WEIGHTS_A_BYTE`, rounded: a GPU at 400 TFLOP/s, half of what an H200 multiplies matrices
+at, behind a link of 50 GB/s (page-locked, an H200's moved 55 GB/s each way); a CPU at 100 GFLOP/s
+that copies 10 GB/s. Of a mixture of experts the weights count that a token goes through.
 Swapping works where all layers see everything (`scheduler.is_swappable`).
 
 Invariants: transfers and copies run on the stream of the network, in order, so a pass after them

@@ -24,6 +24,7 @@ SEEDS = {"qwen3": 18, "llama": 19, "mistral": 15, "gemma2": 0, "gemma3": 21, "gp
 SEEDS |= {"qwen2": 0, "phi3": 0, "olmo2": 0}
 # So few blocks that the four requests, which come to 153 tokens, cannot all run to their ends.
 SMALL = dict.fromkeys(CONFIGS, 24) | {"gemma2": 30, "gemma3": 30, "gpt_oss": 30}
+FULL_ALONE = ["qwen3", "qwen2", "llama", "olmo2"]
 WINDOWS_ALONE = {"mistral", "phi3"}  # never need more blocks than when they start
 
 
@@ -66,11 +67,19 @@ def test_the_tokens_are_those_of_generate(architecture, backend):
     assert tokens == clear_case(architecture)[1]
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_cached_chunked_and_preempted_at_once_changes_no_token(architecture):
+@pytest.mark.parametrize(
+    ("architecture", "swap_memory_bytes"),
+    [*[(name, 0) for name in CONFIGS], *[(name, 1 << 20) for name in FULL_ALONE]],
+)
+def test_cached_chunked_and_preempted_at_once_changes_no_token(architecture, swap_memory_bytes):
     model, dense = clear_case(architecture)
     small = SMALL[architecture]
-    sizes = EngineConfig(block_size=4, num_blocks=small, max_num_batched_tokens=11)
+    sizes = EngineConfig(
+        block_size=4,
+        num_blocks=small,
+        max_num_batched_tokens=11,
+        swap_memory_bytes=swap_memory_bytes,
+    )
     engine = Engine(model, backend_of("numba"), sizes)
     requests = engine.add_all(prompts(), SamplingParams(max_tokens=NUM_TOKENS))
     while engine.has_unfinished:
@@ -79,6 +88,7 @@ def test_cached_chunked_and_preempted_at_once_changes_no_token(architecture):
             engine._scheduler._preempt(engine._scheduler.running[-1])
     assert [request.output_tokens for request in requests] == dense
     assert engine.stats.num_preemptions > 0
+    assert (engine.stats.num_loads > 0) == (swap_memory_bytes > 0)
     assert engine.stats.num_hit_tokens > 0
     assert engine.stats.num_steps > NUM_TOKENS + 4
 

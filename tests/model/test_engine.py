@@ -66,7 +66,7 @@ def test_a_cached_prompt_gives_what_an_uncached_one_gives():
 def test_a_preempted_request_gives_what_an_undisturbed_one_gives_drawn_or_greedy():
     prompts = ["first", "second", "third one"]
     params = [greedy(20), drawn(5, 20), drawn(6, 20)]
-    small, large = make(num_blocks=15), make()
+    small, large = make(num_blocks=15, swap_memory_bytes=0), make()
     disturbed = small.generate(prompts, params)
     assert sum(done.request.num_preemptions for done in disturbed) > 0
     assert tokens_of(disturbed) == tokens_of(large.generate(prompts, params))
@@ -128,8 +128,10 @@ def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_s
         engine.step()
     assert [request.output_tokens for request in others] == tokens
     assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
-    assert (engine.stats.num_forks < 6) == ("max_num_seqs" in sizes)
-    assert caching or (engine.stats.num_preemptions > 0) == ("num_blocks" in sizes)
+    if "num_blocks" in sizes:
+        assert engine.stats.num_preemptions > 0 or engine.stats.num_forks < 6
+    else:
+        assert (engine.stats.num_forks < 6) == ("max_num_seqs" in sizes)
 
 
 def test_a_number_of_samples_below_one_is_refused():
