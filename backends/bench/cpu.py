@@ -22,6 +22,7 @@ def bench_cpu(backend: Backend, *, quick: bool) -> list[Row]:
     if not quick:
         large = [DecodeCase(8, 2048, dtype=dtype) for dtype in (single, torch.bfloat16, half)]
         prefill = [DecodeCase(1, 512, new=512, dtype=dtype) for dtype in (single, half)]
+        large += [DecodeCase(8, 2048, cache_dtype=kind) for kind in backend.capabilities.quantised]
         cases += [*large, *prefill, DecodeCase(1, 2048, new=256)]
     rows = [_attention_on_cpu(backend, case, rounds) for case in cases]
     tokens = 256 if quick else 8192
@@ -60,7 +61,7 @@ def _attention_on_cpu(backend: Backend, case: DecodeCase, rounds: int) -> Row:
     table = batch.block_table.long()
 
     def gather(cache: Tensor) -> Tensor:
-        return cache[table].flatten(1, 2)[:, : case.length].transpose(1, 2)
+        return cache[table].flatten(1, 2)[:, : case.length].transpose(1, 2).to(case.dtype)
 
     k, v = gather(k_cache).contiguous(), gather(v_cache).contiguous()
 
