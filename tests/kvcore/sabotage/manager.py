@@ -103,7 +103,7 @@ class manager_frees_duplicates_and_goes_on_naming_them(kvcore.KVCacheManager):
         self.pool.release([block for block in new if block.node.first_copy is not block])
 
 
-@sabotage(machines.ManagerMachine, "P16", rows=(83,))
+@sabotage(machines.ManagerMachine, "P16", "P15", rows=(83,))
 class manager_swaps_duplicates_and_does_not_say_so(kvcore.KVCacheManager):
     def commit(self, seq, num_tokens):
         before = seq.tables[0].num_published
