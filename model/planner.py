@@ -80,7 +80,7 @@ class StepPlanner:
             (request, sequence, start)
             for request in self._running
             if (sequence := request.sequence) is not None
-            and (start := sequence.num_computed_tokens) == len(request.tokens) - 1
+            and (start := request.num_computed_tokens) == len(request.tokens) - 1
         ]
         kept = first is not None and (not decodes or decodes[0][0] is not first)
         decodes = decodes[: self._budget - kept]
@@ -160,7 +160,7 @@ class StepPlanner:
         prefix = request.tokens[:end]
         return any(
             other.order < request.order
-            and other.running_sequence.num_computed_tokens < end
+            and other.num_computed_tokens < end
             and other.tokens[:end] == prefix
             for other in self._running
         )
@@ -180,6 +180,7 @@ class StepPlanner:
 
     def _plan(self, request: Request) -> None:
         """Plan what fits of a running request into budget and blocks; it may have to wait."""
+        self._settle(request)
         if self._find_room(request):
             wanted = min(request.num_uncomputed_tokens, self._budget)
             num_tokens = self._room.num_reservable(request, wanted)
@@ -200,12 +201,22 @@ class StepPlanner:
         chunk = self._planned.pop(request.request_id, None)
         if chunk is not None:
             self._budget += chunk.num_tokens
+        self._settle(request)
         transfer = self._room.give_up(request)
         if transfer is not None:
             self._stores.append(transfer)
             self.stats.num_swaps += 1
         self._enqueue(request)
         self.stats.num_preemptions += 1
+
+    def _settle(self, request: Request) -> None:
+        """Tell the cache what has been computed of a request since it was told last. O(that)."""
+        sequence = request.running_sequence
+        if sequence.num_computed_tokens < request.num_computed_tokens:
+            known = sequence.num_tokens
+            if known < request.num_computed_tokens:
+                self._kv.extend(sequence, request.tokens[known : request.num_computed_tokens])
+            self._kv.commit(sequence, request.num_computed_tokens - sequence.num_computed_tokens)
 
     def _enqueue(self, request: Request) -> None:
         insort(self._waiting, request, key=_order)
@@ -214,7 +225,7 @@ class StepPlanner:
         insort(self._running, request, key=_order)
 
     def _add_chunk(self, request: Request, num_tokens: int) -> None:
-        start = request.running_sequence.num_computed_tokens
+        start = request.num_computed_tokens
         samples = start + num_tokens == len(request.tokens)
         self._planned[request.request_id] = Chunk(request, start, num_tokens, samples)
         self._budget -= num_tokens

@@ -71,7 +71,9 @@ class Request:
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         tokens: the prompt and the output so far, packed as uint32.
         max_total_tokens: the most tokens it can come to, its prompt included.
-        sequence: the blocks it holds while RUNNING, otherwise None.
+        sequence: the blocks it holds while RUNNING, otherwise None. Inside a block it may not know
+            the newest tokens yet.
+        num_computed_tokens: tokens whose KV is written, while RUNNING.
         host_copy: what was stored of it when it was preempted, None if nothing was.
         is_loading: whether this step copies that back.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
@@ -91,6 +93,7 @@ class Request:
         "leader",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -131,6 +134,7 @@ class Request:
         self.host_copy: HostCopy | None = None
         self.is_loading = False
         self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
         self.num_preemptions = 0
         self._status = Status.WAITING
         self._finish_reason: FinishReason | None = None
@@ -184,7 +188,9 @@ class Request:
         Raises:
             RequestStateError: it does not run.
         """
-        return len(self.tokens) - self.running_sequence.num_computed_tokens
+        if self.sequence is None:
+            raise RequestStateError(f"{self!r}: only a running request computes")
+        return len(self.tokens) - self.num_computed_tokens
 
     def start(self, sequence: kvcore.KVSequence) -> None:
         """Take a sequence and run: WAITING or PREEMPTED -> RUNNING. O(1).
@@ -195,6 +201,7 @@ class Request:
         self._leave(Status.WAITING, Status.PREEMPTED, to=Status.RUNNING)
         if self.num_preemptions == 0:
             self.num_cached_tokens = sequence.num_cached_tokens
+        self.num_computed_tokens = sequence.num_computed_tokens
         self.sequence = sequence
 
     def preempt(self) -> kvcore.KVSequence:

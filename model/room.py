@@ -147,6 +147,7 @@ class Room:
                 request.is_loading = False
                 loaded = transfer.copy.num_tokens - request.running_sequence.num_computed_tokens
                 self._kv.commit(request.running_sequence, loaded)
+                request.num_computed_tokens = transfer.copy.num_tokens
                 self.drop_copy(request)
         self.num_freeing = 0
 

@@ -24,7 +24,7 @@ from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerSta
 from model.needs import needed_blocks
 from model.planner import StepPlanner
 from model.request import FinishReason, Request, Status
-from model.step import Step
+from model.step import Chunk, Step
 
 
 class Scheduler(StepPlanner):
@@ -140,51 +140,46 @@ class Scheduler(StepPlanner):
         if step is not self._in_flight:
             raise SchedulerStateError("update: wanted the step in flight, got another")
         live = [chunk for chunk in step.chunks if not chunk.request.is_finished]
-        sampling = [chunk for chunk in live if chunk.samples]
-        for chunk in sampling:
-            for request in (chunk.request, *chunk.followers) if chunk.followers else chunk[:1]:
-                if request.request_id not in sampled:
-                    raise SchedulerStateError(f"sampled: no token for {request!r}")
+        accepting = _drawn_for(live, sampled)
         self._in_flight = None
         self._room.end_transfers(step.stores, step.loads)
-        self._kv.commit_step(
-            [chunk.request.running_sequence for chunk in live],
-            [chunk.num_tokens for chunk in live],
-        )
+        self._commit(live)
         # All forks come before the first token ends a request: no block is copied from or to twice.
         orders: list[kvcore.CopyOrder] = []
-        accepting: list[Request] = []
-        for chunk in sampling:
-            accepting.append(chunk.request)
-            if chunk.followers:
-                accepting += [
-                    follower
-                    for follower in chunk.followers
-                    if self._fork(chunk.request, follower, orders)
-                ]
+        for chunk in live:
+            for follower in chunk.followers:
+                self._fork(chunk.request, follower, orders)
         for request in accepting:
-            token = sampled[request.request_id]
-            reason = request.accept(token)
-            if reason is None:
-                self._kv.append(request.running_sequence, token)
-            else:
-                self.finish(request, reason)
+            if request.sequence is not None:  # else it found no room to fork
+                reason = request.accept(sampled[request.request_id])
+                if reason is not None:
+                    self.finish(request, reason)
         return tuple(orders)
 
-    def _fork(self, leader: Request, follower: Request, orders: list[kvcore.CopyOrder]) -> bool:
-        """Start a sample from its leader's blocks; False if it has to wait its turn."""
+    def _commit(self, chunks: Sequence[Chunk]) -> None:
+        """Note what is computed, and tell the cache where a block has come to its end.
+
+        Inside a block the cache need not know: nothing is published before it is full.
+        """
+        stride = self._stride
+        for request, start, num_tokens, _, followers in chunks:
+            request.num_computed_tokens = end = start + num_tokens
+            if end % stride == 0 or num_tokens > 1 or followers:
+                self._settle(request)
+
+    def _fork(self, leader: Request, follower: Request, orders: list[kvcore.CopyOrder]) -> None:
+        """Start a sample from its leader's blocks, or let it wait its turn."""
         if follower.is_finished or len(self._running) >= self.config.max_num_seqs:
-            return False
+            return
         try:
             sequence, copies = self._kv.fork(leader.running_sequence)
         except kvcore.OutOfBlocksError:
-            return False
+            return
         orders += copies
         self._waiting.remove(follower)
         follower.start(sequence)
         self._run(follower)
         self.stats.num_forks += 1
-        return True
 
     def _check_length(self, request: Request) -> None:
         total, limit = request.max_total_tokens, self.config.max_model_len
@@ -199,6 +194,24 @@ class Scheduler(StepPlanner):
                 f"{what} needs {needed} blocks of {self._kv.block_size} tokens: "
                 f"the pool has {self._kv.num_usable_blocks}"
             )
+
+
+def _drawn_for(chunks: Sequence[Chunk], sampled: Mapping[int, int]) -> list[Request]:
+    """The requests that get a token, each leader before its followers.
+
+    Raises:
+        SchedulerStateError: there is none for one of them.
+    """
+    requests: list[Request] = []
+    for chunk in chunks:
+        if chunk.followers:
+            requests += chunk.sampling
+        elif chunk.samples:
+            requests.append(chunk.request)
+    for request in requests:
+        if request.request_id not in sampled:
+            raise SchedulerStateError(f"sampled: no token for {request!r}")
+    return requests
 
 
 def is_swappable(groups: Sequence[kvcore.LayerGroup]) -> bool:

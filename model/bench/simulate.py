@@ -88,7 +88,7 @@ class Simulation:
         for request in running:
             sequence = request.running_sequence
             room = len(sequence.tables[0].block_ids) * self._kv.block_size
-            written = sequence.num_computed_tokens + planned.get(request.request_id, 0)
+            written = request.num_computed_tokens + planned.get(request.request_id, 0)
             idle += room - written
         used = self._kv.num_usable_blocks - self._kv.num_free_blocks
         self.samples.append(PoolSample(len(running), used * self._kv.block_size, idle))
