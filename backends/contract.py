@@ -266,10 +266,7 @@ class Backend(Protocol):
         """
         ...
 
-
-    def warmup(
-        self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int
-    ) -> None:
+    def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """Compile what calls of these layers need, so that none of them waits for a compiler.
 
         Of batches of up to so many sequences and query tokens a sequence, in tensors that start

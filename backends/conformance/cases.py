@@ -39,8 +39,8 @@ class AttentionCase:
     scales: str = "none"
     """Of a quantised cache: none; tensor (one a cache); head (one a KV head)."""
     shared: int = 0
-    """Whole blocks' worth of positions at the start that all sequences share, and the batch says so;
-    each has them before its query tokens."""
+    """Positions at the start, whole blocks of them, that all sequences share before their query
+    tokens, and the batch says so."""
     batch_invariant: bool = False
     strided: bool = False
     """Query, output and caches are views with gaps."""

@@ -92,9 +92,7 @@ class NumbaBackend:
         """See `Backend.compute_slot_mapping`."""
         compute_slot_mapping(self, query_start_loc, seq_lens, block_table, block_size, out)
 
-    def warmup(
-        self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int
-    ) -> None:
+    def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""
         _ = max_num_seqs, max_query_len  # no kernel here depends on a size
         warm_up(self, layers)

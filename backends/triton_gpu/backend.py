@@ -29,6 +29,7 @@ class TritonBackend:
             max_head_dim=256,
             max_group_size=64,
             features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
+            quantised=(torch.float8_e4m3fn,),
         )
 
     @property
@@ -38,7 +39,7 @@ class TritonBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Three dtypes; no bfloat16 under the interpreter, which computes it wrongly."""
+        """Three dtypes and e4m3 caches; no bfloat16 under the interpreter, which gets it wrong."""
         return self._capabilities
 
     def store_kv(
@@ -98,8 +99,6 @@ class TritonBackend:
             self, self._place, query_start_loc, seq_lens, block_table, block_size, out
         )
 
-    def warmup(
-        self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int
-    ) -> None:
+    def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""
         warm_up(self, self._place, layers, max_num_seqs, max_query_len)

@@ -208,9 +208,7 @@ def attend_prefix(
     num_tokens = prefix.num_tokens // WHOLE * WHOLE
     if num_tokens == 0:
         return NOBODY
-    chunk, chunks = cut(
-        num_tokens, tile, 2 * place.num_multiprocessors(query.device), programs
-    )
+    chunk, chunks = cut(num_tokens, tile, 2 * place.num_multiprocessors(query.device), programs)
     rows = chunks * prefix.num_seqs * num_heads
     partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=query.device)
     last_seq = prefix.first_seq + prefix.num_seqs
@@ -228,7 +226,8 @@ def attend_prefix(
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     tensors = (
-        query, k_cache, v_cache, partial, batch.query_start_loc, batch.block_table[prefix.first_seq],
+        query, k_cache, v_cache, partial, batch.query_start_loc,
+        batch.block_table[prefix.first_seq],
         terms.k_scale_or(batch.seq_lens), terms.v_scale_or(batch.seq_lens),
     )  # fmt: skip
     numbers = (
@@ -240,7 +239,7 @@ def attend_prefix(
 
 
 def pays(k_cache: Tensor, batch: PagedBatch, terms: Terms) -> bool:
-    """Whether the bytes not read again are worth a launch and a merge: measured, see docs/kernels.md.
+    """Whether the bytes not read again are worth a launch and a merge; as measured.
 
     Never with a window, which leaves most of a long prefix out of sight, nor for more sequences
     than are planned, nor in a batch without decode.
@@ -250,7 +249,8 @@ def pays(k_cache: Tensor, batch: PagedBatch, terms: Terms) -> bool:
         return False
     row_bytes = 2 * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
     saved = (prefix.num_seqs - 1) * prefix.num_tokens * row_bytes
-    return prefix.num_seqs >= FEWEST and saved >= WORTH_BYTES + prefix.num_seqs * WORTH_BYTES_A_SEQUENCE
+    worth = WORTH_BYTES + prefix.num_seqs * WORTH_BYTES_A_SEQUENCE
+    return prefix.num_seqs >= FEWEST and saved >= worth
 
 
 def cut(tokens: int, tile: int, slots: int, programs: int) -> tuple[int, int]:

@@ -6,9 +6,10 @@ a launch. Here a caller asks for a `Variant` by all that can differ (compile-tim
 dtypes of data, the GPU), keeps it with its own plan, and launches it with addresses; what is left
 to look at is whether data starts on 16 bytes. Invariants that make it right: integers are never
 specialised by value (those not declared as integers are refused), index tensors have the dtype of
-the contract and are not specialised by alignment, and floats never are.
+the contract and are not specialised by alignment, and floats never are. Kernels see tensors of
+float8_e4m3fn as bytes.
 
-Kernels see tensors of float8_e4m3fn as bytes. In the interpreter nothing is compiled, but the same variants are counted, so that tests without a
+In the interpreter nothing is compiled, but the same variants are counted, so that tests without a
 GPU see which ones calls need. Triton's launch hooks (for profilers) see first launches only.
 """
 
@@ -51,7 +52,7 @@ class Variant:
         self._device = device
         self._constants = constants
         self._options = options
-        self._compiled: dict[tuple[bool, ...] | bool, Compiled] = {}
+        self._compiled: dict[tuple[bool, ...], Compiled] = {}
 
     def launch(
         self, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[Number]
@@ -67,7 +68,7 @@ class Variant:
         loose = 0
         for index in self._launcher.pointers:
             loose |= addresses[index]
-        alignment: tuple[bool, ...] | bool = True  # all data on 16 bytes
+        alignment: tuple[bool, ...] = ()  # all data on 16 bytes
         if loose & 15:
             alignment = tuple(addresses[index] & 15 == 0 for index in self._launcher.pointers)
         with self._place.guard(self._device):
@@ -84,7 +85,7 @@ class Variant:
     def _first(
         self,
         grid: tuple[int, int, int],
-        alignment: tuple[bool, ...] | bool,
+        alignment: tuple[bool, ...],
         tensors: Sequence[Tensor],
         numbers: Sequence[Number],
     ) -> None:
@@ -98,7 +99,7 @@ class Variant:
         self._compiled[alignment] = cast("Compiled", compiled)
 
     @property
-    def alignments(self) -> frozenset[tuple[bool, ...] | bool]:
+    def alignments(self) -> frozenset[tuple[bool, ...]]:
         """What has been compiled (in the interpreter: called)."""
         return frozenset(self._compiled)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from backends.checks import check_logits, check_paged_attention
 from backends.contract import Backend, PagedBatch
-from backends.triton_gpu.cascade import NOBODY, cascade
+from backends.triton_gpu.cascade import cascade
 from backends.triton_gpu.decode import Plan, decode, plan_decode
 from backends.triton_gpu.place import Place, sign
 from backends.triton_gpu.prefill import prefill

@@ -6,9 +6,9 @@
 Layout as in the contract, any strides but the last. Grid: (tiles of tokens, slices of the heads); a
 program moves ELEMENTS elements of keys and as many of values, [tokens, heads, head_dim], 16 bytes a
 thread and copy where strides allow, and asks for all of them before it knows their slots: rows
-whose slot is negative are loaded in vain. One launch writes both caches. Bytes moved: each row read once and written once.
-Exact. The sign of a slot is tested before it is divided, because Triton's division truncates. Slots
-past the cache are the caller's mistake and are not looked for.
+whose slot is negative are loaded in vain. One launch writes both caches. Bytes moved: each row read
+once and written once. Exact. The sign of a slot is tested before it is divided, because Triton's
+division truncates. Slots past the cache are the caller's mistake and are not looked for.
 """
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton

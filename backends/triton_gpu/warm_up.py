@@ -6,12 +6,12 @@ vector and by whether its merge has many programs: the smallest and the largest 
 meet them all.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from backends.contract import Backend, LayerCall, PagedBatch, SharedPrefix
-from backends.triton_gpu import cascade, copy_blocks, decode, merge, slot_mapping, store_kv
+from backends.triton_gpu import cascade, decode
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
 from backends.triton_gpu.terms import Terms
@@ -46,9 +46,7 @@ def warm_up(
         )  # fmt: skip
     caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
     if caches:  # the first block onto itself
-        backend.copy_blocks(
-            caches, torch.zeros(1, 2, dtype=torch.int64, device=caches[0].device)
-        )
+        backend.copy_blocks(caches, torch.zeros(1, 2, dtype=torch.int64, device=caches[0].device))
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -61,15 +59,6 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     if max_num_seqs > last:
         sizes.add(last + 1)
     return sorted(sizes)
-
-
-def compiled() -> frozenset[Hashable]:
-    """Every variant of our kernels but prefill's that this process has used so far."""
-    launchers = (
-        cascade._attend_prefix, copy_blocks._copy, decode._attend_chunk, merge._merge_chunks,
-        slot_mapping._fill, store_kv._scatter,
-    )  # fmt: skip
-    return frozenset((i, key) for i, each in enumerate(launchers) for key in each.compiled())
 
 
 def _idle(device: torch.device, num_seqs: int, rows: int, query_len: int) -> PagedBatch:
@@ -103,9 +92,7 @@ def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:
     e4m3 = layer.k_cache.dtype == torch.float8_e4m3fn
     if layer.window is not None or layer.dtype.itemsize != 2:
         return
-    terms = Terms(
-        1.0, None, layer.soft_cap, layer.sinks, e4m3, layer.k_scale, layer.v_scale
-    )
+    terms = Terms(1.0, None, layer.soft_cap, layer.sinks, e4m3, layer.k_scale, layer.v_scale)
     query = _queries(layer, batch)
     out = torch.empty_like(query)
     caches = (layer.k_cache, layer.v_cache)

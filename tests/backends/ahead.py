@@ -3,12 +3,9 @@
 Triton keeps compiled kernels on disk: tests that follow find them there.
 """
 
-import dataclasses
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
-
-import torch
 
 import backends
 from backends.conformance.cases import build
@@ -26,8 +23,5 @@ def _run(case):
     from backends.triton_gpu import cascade  # noqa: PLC0415 - where there is a GPU alone
 
     backend = backends.get_backend("triton")
-    backend._capabilities = dataclasses.replace(
-        backend.capabilities, quantised=(torch.float8_e4m3fn,)
-    )
     cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
     build(case, backend.device).run(backend)

@@ -7,7 +7,6 @@ Run by test_triton_decode.
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
 import sys
-from dataclasses import replace
 
 import torch
 import triton
@@ -23,9 +22,6 @@ from backends.triton_gpu import cascade, splits
 from backends.triton_gpu.splits import count_splits
 
 TRITON = backends.get_backend("triton")
-TRITON._capabilities = replace(
-    TRITON.capabilities, quantised=(torch.float8_e4m3fn,)
-)  # decode has it
 TILE = 32
 E4M3 = torch.float8_e4m3fn
 BASE = AttentionCase("", (), num_kv_heads=1, head_dim=16, dtype=torch.float16)

@@ -53,15 +53,12 @@ def compiled():
 
 @pytest.fixture
 def triton(monkeypatch):
-    """The backend, with quantised caches in decode and sharing whether or not it pays."""
+    """The backend, sharing whether or not that pays."""
     from backends.triton_gpu import cascade  # noqa: PLC0415 - where there is a GPU alone
 
-    backend = backends.get_backend("triton")
-    capabilities = dataclasses.replace(backend.capabilities, quantised=(E4M3,))
     for name in ("WORTH_BYTES", "WORTH_BYTES_A_SEQUENCE", "FEWEST"):
         monkeypatch.setattr(cascade, name, 0)
-    monkeypatch.setattr(backend, "_capabilities", capabilities)
-    return backend
+    return backends.get_backend("triton")
 
 
 @pytest.mark.usefixtures("compiled")

@@ -12,12 +12,21 @@ import backends
 from backends import LayerCall
 from backends.conformance import AttentionCase
 from backends.conformance.cases import bits, build
-from backends.triton_gpu import cascade
-from backends.triton_gpu.warm_up import batch_sizes, compiled
+from backends.triton_gpu import cascade, copy_blocks, decode, merge, slot_mapping, store_kv
+from backends.triton_gpu.warm_up import batch_sizes
 
 MAX_NUM_SEQS, MAX_QUERY_LEN = 40, 6
 TRITON = backends.get_backend("triton")
 CASE = AttentionCase("", (), num_kv_heads=1, group=2, head_dim=16, dtype=torch.float16)
+
+
+def compiled():
+    """Every variant of our kernels but prefill's that this process has used so far."""
+    launchers = (
+        cascade._attend_prefix, copy_blocks._copy, decode._attend_chunk, merge._merge_chunks,
+        slot_mapping._fill, store_kv._scatter,
+    )  # fmt: skip
+    return frozenset((i, key) for i, each in enumerate(launchers) for key in each.compiled())
 
 
 def layer_of(inputs, **changes):
