@@ -61,7 +61,7 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.SourceLoader):
     def find_spec(self, fullname, path, target=None):
         if fullname != self.name:
             return None
-        return importlib.util.spec_from_loader(fullname, self, origin=str(self.path))
+        return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
 
     def get_filename(self, fullname):
         return str(self.path)
