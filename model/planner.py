@@ -42,6 +42,7 @@ class StepPlanner:
         self._stride = math.gcd(*[group.block_size for group in kv.groups])
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._followers: dict[int, list[Request]] = {}  # of each prompt that is still to be sampled
         self._budget = 0
         self._planned: dict[int, Chunk] = {}
         self._stores: list[Transfer] = []
@@ -129,8 +130,13 @@ class StepPlanner:
             return False  # it has just given way itself
         while True:
             has_seat = len(self._running) + num_led < self.config.max_num_seqs
+            has_victim = bool(self._running) and request.order < self._running[-1].order
+            if not (has_seat or has_victim):
+                return False
             plan = self._kv.plan(request.tokens)
             missing = self._room.wanted(request, plan) - plan.num_free_blocks
+            if missing > self._room.num_freeing and not has_victim:
+                return False
             missing += self._room.promised(self._running, num_led)
             if has_seat and missing <= 0:
                 return request.host_copy is not None or not self._is_prefix_in_flight(
@@ -231,19 +237,14 @@ class StepPlanner:
         self._budget -= num_tokens
 
     def _with_followers(self) -> tuple[Chunk, ...]:
-        """The planned chunks, each with the samples that wait for it and have a seat."""
-        followers: dict[int, list[Request]] = {}
-        for request in self._waiting:
-            if request.leader is not None and request.is_led:
-                followers.setdefault(request.leader.request_id, []).append(request)
-        if not followers:
-            return tuple(self._planned.values())
-        return tuple(
-            chunk._replace(followers=tuple(followers.get(chunk.request.request_id, ())))
-            if chunk.samples
-            else chunk
-            for chunk in self._planned.values()
-        )
+        """The planned chunks, each with the samples that wait for its prompt."""
+        chunks = list(self._planned.values())
+        for index, chunk in enumerate(chunks) if self._followers else ():
+            if chunk.samples and chunk.request.request_id in self._followers:
+                followers = self._followers.pop(chunk.request.request_id)
+                waiting = tuple(r for r in followers if r.status is Status.WAITING)
+                chunks[index] = chunk._replace(followers=waiting)
+        return tuple(chunks)
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -79,6 +79,8 @@ class Scheduler(StepPlanner):
         self._num_added += 1
         request.order = (number + request.priority * self.config.priority_span, number)
         self._unfinished[request.request_id] = request
+        if leader is not None:
+            self._followers.setdefault(leader.request_id, []).append(request)
         self._enqueue(request)
 
     def abort(self, request: Request) -> bool:
@@ -103,6 +105,7 @@ class Scheduler(StepPlanner):
         if self._unfinished.get(request.request_id) is not request:
             raise InvalidArgumentError(f"request: {request!r} was not added to this scheduler")
         del self._unfinished[request.request_id]
+        self._followers.pop(request.request_id, None)
         queue = self._running if request.status is Status.RUNNING else self._waiting
         queue.remove(request)
         self._room.drop_copy(request)
