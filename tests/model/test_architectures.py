@@ -9,6 +9,8 @@ import functools
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import backends
 from model import EngineConfig, SamplingParams
@@ -91,6 +93,63 @@ def test_cached_chunked_and_preempted_at_once_changes_no_token(architecture, swa
     assert (engine.stats.num_loads > 0) == (swap_memory_bytes > 0)
     assert engine.stats.num_hit_tokens > 0
     assert engine.stats.num_steps > NUM_TOKENS + 4
+
+
+ARRIVALS = st.tuples(
+    st.integers(0, 3),  # which prompt
+    st.sampled_from([0, 0, -1, 1]),  # its priority
+    st.sampled_from([1, 1, 2]),  # how many samples
+    st.sampled_from([None, None, None, 0, 5]),  # aborted after so many tokens
+    st.integers(0, 4),  # steps until the next arrives
+)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "mistral"])
+@settings(max_examples=12)
+@given(
+    arrivals=st.lists(ARRIVALS, min_size=1, max_size=6),
+    num_blocks=st.integers(18, 40),
+    budget=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 5),
+    swaps=st.booleans(),
+)
+def test_whatever_comes_and_goes_beside_it_a_request_gives_generates_tokens(
+    architecture, arrivals, num_blocks, budget, max_num_seqs, swaps
+):
+    model, dense = clear_case(architecture)
+    sizes = EngineConfig(
+        block_size=4,
+        num_blocks=num_blocks,
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        priority_span=2,
+        swap_memory_bytes=1 << 20 if swaps and architecture in FULL_ALONE else 0,
+    )
+    engine = Engine(model, backend_of("numba"), sizes)
+    params = SamplingParams(max_tokens=NUM_TOKENS)
+    running = []
+    for prompt, priority, num_samples, abort_after, steps in arrivals:
+        samples = engine.add_samples(
+            prompts()[prompt], params, num_samples=num_samples, priority=priority
+        )
+        running += [(request, prompt, abort_after) for request in samples]
+        for _ in range(steps):
+            step_and_abort(engine, running)
+    while engine.has_unfinished:
+        step_and_abort(engine, running)
+    for request, prompt, abort_after in running:
+        tokens = request.output_tokens
+        assert tokens == dense[prompt][: len(tokens)]
+        assert abort_after is not None or len(tokens) == NUM_TOKENS
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+
+
+def step_and_abort(engine, running):
+    if engine.has_unfinished:
+        engine.step()
+    for request, _, abort_after in running:
+        if abort_after is not None and request.num_output_tokens >= abort_after:
+            engine.abort(request)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)

@@ -44,6 +44,16 @@ def test_known_networks_have_few_groups_and_little_waste(num_layers, every, dept
     assert (len(layout.place_bytes), len(layout.windows)) == (depth, num_groups)
 
 
+def test_a_long_text_in_gemma_3_takes_a_sixth_of_what_layers_without_windows_would_take():
+    """The numbers of docs/running.md: Gemma 3 1B in bfloat16, 32,768 tokens, blocks of 16."""
+    every = range(1, 27)
+    shapes = [LayerShape(1, 256, torch.bfloat16, 512 if n % 6 else None) for n in every]
+    layout = plan_layout(shapes)
+    needed = needed_blocks(layout.groups(16), 32768)
+    assert layout.kv_bytes(needed, 16) == 140.375 * 2**20
+    assert layout.token_bytes * 32768 == 832 * 2**20
+
+
 @given(windows=st.lists(WINDOWS, min_size=1, max_size=40))
 def test_every_layer_has_a_place_of_its_own_among_those_that_see_the_same(windows):
     layout = plan_layout(layers(*windows))
