@@ -101,7 +101,8 @@ class BlockPool(FreeBlocks):
         for block in blocks:
             block.ref_count = 1
         self.num_allocated_blocks += count
-        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
+        before = self.num_free_blocks - (len(freed) - len(content))  # what was released comes after
+        self.least_free_blocks = min(self.least_free_blocks, before)
         if content:
             self._put_back(content)
 

@@ -74,3 +74,39 @@ def test_broken_links_are_an_error_and_no_endless_walk(queue):
     assert ids(queue) == []
     with pytest.raises(kvcore.BlockStateError, match="queue is empty"):
         queue.pop_front()
+
+
+# Runs of blocks.
+
+
+@pytest.mark.parametrize("count", range(7))
+def test_the_first_few_are_named_and_stay_and_then_leave_together(queue, count):
+    first = queue.first(count)
+    assert [block.block_id for block in first] == [1, 2, 3, 4][:count]
+    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
+    queue.cut_front(first)
+    assert (ids(queue), len(queue)) == ([1, 2, 3, 4][count:], max(0, 4 - count))
+    assert all((block.prev_free, block.next_free) == (None, None) for block in first)
+    assert backwards(queue) == ids(queue)[::-1]
+
+
+@pytest.mark.parametrize("run", [[], [1], [4], [2, 3], [3, 2], [4, 1], [1, 2, 3, 4], [4, 3, 2, 1]])
+def test_a_run_leaves_from_anywhere_and_comes_back_in_its_order(queue, run):
+    named = {block.block_id: block for block in queue}
+    blocks = [named[number] for number in run]
+    rest = [number for number in (1, 2, 3, 4) if number not in run]
+    queue.remove_run(blocks)
+    assert (ids(queue), len(queue)) == (rest, len(rest))
+    assert all((block.prev_free, block.next_free) == (None, None) for block in blocks)
+    assert backwards(queue) == rest[::-1]
+    queue.push_run(blocks)
+    assert (ids(queue), len(queue)) == (rest + run, 4)
+    assert backwards(queue) == (rest + run)[::-1]
+
+
+def backwards(queue):
+    found, block = [], queue._tail.prev_free
+    while block is not queue._head:
+        found.append(block.block_id)
+        block = block.prev_free
+    return found

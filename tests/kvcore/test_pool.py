@@ -454,3 +454,69 @@ def test_lifetimes_are_noted_where_they_begin_and_end(pool):
     assert (stats.reuse_gap.count, stats.reuse_gap.total) == (1, 4)
     assert (stats.idle_before_eviction.count, stats.idle_before_eviction.total) == (1, 8)
     assert (stats.lifetime.count, stats.lifetime.total) == (1, 14)
+
+
+# What trusts its caller.
+
+
+def test_found_blocks_are_revived_and_dropped_like_held_and_released_ones(pool):
+    other = kvcore.BlockPool(8, 1)
+    for each, hold, release in (
+        (pool, pool.hold, pool.release),
+        (other, other.revive, other.drop),
+    ):
+        blocks = published(each, 1, 2, 3)
+        plain = each.take(1)
+        each.keep(blocks[2], [(1, 9)])
+        each.release(blocks[1:])
+        each.lifetimes = kvcore.LifetimeRecorder(8)
+        each.advance(2)
+        hold([blocks[2], blocks[0], blocks[1]])
+        release([blocks[1], blocks[0], plain[0], blocks[2]])
+        release([blocks[0]])
+    assert pool_view(pool) == pool_view(other)
+    assert pool.lifetimes.stats() == other.lifetimes.stats()
+    assert other.lifetimes.stats().reuse_gap.count == 2
+    assert ids(other.free_blocks()) == [4, 5, 6, 7, 2, 1, 3]
+
+
+def test_a_block_that_nobody_holds_cannot_be_dropped(pool):
+    one, two = pool.take(2)
+    pool.release([two])
+    refused(pool, kvcore.DoubleFreeError, r"Block\(2,", lambda: pool.drop([one, two]))
+
+
+def test_blocks_can_change_hands_in_one_step(pool):
+    idle, kept, leaving = published(pool, 1)[0], published(pool, 2)[0], published(pool, 3)[0]
+    plain, more = pool.take(2)
+    pool.keep(kept, [(1, 9)])
+    pool.release([idle, kept, more])
+    new = pool.next_blocks(4)
+    assert ids(new) == [5, 6, 7, 1]
+    pool.hand_out(new, [leaving, plain])
+    assert [block.ref_count for block in new] == [1, 1, 1, 1]
+    assert ids(pool.free_blocks()) == [4, 3, 2]
+    assert (pool.num_allocated_blocks, pool.num_evicted_blocks) == (9, 1)
+    assert pool.peak_used_blocks == 6
+    assert pool.match(b"n", token(1), 1) == []
+    refused(
+        pool,
+        kvcore.DoubleFreeError,
+        "block 2 ",
+        lambda: pool.hand_out(pool.next_blocks(1), [kept]),
+    )
+
+
+def test_blocks_are_the_same_whether_they_are_looked_at_before_or_after():
+    for looked_at_first in (False, True):
+        pool = kvcore.BlockPool(8, 1)
+        if looked_at_first:
+            assert len(pool.blocks) == 8
+        taken = pool.take(3)
+        assert [pool.blocks[number] for number in (1, 2, 3)] == taken
+        assert len(pool.blocks) == 8
+        assert pool.null is pool.blocks[0]
+        pool.release(taken[:2])
+        assert ids(pool.take(4)) == [2, 1, 4, 5]
+        assert pool.num_free_blocks == 2
+        assert ids(pool.next_blocks(2)) == ids(pool.free_blocks()) == [6, 7]
