@@ -224,6 +224,16 @@ def test_blocks_are_leased_while_they_are_stored_and_free_afterwards():
     assert old.num_preemptions == 0
 
 
+def test_nobody_gives_way_for_blocks_that_are_coming_anyhow():
+    """Three have three blocks of nine, and each wants a fourth: one is stored, and two go on."""
+    _, scheduler = make(10, 2, num_host_blocks=8)
+    requests = [add(scheduler, n, [10 + n, 20 + n], max_tokens=8) for n in range(3)]
+    while scheduler.stats.num_preemptions == 0:
+        run(scheduler)
+    assert [r.num_preemptions for r in requests] == [0, 0, 1]
+    assert run(scheduler) == [(0, 6, 1), (1, 6, 1)]
+
+
 def test_what_was_stored_is_loaded_and_computed_no_more():
     kv, scheduler, old, new, step = swapping()
     scheduler.update(step, {})
