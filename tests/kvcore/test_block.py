@@ -58,7 +58,7 @@ def test_descendants_come_after_what_stands_before_them():
     paths = [(b"aaaa", b"bbbb", b"cccc"), (b"aaaa", b"dddd"), (b"eeee",)]
     for number, path in enumerate(paths):
         blocks = [kvcore.Block(10 * number + place) for place in range(len(path))]
-        tree.attach(blocks, b"", None, path)
+        tree.attach(blocks, b"", None, list(path))
     (root,) = tree.roots()
     below = root.descendants()
     assert sorted(node.tokens for node in below) == [b"aaaa", b"bbbb", b"cccc", b"dddd", b"eeee"]

@@ -9,6 +9,8 @@ import kvcore
 from kvcore import manager
 from tests.kvcore.faults import Faults, InjectedError, dump
 
+pytestmark = pytest.mark.source_build
+
 LAYOUTS = {
     "full": [kvcore.FullAttention()],
     "full and window": [kvcore.FullAttention(), kvcore.SlidingWindow(6)],

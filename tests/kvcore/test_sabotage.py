@@ -9,6 +9,8 @@ from tests.kvcore import machines
 from tests.kvcore.sabotage import SABOTAGES
 from tests.kvcore.views import PropertyError
 
+pytestmark = pytest.mark.source_build
+
 SEAMS = {
     machines.FreeQueueMachine: "make_queue",
     machines.PoolMachine: "make_pool",

@@ -11,6 +11,8 @@ from tests.kvcore.machines import ManagerMachine
 from tests.kvcore.sabotage import SABOTAGES
 from tests.kvcore.views import PropertyError
 
+pytestmark = pytest.mark.source_build  # it copies whole managers
+
 REACHED = {"full": [1, 2, 16, 100, 530, 2590], "full and window": [1, 2, 15, 86, 404]}
 
 
