@@ -220,7 +220,7 @@ def test_a_lease_ends_at_its_deadline():
     assert not lease.is_active
     with pytest.raises(kvcore.InvalidArgumentError, match="max_steps"):
         kv.lease(kv.open([1]), max_steps=0)
-    with pytest.raises((kvcore.InvalidArgumentError, TypeError), match="kind|str object expected"):
+    with pytest.raises((kvcore.InvalidArgumentError, TypeError), match=r"kind|str object expected"):
         kv.lease(kv.open([1]), kind=1)  # a compiled function refuses it at its door
 
 
