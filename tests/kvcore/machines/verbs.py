@@ -175,6 +175,15 @@ class ManagerVerbs(ManagerChecks):
                 lambda: self.kv.reserve_step(reals, counts),
             )
             return
+        if len(ready) > 1 and self.longest is None:
+            # Room for a block each, which may be there, and for more than there is.
+            too_much = 8 * self.naive.pool.num_blocks
+            refused(
+                "P13",
+                kvcore.OutOfBlocksError,
+                self.view,
+                lambda: self.kv.reserve_step(reals, [*[5] * (len(reals) - 1), too_much]),
+            )
         missing = sum(
             sum(self.naive.missing(naive, count))
             for (_, naive, _), count in zip(ready, counts, strict=True)
