@@ -6,10 +6,16 @@ tile runs while p.v does. p stays in registers. At the end of an item the next i
 is issued too, so that the item's last steps (dividing, rounding, storing) hide behind it. While
 one group computes, the other's products have the matrix unit.
 
-Two things here are as they are for the assembler's sake. The wait for the next tile's values stands
-between the exponentials and the wait for p.v, because it is a branch: without one the exponentials
-are moved behind the wait, and nothing overlaps. And no branch stands around a product, because then
-it waits for every single instruction: an item that is not there is multiplied all the same.
+Four things here are as they are for the assembler's sake:
+- The wait for the next tile's values stands between the exponentials and the wait for p.v, because
+  it is a branch: without one the exponentials are moved behind the wait, and nothing overlaps.
+- No branch stands around a product, because then it waits for every single instruction: an item
+  that is not there is multiplied all the same.
+- Weights are carried from step to step unrounded. Rounded ones would be carried as halves of
+  registers, which takes two instructions for each pair.
+- The address of q is worked out in every step (`nothing`). Otherwise it is spilled, and the store
+  may end up in a loop that is not entered: what is read then is not what was stored.
+`tests/backends/compile_offline.py` checks the first, the second and the last.
 """
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
@@ -76,10 +82,13 @@ def _multiply_keys(q: gl.tensor, ring: gl.tensor, j: gl.tensor, there: gl.tensor
 
 
 @gluon_function
-def _multiply_values(p: gl.tensor, sums: gl.tensor, ring: gl.tensor, j: gl.tensor) -> gl.tensor:
-    """Issue the product of the weights with the j-th tile of values; no wait for it."""
+def _multiply_values(
+    weights: gl.tensor, sums: gl.tensor, ring: gl.tensor, j: gl.tensor
+) -> gl.tensor:
+    """Issue the product of the weights, rounded, with the j-th tile of values; no wait for it."""
     v_tiles = ring[3]
     TILE: gl.constexpr = v_tiles.shape[1]
+    p = gl.convert_layout(weights.to(v_tiles.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
     values = v_tiles.index(j % v_tiles.shape[0]).reshape([TILE, v_tiles.shape[3]])
     return warpgroup_mma(p, values, sums, is_async=True)
 
@@ -98,12 +107,13 @@ def _begin(
 
 @gluon_function
 def _walk(
-    q: gl.tensor, p: gl.tensor, sums: gl.tensor, highest: gl.tensor, total: gl.tensor,
+    q_tiles: gl.tensor, slot: gl.tensor, weights: gl.tensor, sums: gl.tensor,
+    highest: gl.tensor, total: gl.tensor,
     ring: gl.tensor, j: gl.tensor, last: gl.tensor, steps: gl.tensor,
     scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Take so many more tiles, downwards: (p, sums, highest, total, j, last).
+    """Take so many more tiles, downwards: (weights, sums, highest, total, j, last).
 
     Each step is the softmax of tile j while the values of tile j - 1 are multiplied. The values of
     tile j - 1 have landed; those of tile j have at the end of the step. A row sees the columns of
@@ -111,22 +121,23 @@ def _walk(
     """
     k_tiles, _, k_empty, v_tiles, v_full, v_empty = ring
     DEPTH: gl.constexpr = v_tiles.shape[0]
+    nothing = gl.num_programs(1) - 1  # 0, which the compiler does not know
     for _ in range(steps):
         last += k_tiles.shape[1]
+        q = q_tiles.index(slot + j * nothing).reshape([HALF, q_tiles.shape[3]])
         logits = _multiply_keys(q, ring, j, there=True)
-        sums = _multiply_values(p, sums, ring, j - 1)
+        sums = _multiply_values(weights, sums, ring, j - 1)
         logits, sums = warpgroup_mma_wait(1, deps=[logits, sums])
         mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
         weights, highest, total, rescale = _soften(
             logits, highest, total, last, scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED
         )
-        p = gl.convert_layout(weights.to(k_tiles.dtype), p.type.layout)
         mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(v_empty.index((j - 1) % DEPTH), count=1)
         sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None]
         j += 1
-    return p, sums, highest, total, j, last
+    return weights, sums, highest, total, j, last
 
 
 @gluon_function
@@ -153,13 +164,14 @@ def _store(
 
 @gluon_function
 def _attend_item(
-    logits: gl.tensor, highest: gl.tensor, total: gl.tensor, q: gl.tensor, ring: gl.tensor,
+    logits: gl.tensor, highest: gl.tensor, total: gl.tensor,
+    q_tiles: gl.tensor, slot: gl.tensor, ring: gl.tensor,
     j: gl.tensor, position: gl.tensor, tokens: gl.tensor,
     scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
     PACK: gl.constexpr, TOKENS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
     GROUP_ID: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """An item from its first logits to the product of its last values: (p, sums, total, j)."""
+    """An item from its first logits to its last weights: (weights, sums, total, j)."""
     k_tiles, _, _, _, v_full, _ = ring
     DEPTH: gl.constexpr = v_full.shape[0] - 1
     TILE: gl.constexpr = k_tiles.shape[1]
@@ -173,24 +185,23 @@ def _attend_item(
         logits, highest, total, last, scale, soft_cap, window, HAS_CAP, HAS_WINDOW,
         MASKED=True,
     )  # fmt: skip
-    p = gl.convert_layout(weights.to(k_tiles.dtype), gl.DotOperandLayout(0, SUMS, 2))
     sums = gl.full([HALF, WIDTH], 0.0, gl.float32, SUMS)
     mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
     j += 1
-    p, sums, highest, total, j, last = _walk(
-        q, p, sums, highest, total, ring, j, last, end - 1 - whole_end,
+    weights, sums, highest, total, j, last = _walk(
+        q_tiles, slot, weights, sums, highest, total, ring, j, last, end - 1 - whole_end,
         scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
     )  # fmt: skip
-    p, sums, highest, total, j, last = _walk(
-        q, p, sums, highest, total, ring, j, last, whole_end - whole_begin,
+    weights, sums, highest, total, j, last = _walk(
+        q_tiles, slot, weights, sums, highest, total, ring, j, last, whole_end - whole_begin,
         scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=False,
     )  # fmt: skip
     if HAS_WINDOW:
-        p, sums, highest, total, j, last = _walk(
-            q, p, sums, highest, total, ring, j, last, whole_begin - begin,
+        weights, sums, highest, total, j, last = _walk(
+            q_tiles, slot, weights, sums, highest, total, ring, j, last, whole_begin - begin,
             scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
         )  # fmt: skip
-    return p, sums, total, j
+    return weights, sums, total, j
 
 
 @gluon_function
@@ -230,26 +241,28 @@ def consume(
             logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
             logits = warpgroup_mma_wait(0, deps=[logits])
             mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1)
-        q = q_tiles.index(n % BUFFERS * 2 + GROUP_ID).reshape([HALF, q_tiles.shape[3]])
+        slot = n % BUFFERS * 2 + GROUP_ID
         highest = gl.full([HALF], -1e30, gl.float32, ROW)
         total = gl.full([HALF], 0.0, gl.float32, ROW)
         if HAS_SINKS:
             highest = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
             total += 1.0
-        p, sums, total, j = _attend_item(
-            logits, highest, total, q, ring, j, position, tokens, scale, soft_cap, window,
+        weights, sums, total, j = _attend_item(
+            logits, highest, total, q_tiles, slot, ring, j, position, tokens,
+            scale, soft_cap, window,
             PACK, TOKENS, HAS_CAP, HAS_WINDOW, GROUP_ID,
         )  # fmt: skip
         if BUFFERS > 1:
             logits = _begin(q_tiles, q_full, ring, n + 1, j, n + 1 < items, GROUP_ID)
-            sums = _multiply_values(p, sums, ring, j - 1)
+            sums = _multiply_values(weights, sums, ring, j - 1)
             logits, sums = warpgroup_mma_wait(0, deps=[logits, sums])
             mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1, pred=n + 1 < items)
         else:
-            sums = warpgroup_mma_wait(0, deps=[_multiply_values(p, sums, ring, j - 1)])
+            sums = warpgroup_mma_wait(0, deps=[_multiply_values(weights, sums, ring, j - 1)])
         mbarrier.arrive(v_empty.index((j - 1) % V_DEPTH), count=1)
         _store(
-            sums, total, q, out, row, tokens, part,
+            sums, total, q_tiles.index(slot).reshape([HALF, q_tiles.shape[3]]), out,
+            row, tokens, part,
             PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)

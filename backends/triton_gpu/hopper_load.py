@@ -7,8 +7,8 @@ entry stands in, since the mask takes its keys away.
 
 The mask cannot take away a value that is NaN, because 0 * NaN is NaN. So where a tile holds slots
 that no query sees, past the sequence's end or before its window, the loader waits for the tile and
-writes zeros over their values before it says `full`; that is one tile in a sequence and head,
-however long the sequence.
+writes zeros over their values, and over all that stood in for others, before it says `full`; that
+is one tile or two in a sequence and head, however long the sequence.
 """
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
@@ -69,6 +69,8 @@ def load_tiles(
         begin, end, _, _ = find_span(position, tokens, window, TILE, HAS_WINDOW)
         ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
         end_of_keys = length
+        first_live = gl.maximum(seen, low * BLOCK_SIZE)
+        live_end = gl.minimum(length, (high + 1) * BLOCK_SIZE)
         s, row, tokens, position, length, first, part = read_item(
             n + 1, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
@@ -93,7 +95,7 @@ def load_tiles(
             if edge:
                 mbarrier.wait(v_full.index(V_DEPTH), edges & 1)
                 edges += 1
-                _clear_values(v_tiles.index(v_at), seen - key, end_of_keys - key)
+                _clear_values(v_tiles.index(v_at), first_live - key, live_end - key)
                 fence_async_shared()
                 mbarrier.arrive(v_full.index(v_at), count=1)
             j += 1

@@ -36,6 +36,10 @@ SHAPES = [
         MIXED.with_(name=f"queries around {n}", seqs=((n - 1, n), (n, n), (n + 1, 2 * n), (2, n)))
         for n in (32, 64, 128)
     ),
+    *(
+        MIXED.with_(name=f"window {w}, block size {n}", window=w, block_size=n, group=4)
+        for w, n in ((1, 64), (2, 16), (3, 128), (7, 8))
+    ),
     MIXED.with_(name="one alone", seqs=((300, 300),), group=4),
     MIXED.with_(name="a chunk alone", seqs=((130, 1500),), group=4),
     MIXED.with_(name="more items than programs", seqs=((700, 900), (90, 2000)), num_kv_heads=8),
