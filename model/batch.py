@@ -95,7 +95,7 @@ class _Tables:
     def __init__(self, group: int, device: torch.device) -> None:
         self._group = group
         self._device = device
-        self._sequences: list[int] = []  # the seq_id of each row
+        self._sequences: list[kvcore.KVSequence] = []  # of each row
         self._filled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # entries known of each row
         self._shaped: Tensor = torch.empty(0)  # the rows as they were sent last
         self._allocate(8, 16)
@@ -112,7 +112,7 @@ class _Tables:
         Returns:
             The tables, [num_seqs, at least as many as any has].
         """
-        self._arrange([sequence.seq_id for sequence in sequences])
+        self._arrange(list(sequences))
         block_size = sequences[0].tables[self._group].block_size
         needed = -(-lengths // block_size)
         for row in np.flatnonzero(self._filled < needed).tolist():
@@ -129,18 +129,18 @@ class _Tables:
             self._shaped = self._tensor[: shape[0], : shape[1]]
         return self._shaped
 
-    def _arrange(self, ids: list[int]) -> None:
+    def _arrange(self, sequences: list[kvcore.KVSequence]) -> None:
         """Move the rows of known sequences to their new places; the others are empty."""
-        if ids == self._sequences:
+        if sequences == self._sequences:
             return
-        rows = {seq_id: row for row, seq_id in enumerate(self._sequences)}
-        sources = np.array([rows.get(seq_id, -1) for seq_id in ids])
+        rows = {sequence: row for row, sequence in enumerate(self._sequences)}
+        sources = np.array([rows.get(sequence, -1) for sequence in sequences])
         table, filled = self._table, np.append(self._filled, 0)  # -1 is the one at the end
-        if len(ids) > len(table):
-            self._allocate(max(len(ids), 2 * len(table)), table.shape[1])
-        self._table[: len(ids)] = table[sources]
+        if len(sequences) > len(table):
+            self._allocate(max(len(sequences), 2 * len(table)), table.shape[1])
+        self._table[: len(sequences)] = table[sources]
         self._filled = filled[sources]
-        self._sequences = ids
+        self._sequences = sequences
 
     def _write(self, row: int, block_ids: Sequence[int]) -> None:
         count, (num_rows, width) = len(block_ids), self._table.shape

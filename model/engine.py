@@ -259,7 +259,7 @@ class Engine:
             if len(request.tokens) > request.num_prompt_tokens:  # else it found no room to fork
                 stream = self._streams[request.request_id]
                 stream.add(token)
-                if request.is_finished or stream.is_stopped:
+                if request.sequence is None or stream.is_stopped:
                     self._end(request, stream)
                 outputs.append(Output(request, token, stream))
         watch.end()

@@ -142,7 +142,7 @@ class Scheduler(StepPlanner):
         """
         if step is not self._in_flight:
             raise SchedulerStateError("update: wanted the step in flight, got another")
-        live = [chunk for chunk in step.chunks if not chunk.request.is_finished]
+        live = [chunk for chunk in step.chunks if chunk.request.sequence is not None]
         accepting = _drawn_for(live, sampled)
         self._in_flight = None
         self._room.end_transfers(step.stores, step.loads)

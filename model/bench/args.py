@@ -36,6 +36,8 @@ def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
         InvalidArgumentError: a size is out of range.
     """
     flags = _parser().parse_args(argv)
+    if flags.workload not in SHAPES:
+        _refuse_serving(flags)
     if flags.workload == "waste":
         return _waste_options(flags)
     return _host_options(flags) if flags.workload == "host" else _serve_options(flags)
@@ -48,6 +50,13 @@ def _shape(flags: argparse.Namespace, name: str) -> Shape:
         if (value := getattr(flags, field.name)) is not None
     }
     return dataclasses.replace(SHAPES[name], **given)
+
+
+def _refuse_serving(flags: argparse.Namespace) -> None:
+    """Nothing is served: no peer can join, and there are no steps to tell of."""
+    for name, value in (("peer", flags.peer), ("trace", flags.trace), ("stats", flags.stats)):
+        if value:
+            raise UsageError(f"--{name} has no meaning with --workload {flags.workload}")
 
 
 def _host_options(flags: argparse.Namespace) -> HostOptions:

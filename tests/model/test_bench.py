@@ -236,6 +236,8 @@ def test_a_configuration_by_name_wants_dummy_weights():
         (["--input-len", "x"], "--input-len: wanted N or LOW:HIGH .*, got 'x'"),
         (["--peer", "vllm"], "--peer"),
         (["--workload", "none"], "--workload"),
+        (["--workload", "waste", "--stats"], "--stats has no meaning with --workload waste"),
+        (["--workload", "host", "--trace", "x"], "--trace has no meaning with --workload host"),
         (["--workload", "host", "--steps", "0"], "steps: wanted at least 1, got 0"),
         (["--no-prefix-cache", "--peer", "no-prefix-cache"], "has no meaning with"),
     ],
@@ -260,6 +262,15 @@ def test_host_work_is_every_phase_but_the_networks(capsys):
 def test_one_number_is_a_length_of_its_own():
     options = parse_args(["--input-len", "64", "--output-len", "3:9"])
     assert (options.shape.input_len, options.shape.output_len) == (Span(64, 64), Span(3, 9))
+
+
+def test_the_documentation_has_every_flag(capsys):
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert len(flags) > 30
+    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
+    assert [flag for flag in sorted(flags) if f"`{flag}" not in page] == []
 
 
 def test_help_and_wrong_flags_do_not_wait_for_torch():
