@@ -76,8 +76,7 @@ def load_tiles(
         )
         for i in range(end - begin):
             key = (end - 1 - i) * TILE
-            entries = ahead
-            ahead = _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
+            entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
             k_at = j % K_DEPTH
             v_at = j % V_DEPTH
             mbarrier.wait(k_empty.index(k_at), (j // K_DEPTH & 1) ^ 1)

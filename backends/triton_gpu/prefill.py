@@ -262,14 +262,8 @@ def prefill(
         )  # fmt: skip
         return
     width = max(16, power_of_two(head_dim))
-    row_bytes = width * query.element_size()
-    rows, keys, warps, stages = shape_of_tiles(
-        row_bytes,
-        query.element_size(),
-        group,
-        longest,
-        place.shared_bytes(query.device),
-    )
+    size, room = query.element_size(), place.shared_bytes(query.device)
+    rows, keys, warps, stages = shape_of_tiles(width * size, size, group, longest, room)
     tokens = rows // group
     with place.guard(query.device):
         _attend[num_kv_heads, batch.num_tokens // tokens + batch.num_seqs](
