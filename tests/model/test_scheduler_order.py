@@ -309,3 +309,54 @@ def test_a_prompt_longer_than_its_window_needs_only_a_window_of_blocks():
         steps += run(scheduler)
     assert [num_tokens for _, _, num_tokens in steps[:3]] == [4, 4, 4]
     assert kv.stats().peak_used_blocks <= 4
+
+
+def test_blocks_that_a_running_request_holds_anyhow_are_not_wanted_again():
+    kv, scheduler = make(8, 2)
+    shared = [1, 2, 3, 4, 5, 6]
+    add(scheduler, 0, [*shared, 7], max_tokens=2)  # 4 blocks, and never more
+    run(scheduler)
+    add(scheduler, 1, [*shared, 8], max_tokens=2)  # 4 as well, of which 3 are there
+    assert kv.num_free_blocks == 3
+    assert run(scheduler) == [(0, 7, 1), (1, 6, 1)]
+
+
+def test_a_start_leaves_a_block_for_each_sample_that_is_to_fork():
+    _, scheduler = make(8, 4, max_num_batched_tokens=11)
+    leader = add(scheduler, 0, list(range(9)), max_tokens=2)  # 3 blocks of 7, and never more
+    add(scheduler, 1, list(range(9)), max_tokens=2, leader=leader)  # one: its copy of the third
+    late = add(scheduler, 2, [50] * 16, max_tokens=1)  # the 4 that are left
+    assert run(scheduler) == [(0, 0, 9)]
+    assert late.status is Status.WAITING
+    assert ids(scheduler.running) == [0, 1]
+
+
+def test_nobody_gives_way_whose_blocks_others_have_too():
+    kv, scheduler = make(9, 2)
+    shared = [1, 2, 3, 4, 5, 6]
+    first = add(scheduler, 0, [*shared, 7], max_tokens=9, priority=-9)
+    run(scheduler)
+    last = add(scheduler, 1, [*shared, 8], max_tokens=2)  # one block of its own
+    run(scheduler)
+    free = kv.num_free_blocks
+    # As many as are free and all of the last one's come to, but three of those are the first's.
+    urgent = add(scheduler, 2, [30] * 2 * (free + 2), max_tokens=1, priority=-5)
+    run(scheduler)
+    assert (first.status, urgent.status) == (Status.RUNNING, Status.WAITING)
+    assert last.num_preemptions == 0
+
+
+def test_a_copy_whose_beginning_is_gone_is_dropped_and_all_is_computed_again():
+    kv, scheduler = make(9, 2, num_host_blocks=8)
+    shared = [1, 2, 3, 4]
+    old = add(scheduler, 0, [*shared, 5], max_tokens=8)
+    run(scheduler)
+    new = add(scheduler, 1, [*shared, 6], max_tokens=8)
+    while scheduler.stats.num_swaps == 0:
+        run(scheduler)
+    assert new.host_copy.first_block == 2
+    scheduler.abort(old)
+    kv.reset()  # the shared beginning with it
+    assert run(scheduler) == [(1, 0, len(new.tokens) - 1)]
+    assert (new.host_copy, scheduler._room.num_host_blocks_left) == (None, 8)
+    assert scheduler.stats.num_loads == 0
