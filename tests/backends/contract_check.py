@@ -34,7 +34,7 @@ def check_attention():
             claimed = not quantised or torch.float8_e4m3fn in TRITON.capabilities.quantised
             arguments = _attention_arguments(**change)
             refused(TRITON.paged_attention, arguments, name if claimed else "k_cache")
-            again()
+    again()
 
 
 def check_store():
