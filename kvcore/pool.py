@@ -110,7 +110,7 @@ class BlockPool(FreeBlocks):
         """Take content from the free blocks that are reused next. Fails before it changes it."""
         if self._log is not None:
             self._note_lost(blocks)
-        if self.shelf.num_free or self.shelf.kept:
+        if self.shelf.kept:
             for block in blocks:
                 self._unqueue(block)
                 self.shelf.drop(block)

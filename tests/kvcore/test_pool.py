@@ -217,6 +217,23 @@ def test_a_release_of_content_and_of_none_goes_each_its_way(pool):
     assert ids(pool.free_blocks()) == [4, 2, 5, 6, 7, 1, 3]
 
 
+class Full(list):
+    """A list that finds no memory to grow."""
+
+    def __iadd__(self, more):
+        raise MemoryError
+
+
+@pytest.mark.parametrize("call", ["release", "drop", "advance"])
+def test_a_release_that_finds_no_memory_frees_nothing(pool, call):
+    plain = pool.take(2)
+    pool.empty_blocks = Full(pool.empty_blocks)
+    before = pool_view(pool)
+    with pytest.raises(MemoryError):
+        getattr(pool, call)(*([1, plain] if call == "advance" else [plain]))
+    assert (pool_view(pool), pool.step) == (before, 0)
+
+
 # Publish.
 
 
