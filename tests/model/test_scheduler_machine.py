@@ -26,9 +26,6 @@ GROUPS = (
     [FULL, kvcore.SlidingWindow(3)],
     [FULL, kvcore.SlidingWindow(1), kvcore.SlidingWindow(7)],
 )
-# The first in order waits for what gives way to be stored, or for its own blocks to come back, and
-# never for both: what was stored gave way to all that came before it.
-MOST_IDLE_STEPS = 1
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -72,7 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = self.scheduler_type(self.kv, self.config)
         self.model = SimulatedModel(self.kv)
         self.requests = []
-        self.first, self.idle_steps = None, 0
+        self.first, self.gave_way, self.num_loads = None, set(), 0
 
     @rule(
         text=st.sampled_from(TEXTS),
@@ -156,17 +153,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert before[0] in self.scheduler.running
 
     def check_progress(self, step, before):
-        """The first in order is computed in every step, but while blocks are copied for it."""
+        """The first in order is computed in every step but those in which blocks are copied for it:
+        its own come back once, and whoever is stored for it gives way once."""
         if not before:
             return
-        if before[0] is not self.first:
-            self.first, self.idle_steps = before[0], 0
-        if any(chunk.request is self.first for chunk in step.chunks):
-            self.idle_steps = 0
-        else:
-            assert step.stores or any(load.request is self.first for load in step.loads)
-            self.idle_steps += 1
-            assert self.idle_steps <= MOST_IDLE_STEPS
+        is_computed = any(chunk.request is before[0] for chunk in step.chunks)
+        if is_computed or before[0] is not self.first:
+            self.first, self.gave_way, self.num_loads = before[0], set(), 0
+        if not is_computed:
+            stored = {store.request for store in step.stores}
+            loads = sum(load.request is self.first for load in step.loads)
+            assert stored or loads
+            assert not stored & self.gave_way
+            self.gave_way |= stored
+            self.num_loads += loads
+            assert self.num_loads <= 1
 
     @invariant()
     def blocks_are_accounted_for(self):
@@ -193,8 +194,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "kv"):
             return
-        # The first in order needs at most one step a token, and as many copies.
-        owed = sum((1 + MOST_IDLE_STEPS) * request.max_total_tokens for request in self.requests)
+        # For each token of the first in order one step, one for its copy, one a request it stores.
+        owed = sum(request.max_total_tokens for request in self.requests)
+        owed *= 2 + len(self.requests)
         while self.scheduler.has_unfinished:
             assert owed > 0, "no progress"
             owed -= 1
