@@ -82,15 +82,17 @@ class BlockPool(FreeBlocks):
         count = len(blocks)
         empty = self.empty_blocks
         left = max(0, len(empty) - count)
-        fresh = min(count - (len(empty) - left), self.num_blocks - self._num_seen)
+        popped = len(empty) - left
+        fresh = min(count - popped, self.num_blocks - self._num_seen)
+        idle = blocks[popped + fresh :]
         freed = self._let_go(released) if released else []
         try:
             content = [block for block in freed if block.node is not None]
             stack = empty
             if len(content) < len(freed):
                 stack = empty[:left] + [block for block in freed if block.node is None]
-            if len(empty) - left + fresh < count:
-                self._evict(blocks[len(empty) - left + fresh :])
+            if idle:
+                self._evict(idle)
         except BaseException:
             hold_again(released or ())
             raise
