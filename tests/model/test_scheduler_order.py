@@ -360,3 +360,53 @@ def test_a_copy_whose_beginning_is_gone_is_dropped_and_all_is_computed_again():
     assert run(scheduler) == [(1, 0, len(new.tokens) - 1)]
     assert (new.host_copy, scheduler._room.num_host_blocks_left) == (None, 8)
     assert scheduler.stats.num_loads == 0
+
+
+def test_without_a_prefix_cache_all_is_stored_shared_or_not():
+    _, scheduler = make(8, 2, caching=False, num_host_blocks=8)
+    leader = add(scheduler, 0, [1, 2, 3, 4], max_tokens=9)
+    sample = add(scheduler, 1, [1, 2, 3, 4], max_tokens=9, leader=leader)
+    while scheduler.stats.num_swaps == 0:
+        run(scheduler)
+    assert (sample.host_copy.first_block, scheduler.stats.num_forks) == (0, 1)
+
+
+def test_a_copy_that_the_cache_has_outgrown_is_dropped():
+    _, scheduler = make(40, 2, max_num_batched_tokens=4, max_num_seqs=1, num_host_blocks=8)
+    slow = add(scheduler, 0, list(range(8)), max_tokens=2)
+    assert run(scheduler) == [(0, 0, 4)]
+    urgent = add(scheduler, 1, list(range(8)), max_tokens=1, priority=-1)
+    while not urgent.is_finished:
+        run(scheduler)
+    assert slow.host_copy.num_tokens == 4
+    assert run(scheduler) == [(0, 6, 2)]
+    assert (scheduler._room.num_host_blocks_left, scheduler.stats.num_loads) == (8, 0)
+
+
+def test_the_first_in_order_gets_its_room_whatever_those_behind_it_share():
+    _, scheduler = make(8, 2)
+    leader = add(scheduler, 0, [1, 2, 3, 4], max_tokens=2)
+    add(scheduler, 1, [1, 2, 3, 4], max_tokens=2, leader=leader)
+    run(scheduler)  # both have the same two blocks, and nobody a block of their own
+    add(scheduler, 2, list(range(30, 44)), max_tokens=1, priority=-9)  # all 7 blocks
+    assert run(scheduler) == [(2, 0, 14)]
+    assert scheduler.stats.num_preemptions == 2
+
+
+def test_an_urgent_request_does_not_wait_for_a_prefix_that_one_behind_it_computes():
+    _, scheduler = make(40, 4, max_num_batched_tokens=5)
+    add(scheduler, 0, list(range(20)))
+    assert run(scheduler) == [(0, 0, 5)]
+    add(scheduler, 1, list(range(20)), priority=-1)
+    assert run(scheduler) == [(1, 4, 5)]
+
+
+def test_an_urgent_request_waits_for_the_one_that_is_stored_for_it_and_asks_no_other():
+    _, scheduler = make(10, 2, num_host_blocks=8, max_num_seqs=3)
+    others = [add(scheduler, n, [10 + n, 20 + n, 30 + n, 40 + n, 1], max_tokens=2) for n in (0, 1)]
+    run(scheduler)  # three blocks each, and never more: three are free
+    urgent = add(scheduler, 2, list(range(50, 59)), max_tokens=1, priority=-1)  # five
+    run(scheduler)
+    assert [r.num_preemptions for r in others] == [0, 1]
+    assert urgent.status is Status.WAITING
+    assert (2, 0, 9) in run(scheduler)
