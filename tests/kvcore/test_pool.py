@@ -447,6 +447,17 @@ def test_a_content_is_removed_with_its_last_copy_however_many_go_at_once():
     assert removed == kvcore.BlockRemoved(2, 0, stored.name)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+def test_copies_that_go_together_are_one_removal(count):
+    log = kvcore.EventLog([1], "xxh3-128")
+    pool = kvcore.BlockPool(6, 1, log=log)
+    for _ in range(count):
+        pool.release(published(pool, 1))  # the free ones without content go first
+    log.take()
+    pool.take(5)
+    assert [type(event) for event in log.take()] == [kvcore.BlockRemoved]
+
+
 def test_forgetting_tells_who_reads_the_events():
     log = kvcore.EventLog([1], "xxh3-128")
     pool = kvcore.BlockPool(5, 1, log=log)
