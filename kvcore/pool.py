@@ -110,8 +110,7 @@ class BlockPool(FreeBlocks):
 
     def _evict(self, blocks: list[Block]) -> None:
         """Take content from the free blocks that are reused next. Fails before it changes it."""
-        if self._log is not None:
-            self._note_lost(blocks)
+        self._note_lost(blocks)
         if self.shelf.kept:
             for block in blocks:
                 self._unqueue(block)

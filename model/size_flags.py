@@ -35,6 +35,12 @@ def engine_config(flags: argparse.Namespace) -> EngineConfig:
 
 def add_sizes(flag: Callable[..., object]) -> None:
     """Add the flags that `engine_config` reads. O(1)."""
+    _add_cache(flag)
+    _add_steps(flag)
+
+
+def _add_cache(flag: Callable[..., object]) -> None:
+    """Add what says how much memory there is for blocks, and of what size they are."""
     flag(
         "--num-blocks",
         type=int,
@@ -55,6 +61,23 @@ def add_sizes(flag: Callable[..., object]) -> None:
         help="the same as a share of the memory that is free (default on a GPU: 0.9)",
     )
     flag("--block-size", type=int, default=16, metavar="N", help="tokens a block (default: 16)")
+    flag(
+        "--swap-memory-bytes",
+        type=num_bytes,
+        metavar="SIZE",
+        help="host memory for blocks of preempted requests; 0: compute them again (default: some, "
+        "where that is cheaper)",
+    )
+    flag(
+        "--no-prefix-cache",
+        action="store_false",
+        dest="prefix_cache",
+        help="compute every prompt from its first token",
+    )
+
+
+def _add_steps(flag: Callable[..., object]) -> None:
+    """Add what says how much a step takes, and who comes into it."""
     flag(
         "--max-num-batched-tokens",
         type=int,
@@ -78,24 +101,11 @@ def add_sizes(flag: Callable[..., object]) -> None:
         f"(default: {WATERMARK})",
     )
     flag(
-        "--swap-memory-bytes",
-        type=num_bytes,
-        metavar="SIZE",
-        help="host memory for blocks of preempted requests; 0: compute them again (default: some, "
-        "where that is cheaper)",
-    )
-    flag(
         "--priority-span",
         type=int,
         default=PRIORITY_SPAN,
         metavar="N",
         help=f"later requests that one level of priority overtakes (default: {PRIORITY_SPAN})",
-    )
-    flag(
-        "--no-prefix-cache",
-        action="store_false",
-        dest="prefix_cache",
-        help="compute every prompt from its first token",
     )
 
 

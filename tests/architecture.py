@@ -41,8 +41,11 @@ CONTROL_PLANE = (
     "kvcore/*.py",
     "model/config.py",
     "model/errors.py",
+    "model/needs.py",
     "model/params.py",
+    "model/planner.py",
     "model/request.py",
+    "model/room.py",
     "model/scheduler.py",
     "model/step.py",
 )
