@@ -516,14 +516,14 @@ def test_a_block_that_nobody_holds_cannot_be_dropped(pool):
 
 def test_blocks_can_change_hands_in_one_step(pool):
     idle, kept, leaving = published(pool, 1)[0], published(pool, 2)[0], published(pool, 3)[0]
-    plain, more = pool.take(2)
+    plain, spare, more = pool.take(3)
     pool.keep(kept, [(1, 9)])
     pool.release([idle, kept, more])
-    new = pool.next_blocks(4)
-    assert ids(new) == [5, 6, 7, 1]
-    pool.hand_out(new, [leaving, plain])
-    assert [block.ref_count for block in new] == [1, 1, 1, 1]
-    assert ids(pool.free_blocks()) == [4, 3, 2]
+    new = pool.next_blocks(3)
+    assert ids(new) == [6, 7, 1]
+    pool.hand_out(new, [leaving, plain, spare])
+    assert [block.ref_count for block in new] == [1, 1, 1]
+    assert ids(pool.free_blocks()) == [5, 4, 3, 2]
     assert (pool.num_allocated_blocks, pool.num_evicted_blocks) == (9, 1)
     assert pool.peak_used_blocks == 6
     assert pool.match(b"n", token(1), 1) == []
