@@ -217,6 +217,11 @@ def test_a_version_has_64_bits(field):
             kvcore.Namespace(lora_name=name, **{field: wrong})
 
 
+def test_long_names_decode_like_short_ones():
+    namespace = kvcore.Namespace(salt=bytes(300), lora_name="L" * 1000, weight_epoch=1)
+    assert kvcore.decode_namespace(kvcore.encode_namespace(namespace)) == namespace
+
+
 def test_a_version_without_an_adapter_is_named():
     with pytest.raises(kvcore.InvalidArgumentError, match=r"lora_version.*lora_name.*7"):
         kvcore.Namespace(lora_version=7)
