@@ -90,6 +90,12 @@ def test_the_first_few_are_named_and_stay_and_then_leave_together(queue, count):
     assert backwards(queue) == ids(queue)[::-1]
 
 
+def test_of_many_no_more_are_named_than_asked_for():
+    queue = kvcore.FreeQueue()
+    queue.push_run([kvcore.Block(number) for number in range(1, 500)])
+    assert [block.block_id for block in queue.first(400)] == list(range(1, 401))
+
+
 @pytest.mark.parametrize("run", [[], [1], [4], [2, 3], [3, 2], [4, 1], [1, 2, 3, 4], [4, 3, 2, 1]])
 def test_a_run_leaves_from_anywhere_and_comes_back_in_its_order(queue, run):
     named = {block.block_id: block for block in queue}

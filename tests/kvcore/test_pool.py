@@ -180,6 +180,7 @@ def test_what_cannot_be_held_is_named(pool):
         (pool.blocks[0], kvcore.ForeignBlockError),
         (kvcore.Block(-1), kvcore.ForeignBlockError),
         (kvcore.Block(8), kvcore.ForeignBlockError),
+        (kvcore.Block(99), kvcore.ForeignBlockError),
     ):
         message = rf"Block\({wrong.block_id},"
         refused(pool, error, message, lambda wrong=wrong: pool.hold([block, wrong]))
