@@ -14,7 +14,7 @@ settings.register_profile(
 )
 settings.register_profile(
     "deep",
-    max_examples=20_000,
+    max_examples=15_000,
     stateful_step_count=100,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

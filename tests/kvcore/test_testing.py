@@ -52,7 +52,7 @@ def test_a_broken_allocator_is_caught(name):
 
 
 def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
-    seen = testing.check_allocator(OurAllocator, settings=quick(max_examples=15))
+    seen = testing.check_allocator(OurAllocator, settings=quick(max_examples=40))
     wanted = {
         "aborted", "cut", "evictions", "forks", "full hits", "hits", "kept apart", "misuse",
         "no space", "resets", "shared blocks",
@@ -74,7 +74,7 @@ def test_every_rule_of_a_machine_runs(machine):
     sys.setprofile(note)
     try:
         testing.check_allocator(
-            DictionaryAllocator, machines=[machine], settings=quick(max_examples=15)
+            DictionaryAllocator, machines=[machine], settings=quick(max_examples=40)
         )
     finally:
         sys.setprofile(before)
