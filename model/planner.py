@@ -14,7 +14,8 @@ Invariants:
 - `running` and `waiting` are each in order; a start never overtakes one that waits, but for samples
   that wait for their leader;
 - the first in order goes on in every step, but for those in which its blocks or those that it waits
-  for are copied: a token of the budget is kept for it and all others can be preempted for it;
+  for are copied, or a request before it has its last token read: a token of the budget is kept for
+  it and all others can be preempted for it;
 - a step never exceeds the budget, and a request that does not run holds no blocks.
 
 Does not know: how requests come and end (`scheduler.py`), how a token is computed or sampled, how a
@@ -75,13 +76,15 @@ class StepPlanner:
     def _plan_decodes(self) -> None:
         """Plan the requests with one token to compute, a token kept for the first in order."""
         first = self._head(0)[0]
-        if self._running and (first is None or self._running[0].order < first.order):
-            first = self._running[0]
+        going = next((request for request in self._running if not request.is_complete), None)
+        if going is not None and (first is None or going.order < first.order):
+            first = going
         decodes = [
             (request, sequence, start)
             for request in self._running
             if (sequence := request.sequence) is not None
-            and (start := request.num_computed_tokens) == len(request.tokens) - 1
+            and (start := request.num_computed_tokens) == (length := len(request.tokens)) - 1
+            and length < request.max_total_tokens  # else its last token is still to be read
         ]
         kept = first is not None and (not decodes or decodes[0][0] is not first)
         decodes = decodes[: self._budget - kept]
@@ -126,7 +129,7 @@ class StepPlanner:
 
     def _make_way(self, request: Request, num_led: int) -> bool:
         """Whether a waiting request can start now, after preempting what comes behind it."""
-        if any(transfer.request is request for transfer in self._stores):
+        if request.is_expecting or any(store.request is request for store in self._stores):
             return False  # it has just given way itself
         while True:
             has_seat = len(self._running) + num_led < self.config.max_num_seqs

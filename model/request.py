@@ -3,9 +3,10 @@
 Decides: the life of a request (WAITING -> RUNNING -> FINISHED, with any number of detours through
 PREEMPTED) and when a sampled token ends it.
 
-Invariants: `tokens` is the prompt followed by the output, and only ever grows; a sequence is held
-exactly while RUNNING; a finished request has a reason, no copy in host memory, and never changes
-again.
+Invariants: `tokens` is the prompt followed by the output, and only ever grows; of an output whose
+last token has been drawn and not been read yet, the last entry stands in for it; a sequence is held
+exactly while RUNNING; a finished request has a reason, no copy in host memory, no such entry, and
+never changes again.
 
 Does not know: the pool, the other requests, torch, text.
 """
@@ -70,6 +71,7 @@ class Request:
         sample: the number of this sample of its prompt, from 0.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         tokens: the prompt and the output so far, packed as uint32.
+        is_expecting: the last of `tokens` was drawn and has not been read: `accept` will say it.
         max_total_tokens: the most tokens it can come to, its prompt included.
         sequence: the blocks it holds while RUNNING, otherwise None. Inside a block it may not know
             the newest tokens yet.
@@ -89,6 +91,7 @@ class Request:
         "_status",
         "eos_token_ids",
         "host_copy",
+        "is_expecting",
         "is_loading",
         "leader",
         "max_total_tokens",
@@ -132,6 +135,7 @@ class Request:
         self.order = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
         self.host_copy: HostCopy | None = None
+        self.is_expecting = False
         self.is_loading = False
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
@@ -162,13 +166,21 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """The tokens generated so far. O(1)."""
+        """The tokens generated so far, one that has not been read yet included. O(1)."""
         return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def output_tokens(self) -> list[int]:
-        """The generated tokens, an ending stop token included. O(num_output_tokens)."""
-        return self.tokens[self.num_prompt_tokens :].tolist()
+        """The generated tokens that have been read, an ending stop token included.
+
+        O(num_output_tokens).
+        """
+        return self.tokens[self.num_prompt_tokens : len(self.tokens) - self.is_expecting].tolist()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all the tokens that it may come to. O(1)."""
+        return len(self.tokens) == self.max_total_tokens
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -219,24 +231,36 @@ class Request:
         self.sequence = None
         return sequence
 
-    def accept(self, token: int) -> FinishReason | None:
-        """Add a sampled token to the output and say whether it ends the request. O(1).
-
-        The request is not finished by this: `finish` is, once the scheduler has let go of the
-        blocks.
+    def expect(self) -> None:
+        """Make room in the output for a token that is drawn and will be read later. O(1).
 
         Raises:
-            RequestStateError: it does not run.
+            RequestStateError: it does not run, or expects one already.
         """
-        if self._status is not Status.RUNNING:
-            raise RequestStateError(f"{self!r}: accept wants a running request")
-        self.tokens.append(token)
+        if self._status is not Status.RUNNING or self.is_expecting:
+            raise RequestStateError(f"{self!r}: expect wants a running request that expects none")
+        self.tokens.append(0)
+        self.is_expecting = True
+
+    def accept(self, token: int) -> FinishReason | None:
+        """Put the token that is expected into the output and say whether it ends the request. O(1).
+
+        The request is not finished by this: `finish` is, once the scheduler has let go of the
+        blocks. It may have been preempted meanwhile.
+
+        Raises:
+            RequestStateError: it expects none.
+        """
+        if not self.is_expecting:
+            raise RequestStateError(f"{self!r}: accept wants a request that expects a token")
+        self.tokens[-1] = token
+        self.is_expecting = False
         if token in self._ends:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(self.tokens) == self.max_total_tokens else None
+        return FinishReason.LENGTH if self.is_complete else None
 
     def finish(self, reason: FinishReason) -> kvcore.KVSequence | None:
-        """End the request, from any status but FINISHED. O(1).
+        """End the request, from any status but FINISHED; what it expects is forgotten. O(1).
 
         Returns:
             The sequence it held, for the scheduler to close; None if it held none.
@@ -247,6 +271,9 @@ class Request:
         self._leave(Status.WAITING, Status.RUNNING, Status.PREEMPTED, to=Status.FINISHED)
         self._finish_reason = reason
         self.host_copy = None
+        if self.is_expecting:
+            self.tokens.pop()
+            self.is_expecting = False
         sequence, self.sequence = self.sequence, None
         return sequence
 

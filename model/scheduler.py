@@ -4,6 +4,12 @@ Decides: when a step's tokens count (all chunks are committed, then samples fork
 then tokens end requests), and which requests are accepted at all. What a step computes is decided
 in `planner.py`.
 
+A step's tokens may be read one step late: `advance` when the step is on its way, `accept` when its
+tokens are known, after the next `schedule` at the latest; `update` is both at once. In between
+everyone who samples has an entry that stands in for its token. Nothing is committed that holds one:
+a token is committed when it is computed, a step after it was drawn. What a request that ends by a
+stop token has been planned to do meanwhile is dropped.
+
 Further samples of a prompt start by a fork when it is computed; where there is no seat or block for
 one, it waits its turn like any other request and draws the same token then.
 
@@ -30,8 +36,8 @@ from model.step import Chunk, Step
 class Scheduler(StepPlanner):
     """Moves requests from waiting to finished; owns their sequences in `kv`.
 
-    `schedule` and `update` alternate; `add` and `abort` may come at any moment between or within
-    them.
+    `schedule` and `update` alternate, or `schedule`, `accept` of the step before and `advance`;
+    `add` and `abort` may come at any moment between or within them.
 
     Raises:
         InvalidArgumentError: host memory for a cache with window groups, whose past is gone.
@@ -47,6 +53,7 @@ class Scheduler(StepPlanner):
         self._unfinished: dict[int, Request] = {}
         self._num_added = 0
         self._in_flight: Step | None = None
+        self._expecting: tuple[Request, ...] = ()  # what the last step draws for, unread
 
     @property
     def has_unfinished(self) -> bool:
@@ -126,7 +133,7 @@ class Scheduler(StepPlanner):
         return self._in_flight
 
     def update(self, step: Step, sampled: Mapping[int, int]) -> tuple[kvcore.CopyOrder, ...]:
-        """Commit a computed step and hand out its tokens. O(step.num_tokens).
+        """Commit a computed step and hand out its tokens: `advance`, then `accept`.
 
         Args:
             step: what `schedule` returned last.
@@ -137,13 +144,32 @@ class Scheduler(StepPlanner):
             Blocks to be copied before the next step.
 
         Raises:
-            SchedulerStateError: this is not the step in flight, or a token is missing; nothing has
-                changed.
+            SchedulerStateError: this is not the step in flight, the one before it has not been
+                accepted, or a token is missing; nothing has changed.
         """
-        if step is not self._in_flight:
-            raise SchedulerStateError("update: wanted the step in flight, got another")
-        live = [chunk for chunk in step.chunks if chunk.request.sequence is not None]
-        accepting = _drawn_for(live, sampled)
+        self._check_in_flight(step)
+        _check_drawn(_samplers(_live(step)), sampled)
+        orders = self.advance(step)
+        self.accept(sampled)
+        return orders
+
+    def advance(self, step: Step) -> tuple[kvcore.CopyOrder, ...]:
+        """Take a step that is on its way for computed, its tokens for drawn. O(step.num_tokens).
+
+        Whatever the device does for a later step comes after it.
+
+        Args:
+            step: what `schedule` returned last; the tokens of the step before have been accepted.
+
+        Returns:
+            Blocks to be copied before the next step.
+
+        Raises:
+            SchedulerStateError: this is not the step in flight, or the one before it has not been
+                accepted; nothing has changed.
+        """
+        self._check_in_flight(step)
+        live = _live(step)
         self._in_flight = None
         self._room.end_transfers(step.stores, step.loads)
         self._commit(live)
@@ -152,12 +178,34 @@ class Scheduler(StepPlanner):
         for chunk in live:
             for follower in chunk.followers:
                 self._fork(chunk.request, follower, orders)
-        for request in accepting:
-            if request.sequence is not None:  # else it found no room to fork
-                reason = request.accept(sampled[request.request_id])
-                if reason is not None:
-                    self.finish(request, reason)
+        # A follower that found no room to fork draws when it is its turn.
+        self._expecting = tuple([r for r in _samplers(live) if r.sequence is not None])
+        for request in self._expecting:
+            request.expect()
         return tuple(orders)
+
+    def accept(self, sampled: Mapping[int, int]) -> None:
+        """Hand out the tokens of the step that was advanced last. O(num_sampled).
+
+        Args:
+            sampled: request_id -> the token drawn for it, for everyone who still expects one.
+
+        Raises:
+            SchedulerStateError: a token is missing; nothing has changed.
+        """
+        expecting = [request for request in self._expecting if request.is_expecting]
+        _check_drawn(expecting, sampled)
+        self._expecting = ()
+        for request in expecting:
+            reason = request.accept(sampled[request.request_id])
+            if reason is not None:
+                self.finish(request, reason)
+
+    def _check_in_flight(self, step: Step) -> None:
+        if step is not self._in_flight:
+            raise SchedulerStateError("update: wanted the step in flight, got another")
+        if any(request.is_expecting for request in self._expecting):
+            raise SchedulerStateError("update: the tokens of the step before want to be accepted")
 
     def _commit(self, chunks: Sequence[Chunk]) -> None:
         """Note what is computed, and tell the cache where a block has come to its end.
@@ -199,22 +247,27 @@ class Scheduler(StepPlanner):
             )
 
 
-def _drawn_for(chunks: Sequence[Chunk], sampled: Mapping[int, int]) -> list[Request]:
-    """The requests that get a token, each leader before its followers.
+def _live(step: Step) -> list[Chunk]:
+    """The chunks of requests that still run."""
+    return [chunk for chunk in step.chunks if chunk.request.sequence is not None]
 
-    Raises:
-        SchedulerStateError: there is none for one of them.
-    """
+
+def _samplers(chunks: Sequence[Chunk]) -> list[Request]:
+    """The requests that get a token, each leader before its followers."""
     requests: list[Request] = []
     for chunk in chunks:
         if chunk.followers:
             requests += chunk.sampling
         elif chunk.samples:
             requests.append(chunk.request)
+    return requests
+
+
+def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> None:
+    """Raise unless there is a token for each of them."""
     for request in requests:
         if request.request_id not in sampled:
             raise SchedulerStateError(f"sampled: no token for {request!r}")
-    return requests
 
 
 def is_swappable(groups: Sequence[kvcore.LayerGroup]) -> bool:

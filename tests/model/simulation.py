@@ -42,9 +42,12 @@ def peak_alone(groups, block_size, num_tokens):
 
 
 class SimulatedModel:
+    """A device: it knows the tokens that it has drawn before anybody has read them."""
+
     def __init__(self, kv):
         self.kv = kv
         self.ghost = {}
+        self.drawn = {}  # request_id -> its newest token
 
     def compute(self, step):
         """Carry a step out and draw its tokens; raises if one would see what is not its own."""
@@ -61,9 +64,19 @@ class SimulatedModel:
         for chunk in step.chunks:
             if chunk.samples and not chunk.request.is_finished:
                 self.check_content(chunk.request)
-                token = next_token(chunk.request.tokens)
+                token = next_token(self.tokens(chunk.request))
                 sampled |= {request.request_id: token for request in chunk.sampling}
+        self.drawn |= sampled
         return sampled
+
+    def tokens(self, request):
+        tokens = array("I", request.tokens)
+        if request.is_expecting:
+            tokens[-1] = self.drawn[request.request_id]
+        return tokens
+
+    def digest(self, request, position):
+        return crc32(self.tokens(request)[: position + 1].tobytes()), position
 
     def copy(self, orders):
         """Carry copy orders out, last to first: their order must not matter."""
@@ -78,7 +91,7 @@ class SimulatedModel:
             slots = array("q", [-1] * chunk.num_tokens)
             request.running_sequence.write_slot_mapping(chunk.start, stop, slots, group)
             for position, slot in zip(range(chunk.start, stop), slots, strict=True):
-                self.ghost[slot] = prefix_digest(request, position)
+                self.ghost[slot] = self.digest(request, position)
 
     def check_content(self, request):
         size = self.kv.block_size
@@ -87,7 +100,7 @@ class SimulatedModel:
             last = len(request.tokens) - 1
             for position in range(group.first_visible(last), last + 1):
                 slot = table[position // size] * size + position % size
-                assert self.ghost.get(slot) == prefix_digest(request, position), (request, position)
+                assert self.ghost.get(slot) == self.digest(request, position), (request, position)
 
     def block(self, block_id):
         size = self.kv.block_size
@@ -96,7 +109,3 @@ class SimulatedModel:
     def set_block(self, block_id, content):
         for offset, digest in enumerate(content):
             self.ghost[block_id * self.kv.block_size + offset] = digest
-
-
-def prefix_digest(request, position):
-    return crc32(request.tokens[: position + 1].tobytes()), position

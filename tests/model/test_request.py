@@ -21,6 +21,11 @@ def running(params=None, eos=frozenset()):
     return request
 
 
+def drawn(request, token):
+    request.expect()
+    return request.accept(token)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -74,26 +79,51 @@ def test_what_is_no_token_id_is_refused(token):
 
 def test_a_request_knows_its_prompt_from_its_output():
     request = running(SamplingParams(max_tokens=3))
-    assert [request.accept(7), request.accept(8)] == [None, None]
-    assert request.accept(9) is FinishReason.LENGTH
+    assert [drawn(request, 7), drawn(request, 8)] == [None, None]
+    assert drawn(request, 9) is FinishReason.LENGTH
     assert (request.prompt_tokens, request.output_tokens) == ([1, 2], [7, 8, 9])
 
 
 def test_a_stop_token_ends_a_request_and_stays_in_its_output():
     request = running(SamplingParams(stop_token_ids=(5,)))
-    assert request.accept(5) is FinishReason.STOP
+    assert drawn(request, 5) is FinishReason.STOP
     assert request.output_tokens == [5]
 
 
 def test_an_end_of_text_ends_a_request_unless_it_is_ignored():
-    assert running(eos=frozenset({5})).accept(5) is FinishReason.STOP
+    assert drawn(running(eos=frozenset({5})), 5) is FinishReason.STOP
     ignoring = SamplingParams(ignore_eos=True, max_tokens=2)
-    assert running(ignoring, frozenset({5})).accept(5) is None
+    assert drawn(running(ignoring, frozenset({5})), 5) is None
+
+
+def test_a_token_that_is_expected_counts_and_is_not_shown():
+    request = running(SamplingParams(max_tokens=2))
+    assert drawn(request, 7) is None
+    request.expect()
+    assert (request.num_output_tokens, request.output_tokens) == (2, [7])
+    assert request.is_complete
+    with pytest.raises(RequestStateError, match="a running request that expects none"):
+        request.expect()
+    request.preempt()
+    assert request.accept(8) is FinishReason.LENGTH
+    assert request.output_tokens == [7, 8]
+
+
+def test_a_request_that_ends_forgets_what_it_expects():
+    request = running()
+    assert drawn(request, 7) is None
+    request.expect()
+    request.finish(FinishReason.ABORTED)
+    assert (request.num_output_tokens, request.output_tokens) == (1, [7])
+    with pytest.raises(RequestStateError, match="a request that expects a token"):
+        request.accept(8)
 
 
 def test_only_a_running_request_takes_tokens_or_holds_a_sequence():
     request = Request(0, [1], SamplingParams())
-    with pytest.raises(RequestStateError, match="accept wants a running request"):
+    with pytest.raises(RequestStateError, match="expect wants a running request"):
+        request.expect()
+    with pytest.raises(RequestStateError, match="accept wants a request that expects a token"):
         request.accept(1)
     with pytest.raises(RequestStateError, match="only a running request holds a sequence"):
         request.preempt()

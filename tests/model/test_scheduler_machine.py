@@ -41,6 +41,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 2, 12]),
         watermark=st.sampled_from([0.0, 0.2]),
         priority_span=st.integers(1, 5),
+        late=st.booleans(),
     )
     def start(
         self,
@@ -53,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_host_blocks,
         watermark,
         priority_span,
+        late,
     ):
         self.make(
             kvcore.KVCacheManager(num_blocks, block_size, groups=groups, enable_caching=caching),
@@ -61,10 +63,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks if groups == [FULL] else 0,
             watermark=watermark,
             priority_span=priority_span,
+            late=late,
         )
 
-    def make(self, kv, **limits):
+    def make(self, kv, *, late, **limits):
+        """Late: a step's tokens are read when the next one is on its way."""
         self.kv = kv
+        self.late, self.unread = late, None
         self.config = SchedulerConfig(**limits)
         self.scheduler = self.scheduler_type(self.kv, self.config)
         self.model = SimulatedModel(self.kv)
@@ -117,7 +122,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.finish_step(step)
 
     def finish_step(self, step):
-        self.model.copy(self.scheduler.update(step, self.model.compute(step)))
+        sampled = self.model.compute(step)
+        if self.late:
+            if self.unread is not None:
+                self.scheduler.accept(self.unread)
+            self.unread = sampled
+            self.model.copy(self.scheduler.advance(step))
+        else:
+            self.model.copy(self.scheduler.update(step, sampled))
         assert not self.kv.leases.active
 
     def unfinished(self):
@@ -135,8 +147,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(self.scheduler.running) <= self.config.max_num_seqs
         for chunk in step.chunks:
             assert chunk.num_tokens >= 1
+            assert chunk.start + chunk.num_tokens < chunk.request.max_total_tokens
             assert chunk.samples == (chunk.start + chunk.num_tokens == len(chunk.request.tokens))
-        assert not step.is_empty or not before
+        assert not step.is_empty or not before or any(r.is_complete for r in running)
         for transfer in (*step.stores, *step.loads):
             assert transfer.lease.is_active
             assert set(transfer.blocks) <= {block.block_id for block in transfer.lease.blocks}
@@ -154,14 +167,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_progress(self, step, before):
         """The first in order is computed in every step but those in which blocks are copied for it:
-        its own come back once, and whoever is stored for it gives way once."""
-        if not before:
+        its own come back once, and whoever is stored for it gives way once. So does whoever waits
+        for its last token to be read."""
+        first = next((request for request in before if not request.is_complete), None)
+        if first is None:
             return
-        is_computed = any(chunk.request is before[0] for chunk in step.chunks)
-        if is_computed or before[0] is not self.first:
-            self.first, self.gave_way, self.num_loads = before[0], set(), 0
+        is_computed = any(chunk.request is first for chunk in step.chunks)
+        if is_computed or first is not self.first:
+            self.first, self.gave_way, self.num_loads = first, set(), 0
         if not is_computed:
             stored = {store.request for store in step.stores}
+            stored |= {request for request in before if request.is_complete}
             loads = sum(load.request is self.first for load in step.loads)
             assert stored or loads
             assert not stored & self.gave_way
@@ -197,6 +213,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         # For each token of the first in order one step, one for its copy, one a request it stores.
         owed = sum(request.max_total_tokens for request in self.requests)
         owed *= 2 + len(self.requests)
+        owed += self.late  # for the last token to be read
         while self.scheduler.has_unfinished:
             assert owed > 0, "no progress"
             owed -= 1
@@ -224,8 +241,9 @@ class SwappingMachine(SchedulerMachine):
         block_size=st.integers(1, 2),
         caching=st.booleans(),
         num_host_blocks=st.integers(1, 20),
+        late=st.booleans(),
     )
-    def start(self, num_blocks, block_size, caching, num_host_blocks):
+    def start(self, num_blocks, block_size, caching, num_host_blocks, late):
         self.make(
             kvcore.KVCacheManager(num_blocks, block_size, enable_caching=caching),
             max_num_batched_tokens=12,
@@ -233,6 +251,7 @@ class SwappingMachine(SchedulerMachine):
             num_host_blocks=num_host_blocks,
             watermark=0.0,
             priority_span=2,
+            late=late,
         )
 
     @rule(
@@ -249,13 +268,14 @@ class SwappingMachine(SchedulerMachine):
 class BusyMachine(SchedulerMachine):
     """Steps too small for all that runs."""
 
-    @initialize(budget=st.integers(1, 2), block_size=st.integers(1, 4))
-    def start(self, budget, block_size):
+    @initialize(budget=st.integers(1, 2), block_size=st.integers(1, 4), late=st.booleans())
+    def start(self, budget, block_size, late):
         self.make(
             kvcore.KVCacheManager(40, block_size),
             max_num_batched_tokens=budget,
             max_num_seqs=4,
             priority_span=5,
+            late=late,
         )
 
 
@@ -267,7 +287,7 @@ TestBusyMachine = BusyMachine.TestCase
 def test_a_window_that_is_found_and_one_that_is_computed_are_one_window():
     """Counted apart, as blocks to revive and blocks to add, they were more than the pool has."""
     machine = SchedulerMachine()
-    machine.start(3, 4, 4, 1, True, [kvcore.SlidingWindow(5)], 0, 0.0, 1)
+    machine.start(3, 4, 4, 1, True, [kvcore.SlidingWindow(5)], 0, 0.0, 1, False)
     for _ in range(2):
         machine.add(TEXTS[0], 9, 1, (), 0, 1)
         step = machine.scheduler.schedule()

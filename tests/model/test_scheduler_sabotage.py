@@ -194,6 +194,51 @@ class RefusesWhatJustFits(Scheduler):
         super()._check_length(longer)
 
 
+class GoesOnAfterTheLastToken(Scheduler):
+    def _plan_decodes(self):
+        limits = [(request, request.max_total_tokens) for request in self._running]
+        for request, limit in limits:
+            request.max_total_tokens = limit + 1
+        super()._plan_decodes()
+        for request, limit in limits:
+            request.max_total_tokens = limit
+
+
+class KeepsTheTokenForOneThatHasAll(Scheduler):
+    """With a budget of one token nobody goes on."""
+
+    def _plan_decodes(self):
+        if self._running and self._running[0].is_complete and self._budget == 1:
+            self._budget = 0
+        super()._plan_decodes()
+
+
+class HandsOutWhatStandsIn(Scheduler):
+    def finish(self, request, reason):
+        request.is_expecting = False
+        return super().finish(request, reason)
+
+
+class ForgetsTheTokensOfThePreempted(Scheduler):
+    def accept(self, sampled):
+        self._expecting = tuple(r for r in self._expecting if r.status is Status.RUNNING)
+        super().accept(sampled)
+
+
+class CommitsWhatIsOnlyExpected(Scheduler):
+    """A block is known by a token that nobody has read."""
+
+    def _settle(self, request):
+        if request.is_expecting and request.num_uncomputed_tokens == 1:
+            sequence, end = request.running_sequence, len(request.tokens)
+            if self._kv.can_reserve(sequence, end - sequence.num_computed_tokens):
+                self._kv.reserve(sequence, end - sequence.num_computed_tokens)
+                self._kv.extend(sequence, request.tokens[sequence.num_tokens : end])
+                self._kv.commit(sequence, end - sequence.num_computed_tokens)
+                return
+        super()._settle(request)
+
+
 class _Without:
     """A manager one of whose verbs does nothing."""
 
@@ -219,7 +264,10 @@ SWAPPING = {
     LosesHostMemory,
     UsesACopyWithoutItsBeginning,
 }
-MACHINES = dict.fromkeys(SWAPPING, SwappingMachine) | {KeepsNoTokenForTheFirst: BusyMachine}
+MACHINES = dict.fromkeys(SWAPPING, SwappingMachine) | {
+    KeepsNoTokenForTheFirst: BusyMachine,
+    KeepsTheTokenForOneThatHasAll: BusyMachine,
+}
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
