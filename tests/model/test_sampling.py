@@ -80,6 +80,37 @@ def test_draws_have_the_frequencies_of_the_softmax():
         assert abs(Counter(drawn)[token] / count - wanted) < 5 * spread
 
 
+@given(
+    vocab_size=st.sampled_from([1, 2, 255, 256, 257, 512, 700]),
+    temperature=st.floats(0.05, 5),
+    seed=st.integers(0, 2**32),
+)
+def test_a_row_that_is_not_cut_is_drawn_by_inverting_its_distribution_over_the_ids(
+    vocab_size, temperature, seed
+):
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.randn(vocab_size, generator=generator) * 4
+    row[torch.rand(vocab_size, generator=generator) < 0.3] = -torch.inf
+    row[seed % vocab_size] = 1.0
+    draw = Draw(SamplingParams(temperature=temperature), key=seed, index=3)
+    token = sample(row[None], [draw])[0]
+    likely = probabilities(row.tolist(), temperature)
+    before, upto = sum(likely[:token]), sum(likely[: token + 1])
+    assert likely[token] > 0
+    assert before - 1e-12 <= draw.uniform() <= upto + 1e-12
+
+
+def test_greedy_cut_and_whole_rows_of_one_batch_keep_to_themselves():
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
+    whole, cut = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)
+    draws = [None, Draw(whole, 1, 0), Draw(cut, 2, 0), None, Draw(cut, 3, 0), Draw(whole, 4, 0)]
+    together = sample(logits, draws)
+    assert together == [sample(logits[[row]], draws[row : row + 1])[0] for row in range(6)]
+    assert [together[0], together[3]] == logits[[0, 3]].argmax(dim=-1).tolist()
+    for row in (2, 4):
+        assert together[row] in logits[row].topk(3).indices.tolist()
+
+
 def test_a_request_without_a_seed_has_a_key_that_no_other_request_has():
     keys = [draw_key(None, 3, number) for number in range(50)]
     keys += [draw_key(None, 4, number) for number in range(50)]
