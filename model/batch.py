@@ -5,15 +5,14 @@ of the block tables have to be written again. This is the one file that sees bot
 a tensor.
 
 Invariants: what a step is given does not depend on the steps before it, but for entries of a block
-table that no kernel reads; rows are padded with the null block, and no token is ever written there;
-buffers are written only while no copy from them is under way, because the engine reads a step's
-tokens before it builds the next.
+table that no kernel reads; rows are padded with the null block, and no token is ever written there.
+Buffers are written anew with every step: whoever copies from them is done by then.
 
 Does not know: which requests run or why, what the network does with the tokens.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from model.step import Chunk, Step
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """One step, ready for the network.
+    """One step, ready for the network once it is on its device.
 
     Attributes:
         input_ids: int64 [1, num_tokens], all chunks one after the other.
@@ -38,12 +37,51 @@ class StepTensors:
             request that samples from it.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
             the group is the same tensor in all of them.
+        sources: int64 [1, num_tokens]; where it is not negative, the token is that entry of what
+            the step before has drawn, and `input_ids` has another; None: it is negative everywhere.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     logit_rows: Tensor
     paged: tuple[backends.PagedBatch, ...]
+    sources: Tensor | None = None
+
+    def to(self, device: torch.device) -> "StepTensors":
+        """The same on a device, where it may arrive later than this returns. O(its bytes)."""
+        if device.type == "cpu":
+            return self
+        first = self.paged[0]
+        query_start_loc = first.query_start_loc.to(device, non_blocking=True)
+        seq_lens = first.seq_lens.to(device, non_blocking=True)
+        return StepTensors(
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            logit_rows=self.logit_rows.to(device, non_blocking=True),
+            paged=tuple(
+                backends.PagedBatch(
+                    query_start_loc=query_start_loc,
+                    seq_lens=seq_lens,
+                    block_table=batch.block_table.to(device, non_blocking=True),
+                    slot_mapping=batch.slot_mapping.to(device, non_blocking=True),
+                    max_query_len=batch.max_query_len,
+                    max_seq_len=batch.max_seq_len,
+                )
+                for batch in self.paged
+            ),
+            sources=None if self.sources is None else self.sources.to(device, non_blocking=True),
+        )
+
+
+def chosen_ids(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
+    """The tokens of a step, those that the step before has drawn in their places. O(num_tokens).
+
+    Args:
+        input_ids: int64 [1, num_tokens].
+        sources: int64 [1, num_tokens]: entries of `drawn`, or negative.
+        drawn: int64 [at least as many as were drawn].
+    """
+    return torch.where(sources < 0, input_ids, drawn[sources.clamp(min=0)])
 
 
 class _Buffer:
@@ -68,17 +106,15 @@ class _Buffer:
             self._shaped = self._tensor[:size]
         return self._view
 
-    def send(self, *shape: int) -> Tensor:
-        """What was written, on the device; on a CPU it is the buffer itself. O(entries).
+    def shaped(self, *shape: int) -> Tensor:
+        """What was written, as a tensor on the host. O(1).
 
         Args:
             shape: as many entries as the view that was written.
         """
         if self._shaped.shape != shape:
             self._shaped = self._tensor[: math.prod(shape)].view(shape)
-        if self._device.type == "cpu":
-            return self._shaped
-        return self._shaped.to(self._device, non_blocking=True)
+        return self._shaped
 
     def _allocate(self, size: int) -> Tensor:
         return torch.empty(size, dtype=self._dtype, pin_memory=self._device.type == "cuda")
@@ -119,14 +155,12 @@ class _Tables:
             self._write(row, sequences[row].tables[self._group].block_ids)
         return self._table[: len(sequences)]
 
-    def send(self) -> Tensor:
-        """The rows on the device, as wide as the widest. O(rows * width)."""
-        shape = (len(self._sequences), int(self._filled.max()))
-        if self._device.type != "cpu":
-            rows = self._tensor[: shape[0]].to(self._device, non_blocking=True)
-            return rows[:, : shape[1]]
-        if self._shaped.shape != shape:
-            self._shaped = self._tensor[: shape[0], : shape[1]]
+    def shaped(self) -> Tensor:
+        """The rows, as wide as the widest; for a GPU wider, so that they lie without gaps. O(1)."""
+        is_read_here = self._device.type == "cpu"
+        width = int(self._filled.max()) if is_read_here else self._tensor.shape[1]
+        if self._shaped.shape != (len(self._sequences), width):
+            self._shaped = self._tensor[: len(self._sequences), :width]
         return self._shaped
 
     def _arrange(self, sequences: list[kvcore.KVSequence]) -> None:
@@ -160,15 +194,16 @@ class _Tables:
 
 
 class BatchBuilder:
-    """Turns a step into tensors, in buffers that it keeps.
+    """Turns a step into tensors on the host, in buffers that it keeps.
 
     Args:
-        device: where the tensors go.
+        device: where the tensors go; for a GPU the buffers are page-locked.
         num_groups: the layer groups of the cache.
     """
 
     def __init__(self, device: torch.device, num_groups: int = 1) -> None:
         self._input_ids = _Buffer(torch.int64, device)
+        self._sources = _Buffer(torch.int64, device)
         self._position_ids = _Buffer(torch.int64, device)
         self._logit_rows = _Buffer(torch.int64, device)
         self._query_start_loc = _Buffer(torch.int32, device)
@@ -177,11 +212,16 @@ class BatchBuilder:
         self._slot_mappings = [_Buffer(torch.int64, device) for _ in range(num_groups)]
         self._rows = np.arange(0)
 
-    def build(self, step: Step) -> StepTensors:
-        """Write the step's tokens, positions, tables and slots, and send them to the device.
+    def build(self, step: Step, rows_drawn: Mapping[int, int] | None = None) -> StepTensors:
+        """Write the step's tokens, positions, tables and slots.
 
         The tensors are valid until the next call. O(num_tokens + num_seqs + blocks that are new),
         tables and slots for each group.
+
+        Args:
+            step: what is computed.
+            rows_drawn: request_id -> where in what the last step has drawn its token is, for
+                requests that expect one.
 
         Raises:
             NotReservedError: a sequence has no room for its tokens.
@@ -208,8 +248,8 @@ class BatchBuilder:
         num_sampled = [chunk.samples and 1 + len(chunk.followers) for chunk in chunks]
         sampled = np.repeat(ends, num_sampled) - 1
         self._logit_rows.view(len(sampled))[:] = sampled
-        query_start_loc = self._query_start_loc.send(num_seqs + 1)
-        seq_lens = self._seq_lens.send(num_seqs)
+        query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
+        seq_lens = self._seq_lens.shaped(num_seqs)
         max_seq_len = int(lengths.max())
         paged = []
         for group, tables in enumerate(self._tables):
@@ -223,18 +263,36 @@ class BatchBuilder:
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
                     seq_lens=seq_lens,
-                    block_table=tables.send(),
-                    slot_mapping=slots.send(num_tokens),
+                    block_table=tables.shaped(),
+                    slot_mapping=slots.shaped(num_tokens),
                     max_query_len=max_query_len,
                     max_seq_len=max_seq_len,
                 )
             )
         return StepTensors(
-            input_ids=self._input_ids.send(1, num_tokens),
-            position_ids=self._position_ids.send(1, num_tokens),
-            logit_rows=self._logit_rows.send(len(sampled)),
+            input_ids=self._input_ids.shaped(1, num_tokens),
+            position_ids=self._position_ids.shaped(1, num_tokens),
+            logit_rows=self._logit_rows.shaped(len(sampled)),
             paged=tuple(paged),
+            sources=self._write_sources(chunks, ends, num_tokens, rows_drawn or {}),
         )
+
+    def _write_sources(
+        self,
+        chunks: Sequence[Chunk],
+        ends: NDArray[np.int64],
+        num_tokens: int,
+        rows_drawn: Mapping[int, int],
+    ) -> Tensor | None:
+        if not rows_drawn:
+            return None
+        sources = self._sources.view(num_tokens)
+        if num_tokens > len(chunks):
+            sources[:] = -1
+        sources[ends - 1] = [  # what is expected is the last of all, and of its chunk
+            rows_drawn[request.request_id] if request.is_expecting else -1 for request, *_ in chunks
+        ]
+        return self._sources.shaped(1, num_tokens)
 
     def _write_input_ids(
         self, chunks: Sequence[Chunk], firsts: NDArray[np.int64], num_tokens: int

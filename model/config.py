@@ -72,6 +72,8 @@ class EngineConfig:
         priority_span: how many later requests one level of priority lets a request overtake.
         swap_memory_bytes: host memory for the blocks of preempted requests; 0: they are computed
             again; None: some, where that is cheaper (`swap.py`).
+        async_scheduling: whether a step is planned and sent before the tokens of the one before it
+            are read; None: on a GPU.
         seed: of the draws of requests that have no seed of their own.
     """
 
@@ -86,6 +88,7 @@ class EngineConfig:
     watermark: float = WATERMARK
     priority_span: int = PRIORITY_SPAN
     swap_memory_bytes: int | None = None
+    async_scheduling: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -1,10 +1,12 @@
 """The engine: requests in, tokens and text out, one step at a time.
 
-Decides: the order of a step: schedule, move blocks, build, compute, sample, commit, copy what has
-forked, turn into text.
+Decides: the order of a step: schedule, send to the device (move blocks, compute, draw), read what
+was drawn, commit, copy what has forked, turn into text. On a GPU the tokens that are read are those
+of the step before, so that the host works on one step while the device does another; a request that
+ends by a stop token then computes once in vain.
 
-Invariants: one thread; a step's tokens are on the host before the next step is built; whatever ends
-a request, its blocks are back when the call returns.
+Invariants: one thread; whatever ends a request, its blocks are back when the call returns: what the
+device still does with them comes before whatever it does for their next owner.
 
 Does not know: how blocks are found (`kvcore`), how attention is computed (`backends`), arguments of
 a command line.
@@ -15,7 +17,6 @@ from dataclasses import dataclass
 
 import backends
 import kvcore
-from model.batch import BatchBuilder
 from model.config import EngineConfig, SchedulerConfig
 from model.detokenize import TextStream
 from model.errors import InvalidArgumentError, StalledError
@@ -23,13 +24,14 @@ from model.loader import LoadedModel
 from model.memory import plan_memory
 from model.network import PagedNetwork
 from model.params import SamplingParams
+from model.passes import Flight, StepPasses
 from model.profile import free_bytes
 from model.request import FinishReason, Request
-from model.sampling import Draw, draw_key, sample
+from model.sampling import Draw, draw_key
 from model.scheduler import Scheduler
-from model.step import SchedulerStats
+from model.step import SchedulerStats, Step
 from model.swap import BlockMover, plan_host_blocks
-from model.trace import FORWARD, PREPARE, SAMPLE, StepRecorder, StepWatch, Unwatched
+from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
 
 Prompt = str | Sequence[int]
 
@@ -123,9 +125,19 @@ class Engine:
             priority_span=self.config.priority_span,
             num_host_blocks=self.num_host_blocks,
         )
+        self._is_late = self.config.async_scheduling
+        if self._is_late is None:
+            self._is_late = backend.device.type == "cuda"
         self._mover = BlockMover(backend, self.network.caches)
         self._scheduler = Scheduler(self.kv, limits)
-        self._batches = BatchBuilder(self.network.device, len(self.kv.groups))
+        self._passes = StepPasses(
+            self.network,
+            self._mover,
+            self.kv.groups,
+            max_sampled=self.config.max_num_seqs,
+            is_late=self._is_late,
+        )
+        self._unread: Flight | None = None
         self._model = model
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
         self._streams: dict[int, TextStream] = {}
@@ -215,7 +227,10 @@ class Engine:
         return self._scheduler.abort(request)
 
     def step(self) -> list[Output]:
-        """Run one forward pass; the tokens it gave, oldest chunk first, often of all that run.
+        """Run one forward pass; the tokens that were read, oldest chunk first.
+
+        They are those of this pass, or where tokens are read late of the one before: the first call
+        gives none then, and one more call after the last pass gives the rest.
 
         Raises:
             StalledError: nothing can run although something is unfinished.
@@ -225,43 +240,27 @@ class Engine:
         watch.begin()
         step = self._scheduler.schedule()
         watch.scheduled(step)
-        sampling = [
-            request
-            for chunk in step.chunks
-            for request in (chunk.sampling if chunk.followers or not chunk.samples else chunk[:1])
-        ]
-        sampled: dict[int, int] = {}
+        before = self._unread
+        outputs: list[Output] = []
         try:
-            self._mover.transfer(step.stores, step.loads)
-            if step.chunks:
-                tensors = self._batches.build(step)
-                watch.done(PREPARE)
-                logits = self.network.logits(tensors)
-                watch.done(FORWARD)
-                draws = [self._draw(r) if r.params.temperature else None for r in sampling]
-                tokens = sample(logits, draws)
-                watch.done(SAMPLE)
-                sampled = {
-                    request.request_id: token
-                    for request, token in zip(sampling, tokens, strict=True)
-                }
+            flight = self._send(step, {} if before is None else before.rows())
+            landing = before if self._is_late else flight
+            tokens = {} if landing is None else landing.read()
+            watch.done(SAMPLE)
+            if self._is_late and landing is not None:
+                outputs = self._hand_out(landing, tokens)
         except BaseException:
-            # What the pass has written is unknown: give all blocks back, publish nothing.
-            for request in (*self._scheduler.running, *self._scheduler.waiting):
-                self.abort(request)
-            self._scheduler.update(step, {})
+            self._give_up(step)
             raise
-        self._mover.copy(self._scheduler.update(step, sampled))
-        if step.is_empty and self._scheduler.has_unfinished:
+        self._mover.copy(self._scheduler.advance(step))
+        self._unread = flight if step.chunks and self._is_late else None
+        if not self._is_late:
+            outputs = self._hand_out(flight, tokens)
+        elif not self._passes.can_read_late(flight.sampling):
+            self._unread = None
+            outputs += self._hand_out(flight, flight.read())
+        if step.is_empty and before is None and self._scheduler.has_unfinished:
             raise StalledError("step: requests wait, and none can be admitted or run")
-        outputs = []
-        for request, token in zip(sampling, sampled.values(), strict=True):
-            if len(request.tokens) > request.num_prompt_tokens:  # else it found no room to fork
-                stream = self._streams[request.request_id]
-                stream.add(token)
-                if request.sequence is None or stream.is_stopped:
-                    self._end(request, stream)
-                outputs.append(Output(request, token, stream))
         watch.end()
         return outputs
 
@@ -322,6 +321,42 @@ class Engine:
         finally:
             for request in requests:
                 self.abort(request)
+
+    def _send(self, step: Step, rows_drawn: dict[int, int]) -> Flight:
+        sampling = tuple(
+            [
+                request
+                for chunk in step.chunks
+                for request in (
+                    chunk.sampling if chunk.followers or not chunk.samples else chunk[:1]
+                )
+            ]
+        )
+        draws = [self._draw(r) if r.params.temperature else None for r in sampling]
+        return self._passes.send(step, sampling, draws, rows_drawn, self._watch)
+
+    def _hand_out(self, flight: Flight, tokens: dict[int, int]) -> list[Output]:
+        """Give those who expect a token theirs, and end whom it ends."""
+        receiving = [request for request in flight.sampling if request.is_expecting]
+        self._scheduler.accept(tokens)
+        outputs = []
+        for request in receiving:
+            token = tokens[request.request_id]
+            stream = self._streams[request.request_id]
+            stream.add(token)
+            if request.is_finished or stream.is_stopped:
+                self._end(request, stream)
+            outputs.append(Output(request, token, stream))
+        return outputs
+
+    def _give_up(self, step: Step) -> None:
+        """End everything: what a pass has written is unknown, so nothing of it may be found."""
+        for request in (*self._scheduler.running, *self._scheduler.waiting):
+            self.abort(request)
+        self._scheduler.advance(step)
+        if self._unread is not None:
+            self._unread = None
+            self.kv.reset()
 
     def _draw(self, request: Request) -> Draw:
         seeds = (request.params.seed, self.config.seed)

@@ -75,7 +75,7 @@ class Drawn:
             self._best, self._read = best, tokens
         else:
             self._best, self._read = _to_host(best), _to_host(tokens)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def read(self) -> list[int]:
@@ -145,7 +145,7 @@ def _draw_whole(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     sharpness = [min(1 / how.params.temperature, 1e30) for how in draws]
     mass = exact - exact.max(dim=-1, keepdim=True).values
     mass = mass.mul_(_column(sharpness, logits.device).to(mass.dtype)).exp_()
-    chunks = nn.functional.pad(mass, (0, -mass.shape[-1] % _CHUNK)).unflatten(-1, (-1, _CHUNK))
+    chunks = nn.functional.pad(mass, (0, -mass.shape[-1] % _CHUNK)).view(len(mass), -1, _CHUNK)
     sums = chunks.sum(dim=-1, dtype=torch.float64)
     before = sums.cumsum(dim=-1)
     target = _column([how.uniform() for how in draws], logits.device) * before[:, -1:]

@@ -16,6 +16,7 @@ from model import (
 )
 from model.engine import Engine
 from model.errors import NumericalError, UnsupportedModelError
+from model.sampling import Drawn
 from tests.model.networks import build, greedy_and_margin
 from tests.model.reference import ReferenceBackend
 
@@ -28,8 +29,18 @@ def network():
     return build("qwen3", SEED)
 
 
+@pytest.fixture(params=[False, True], ids=["read at once", "read late"], autouse=True)
+def is_late(request, monkeypatch):
+    """Every test runs twice: a step's tokens are read at once, or after the next was sent."""
+    monkeypatch.setitem(SIZES, "async_scheduling", request.param)
+    return request.param
+
+
+SIZES = {"num_blocks": 60, "block_size": 4}
+
+
 def make(**sizes):
-    sizes = {"num_blocks": 60, "block_size": 4, **sizes}
+    sizes = {**SIZES, **sizes}
     return Engine(network(), ReferenceBackend(), EngineConfig(**sizes))
 
 
@@ -185,7 +196,36 @@ def test_closing_a_stream_early_gives_all_blocks_back():
     assert not engine.has_unfinished
 
 
-def test_an_aborted_request_leaves_the_others_as_they_were():
+def test_a_step_is_sent_before_the_tokens_of_the_last_one_are_read(is_late, monkeypatch):
+    engine = make()
+    happened = []
+    compute, read = engine.network.logits, Drawn.read
+    monkeypatch.setattr(engine.network, "logits", lambda x: happened.append("sent") or compute(x))
+    monkeypatch.setattr(Drawn, "read", lambda drawn: happened.append("read") or read(drawn))
+    request = engine.add_request(PROMPT, greedy(3))
+    counts = []
+    while engine.has_unfinished:
+        counts.append(len(engine.step()))
+    assert counts == ([0, 1, 1, 1] if is_late else [1, 1, 1])
+    late = ["sent", "sent", "read", "sent", "read", "read"]
+    assert happened == (late if is_late else ["sent", "read"] * 3)
+    assert request.num_output_tokens == 3
+
+
+def test_more_samples_than_seats_are_read_at_once_in_any_case(is_late):
+    engine = make(max_num_seqs=2)
+    requests = engine.add_samples(PROMPT, drawn(3), num_samples=4)
+    assert len(engine.step()) == 2  # the others found no seat
+    while engine.has_unfinished:
+        engine.step()
+    other = make()
+    again = other.add_samples(PROMPT, drawn(3), num_samples=4)
+    while other.has_unfinished:
+        other.step()
+    assert [r.output_tokens for r in requests] == [r.output_tokens for r in again]
+
+
+def test_an_aborted_request_leaves_the_others_as_they_were(is_late):
     engine = make()
     kept, dropped = engine.add_all([PROMPT, "another"], greedy())
     engine.step()
@@ -193,7 +233,7 @@ def test_an_aborted_request_leaves_the_others_as_they_were():
     assert not engine.abort(dropped)
     while engine.has_unfinished:
         engine.step()
-    assert dropped.num_output_tokens == 1
+    assert dropped.num_output_tokens == (0 if is_late else 1)
     assert kept.output_tokens == tokens_of(make().generate([PROMPT], greedy()))[0]
 
 
@@ -272,7 +312,7 @@ def test_without_a_number_there_are_as_many_blocks_as_are_useful():
     assert make(num_blocks=None, expected_lengths=lengths).kv.num_usable_blocks == 7
 
 
-def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(monkeypatch):
+def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(is_late, monkeypatch):
     engine = make()
     requests = engine.add_all([PROMPT, "another"], greedy())
 
@@ -280,8 +320,11 @@ def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(monkeypatch)
         return torch.full((len(step.logit_rows), 320), torch.nan)
 
     monkeypatch.setattr(engine.network, "logits", broken)
+    if is_late:
+        assert engine.step() == []
     with pytest.raises(NumericalError):
         engine.step()
+    assert not engine.has_unfinished
     assert [r.finish_reason for r in requests] == [FinishReason.ABORTED] * 2
     stats = engine.kv.stats()
     assert (stats.num_used_blocks, stats.num_cached_blocks) == (0, 0)
