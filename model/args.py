@@ -14,13 +14,14 @@ from typing import NoReturn, Protocol
 
 from model.config import EngineConfig
 from model.errors import UsageError
-from model.size_flags import add_sizes, engine_config
+from model.size_flags import add_execution, add_sizes, engine_config
 from model.tiny import CHECKPOINT_DIR
 
 __all__ = [
     "DTYPES",
     "Options",
     "Parser",
+    "add_execution",
     "add_model",
     "add_sizes",
     "add_tracing",
@@ -124,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     what_runs = parser.add_argument_group("what runs").add_argument
     add_model(what_runs)
+    add_execution(what_runs, compiles=False)
     _add_prompts(what_runs)
     _add_sampling(parser.add_argument_group("how tokens are chosen").add_argument)
     add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)

@@ -47,11 +47,19 @@ _library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no
 
 
 class Captured:
-    """A network's operations as one function; made by `capture`."""
+    """A network's operations as one function; made by `capture`.
+
+    Attributes:
+        module: they, as a graph: of input_ids, position_ids, rows, num_tokens, num_rows and a call
+            for the layers' attention. A node's `meta["sized"]` tells which dimensions of its tensor
+            depend on how many tokens or rows there are: as long as tokens (0), rows (1) or else.
+        terms: of each layer's attention.
+    """
 
     def __init__(self, module: fx.GraphModule, terms: dict[int, AttentionTerms]) -> None:
+        self.module = module
+        self.terms = terms
         self._run: Callable[..., Tensor] = module.forward
-        self._terms = terms
 
     def logits(
         self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
@@ -64,7 +72,7 @@ class Captured:
             rows: int64 [num_rows], the tokens whose logits are wanted.
             paged: attends in each layer.
         """
-        terms, attend = self._terms, paged.attend
+        terms, attend = self.terms, paged.attend
 
         def call(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return attend(layer, query, key, value, terms[layer])
@@ -151,6 +159,7 @@ def _merged(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
         num_rows = graph.placeholder("num_rows")
     numbers = _Numbers(graph, after=call, names=(num_tokens, num_rows))
     for node, other in zip(nodes, others, strict=True):
+        node.meta["sized"] = _sized(node.meta.get("val"), other.meta.get("val"))
         if node.op == "call_function":
             node.args = numbers.merge(node.args, other.args)
             node.kwargs = numbers.merge(node.kwargs, other.kwargs)
@@ -166,6 +175,15 @@ def _merged(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
         if node.op == "get_attr":  # found at once, without the way through nn.Module's own table
             first.__dict__[node.target] = getattr(first, node.target)
     return first
+
+
+def _sized(value: object, other: object) -> dict[int, int]:
+    """Which dimensions of a tensor depend on a size of the trace: that size, or -1."""
+    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+        return {}
+    places = {both: place for place, both in enumerate(zip(*_SIZES, strict=True))}
+    lengths = enumerate(zip(value.shape, other.shape, strict=True))
+    return {dim: places.get(both, -1) for dim, both in lengths if both[0] != both[1]}
 
 
 class _Numbers:

@@ -72,6 +72,8 @@ class EngineConfig:
         priority_span: how many later requests one level of priority lets a request overtake.
         swap_memory_bytes: host memory for the blocks of preempted requests; 0: they are computed
             again; None: some, where that is cheaper (`swap.py`).
+        eager: the network's modules are called as they are; else what `prepare.py` says.
+        compile: on a GPU, whether its operations are compiled by `torch.compile`.
         async_scheduling: whether a step is planned and sent before the tokens of the one before it
             are read; None: on a GPU.
         seed: of the draws of requests that have no seed of their own.
@@ -88,6 +90,8 @@ class EngineConfig:
     watermark: float = WATERMARK
     priority_span: int = PRIORITY_SPAN
     swap_memory_bytes: int | None = None
+    eager: bool = False
+    compile: bool = False
     async_scheduling: bool | None = None
     seed: int = 0
 
@@ -119,6 +123,8 @@ class EngineConfig:
         given = [name for name in sizes if getattr(self, name) is not None]
         if len(given) > 1:
             raise InvalidArgumentError(f"{given[0]}: wanted this or {given[1]}, got both")
+        if self.eager and self.compile:
+            raise InvalidArgumentError("eager: wanted this or compile, got both")
 
 
 def _check_watermark(share: float) -> None:

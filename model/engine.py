@@ -25,6 +25,7 @@ from model.memory import plan_memory
 from model.network import PagedNetwork
 from model.params import SamplingParams
 from model.passes import Flight, StepPasses
+from model.prepare import prepare_network
 from model.profile import free_bytes
 from model.request import FinishReason, Request
 from model.sampling import Draw, draw_key
@@ -153,6 +154,22 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """The scheduler's counters, live. O(1)."""
         return self._scheduler.stats
+
+    def prepare(self) -> str:
+        """Do now what the first requests would wait for; in words how the network runs then.
+
+        Compiles kernels, captures, compiles and records the network, as `config` asks and
+        `prepare.py` decides: seconds, a minute where all is compiled for the first time.
+
+        Raises:
+            InvalidArgumentError: there is no memory left for it.
+        """
+        prepared = prepare_network(
+            self.network, self.config, self._passes.drawn, self._model.max_positions
+        )
+        if prepared.graphs is not None:
+            self._passes.replay(prepared.graphs)
+        return prepared.how
 
     def record(self) -> StepRecorder:
         """Record every step from now on; the recorder grows with each. O(1)."""

@@ -81,8 +81,11 @@ class DecodeGraphs:
         self._sources = tokens[2].fill_(-1)
         self._graphs: dict[int, _Graph] = {}
 
-    def record(self) -> None:
+    def record(self) -> int:
         """Record every bucket, the largest first, in memory that all share. Two passes each.
+
+        Returns:
+            How many there are.
 
         The first pass of each is not recorded: it compiles what there is to compile.
         """
@@ -97,6 +100,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 logits, most_likely = self._run(size)
             self._graphs[size] = _Graph(graph, logits, most_likely)
+        return len(self._graphs)
 
     def fits(self, step: Step) -> bool:
         """Whether a step was recorded: everyone computes and draws one token. O(num_chunks)."""
@@ -141,17 +145,16 @@ class DecodeGraphs:
 
     def _run(self, size: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         whole = self._whole
-        with torch.inference_mode():
-            ids = chosen_ids(whole.input_ids[:, :size], self._sources[:, :size], self._drawn)
-            logits = self._network.logits(
-                StepTensors(
-                    input_ids=ids,
-                    position_ids=whole.position_ids[:, :size],
-                    logit_rows=whole.logit_rows[:size],
-                    paged=tuple(_part(batch, size) for batch in whole.paged),
-                )
+        ids = chosen_ids(whole.input_ids[:, :size], self._sources[:, :size], self._drawn)
+        logits = self._network.logits(
+            StepTensors(
+                input_ids=ids,
+                position_ids=whole.position_ids[:, :size],
+                logit_rows=whole.logit_rows[:size],
+                paged=tuple(_part(batch, size) for batch in whole.paged),
             )
-            best, tokens = logits.max(dim=-1)
+        )
+        best, tokens = logits.max(dim=-1)
         return logits, (best, tokens)
 
 

@@ -12,13 +12,29 @@ import torch
 from torch import Tensor
 
 import backends
-from model.attention import IMPLEMENTATION, PagedPass, probe_layers
+from model.attention import IMPLEMENTATION, AttentionTerms, PagedPass, probe_layers
 from model.batch import StepTensors
 from model.caches import KVCaches
 from model.capture import Captured, capture
 from model.errors import UnsupportedModelError
 from model.layout import plan_layout
 from model.loader import LoadedModel
+from model.segments import Segmented, compile_segments
+
+
+class _Noting:
+    """A pass that stores nothing and notes how each layer attends."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, tuple[int, torch.dtype, AttentionTerms]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+    ) -> Tensor:
+        """Note the call; zeros."""
+        del key, value
+        self.calls[layer] = (query.shape[1], query.dtype, terms)
+        return torch.zeros_like(query)
 
 
 class PagedNetwork:
@@ -48,9 +64,18 @@ class PagedNetwork:
         self._captured: Captured | None = None
 
     @property
+    def _is_compiled(self) -> bool:
+        return isinstance(self._captured, Segmented)
+
+    @property
     def device(self) -> torch.device:
         """Where the step's tensors have to be. O(1)."""
         return self._backend.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the network. O(parameters)."""
+        return self._network.num_parameters()
 
     @property
     def num_blocks(self) -> int:
@@ -80,10 +105,78 @@ class PagedNetwork:
         """
         self._captured = capture(self._network, self.device)
 
+    def compile(self, step: StepTensors) -> None:
+        """Run a captured network in compiled pieces from now on: near the same numbers, sooner.
+
+        Takes seconds for each kind of layer, a few where compiled code is found on disk.
+
+        Args:
+            step: run once, to compile; several tokens, and another number of rows.
+
+        Raises:
+            UnsupportedModelError: it cannot be compiled, and why; it runs as before.
+        """
+        before = self._captured
+        if before is None:
+            raise UnsupportedModelError("compile: wanted a network that was captured first")
+        try:
+            self._captured = pieces = compile_segments(before)
+            self.logits(step)
+            pieces.settle()
+        except Exception as error:  # a compiler raises what it likes
+            self._captured = before
+            reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+            raise UnsupportedModelError(
+                f"{type(self._network).__name__}: it cannot be compiled: {reason}"
+            ) from error
+
+    def warm_up(self, max_num_seqs: int, max_query_len: int) -> None:
+        """Have the backend compile its kernels for all layers: seconds to a minute.
+
+        Args:
+            max_num_seqs: the most sequences of a step.
+            max_query_len: the most tokens of one of them.
+        """
+        self._backend.warmup(
+            self._layer_calls(), max_num_seqs=max_num_seqs, max_query_len=max_query_len
+        )
+
+    def _layer_calls(self) -> tuple[backends.LayerCall, ...]:
+        """How the layers call the backend, each kind once. One forward pass of one token."""
+        noting = _Noting()
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self._network(input_ids=token, position_ids=token, use_cache=False, paged=noting)
+        calls: dict[object, backends.LayerCall] = {}
+        for layer, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
+            k_cache, v_cache = self.caches.layers[layer]
+            kind = (
+                num_q_heads,
+                dtype,
+                k_cache.shape,
+                k_cache.stride(),
+                k_cache.dtype,
+                terms.window,
+            )
+            calls.setdefault(
+                (*kind, terms.soft_cap, terms.sinks is None),
+                backends.LayerCall(
+                    num_q_heads,
+                    dtype,
+                    k_cache,
+                    v_cache,
+                    window=terms.window,
+                    soft_cap=terms.soft_cap,
+                    sinks=terms.sinks,
+                ),
+            )
+        return tuple(calls.values())
+
     def logits(self, step: StepTensors) -> Tensor:
         """Compute a step: write its keys and values, return [num_sampled, vocab_size]."""
         paged = PagedPass(self._backend, self.caches, self.layout, step.paged)
-        with torch.inference_mode():
+        # Compiled pieces would be compiled once more for tensors of inference mode.
+        with torch.no_grad() if self._is_compiled else torch.inference_mode():
             if self._captured is not None:
                 return self._captured.logits(
                     step.input_ids, step.position_ids, step.logit_rows, paged

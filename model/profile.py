@@ -54,7 +54,9 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
     network.allocate(1, config.block_size)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    step = largest_step(config, len(network.layout.windows), device)
+    count = config.max_num_batched_tokens
+    rows = min(count, config.max_num_seqs)
+    step = largest_step(count, rows, config.block_size, len(network.layout.windows), device)
     logits = network.logits(step)
     drawn = Draw(SamplingParams(temperature=1.0), key=0, index=0)
     sample(torch.zeros_like(logits), [drawn] * len(logits))
@@ -62,23 +64,31 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def largest_step(config: EngineConfig, num_groups: int, device: torch.device) -> StepTensors:
-    """A step of all tokens that fit into one, which writes nowhere and reads the null block."""
-    count = config.max_num_batched_tokens
-    rows = min(count, config.max_num_seqs)
-    width = -(-count // config.block_size)
-    tokens = torch.zeros((1, count), dtype=torch.int64, device=device)
+def largest_step(
+    num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
+) -> StepTensors:
+    """A step of one prompt, which writes nowhere and reads the null block. O(num_tokens).
+
+    Args:
+        num_tokens: of the prompt.
+        num_rows: logits that are wanted, of its first tokens.
+        block_size: tokens a block.
+        num_groups: layer groups of the cache.
+        device: where it runs.
+    """
+    width = -(-num_tokens // block_size)
+    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
     batch = backends.PagedBatch(
-        query_start_loc=torch.tensor([0, count], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([count], dtype=torch.int32, device=device),
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
         block_table=torch.zeros((1, width), dtype=torch.int32, device=device),
-        slot_mapping=torch.full((count,), -1, dtype=torch.int64, device=device),
-        max_query_len=count,
-        max_seq_len=count,
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
     )
     return StepTensors(
         input_ids=tokens,
         position_ids=tokens,
-        logit_rows=torch.arange(rows, device=device),
+        logit_rows=torch.arange(num_rows, device=device),
         paged=(batch,) * num_groups,
     )

@@ -17,7 +17,6 @@ from dataclasses import asdict
 from typing import TextIO
 
 import torch
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import backends
@@ -28,6 +27,7 @@ from model.errors import InvalidArgumentError, UsageError
 from model.loader import LoadedModel, load_model
 from model.memory import show_bytes
 from model.params import SamplingParams
+from model.prepare import is_small
 from model.progress import Progress
 from model.prompts import PromptSpec
 from model.report import document, measure, table
@@ -37,7 +37,6 @@ from model.trace import trace_file, write_trace
 from model.verify import Mismatch, find_mismatches
 from model.writer import StreamWriter, show
 
-_SMALL_PARAMETERS = 32_000_000
 BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     backends.UnknownBackendError,
     backends.BackendUnavailableError,
@@ -81,8 +80,8 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
     _progress(engine.memory.describe(engine.network.layout))
     if not engine.memory.holds_all:
         _progress(_preemption(engine))
-    seconds = _warm_up(model, backend, engine, prompts)
-    _progress(f"compiled and warm in {seconds:.1f} s")
+    how, seconds = _warm_up(model, backend, engine, prompts)
+    _progress(f"network: {how}; compiled and warm in {seconds:.1f} s")
     recorder = engine.record() if options.stats or trace is not None else None
     started = time.perf_counter()
     completions = _generate(options, engine, specs, requests)
@@ -118,13 +117,12 @@ def choose_threads(model: LoadedModel) -> None:
     Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
     """
     network = model.network
-    if network.device.type == "cpu" and is_small(network) and "OMP_NUM_THREADS" not in os.environ:
+    if (
+        network.device.type == "cpu"
+        and is_small(network.num_parameters())
+        and "OMP_NUM_THREADS" not in os.environ
+    ):
         torch.set_num_threads(1)
-
-
-def is_small(network: PreTrainedModel) -> bool:
-    """Whether its arithmetic takes less time than Python's way through it. O(parameters)."""
-    return network.num_parameters() <= _SMALL_PARAMETERS
 
 
 def _dtype(options: Options, backend: backends.Backend) -> torch.dtype:
@@ -199,19 +197,20 @@ def _warm_up(
     backend: backends.Backend,
     engine: Engine,
     prompts: Sequence[Sequence[int]],
-) -> float:
-    """Compile the kernels on an engine that is thrown away; the seconds it took.
+) -> tuple[str, float]:
+    """Prepare the engine, and run another that is thrown away; how it runs, and the seconds.
 
-    It has the caches of the real one, so it takes no memory of its own, and runs nothing longer
-    than what was queued there.
+    That one has the caches of the real one, so it takes no memory of its own, and runs nothing
+    longer than what was queued there.
     """
     started = time.perf_counter()
+    how = engine.prepare()
     sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
     trial = Engine(model, backend, sizes, caches_of=engine)
     length = min(max(map(len, prompts)) - 1, 128)
     params = SamplingParams(max_tokens=2 if length else 1, ignore_eos=True)
     trial.generate([[0] * max(1, length)] * min(len(prompts), 4), params)
-    return time.perf_counter() - started
+    return how, time.perf_counter() - started
 
 
 def _verified(

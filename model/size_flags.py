@@ -1,4 +1,6 @@
-"""The flags that say how large the cache and a step are; several command lines have them.
+"""The flags that say how large the cache and a step are, and how one runs.
+
+Several command lines have them.
 
 Decides: their names, defaults and units. Does not know: what memory there is, what a block costs.
 """
@@ -30,6 +32,9 @@ def engine_config(flags: argparse.Namespace) -> EngineConfig:
         watermark=flags.watermark,
         priority_span=flags.priority_span,
         swap_memory_bytes=flags.swap_memory_bytes,
+        eager=flags.eager,
+        compile=flags.compile and not flags.eager,
+        async_scheduling=flags.async_scheduling,
     )
 
 
@@ -106,6 +111,33 @@ def _add_steps(flag: Callable[..., object]) -> None:
         default=PRIORITY_SPAN,
         metavar="N",
         help=f"later requests that one level of priority overtakes (default: {PRIORITY_SPAN})",
+    )
+
+
+def add_execution(flag: Callable[..., object], *, compiles: bool) -> None:
+    """Add the flags that say how a step runs, which `engine_config` reads too. O(1).
+
+    Args:
+        flag: adds one.
+        compiles: whether the network is compiled where nobody says.
+    """
+    flag(
+        "--eager",
+        action="store_true",
+        help="call the network's modules as they are: nothing captured, compiled or recorded",
+    )
+    default = "on" if compiles else "off"
+    flag(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=compiles,
+        help=f"on a GPU, compile the network's operations with torch.compile (default: {default})",
+    )
+    flag(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="plan and send a step before the tokens of the last one are read (default: on a GPU)",
     )
 
 

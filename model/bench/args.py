@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from model.args import Parser, add_model, add_sizes, add_tracing, engine_config
+from model.args import Parser, add_execution, add_model, add_sizes, add_tracing, engine_config
 from model.bench.options import BenchOptions, HostOptions, ServeOptions, WasteOptions
 from model.bench.workloads import SHAPES, Shape, Span
 from model.errors import InvalidArgumentError, UsageError, shown
@@ -118,7 +118,6 @@ def _serve_options(flags: argparse.Namespace) -> ServeOptions:
         request_rate=flags.request_rate,
         max_concurrency=flags.max_concurrency,
         engine=engine_config(flags),
-        eager=flags.eager,
         peers=tuple(dict.fromkeys(flags.peer)),
         rounds=flags.rounds,
         json=flags.json,
@@ -156,11 +155,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"repeatable; beside us: {', '.join(PEER_NAMES)}",
     )
-    what_runs(
-        "--eager",
-        action="store_true",
-        help="call the network's modules, where a small one would be captured as one function",
-    )
+    add_execution(what_runs, compiles=True)
     what_runs("--rounds", type=int, default=1, metavar="N", help="turns of each (default: 1)")
     _add_requests(parser.add_argument_group("which requests").add_argument)
     add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)

@@ -26,7 +26,6 @@ class ServeOptions:
     request_rate: float
     max_concurrency: int | None
     engine: EngineConfig
-    eager: bool
     peers: tuple[str, ...]
     rounds: int
     json: bool

@@ -30,10 +30,10 @@ from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
 from model.engine import Engine
-from model.errors import UnsupportedModelError, UsageError
+from model.errors import UsageError
 from model.loader import LoadedModel
 from model.progress import Progress
-from model.session import BAD_INPUT, choose_threads, is_small
+from model.session import BAD_INPUT, choose_threads
 from model.step_table import StepStats, summarize_steps
 from model.trace import trace_file, write_trace
 
@@ -128,19 +128,7 @@ def _prepare(options: ServeOptions) -> _Bench:
     lengths = tuple([total - 1 for total in total_lengths(requests)])  # the last is not computed
     config = dataclasses.replace(options.engine, expected_lengths=lengths, seed=options.seed)
     engine = Engine(model, backend, config)
-    return _Bench(options, model, engine, requests, _capture(options, model, engine))
-
-
-def _capture(options: ServeOptions, model: LoadedModel, engine: Engine) -> str:
-    """Capture a network so small that its modules cost more than its arithmetic; say what runs."""
-    network = model.network
-    if options.eager or network.device.type != "cpu" or not is_small(network):
-        return "eager"
-    try:
-        engine.network.capture()
-    except UnsupportedModelError as error:
-        return f"eager ({error})"
-    return "captured"
+    return _Bench(options, model, engine, requests, engine.prepare())
 
 
 def _dtype_name(options: ServeOptions, backend: backends.Backend) -> str:

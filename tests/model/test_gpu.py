@@ -1,9 +1,11 @@
 """The same comparisons on a GPU, with the Triton backend."""
 
+import contextlib
 import functools
 
 import pytest
 import torch
+import triton
 
 import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
@@ -16,6 +18,19 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
 ]
+
+
+@contextlib.contextmanager
+def compilations():
+    """The kernels that Triton compiles meanwhile."""
+    seen = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: seen.append(fn.name)
+    try:
+        yield seen
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+
 
 PROMPTS = [list(range(40, 61)), [*range(40, 61), 7, 8, 9], [200, 100, 5]]
 
@@ -41,6 +56,63 @@ def test_the_tokens_on_a_gpu_are_those_of_generate(architecture):
     done = engine.generate(PROMPTS, SamplingParams(max_tokens=16))
     assert [c.request.output_tokens for c in done] == dense
     assert engine.stats.num_hit_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "compiles"),
+    [*((name, False) for name in CONFIGS), ("qwen3", True), ("gemma2", True)],
+)
+def test_recorded_and_compiled_steps_give_the_tokens_of_generate(architecture, compiles):
+    backend = backends.get_backend("triton")
+    model, dense = clear_case(architecture, backend)
+    config = EngineConfig(
+        num_blocks=60, block_size=16, max_num_batched_tokens=40, max_num_seqs=6, compile=compiles
+    )
+    engine = Engine(model, backend, config)
+    how = engine.prepare()
+    if architecture == "gpt_oss":  # routes to experts by what it computes
+        assert how.startswith("eager (")
+    else:
+        assert how == f"{'compiled' if compiles else 'captured'}, 4 graphs"
+    for _ in range(2):  # the second time the prompts are hits
+        done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
+        assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
+    alone = engine.generate(PROMPTS[2:], SamplingParams(max_tokens=16))
+    assert [c.request.output_tokens for c in alone] == dense[2:]
+    assert engine.kv.num_free_blocks == engine.kv.num_usable_blocks
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_draws_are_the_same_whenever_they_are_read_and_however_the_network_runs(is_late):
+    backend = backends.get_backend("triton")
+    model, _ = clear_case("llama", backend)
+    params = [
+        SamplingParams(max_tokens=16, temperature=1.0, seed=3),
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=12, temperature=0.7, top_k=20, seed=4),
+    ]
+    tokens = []
+    for prepares in (False, True):
+        config = EngineConfig(num_blocks=60, block_size=16, async_scheduling=is_late)
+        engine = Engine(model, backend, config)
+        if prepares:
+            engine.prepare()
+        done = engine.generate(PROMPTS, params)
+        tokens.append([c.request.output_tokens for c in done])
+    assert tokens[0] == tokens[1]
+
+
+def test_no_kernel_is_compiled_after_the_preparation():
+    backend = backends.get_backend("triton")
+    model, _ = clear_case("qwen3", backend)
+    config = EngineConfig(num_blocks=200, max_num_seqs=20, max_num_batched_tokens=64)
+    engine = Engine(model, backend, config)
+    engine.prepare()
+    with compilations() as seen:
+        for size in (1, 3, 9, 20):
+            prompts = [[number + 1] * (5 + 3 * number) for number in range(size)]
+            engine.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+    assert seen == []
 
 
 @pytest.mark.parametrize("swap_memory_bytes", [0, 1 << 24])

@@ -129,8 +129,7 @@ def test_on_a_cpu_an_engine_asks_the_system_and_refuses_what_is_not_there(monkey
 def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone_and_writes_nothing(architecture):
     network = PagedNetwork(build(architecture), backends.get_backend("numba"))
     network.allocate(1, 4)
-    config = EngineConfig(block_size=4, max_num_batched_tokens=50, max_num_seqs=3)
-    step = profile.largest_step(config, len(network.layout.windows), network.device)
+    step = profile.largest_step(50, 3, 4, len(network.layout.windows), network.device)
     assert network.logits(step).shape == (3, 320)
     assert not any(storage.any() for storage in network.caches.storages)
 
