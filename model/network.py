@@ -8,6 +8,8 @@ slots of its step and no others.
 Does not know: requests, sampling, how many blocks there are and why, why a step looks as it does.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -121,7 +123,9 @@ class PagedNetwork:
             raise UnsupportedModelError("compile: wanted a network that was captured first")
         try:
             self._captured = pieces = compile_segments(before)
-            self.logits(step)
+            with warnings.catch_warnings():  # float32 is computed as float32 on purpose
+                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+                self.logits(step)
             pieces.settle()
         except Exception as error:  # a compiler raises what it likes
             self._captured = before

@@ -6,6 +6,10 @@ of layers that are alike differ in their weights alone: weights are handed in, s
 compiled once for all of them, and for any number of tokens. A network of 28 layers costs three
 compilations.
 
+Products of one input with several weights (queries, keys and values; gate and up) become one
+product, which keeps a GPU busier: their weights are laid one after the other in one tensor, and the
+network's own become views of it, so nothing is held twice.
+
 Decides: where the cuts are, and which pieces are alike: those whose operations read the same, word
 for word, once their tensors are numbered.
 
@@ -18,6 +22,7 @@ Does not know: what the operations are; who calls them with what.
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -99,10 +104,56 @@ def compile_segments(captured: Captured, backend: str = "inductor") -> Segmented
     Raises:
         UnsupportedModelError: a piece would depend on a number that none of its tensors shows.
     """
-    cutter = _Cutter(captured.module, backend)
-    for node in captured.module.graph.nodes:
+    source = _joined(captured.module)
+    cutter = _Cutter(source, backend)
+    for node in source.graph.nodes:
         cutter.take(node)
     return Segmented(cutter.finished(), captured)
+
+
+def _joined(source: fx.GraphModule) -> fx.GraphModule:
+    """A copy in which the products of one input are one product."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in source.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    module = fx.GraphModule(source, graph)
+    groups: dict[object, list[Any]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is nn.functional.linear:
+            values: list[Any] = [getattr(module, str(one.target), None) for one in node.args[1:]]
+            if all(isinstance(value, nn.Parameter) and value.is_contiguous() for value in values):
+                kind = (node.args[0], *[(value.dtype, value.shape[1:]) for value in values])
+                groups.setdefault(kind, []).append(node)
+    for number, nodes in enumerate(nodes for nodes in groups.values() if len(nodes) > 1):
+        if len({node.args[1] for node in nodes}) == len(nodes):
+            _join(module, nodes, f"joined_{number}")
+    module.recompile()
+    return module
+
+
+def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
+    """Put one product in the place of several."""
+    graph, first = module.graph, nodes[0]
+    tensors = []
+    with graph.inserting_before(first):
+        for place, parts in enumerate(zip(*[node.args[1:] for node in nodes], strict=True)):
+            own = [getattr(module, part.target) for part in parts]
+            whole = nn.Parameter(torch.cat([one.data for one in own]), requires_grad=False)
+            for one, part in zip(own, whole.data.split([len(one) for one in own]), strict=True):  # type: ignore[no-untyped-call]
+                one.data = part
+            setattr(module, f"{name}_{place}", whole)
+            tensors.append(graph.get_attr(f"{name}_{place}"))
+        product = graph.call_function(nn.functional.linear, (first.args[0], *tensors))
+        start = 0
+        for node in nodes:
+            size = len(getattr(module, node.args[1].target))
+            part = graph.call_function(torch.narrow, (product, -1, start, size))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+            start += size
+    for node in nodes:
+        graph.erase_node(node)
 
 
 class _Cutter:
@@ -154,7 +205,7 @@ class _Cutter:
         inputs = [one for one in dict.fromkeys(outside) if one not in self._numbers]
         outputs = [node for node in nodes if not inside.issuperset(node.users)]
         module = self._module(nodes, inputs, outputs)
-        sized = tuple(tuple(one.meta["sized"]) for one in inputs)
+        sized = tuple(tuple(one.meta.get("sized", {})) for one in inputs)
         name = self._found.setdefault((module.code, sized), f"piece_{len(self._found)}")
         if not hasattr(self._root, name):
             setattr(self._root, name, _Piece(module, sized, self._backend))
@@ -187,7 +238,7 @@ class _Cutter:
     ) -> fx.Node:
         """A multiple of a size, read from a tensor that is as long."""
         for one in inputs:
-            for dim, its_place in one.meta["sized"].items():
+            for dim, its_place in one.meta.get("sized", {}).items():
                 if its_place == place:
                     size = graph.call_method("size", (copies[one], dim))
                     return (

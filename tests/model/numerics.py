@@ -18,7 +18,9 @@ def bfloat16_errors(architecture, backend, prompts, num_tokens=8):
     rounded = wrap_network(
         architecture, rounded.network.to(backend.device, torch.bfloat16), rounded.codec
     )
-    config = EngineConfig(num_blocks=100, block_size=4, max_num_batched_tokens=11)
+    config = EngineConfig(
+        num_blocks=100, block_size=4, max_num_batched_tokens=11, async_scheduling=False
+    )
     engine = Engine(rounded, backend, config)
     runs, paged = continued(engine, prompts, num_tokens)
     rounded.network.set_attn_implementation(rounded.dense_implementation)
