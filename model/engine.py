@@ -167,8 +167,7 @@ class Engine:
         prepared = prepare_network(
             self.network, self.config, self._passes.drawn, self._model.max_positions
         )
-        if prepared.graphs is not None:
-            self._passes.replay(prepared.graphs)
+        self._passes.use(prepared)
         return prepared.how
 
     def record(self) -> StepRecorder:

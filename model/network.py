@@ -9,6 +9,7 @@ Does not know: requests, sampling, how many blocks there are and why, why a step
 """
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -107,13 +108,16 @@ class PagedNetwork:
         """
         self._captured = capture(self._network, self.device)
 
-    def compile(self, step: StepTensors) -> None:
+    def compile(self, step: StepTensors) -> Tensor:
         """Run a captured network in compiled pieces from now on: near the same numbers, sooner.
 
         Takes seconds for each kind of layer, a few where compiled code is found on disk.
 
         Args:
             step: run once, to compile; several tokens, and another number of rows.
+
+        Returns:
+            Its logits.
 
         Raises:
             UnsupportedModelError: it cannot be compiled, and why; it runs as before.
@@ -123,29 +127,30 @@ class PagedNetwork:
             raise UnsupportedModelError("compile: wanted a network that was captured first")
         try:
             self._captured = pieces = compile_segments(before)
-            with warnings.catch_warnings():  # float32 is computed as float32 on purpose
-                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-                self.logits(step)
+            with warnings.catch_warnings(action="ignore"):  # what a compiler warns of is its own
+                logits = self.logits(step)
             pieces.settle()
         except Exception as error:  # a compiler raises what it likes
             self._captured = before
-            reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+            reason = " ".join((str(error).strip() or type(error).__name__).split("\n")[:2])
             raise UnsupportedModelError(
                 f"{type(self._network).__name__}: it cannot be compiled: {reason}"
             ) from error
+        return logits
 
-    def warm_up(self, max_num_seqs: int, max_query_len: int) -> None:
+    def warm_up(
+        self, calls: Sequence[backends.LayerCall], max_num_seqs: int, max_query_len: int
+    ) -> None:
         """Have the backend compile its kernels for all layers: seconds to a minute.
 
         Args:
+            calls: those of the layers.
             max_num_seqs: the most sequences of a step.
             max_query_len: the most tokens of one of them.
         """
-        self._backend.warmup(
-            self._layer_calls(), max_num_seqs=max_num_seqs, max_query_len=max_query_len
-        )
+        self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
 
-    def _layer_calls(self) -> tuple[backends.LayerCall, ...]:
+    def layer_calls(self) -> tuple[backends.LayerCall, ...]:
         """How the layers call the backend, each kind once. One forward pass of one token."""
         noting = _Noting()
         token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)

@@ -21,8 +21,9 @@ import kvcore
 from model.batch import BatchBuilder, StepTensors, chosen_ids
 from model.graphs import DecodeGraphs
 from model.network import PagedNetwork
+from model.prepare import Prepared
 from model.request import Request
-from model.sampling import Draw, Drawn, draw
+from model.sampling import ChunkSums, Draw, Drawn, chunk_sums, draw
 from model.step import Step
 from model.swap import BlockMover
 from model.trace import FORWARD, PREPARE, StepWatch
@@ -80,15 +81,17 @@ class StepPasses:
         self._is_late = is_late
         self._drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
         self._graphs: DecodeGraphs | None = None
+        self._sums_of: ChunkSums = chunk_sums
 
     @property
     def drawn(self) -> Tensor:
         """What the last step has drawn, on the device: int64 [max_sampled]. O(1)."""
         return self._drawn
 
-    def replay(self, graphs: DecodeGraphs) -> None:
-        """Replay steps of decodes from graphs from now on. O(1)."""
-        self._graphs = graphs
+    def use(self, prepared: Prepared) -> None:
+        """Run as it was prepared from now on. O(1)."""
+        self._graphs = prepared.graphs
+        self._sums_of = prepared.sums_of
 
     def can_read_late(self, sampling: Sequence[Request]) -> bool:
         """Whether the next step may be sent before these get their tokens. O(1)."""
@@ -119,7 +122,7 @@ class StepPasses:
         watch.done(PREPARE)
         logits, most_likely = self._pass(step, tensors)
         watch.done(FORWARD)
-        drawn = draw(logits, draws, most_likely)
+        drawn = draw(logits, draws, most_likely, self._sums_of)
         if self.can_read_late(sampling):
             self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn)

@@ -16,15 +16,19 @@ Invariants: no block of the caches changes; what could not be done is told, and 
 Does not know: requests.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from model.config import EngineConfig
 from model.errors import InvalidArgumentError, UnsupportedModelError
 from model.graphs import DecodeGraphs
 from model.network import PagedNetwork
 from model.profile import largest_step
+from model.sampling import ChunkSums, chunk_sums
+from model.segments import compiled, mark_dynamic
 
 _SMALL_PARAMETERS = 32_000_000
 _COMPILED_TOKENS = 512
@@ -42,10 +46,12 @@ class Prepared:
     Attributes:
         how: in words.
         graphs: of decode steps, to be replayed; None: there are none.
+        sums_of: `sampling.chunk_sums`, or what that was compiled to.
     """
 
     how: str
     graphs: DecodeGraphs | None = None
+    sums_of: ChunkSums = chunk_sums
 
 
 def prepare_network(
@@ -62,32 +68,22 @@ def prepare_network(
     Raises:
         InvalidArgumentError: there is no memory left for it.
     """
-    network.warm_up(config.max_num_seqs, config.max_num_batched_tokens)
-    is_on_gpu = network.device.type == "cuda"
-    if config.eager or not (is_on_gpu or is_small(network.num_parameters)):
-        return Prepared("eager")
-    try:
-        network.capture()
-    except UnsupportedModelError as error:
-        return Prepared(f"eager ({error})")
-    how, num_groups = "captured", len(network.layout.windows)
-    if not is_on_gpu:
-        return Prepared(how)
-    if config.compile:
-        count = min(config.max_num_batched_tokens, _COMPILED_TOKENS)
-        rows = max(1, min(count - 1, config.max_num_seqs))
-        step = largest_step(count, rows, config.block_size, num_groups, network.device)
-        try:
-            network.compile(step)
-            how = "compiled"
-        except UnsupportedModelError as error:
-            how = f"captured ({error})"
+    # No module is called beside a trace, which changes what calling one does.
+    calls = network.layer_calls()
+    with ThreadPoolExecutor(max_workers=1) as side:
+        kernels = side.submit(
+            network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens
+        )
+        prepared = _captured(network, config)
+        kernels.result()
+    if prepared.how.startswith("eager") or network.device.type != "cuda":
+        return prepared
     num_slots = (network.num_blocks - 1) * config.block_size
     longest = min(max_model_len or num_slots, num_slots)
     graphs = DecodeGraphs(
         network,
         drawn,
-        [-(-longest // config.block_size)] * num_groups,
+        [-(-longest // config.block_size)] * len(network.layout.windows),
         config.block_size,
         config.max_num_seqs,
     )
@@ -98,4 +94,37 @@ def prepare_network(
             "kv_memory_fraction: the cache leaves no memory for the graphs of decode steps: give "
             "it less, or run the network as it is"
         ) from error
-    return Prepared(f"{how}, {num_graphs} graphs", graphs)
+    how = f"{prepared.how}, {num_graphs} graphs"
+    return Prepared(how, graphs, prepared.sums_of)
+
+
+def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
+    """Capture and compile a network as far as it can be."""
+    is_on_gpu = network.device.type == "cuda"
+    if config.eager or not (is_on_gpu or is_small(network.num_parameters)):
+        return Prepared("eager")
+    try:
+        network.capture()
+    except UnsupportedModelError as error:
+        return Prepared(f"eager ({error})")
+    if not (is_on_gpu and config.compile):
+        return Prepared("captured")
+    count = min(config.max_num_batched_tokens, _COMPILED_TOKENS)
+    rows = max(1, min(count - 1, config.max_num_seqs))
+    num_groups = len(network.layout.windows)
+    step = largest_step(count, rows, config.block_size, num_groups, network.device)
+    try:
+        logits = network.compile(step)
+    except UnsupportedModelError as error:
+        return Prepared(f"captured ({error})")
+    return Prepared("compiled", sums_of=_compiled_sums(logits))
+
+
+def _compiled_sums(logits: Tensor) -> ChunkSums:
+    """`chunk_sums` for any number of rows of such logits; one row would be compiled apart."""
+    run = compiled(chunk_sums)
+    if len(logits) > 1:
+        mark_dynamic(logits, [0])
+        best = logits.amax(dim=-1, keepdim=True)
+        run(logits, best, best.double())
+    return lambda logits, *more: (run if len(logits) > 1 else chunk_sums)(logits, *more)

@@ -12,8 +12,9 @@ GPU drawing waits for nothing, reading for what was drawn.
 Does not know: requests, text, where the logits come from.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,6 +54,11 @@ def draw_key(seed: int | None, engine_seed: int, request_id: int, sample: int = 
     Bit 63 tells the two kinds apart.
     """
     return seed << 64 | sample if seed is not None else engine_seed << 64 | 1 << 63 | request_id
+
+
+_CHUNK = 256
+
+ChunkSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Drawn:
@@ -107,6 +113,7 @@ def draw(
     logits: Tensor,
     draws: Sequence[Draw | None],
     most_likely: tuple[Tensor, Tensor] | None = None,
+    sums_of: ChunkSums | None = None,
 ) -> Drawn:
     """Choose one token a row. O(num_rows * vocab_size), with a sort for rows that are cut.
 
@@ -114,6 +121,7 @@ def draw(
         logits: [num_rows, vocab_size].
         draws: one a row; None: the most likely token.
         most_likely: `logits.max(dim=-1)`, if that is known.
+        sums_of: `chunk_sums`, or what that was compiled to.
     """
     if not draws:
         return Drawn(logits.new_empty(0), torch.empty(0, dtype=torch.int64))
@@ -123,40 +131,62 @@ def draw(
     for row, how in enumerate(draws):
         if how is not None and not how.params.is_greedy:
             (cut if how.params.top_k is not None or how.params.top_p < 1 else whole)[row] = how
-    for some, choose in ((whole, _draw_whole), (cut, _draw_cut)):
+    draw_whole = functools.partial(_draw_whole, sums_of=sums_of or chunk_sums)
+    for some, choose in ((whole, draw_whole), (cut, _draw_cut)):
         if len(some) == len(draws):
-            tokens = choose(logits, list(some.values()))
+            tokens = choose(logits, best, list(some.values()))
         elif some:
             rows = _column(list(some), logits.device, torch.int64).squeeze(-1)
-            tokens = tokens.index_put((rows,), choose(logits[rows], list(some.values())))
+            chosen = choose(logits[rows], best[rows], list(some.values()))
+            tokens = tokens.index_put((rows,), chosen)
     return Drawn(best, tokens)
 
 
-_CHUNK = 256
+def chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
+    """The mass of every so many tokens: float64 [num_rows, chunks]. O(num_rows * vocab_size).
+
+    The first step of a draw, and the only one that reads all logits; it may be compiled.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        best: [num_rows, 1], the largest of each row.
+        sharpness: float64 [num_rows, 1], one over the temperature.
+    """
+    mass = _mass(logits, best, sharpness)
+    padded = nn.functional.pad(mass, (0, -mass.shape[-1] % _CHUNK))
+    return padded.view(mass.shape[0], -1, _CHUNK).sum(dim=-1, dtype=torch.float64)
 
 
-def _draw_whole(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _mass(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
+    """Probabilities times a number of their own row.
+
+    A GPU takes them in float32, which it computes alike wherever an element stands.
+    """
+    dtype = torch.float64 if logits.device.type == "cpu" else torch.float32
+    return ((logits.to(dtype) - best.to(dtype)) * sharpness.to(dtype)).exp()
+
+
+def _draw_whole(logits: Tensor, best: Tensor, draws: Sequence[Draw], sums_of: ChunkSums) -> Tensor:
     """Draw one token a row from all, in the order of their ids; first a chunk, then a token of it.
 
-    A GPU takes masses in float32, which it computes alike wherever an element stands; sums are
-    float64 everywhere.
+    Sums are float64 everywhere.
     """
-    exact = logits.double() if logits.device.type == "cpu" else logits.float()
-    sharpness = [min(1 / how.params.temperature, 1e30) for how in draws]
-    mass = exact - exact.max(dim=-1, keepdim=True).values
-    mass = mass.mul_(_column(sharpness, logits.device).to(mass.dtype)).exp_()
-    chunks = nn.functional.pad(mass, (0, -mass.shape[-1] % _CHUNK)).view(len(mass), -1, _CHUNK)
-    sums = chunks.sum(dim=-1, dtype=torch.float64)
+    device, vocab_size, best = logits.device, logits.shape[-1], best[:, None]
+    sharpness = _column([min(1 / how.params.temperature, 1e30) for how in draws], device)
+    sums = sums_of(logits, best, sharpness)
     before = sums.cumsum(dim=-1)
-    target = _column([how.uniform() for how in draws], logits.device) * before[:, -1:]
+    target = _column([how.uniform() for how in draws], device) * before[:, -1:]
     chunk = _first_above(before, target, sums)
-    inside = chunks.gather(1, chunk[:, :, None].expand(-1, -1, _CHUNK)).squeeze(1).double()
     target = target - (before.gather(1, chunk) - sums.gather(1, chunk))
-    return (chunk * _CHUNK + _first_above(inside.cumsum(dim=-1), target, inside)).squeeze(-1)
+    tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=device)
+    inside = logits.gather(1, tokens.clamp(max=vocab_size - 1))
+    mass = _mass(inside, best, sharpness).double().where(tokens < vocab_size, 0.0)
+    return tokens.gather(1, _first_above(mass.cumsum(dim=-1), target, mass)).squeeze(-1)
 
 
-def _draw_cut(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def _draw_cut(logits: Tensor, best: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Draw one token a row from what temperature, top_k and top_p leave; float64 throughout."""
+    del best
     mass, token_ids = kept_mass(logits.double(), [how.params for how in draws])
     cumulative = mass.cumsum(dim=-1)
     uniform = _column([how.uniform() for how in draws], logits.device)

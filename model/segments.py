@@ -21,7 +21,7 @@ Does not know: what the operations are; who calls them with what.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,24 @@ from model.attention import Attending
 from model.capture import Captured
 from model.errors import UnsupportedModelError
 
+
+def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """A function that is compiled as a whole when it is called.
+
+    Kernels that could run side by side become one: at these sizes a launch costs as much as its
+    work.
+    """
+    options: dict[str, Any] | None = {"combo_kernels": True} if backend == "inductor" else None
+    return torch.compile(function, backend=backend, options=options, fullgraph=True)
+
+
 _LEAST = 2
+
+
+def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
+    """Say that these dimensions will change: what is compiled for one length is so for all."""
+    for dim in dims:
+        torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
 
 
 class _Piece(nn.Module):
@@ -43,13 +60,12 @@ class _Piece(nn.Module):
         super().__init__()
         self._sized = sized
         self._is_compiling = True
-        self._run = torch.compile(module, backend=backend, fullgraph=True)
+        self._run = compiled(module, backend)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if self._is_compiling:
             for tensor, dims in zip(inputs, self._sized, strict=True):
-                for dim in dims:
-                    torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
+                mark_dynamic(tensor, dims)
         outputs: tuple[Tensor, ...] = self._run(*inputs)
         return outputs
 
