@@ -124,7 +124,9 @@ def _compiled_sums(logits: Tensor) -> ChunkSums:
     """`chunk_sums` for any number of rows of such logits; one row would be compiled apart."""
     run = compiled(chunk_sums)
     if len(logits) > 1:
-        mark_dynamic(logits, [0])
         best = logits.amax(dim=-1, keepdim=True)
-        run(logits, best, best.double())
+        example = (logits, best, best.double())
+        for tensor in example:
+            mark_dynamic(tensor, [0])
+        run(*example)
     return lambda logits, *more: (run if len(logits) > 1 else chunk_sums)(logits, *more)
