@@ -59,26 +59,12 @@ class DecodeGraphs:
         self._drawn = drawn
         self._sizes = bucket_sizes(max_num_seqs)
         rows, device = self._sizes[-1], network.device
-        tokens = torch.zeros((3, 1, rows), dtype=torch.int64, device=device)
-        query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
-        seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._whole = StepTensors(
-            input_ids=tokens[0],
-            position_ids=tokens[1],
-            logit_rows=torch.arange(rows, device=device),
-            paged=tuple(
-                backends.PagedBatch(
-                    query_start_loc=query_start_loc,
-                    seq_lens=seq_lens,
-                    block_table=torch.zeros((rows, width), dtype=torch.int32, device=device),
-                    slot_mapping=torch.full((rows,), -1, dtype=torch.int64, device=device),
-                    max_query_len=1,
-                    max_seq_len=width * block_size,
-                )
-                for width in widths
-            ),
-        )
-        self._sources = tokens[2].fill_(-1)
+        self._inputs = _Inputs(rows, len(widths), device)
+        self._rows = torch.arange(rows, device=device)
+        self._tables = [
+            torch.zeros((rows, width), dtype=torch.int32, device=device) for width in widths
+        ]
+        self._max_seq_lens = [width * block_size for width in widths]
         self._graphs: dict[int, _Graph] = {}
 
     def record(self) -> int:
@@ -123,39 +109,83 @@ class DecodeGraphs:
         return graph.logits[:rows], (best[:rows], tokens[:rows])
 
     def _load(self, step: StepTensors, rows: int, size: int) -> None:
-        whole, first = self._whole, step.paged[0]
-        whole.input_ids[:, :rows].copy_(step.input_ids, non_blocking=True)
-        whole.position_ids[:, :rows].copy_(step.position_ids, non_blocking=True)
-        if step.sources is None:
-            self._sources.fill_(-1)
-        else:
-            self._sources[:, :rows].copy_(step.sources, non_blocking=True)
-        whole.paged[0].query_start_loc[: rows + 1].copy_(first.query_start_loc, non_blocking=True)
-        whole.paged[0].seq_lens[:rows].copy_(first.seq_lens, non_blocking=True)
-        if rows < size:
-            whole.paged[0].query_start_loc[rows + 1 : size + 1].fill_(rows)
-            whole.paged[0].seq_lens[rows:size].zero_()
-        for ours, batch in zip(whole.paged, step.paged, strict=True):
-            ours.slot_mapping[:rows].copy_(batch.slot_mapping, non_blocking=True)
-            if rows < size:
-                ours.slot_mapping[rows:size].fill_(-1)
-            table = batch.block_table.to(ours.block_table.device, non_blocking=True)
-            width = min(table.shape[1], ours.block_table.shape[1])
-            ours.block_table[:rows, :width].copy_(table[:, :width])
+        self._inputs.load(step, rows, size)
+        for table, batch in zip(self._tables, step.paged, strict=True):
+            sent = batch.block_table.to(table.device, non_blocking=True)
+            width = min(sent.shape[1], table.shape[1])
+            table[:rows, :width].copy_(sent[:, :width])
 
     def _run(self, size: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        whole = self._whole
-        ids = chosen_ids(whole.input_ids[:, :size], self._sources[:, :size], self._drawn)
-        logits = self._network.logits(
-            StepTensors(
-                input_ids=ids,
-                position_ids=whole.position_ids[:, :size],
-                logit_rows=whole.logit_rows[:size],
-                paged=tuple(_part(batch, size) for batch in whole.paged),
+        inputs = self._inputs.whole
+        ids = chosen_ids(inputs.input_ids[None, :size], inputs.sources[None, :size], self._drawn)
+        paged = tuple(
+            backends.PagedBatch(
+                query_start_loc=inputs.query_start_loc[: size + 1],
+                seq_lens=inputs.seq_lens[:size],
+                block_table=table[:size],
+                slot_mapping=slots[:size],
+                max_query_len=1,
+                max_seq_len=max_seq_len,
+            )
+            for table, slots, max_seq_len in zip(
+                self._tables, inputs.slots, self._max_seq_lens, strict=True
             )
         )
+        positions = inputs.position_ids[None, :size]
+        logits = self._network.logits(StepTensors(ids, positions, self._rows[:size], paged))
         best, tokens = logits.max(dim=-1)
         return logits, (best, tokens)
+
+
+class _Parts(NamedTuple):
+    """What a step brings beside its block tables, as parts of one int64 tensor."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    sources: Tensor
+    slots: tuple[Tensor, ...]
+    query_start_loc: Tensor
+    seq_lens: Tensor
+
+    @classmethod
+    def of(cls, words: Tensor, rows: int) -> "_Parts":
+        ids, positions, sources, *slots = words[: -rows - 1].split(rows)  # type: ignore[no-untyped-call]
+        halves = words[-rows - 1 :].view(torch.int32)
+        return cls(ids, positions, sources, tuple(slots), halves[: rows + 1], halves[rows + 1 : -1])
+
+
+class _Inputs:
+    """The parts on the device, filled by one copy from the host.
+
+    Two steps may be on their way, so there are two tensors to copy from, page-locked for a GPU.
+    """
+
+    def __init__(self, rows: int, num_groups: int, device: torch.device) -> None:
+        count = (4 + num_groups) * rows + 1
+        self._words = torch.zeros(count, dtype=torch.int64, device=device)
+        is_pinned = device.type == "cuda"
+        self._sent = [torch.zeros(count, dtype=torch.int64, pin_memory=is_pinned) for _ in range(2)]
+        self._host = [_Parts.of(words, rows) for words in self._sent]
+        self.whole = _Parts.of(self._words, rows)
+        for slots in self.whole.slots:
+            slots.fill_(-1)
+
+    def load(self, step: StepTensors, rows: int, size: int) -> None:
+        """Have the inputs of a step in the first rows, and nothing in those up to `size`."""
+        self._sent.reverse()
+        self._host.reverse()
+        host, first = self._host[0], step.paged[0]
+        host.input_ids[:rows] = step.input_ids[0]
+        host.position_ids[:rows] = step.position_ids[0]
+        host.sources[:rows] = -1 if step.sources is None else step.sources[0]
+        host.query_start_loc[: rows + 1] = first.query_start_loc
+        host.query_start_loc[rows + 1 : size + 1] = rows
+        host.seq_lens[:rows] = first.seq_lens
+        host.seq_lens[rows:size] = 0
+        for slots, batch in zip(host.slots, step.paged, strict=True):
+            slots[:rows] = batch.slot_mapping
+            slots[rows:size] = -1
+        self._words.copy_(self._sent[0], non_blocking=True)
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -163,14 +193,3 @@ def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     last = max(2, max_num_seqs)
     sizes = [size for size in (*_FEW, *range(_FEW[-1] + _STEP, last, _STEP)) if size < last]
     return (*sizes, last)
-
-
-def _part(batch: backends.PagedBatch, size: int) -> backends.PagedBatch:
-    return backends.PagedBatch(
-        query_start_loc=batch.query_start_loc[: size + 1],
-        seq_lens=batch.seq_lens[:size],
-        block_table=batch.block_table[:size],
-        slot_mapping=batch.slot_mapping[:size],
-        max_query_len=1,
-        max_seq_len=batch.max_seq_len,
-    )

@@ -10,7 +10,6 @@ from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.capture import capture
 from model.engine import Engine
 from model.errors import UnsupportedModelError
-from model.graphs import bucket_sizes
 from model.prepare import prepare_network
 from model.segments import Segmented, compile_segments
 from tests.model.networks import CONFIGS, build
@@ -139,13 +138,3 @@ def test_on_a_cpu_a_small_network_is_captured_where_it_can_be(architecture, conf
 def test_eager_and_compiled_exclude_each_other():
     with pytest.raises(InvalidArgumentError, match="eager: wanted this or compile, got both"):
         EngineConfig(eager=True, compile=True)
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 256, 1000])
-def test_every_batch_has_a_graph_with_few_rows_to_spare(most):
-    sizes = bucket_sizes(most)
-    assert list(sizes) == sorted(set(sizes))
-    assert sizes[-1] == max(2, most)
-    for rows in range(2, most + 1):
-        size = next(size for size in sizes if size >= rows)
-        assert size < rows + max(rows, 32)
