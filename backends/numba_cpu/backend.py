@@ -1,6 +1,7 @@
 """The CPU backend's face: its name, its limits, and each operation's launcher.
 
-Holds the worker threads and nothing else, so one instance serves every caller of a process.
+Holds the worker threads and the plans of calls that were seen, nothing of any caller: one instance
+serves every caller of a process.
 """
 
 from collections.abc import Sequence
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from backends.contract import Capabilities, LayerCall, PagedBatch
 from backends.numba_cpu.copy_blocks import copy_blocks
-from backends.numba_cpu.paged_attention import paged_attention
+from backends.numba_cpu.paged_attention import AttentionPlan, paged_attention
+from backends.numba_cpu.plans import Plans
 from backends.numba_cpu.slot_mapping import compute_slot_mapping
-from backends.numba_cpu.store_kv import store_kv
+from backends.numba_cpu.store_kv import StorePlan, store_kv
 from backends.numba_cpu.warm_up import warm_up
 from backends.numba_cpu.workers import Workers
 
@@ -21,7 +23,7 @@ from backends.numba_cpu.workers import Workers
 class NumbaBackend:
     """Serial numba kernels over slices of the work; see `backends.Backend` for the operations."""
 
-    __slots__ = ("_workers",)
+    __slots__ = ("_attention_plans", "_store_plans", "_workers")
 
     name = "numba"
     device = torch.device("cpu")
@@ -36,6 +38,8 @@ class NumbaBackend:
 
     def __init__(self) -> None:
         self._workers = Workers()
+        self._store_plans = Plans[StorePlan]()
+        self._attention_plans = Plans[AttentionPlan]()
 
     def store_kv(
         self,
@@ -50,7 +54,7 @@ class NumbaBackend:
     ) -> None:
         """See `Backend.store_kv`."""
         store_kv(
-            self, self._workers, key, value, k_cache, v_cache, slot_mapping,
+            self, self._workers, self._store_plans, key, value, k_cache, v_cache, slot_mapping,
             k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
 
@@ -72,7 +76,7 @@ class NumbaBackend:
     ) -> Tensor:
         """See `Backend.paged_attention`."""
         return paged_attention(
-            self, self._workers, query, k_cache, v_cache, batch,
+            self, self._workers, self._attention_plans, query, k_cache, v_cache, batch,
             scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
             k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, out=out,
         )  # fmt: skip

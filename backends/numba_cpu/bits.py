@@ -1,10 +1,13 @@
 """Half precision and fast exponentials for kernels whose compiler has neither.
 
-Numba knows no float16, bfloat16 or float8 on a CPU, so tensors enter as views of their bits:
-float32 as itself, bfloat16 as uint16, float16 as int16, float8_e4m3fn as uint8. `widen` and
-`narrow` convert, chosen by the array's type; both vectorise. Invariant: what is compiled from this
-file is part of `SOURCE_DIGEST`, which every cached kernel closes over, because numba's cache looks
-only at the kernel's own file.
+Numba knows no float16, bfloat16 or float8 on a CPU, so kernels see bits: float32 as itself,
+bfloat16 as uint16, float16 as int16, float8_e4m3fn as uint8. `widen` and `narrow` convert, chosen
+by the array's type; both vectorise. A tensor enters as its address, asked for in every call, and a
+tag that says what lies there (`TAGS`, `WORD_TAGS`); `at` makes an array of the two. Nothing on the
+way owns memory or outlives the call, and no Python object is made for it.
+
+Invariant: what is compiled from this file is part of `SOURCE_DIGEST`, which every cached kernel
+closes over, because numba's cache looks only at the kernel's own file.
 """
 
 import zlib
@@ -17,7 +20,6 @@ import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
-from torch import Tensor
 
 SOURCE_DIGEST = zlib.crc32(Path(__file__).read_bytes())
 
@@ -26,13 +28,19 @@ FASTMATH = frozenset({"reassoc", "contract", "nsz", "arcp", "afn"})
 
 LOG2E = 1.4426950408889634
 
-_VIEWS = {
-    torch.float32: torch.float32,
-    torch.bfloat16: torch.uint16,
-    torch.float16: torch.int16,
-    torch.float8_e4m3fn: torch.uint8,
+Tag = np.float32 | np.uint8 | np.uint16 | np.int16 | np.int32 | np.int64
+"""A number of the type of what lies at an address; its value says nothing."""
+
+TAGS: dict[torch.dtype, Tag] = {
+    torch.float32: np.float32(0),
+    torch.bfloat16: np.uint16(0),
+    torch.float16: np.int16(0),
+    torch.float8_e4m3fn: np.uint8(0),
 }
-_COPY_VIEWS = {1: torch.uint8, 2: torch.uint16, 4: torch.float32, 8: torch.int64}
+"""For kernels that compute, by dtype."""
+
+WORD_TAGS: dict[int, Tag] = {1: np.uint8(0), 2: np.uint16(0), 4: np.float32(0), 8: np.int64(0)}
+"""For kernels that only move bits, by bytes an element."""
 
 if TYPE_CHECKING:
     _F = TypeVar("_F", bound=Callable[..., object])
@@ -52,6 +60,9 @@ if TYPE_CHECKING:
 
     def float_of(bits: np.int32) -> np.float32:
         """From 32 bits."""
+
+    def at(address: int, size: int, tag: Tag) -> np.ndarray:
+        """The array of so many elements of the tag's type at an address; unchecked."""
 
     def prefetch(array: _A, offset: int) -> None:
         """Start loading a cache line."""
@@ -146,6 +157,27 @@ else:
         return types.float32(types.int32), generate
 
     @intrinsic
+    def at(_context: object, _address: types.Type, _size: types.Type, tag: types.Type):  # noqa: ANN201
+        """The array of so many elements of the tag's type at an address; unchecked."""
+        result = types.Array(tag, 1, "C")
+
+        def generate(context: object, builder: ir.IRBuilder, _s: object, args: list) -> object:
+            whole = context.make_array(result)(context, builder)
+            item = context.get_data_type(tag)
+            width = context.get_abi_sizeof(item)
+            context.populate_array(
+                whole,
+                data=builder.inttoptr(args[0], item.as_pointer()),
+                shape=[args[1]],
+                strides=[ir.Constant(args[1].type, width)],
+                itemsize=ir.Constant(args[1].type, width),
+                meminfo=None,
+            )
+            return whole._getvalue()  # noqa: SLF001 - the way that numba gives
+
+        return result(types.intp, types.intp, tag), generate
+
+    @intrinsic
     def prefetch(_context: object, array: types.Array, _offset: types.Type):  # noqa: ANN201
         """Ask for the cache line of array[offset]; any offset is allowed, past the end too."""
 
@@ -217,24 +249,3 @@ def tanh(x: np.float32) -> np.float32:
     near = near * y + np.float32(-1.0 / 3.0)
     near = x + x * y * near
     return near if size < np.float32(0.3) else (far if x > np.float32(0.0) else -far)
-
-
-def flat(tensor: Tensor) -> np.ndarray:
-    """The tensor's memory from its first to its last element, as a 1-D array of its bits. O(1).
-
-    Kernels take it with the tensor's strides: one array type, and so one compilation, for every
-    layout.
-    """
-    return _flat(tensor, _VIEWS.get(tensor.dtype, tensor.dtype))
-
-
-def flat_words(tensor: Tensor) -> np.ndarray:
-    """Like `flat`, but typed by width alone: for kernels that only move bits."""
-    return _flat(tensor, _COPY_VIEWS[tensor.element_size()])
-
-
-def _flat(tensor: Tensor, dtype: torch.dtype) -> np.ndarray:
-    if 0 in tensor.shape:
-        return tensor.detach().new_empty(0).view(dtype).numpy()
-    span = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.detach().as_strided((span,), (1,)).view(dtype).numpy()

@@ -6,7 +6,8 @@ Bytes moved: each block read once and written once. Exact. All pairs are checked
 block is written; no dst is a src or appears twice, so the order of copies has no meaning.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 from torch import Tensor
@@ -14,27 +15,33 @@ from torch import Tensor
 from backends.checks import check_copy_blocks
 from backends.contract import Backend
 from backends.errors import InvalidArgumentError
-from backends.numba_cpu.bits import flat_words, jit
+from backends.numba_cpu.bits import SOURCE_DIGEST, at, jit, span
 from backends.numba_cpu.store_kv import GRAIN_BYTES, Longs
 from backends.numba_cpu.workers import Workers
 
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
+@lru_cache(maxsize=1)
+def _kernel(source_digest: int) -> Callable[..., None]:
+    """Compile for the sources with this digest; closing over it makes it part of the cache key."""
 
-@jit(cache=True)
-def _copy(
-    cache: Bytes,  # flat [num_blocks, block_bytes]
-    copies: Longs,  # [num_copies, 2]
-    stride: int,  # bytes between blocks
-    size: int,  # bytes a block
-    start: int,
-    stop: int,
-) -> None:
-    for i in range(start, stop):
-        source = cache[copies[i, 0] * stride :][:size]
-        target = cache[copies[i, 1] * stride :][:size]
-        for b in range(size):
-            target[b] = source[b]
+    @jit(cache=True)
+    def copy(
+        address: int,  # of a cache [num_blocks, block_bytes]
+        copies: Longs,  # [num_copies, 2]
+        stride: int,  # bytes between blocks
+        size: int,  # bytes a block
+        start: int,
+        stop: int,
+    ) -> None:
+        _ = source_digest
+        cache = at(address, 1, np.uint8(0))
+        for i in range(start, stop):
+            source = span(cache, copies[i, 0] * stride, size)
+            target = span(cache, copies[i, 1] * stride, size)
+            for b in range(size):
+                target[b] = source[b]
+
+    return copy
 
 
 def copy_blocks(
@@ -53,15 +60,11 @@ def copy_blocks(
     targets = pairs[:, 1]
     if np.unique(targets).size < targets.size or np.isin(targets, pairs[:, 0]).any():
         raise InvalidArgumentError("copies", "each dst once, and never as a src", "an overlap")
+    kernel = _kernel(SOURCE_DIGEST)
     for cache in caches:
-        words, width = flat_words(cache).view(np.uint8), cache.element_size()
+        width = cache.element_size()
         stride, size = cache.stride(0) * width, cache[0].numel() * width
-
-        def move(
-            start: int, stop: int, words: Bytes = words, stride: int = stride, size: int = size
-        ) -> None:
-            _copy(words, pairs, stride, size, start, stop)
-
+        move = partial(kernel, cache.data_ptr(), pairs, stride, size)
         workers.run_evenly(move, len(pairs), GRAIN_BYTES // size)
 
 

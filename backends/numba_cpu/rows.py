@@ -24,7 +24,7 @@ _MINUS_INF = np.float32(-np.inf)
 @jit()
 def load_rows(
     query: Floats,
-    at: int,
+    first: int,
     strides: tuple[int, ...],
     count: int,
     group: int,
@@ -34,7 +34,7 @@ def load_rows(
 ) -> None:
     """Rows (token, head of the group) of one KV head, in float32, times the scale."""
     for r in range(count * group):
-        source = span(query, at + r // group * strides[0] + r % group * strides[1], size)
+        source = span(query, first + r // group * strides[0] + r % group * strides[1], size)
         row = span(rows, r * size, size)
         for d in range(size):
             row[d] = widen(source[d]) * factor
@@ -49,12 +49,12 @@ def store_rows(
     group: int,
     size: int,
     out: Floats,
-    at: int,
+    first: int,
     strides: tuple[int, ...],
 ) -> None:
     """The rows' sums times the values' scale over their totals, rounded, into the output."""
     for r in range(count * group):
-        target = span(out, at + r // group * strides[8] + r % group * strides[9], size)
+        target = span(out, first + r // group * strides[8] + r % group * strides[9], size)
         row = span(sums, r * size, size)
         share = scale / total[r]
         for d in range(size):

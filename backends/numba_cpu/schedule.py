@@ -2,12 +2,19 @@
 
 An item is up to `tile_tokens` consecutive query tokens of one sequence; a unit is an item and a KV
 head, numbered item * num_kv_heads + head. The cost of an item is the keys it visits. Also checks
-the values of a batch, which on a CPU costs next to nothing.
+the values of a batch, which on a CPU costs next to nothing. Compiled code from here is part of
+`SOURCE_DIGEST`, see `bits`.
 """
+
+import zlib
+from pathlib import Path
 
 import numpy as np
 
+from backends.numba_cpu import bits
 from backends.numba_cpu.bits import jit
+
+SOURCE_DIGEST = zlib.crc32(Path(__file__).read_bytes(), bits.SOURCE_DIGEST)
 
 Ints = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 Longs = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -21,7 +28,7 @@ FAULTS = (
 """What `check_batch` can find, by its first result."""
 
 
-@jit(cache=True)
+@jit()
 def check_batch(
     query_start_loc: Ints,  # [num_seqs + 1]
     seq_lens: Ints,  # [num_seqs]
@@ -53,7 +60,7 @@ def check_batch(
     return 0, 0, 0
 
 
-@jit(cache=True)
+@jit()
 def make_items(
     query_start_loc: Ints,  # [num_seqs + 1]
     seq_lens: Ints,  # [num_seqs]
@@ -75,7 +82,7 @@ def make_items(
     return n
 
 
-@jit(cache=True)
+@jit()
 def cut(items: Longs, num_items: int, num_kv_heads: int, bounds: Longs) -> None:
     """Fill bounds[0 .. parts] so that each part has an equal share of the cost of all units."""
     total = 0

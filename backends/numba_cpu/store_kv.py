@@ -5,11 +5,13 @@
 
 Layout as in the contract, any strides but the last. Bytes moved: each row read once and written
 once. Exact: rows are moved as bits, and quantised with the roundings of the contract. Slots and
-scales are all checked before the first row is written.
+scales are all checked before the first row is written. A call with the signature of one before is
+not checked and planned again: what is left to look at are values.
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,33 +22,30 @@ from backends.contract import Backend
 from backends.errors import InvalidArgumentError
 from backends.numba_cpu.bits import (
     SOURCE_DIGEST,
+    TAGS,
+    WORD_TAGS,
+    Tag,
+    at,
     exact,
-    flat,
-    flat_words,
     jit,
     narrow,
+    span,
     widen,
 )
+from backends.numba_cpu.plans import Plans, sign
 from backends.numba_cpu.scales import Floats, per_head
 from backends.numba_cpu.workers import Workers
 
 Longs = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 Words = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Layout = tuple[tuple[int, int, int], tuple[int, ...], tuple[int, ...]]
+"""block_size, num_kv_heads, head_dim; strides of keys and of values: rows 2, cache 3."""
 
 GRAIN_BYTES = 1 << 18  # fewer bytes a thread than this cost more to hand out than to move
 
 
-@jit(cache=True)
-def _past_the_end(slots: Longs, num_slots: int) -> int:
-    """Index of the first slot that the cache does not have, or the number of slots."""
-    for i in range(slots.size):
-        if slots[i] >= num_slots:
-            return i
-    return slots.size
-
-
-@jit(cache=True)
-def _scatter(
+@jit()
+def _move(
     rows: Words,  # flat [num_tokens, num_kv_heads, head_dim]
     cache: Words,  # flat [num_blocks, block_size, num_kv_heads, head_dim]
     slots: Longs,  # [num_tokens]
@@ -61,48 +60,113 @@ def _scatter(
     for i in range(start, stop):
         slot = slots[i]
         if slot >= 0:
-            at = slot // block_size * strides[2] + slot % block_size * strides[3]
+            first = slot // block_size * strides[2] + slot % block_size * strides[3]
             for h in range(num_heads):
-                source = rows[i * strides[0] + h * strides[1] :][:size]
-                target = cache[at + h * strides[4] :][:size]
+                source = span(rows, i * strides[0] + h * strides[1], size)
+                target = span(cache, first + h * strides[4], size)
                 for d in range(size):
                     target[d] = source[d]
 
 
+@exact()
+def _quantise(
+    rows: Words,  # flat [num_tokens, num_kv_heads, head_dim]: bits
+    cache: Words,  # flat [num_blocks, block_size, num_kv_heads, head_dim]: bytes
+    slots: Longs,  # [num_tokens]
+    scales: Floats,  # [num_kv_heads]
+    sizes: tuple[int, int, int],  # block_size, num_kv_heads, head_dim
+    strides: tuple[int, ...],  # rows 2, cache 3
+    start: int,
+    stop: int,
+) -> None:
+    block_size, num_heads, size = sizes
+    for i in range(start, stop):
+        slot = slots[i]
+        if slot >= 0:
+            first = slot // block_size * strides[2] + slot % block_size * strides[3]
+            for h in range(num_heads):
+                source = span(rows, i * strides[0] + h * strides[1], size)
+                target = span(cache, first + h * strides[4], size)
+                inverse = np.float32(1.0) / scales[h]
+                for d in range(size):
+                    target[d] = narrow(widen(source[d]) * inverse, target[d])
+
+
+class _Kernels(NamedTuple):
+    """What is compiled here; tensors come as their addresses."""
+
+    past_the_end: Callable[..., int]
+    scatter: Callable[..., None]
+    quantise: Callable[..., None]
+
+
 @lru_cache(maxsize=1)
-def _quantising(source_digest: int) -> Callable[..., None]:
+def _kernels(source_digest: int) -> _Kernels:
     """Compile for the sources with this digest; closing over it makes it part of the cache key."""
 
-    @exact(cache=True)
-    def quantise(
-        rows: Words,  # flat [num_tokens, num_kv_heads, head_dim]: bits
-        cache: Words,  # flat [num_blocks, block_size, num_kv_heads, head_dim]: bytes
-        slots: Longs,  # [num_tokens]
-        scales: Floats,  # [num_kv_heads]
-        sizes: tuple[int, int, int],  # block_size, num_kv_heads, head_dim
-        strides: tuple[int, ...],  # rows 2, cache 3
+    @jit(cache=True)
+    def past_the_end(slot_mapping: int, num_tokens: int, num_slots: int) -> int:
+        """Index of the first slot that the cache does not have, or the number of slots."""
+        _ = source_digest
+        slots = at(slot_mapping, num_tokens, np.int64(0))
+        for i in range(num_tokens):
+            if slots[i] >= num_slots:
+                return i
+        return num_tokens
+
+    @jit(cache=True)
+    def scatter(
+        tensors: tuple[int, int, int, int],  # key, k_cache, value, v_cache
+        tag: Tag,
+        slot_mapping: int,
+        layout: Layout,
         start: int,
         stop: int,
     ) -> None:
         _ = source_digest
-        block_size, num_heads, size = sizes
-        for i in range(start, stop):
-            slot = slots[i]
-            if slot >= 0:
-                at = slot // block_size * strides[2] + slot % block_size * strides[3]
-                for h in range(num_heads):
-                    source = rows[i * strides[0] + h * strides[1] :][:size]
-                    target = cache[at + h * strides[4] :][:size]
-                    inverse = np.float32(1.0) / scales[h]
-                    for d in range(size):
-                        target[d] = narrow(widen(source[d]) * inverse, target[d])
+        sizes, k_strides, v_strides = layout
+        slots = at(slot_mapping, stop, np.int64(0))
+        key, k_cache = at(tensors[0], 1, tag), at(tensors[1], 1, tag)
+        _move(key, k_cache, slots, sizes, k_strides, start, stop)
+        value, v_cache = at(tensors[2], 1, tag), at(tensors[3], 1, tag)
+        _move(value, v_cache, slots, sizes, v_strides, start, stop)
 
-    return quantise
+    @exact(cache=True)
+    def quantise(
+        tensors: tuple[int, int, int, int],  # key, k_cache, value, v_cache
+        tag: Tag,
+        scales: tuple[Floats, Floats],  # [num_kv_heads]
+        slot_mapping: int,
+        layout: Layout,
+        start: int,
+        stop: int,
+    ) -> None:
+        _ = source_digest
+        sizes, k_strides, v_strides = layout
+        slots, byte = at(slot_mapping, stop, np.int64(0)), np.uint8(0)
+        key, k_cache = at(tensors[0], 1, tag), at(tensors[1], 1, byte)
+        _quantise(key, k_cache, slots, scales[0], sizes, k_strides, start, stop)
+        value, v_cache = at(tensors[2], 1, tag), at(tensors[3], 1, byte)
+        _quantise(value, v_cache, slots, scales[1], sizes, v_strides, start, stop)
+
+    return _Kernels(past_the_end, scatter, quantise)
+
+
+class StorePlan(NamedTuple):
+    """What is known of calls with one signature."""
+
+    layout: Layout
+    num_slots: int
+    num_kv_heads: int
+    grain: int  # tokens
+    tag: Tag
+    is_quantised: bool
 
 
 def store_kv(
     backend: Backend,
     workers: Workers,
+    plans: Plans[StorePlan],
     key: Tensor,
     value: Tensor,
     k_cache: Tensor,
@@ -117,33 +181,48 @@ def store_kv(
     Raises:
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
-    check_store_kv(backend, key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    slots = flat(slot_mapping)
-    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
-    bad = _past_the_end(slots, num_blocks * block_size)
-    if bad < slots.size:
-        wanted = f"a slot below {num_blocks * block_size}"
-        raise InvalidArgumentError(f"slot_mapping[{bad}]", wanted, str(slots[bad]))
-    scales = (
-        per_head("k_scale", k_scale, num_kv_heads),
-        per_head("v_scale", v_scale, num_kv_heads),
-    )
-    sizes = (block_size, num_kv_heads, head_dim)
-    grain = GRAIN_BYTES // (num_kv_heads * head_dim * key.element_size())
-    for rows, cache, scale in ((key, k_cache, scales[0]), (value, v_cache, scales[1])):
-        move = _mover(rows, cache, slots, scale, sizes)
-        workers.run_evenly(move, slots.size, grain)
-
-
-def _mover(
-    rows: Tensor, cache: Tensor, slots: Longs, scales: Floats, sizes: tuple[int, int, int]
-) -> Callable[[int, int], None]:
-    """What stores the tokens start .. stop - 1 of one cache."""
-    strides = (*rows.stride()[:2], *cache.stride()[:3])
-    if cache.dtype == torch.float8_e4m3fn:
-        source, target, kernel = flat(rows), flat(cache), _quantising(SOURCE_DIGEST)
-        return lambda start, stop: kernel(
-            source, target, slots, scales, sizes, strides, start, stop
+    signature = (
+        sign(key), sign(value), sign(k_cache), sign(v_cache), sign(slot_mapping),
+        sign(k_scale), sign(v_scale),
+    )  # fmt: skip
+    plan = plans.find(signature)
+    if plan is None:
+        check_store_kv(backend, key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+        plan = _plan(key, value, k_cache, v_cache)
+        plans.keep(signature, plan)
+    layout, num_slots, num_kv_heads, grain, tag, is_quantised = plan
+    kernels = _kernels(SOURCE_DIGEST)
+    slots, num_tokens = slot_mapping.data_ptr(), slot_mapping.shape[0]
+    bad = kernels.past_the_end(slots, num_tokens, num_slots)
+    if bad < num_tokens:
+        wanted = f"a slot below {num_slots}"
+        raise InvalidArgumentError(f"slot_mapping[{bad}]", wanted, str(int(slot_mapping[bad])))
+    tensors = (key.data_ptr(), k_cache.data_ptr(), value.data_ptr(), v_cache.data_ptr())
+    if is_quantised:
+        scales = (
+            per_head("k_scale", k_scale, num_kv_heads),
+            per_head("v_scale", v_scale, num_kv_heads),
         )
-    source, target = flat_words(rows), flat_words(cache)
-    return lambda start, stop: _scatter(source, target, slots, sizes, strides, start, stop)
+        move = partial(kernels.quantise, tensors, tag, scales, slots, layout)
+    else:
+        move = partial(kernels.scatter, tensors, tag, slots, layout)
+    workers.run_evenly(move, num_tokens, grain)
+
+
+def _plan(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor) -> StorePlan:
+    """Plan a call that has passed its checks."""
+    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    layout = (
+        (block_size, num_kv_heads, head_dim),
+        (*key.stride()[:2], *k_cache.stride()[:3]),
+        (*value.stride()[:2], *v_cache.stride()[:3]),
+    )
+    is_quantised = k_cache.dtype == torch.float8_e4m3fn
+    return StorePlan(
+        layout,
+        num_blocks * block_size,
+        num_kv_heads,
+        GRAIN_BYTES // (2 * num_kv_heads * head_dim * key.element_size()),
+        TAGS[key.dtype] if is_quantised else WORD_TAGS[key.element_size()],
+        is_quantised,
+    )

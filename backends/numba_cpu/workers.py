@@ -46,6 +46,9 @@ class Workers:
     def run_evenly(self, work: Callable[[int, int], object], total: int, grain: int) -> None:
         """Call `work` over 0 .. total, cut in equal slices of at least `grain`."""
         parts = max(1, min(self.width, total // max(1, grain)))
+        if parts == 1:
+            work(0, total)
+            return
         bounds = [total * i // parts for i in range(parts + 1)]
         self.run(work, list(pairwise(bounds)))
 
