@@ -2,8 +2,11 @@
 
 An item is a tile of 128 rows: TOKENS query tokens of one sequence times PACK query heads of one KV
 head. Items are numbered in the order of `prefill_order`, query heads fastest. Programs take them
-forth and back (0 1 2 2 1 0 0 1 ..), which gives each about the same work without asking anybody at
-run time.
+in rounds, forth (0 1 2 ..) or back (.. 2 1 0) as the Thue-Morse sequence says (forth, back, back,
+forth, then the same four the other way round, ..), which gives each about the same work without
+asking anybody at run time. Taking turns, forth and back, gives the same where lengths fall evenly,
+but doubles what is left of a pattern that repeats every other round, as lengths of equal sequences
+do: 3 % of the time at 16 x 512 new tokens.
 
 Keys are walked from the last tile that a row sees down to the first. Of those tiles a run in the
 middle is seen whole by all rows; the ones before it hold the diagonal, and with a window the ones
@@ -64,7 +67,13 @@ def count_items(items: gl.tensor) -> gl.tensor:
 
 @gluon_function
 def _turn(n: gl.tensor) -> gl.tensor:
+    """This program's place in round n: from the end where n has an odd number of ones."""
     me = gl.program_id(0)
+    n ^= n >> 16
+    n ^= n >> 8
+    n ^= n >> 4
+    n ^= n >> 2
+    n ^= n >> 1
     return gl.where(n % 2 == 0, me, gl.num_programs(0) - 1 - me)
 
 

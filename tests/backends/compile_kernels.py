@@ -152,7 +152,7 @@ def check_decode(case, capability):
     }  # fmt: skip
     made = make(
         decode._attend_chunk, capability, case.element, plan | caches | rows, cache=kind,
-        num_warps=warps, num_stages=decode.STAGES,
+        num_warps=warps, num_stages=decode.stages_a_program(case.vector, e4m3=case.e4m3),
     )  # fmt: skip
     bound(made, registers=case.registers)
     if case.e4m3:  # half of them go where the products want 8 bytes at a time

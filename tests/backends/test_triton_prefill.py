@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 
@@ -175,3 +176,15 @@ def test_a_graph_of_prefill_follows_other_lengths_and_tables_when_it_is_replayed
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(bits(captured.out[rows]), bits(later.run(triton)[rows]))
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer here")
+def test_the_sanitizer_finds_nothing_in_prefill_but_the_hand_over_of_triton():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this GPU is no Hopper")
+    command = [sys.executable, "-m", "tests.backends.sanitize_prefill"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("memcheck finds nothing, racecheck the hand-over alone\n")
