@@ -8,7 +8,8 @@ Decides: what can be captured. The trace runs on fake tensors, which have shapes
 network that looks at values (routing to experts, rotary scaling by length) cannot be traced, and is
 refused. It runs twice, with different numbers of tokens: every number that differs must be a
 multiple of one of these, and becomes that multiple. What does nothing (a cast to the dtype that is
-there already) is left out. At the end the function is compared with the network, bit for bit.
+there already, a product with 1) is left out. At the end the function is compared with the network,
+bit for bit.
 
 Invariants: a capture that exists gave the network's own logits on every size that it was tried on;
 attention is called as the network calls it, layer by layer, with the same terms.
@@ -238,7 +239,7 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
         node.target, node.args = operator.call, (call, layer, query, key, value)
     elif target is torch._C._set_grad_enabled:  # noqa: SLF001  # what a trace shows of no_grad
         node.graph.erase_node(node)
-    elif target in _CASTS and _is_same_kind(node, node.args[0]):
+    elif _is_idle(node):
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # a tensor's node
     elif target is operator.getitem:  # one of several results
         return
@@ -252,6 +253,16 @@ _CASTS = {
     torch.ops.aten.to.dtype_layout,
     torch.ops.aten.contiguous.default,
 }
+
+
+def _is_idle(node: fx.Node) -> bool:
+    """Whether its result is its first argument: a cast to what that is, a product with 1."""
+    if node.target is torch.ops.aten.mul.Tensor:
+        if isinstance(node.args[1], fx.Node) or node.args[1] != 1:
+            return False
+    elif node.target not in _CASTS:
+        return False
+    return _is_same_kind(node, node.args[0])
 
 
 def _is_same_kind(node: fx.Node, source: object) -> bool:
@@ -282,7 +293,9 @@ _DIRECT = dict(_direct_names())
 
 def _make_direct(node: fx.Node) -> None:
     target: Any = node.target
-    if target in _DIRECT:
+    if target is torch.ops.aten.pow.Tensor_Scalar and node.args[1] == 2:
+        node.target, node.args = torch.mul, (node.args[0], node.args[0])  # as PyTorch computes it
+    elif target in _DIRECT:
         node.target = _DIRECT[target]
     elif target is torch.ops.aten.slice.Tensor and len(node.args) == 4:
         _make_narrow(node)

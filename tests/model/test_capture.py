@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaForCausalLM
 
 from model import EngineConfig, SamplingParams
@@ -126,3 +127,31 @@ def _last_logits(run):
     tokens = torch.arange(9)[None]
     with torch.inference_mode():
         return run(tokens, tokens, torch.tensor([8]), Telling())
+
+
+def test_a_product_with_one_is_left_out_where_it_changes_nothing():
+    def left_of(function, *inputs):
+        module = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*inputs)
+        call = next(iter(module.graph.nodes))
+        for node in list(module.graph.nodes):
+            if node.op == "call_function":
+                capturing._simplify(node, call)
+        module.graph.eliminate_dead_code()
+        return [node.target for node in module.graph.nodes if node.op == "call_function"]
+
+    x, product = torch.randn(3, 4), [torch.ops.aten.mul.Tensor]
+    assert left_of(lambda x: x * 1.0, x) == []
+    assert left_of(lambda x: x * 1, x) == []
+    assert left_of(lambda x: x * 2.0, x) == product
+    assert left_of(lambda x, y: x * y, x, torch.ones(3, 4)) == product
+    assert left_of(lambda x: x * 1.0, x.int()) == product  # makes floats of them
+    assert left_of(lambda x: x * 1.0, x[:, ::2]) == product  # closes their gaps
+
+
+def test_squares_are_products_bit_for_bit_in_every_dtype_of_a_network():
+    targets = [node.target for node in capture(switched(build("qwen3", 3)), CPU).module.graph.nodes]
+    assert torch.pow not in targets
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        whole = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+        every = whole.view(dtype) if dtype.itemsize == 2 else torch.randn(1 << 16) * 1e3
+        assert torch.equal(*(each.nan_to_num(7.0) for each in (every.pow(2), every * every)))
