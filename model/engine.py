@@ -13,7 +13,6 @@ a command line.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import backends
 import kvcore
@@ -23,6 +22,7 @@ from model.errors import InvalidArgumentError, StalledError
 from model.loader import LoadedModel
 from model.memory import plan_memory
 from model.network import PagedNetwork
+from model.output import Completion, Output
 from model.params import SamplingParams
 from model.passes import Flight, StepPasses
 from model.prepare import prepare_network
@@ -35,38 +35,6 @@ from model.swap import BlockMover, plan_host_blocks
 from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
 
 Prompt = str | Sequence[int]
-
-
-class Output:
-    """One token of one request.
-
-    Attributes:
-        request: whose; its status and finish reason are up to date.
-        token: the token that was drawn.
-    """
-
-    __slots__ = ("_stream", "request", "token")
-
-    def __init__(self, request: Request, token: int, stream: TextStream) -> None:
-        self.request = request
-        self.token = token
-        self._stream = stream
-
-    @property
-    def text(self) -> str:
-        """The request's text that became final since it was last asked for; often none.
-
-        Never part of a character. It is made now: who does not look does not pay. O(tokens since).
-        """
-        return self._stream.take()
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request and its text."""
-
-    request: Request
-    text: str
 
 
 class Engine:

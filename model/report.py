@@ -11,8 +11,9 @@ Does not know: how they came about.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from model.engine import Completion, Engine
+from model.engine import Engine
 from model.memory import show_bytes
+from model.output import Completion
 from model.request import FinishReason
 from model.verify import Mismatch
 

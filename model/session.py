@@ -22,10 +22,11 @@ from transformers.utils import logging as transformers_logging
 import backends
 import kvcore
 from model.args import Options
-from model.engine import Completion, Engine
+from model.engine import Engine
 from model.errors import InvalidArgumentError, UsageError
 from model.loader import LoadedModel, load_model
 from model.memory import show_bytes
+from model.output import Completion
 from model.params import SamplingParams
 from model.prepare import is_small
 from model.progress import Progress
