@@ -115,7 +115,8 @@ def run_generate_batch_sized(
 
 def _num_pages(jobs: Sequence[Job]) -> list[int]:
     """Pages of Transformers' cache that each job takes, one to spare."""
-    page_size = ContinuousBatchingConfig().page_size
+    config: Any = ContinuousBatchingConfig()
+    page_size: int = config.page_size if hasattr(config, "page_size") else config.block_size
     return [-(-(len(job.prompt) + job.max_tokens) // page_size) + 1 for job in jobs]
 
 
