@@ -1,6 +1,21 @@
 """The GPU backend: Triton kernels for CUDA devices, or for CPU tensors in Triton's interpreter.
 
 Importing this imports no triton; `load` does, and says what is missing where it cannot run.
+
+Every kernel's file says at its top what it computes, how its data lies, its grid and the bytes that
+it moves. To read them, from the simplest on:
+
+- `slot_mapping`, `store_kv`, `copy_blocks`: what moves without computing; `e4m3` is how a quantised
+  element is written and read, `soft_cap` the base of all exponentials.
+- `prefill`: attention of many query tokens in its plain form, one loop over tiles of keys with a
+  running maximum and sum. All other attention here is that loop, cut differently.
+- `decode`: single query tokens. `splits` is the plan that cuts long sequences, `chunk` the walk
+  over the keys of a part, `merge` the sum of the parts; `cascade` reads a shared prefix once.
+- `hopper_prefill`: prefill with warps of different work. `prefill_order` is the list of items,
+  `hopper_items` who takes which, `hopper_load` the warp that loads, `hopper_consume` those that
+  multiply.
+- `paged_attention` chooses among them; `terms`, `place` and `launch` are how a call becomes a
+  launch, `warm_up` meets every variant before the first request, `backend` is the face.
 """
 
 import importlib

@@ -2,13 +2,13 @@
 
     cache[dst] = cache[src], for every (src, dst) and every cache
 
-Grid: (copies, caches * pieces of a block); one launch for all caches whose blocks have one size and
-spacing, by way of a list on the GPU of how far they are from the first one. That list is written
-when a set of caches is met for the first time, which a CUDA graph being captured cannot do: copy
-once before. Bytes
-moved: each block read once and written once. Exact: words of up to 8 bytes, 16 bytes a thread and
-copy. Block ids and overlaps are the caller's mistake and are not looked for, which would need the
-GPU to be waited for.
+Layout: a block is one run of memory, cut into pieces of which a program copies one. Grid: (copies,
+caches * pieces of a block); one launch for all caches whose blocks have one size and spacing, by
+way of a list on the GPU of how far they are from the first one. That list is written when a set of
+caches is met for the first time, which a CUDA graph being captured cannot do: copy once before.
+Bytes moved: each block read once and written once. Exact: words of up to 8 bytes, 16 bytes a thread
+and copy. Block ids and overlaps are the caller's mistake and are not looked for, which would need
+the GPU to be waited for.
 """
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
