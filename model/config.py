@@ -73,7 +73,8 @@ class EngineConfig:
         swap_memory_bytes: host memory for the blocks of preempted requests; 0: they are computed
             again; None: some, where that is cheaper (`swap.py`).
         eager: the network's modules are called as they are; else what `prepare.py` says.
-        compile: on a GPU, whether its operations are compiled by `torch.compile`.
+        compile: whether seconds are spent before the first step, so that each takes less: on a GPU
+            `torch.compile`, on a CPU a small network's operations without its modules.
         async_scheduling: whether a step is planned and sent before the tokens of the one before it
             are read; None: on a GPU.
         seed: of the draws of requests that have no seed of their own.

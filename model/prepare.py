@@ -4,8 +4,8 @@ Decides: how a network runs. Kernels are compiled in any case. Then, unless it i
 
 | | on a GPU | on a CPU |
 |---|---|---|
-| its operations without its modules (`capture.py`) | always | where it is small |
-| in compiled pieces (`segments.py`) | where that was asked for | never |
+| its operations without its modules (`capture.py`) | always | where asked for, and it is small |
+| in compiled pieces (`segments.py`) | where asked for | never |
 | decode steps as CUDA graphs (`graphs.py`) | always | never |
 
 A network that looks at values cannot be captured, and then nothing else is done, because a graph
@@ -101,7 +101,8 @@ def prepare_network(
 def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
     """Capture and compile a network as far as it can be."""
     is_on_gpu = network.device.type == "cuda"
-    if config.eager or not (is_on_gpu or is_small(network.num_parameters)):
+    pays = is_on_gpu or (config.compile and is_small(network.num_parameters))
+    if config.eager or not pays:
         return Prepared("eager")
     try:
         network.capture()

@@ -131,7 +131,8 @@ def add_execution(flag: Callable[..., object], *, compiles: bool) -> None:
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=compiles,
-        help=f"on a GPU, compile the network's operations with torch.compile (default: {default})",
+        help="on a GPU, compile the network's operations with torch.compile; on a CPU, run those "
+        f"of a small one without its modules (default: {default})",
     )
     flag(
         "--async-scheduling",
