@@ -232,17 +232,17 @@ class Engine:
             tokens = {} if landing is None else landing.read()
             watch.done(SAMPLE)
             if self._is_late and landing is not None:
-                outputs = self._hand_out(landing, tokens)
+                outputs = self._hand_out(tokens)
         except BaseException:
             self._give_up(step)
             raise
         self._mover.copy(self._scheduler.advance(step))
         self._unread = flight if step.chunks and self._is_late else None
         if not self._is_late:
-            outputs = self._hand_out(flight, tokens)
+            outputs = self._hand_out(tokens)
         elif not self._passes.can_read_late(flight.sampling):
             self._unread = None
-            outputs += self._hand_out(flight, flight.read())
+            outputs += self._hand_out(flight.read())
         if step.is_empty and before is None and self._scheduler.has_unfinished:
             raise StalledError("step: requests wait, and none can be admitted or run")
         watch.end()
@@ -319,14 +319,12 @@ class Engine:
         draws = [self._draw(r) if r.params.temperature else None for r in sampling]
         return self._passes.send(step, sampling, draws, rows_drawn, self._watch)
 
-    def _hand_out(self, flight: Flight, tokens: dict[int, int]) -> list[Output]:
+    def _hand_out(self, tokens: dict[int, int]) -> list[Output]:
         """Give those who expect a token theirs, and end whom it ends."""
-        receiving = [request for request in flight.sampling if request.is_expecting]
-        self._scheduler.accept(tokens)
-        outputs = []
-        for request in receiving:
-            token = tokens[request.request_id]
-            stream = self._streams[request.request_id]
+        streams, outputs = self._streams, []
+        for request in self._scheduler.accept(tokens):
+            number = request.request_id
+            token, stream = tokens[number], streams[number]
             stream.add(token)
             if request.is_finished or stream.is_stopped:
                 self._end(request, stream)

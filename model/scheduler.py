@@ -148,8 +148,9 @@ class Scheduler(StepPlanner):
                 accepted, or a token is missing; nothing has changed.
         """
         self._check_in_flight(step)
-        _check_drawn(_samplers(_live(step)), sampled)
-        orders = self.advance(step)
+        live = _live(step)
+        _check_drawn(_samplers(live), sampled)
+        orders = self._advance(step, live)
         self.accept(sampled)
         return orders
 
@@ -169,7 +170,9 @@ class Scheduler(StepPlanner):
                 accepted; nothing has changed.
         """
         self._check_in_flight(step)
-        live = _live(step)
+        return self._advance(step, _live(step))
+
+    def _advance(self, step: Step, live: Sequence[Chunk]) -> tuple[kvcore.CopyOrder, ...]:
         self._in_flight = None
         self._room.end_transfers(step.stores, step.loads)
         self._commit(live)
@@ -184,11 +187,14 @@ class Scheduler(StepPlanner):
             request.expect()
         return tuple(orders)
 
-    def accept(self, sampled: Mapping[int, int]) -> None:
+    def accept(self, sampled: Mapping[int, int]) -> list[Request]:
         """Hand out the tokens of the step that was advanced last. O(num_sampled).
 
         Args:
             sampled: request_id -> the token drawn for it, for everyone who still expects one.
+
+        Returns:
+            Those who did, in the order of the step; some may have finished by it.
 
         Raises:
             SchedulerStateError: a token is missing; nothing has changed.
@@ -200,6 +206,7 @@ class Scheduler(StepPlanner):
             reason = request.accept(sampled[request.request_id])
             if reason is not None:
                 self.finish(request, reason)
+        return expecting
 
     def _check_in_flight(self, step: Step) -> None:
         if step is not self._in_flight:
@@ -265,9 +272,9 @@ def _samplers(chunks: Sequence[Chunk]) -> list[Request]:
 
 def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> None:
     """Raise unless there is a token for each of them."""
-    for request in requests:
-        if request.request_id not in sampled:
-            raise SchedulerStateError(f"sampled: no token for {request!r}")
+    if not sampled.keys() >= {request.request_id for request in requests}:
+        request = next(r for r in requests if r.request_id not in sampled)
+        raise SchedulerStateError(f"sampled: no token for {request!r}")
 
 
 def is_swappable(groups: Sequence[kvcore.LayerGroup]) -> bool:
