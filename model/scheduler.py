@@ -178,13 +178,16 @@ class Scheduler(StepPlanner):
         self._commit(live)
         # All forks come before the first token ends a request: no block is copied from or to twice.
         orders: list[kvcore.CopyOrder] = []
-        for chunk in live:
+        expecting = _samplers(live)
+        leading = [chunk for chunk in live if chunk.followers]
+        for chunk in leading:
             for follower in chunk.followers:
                 self._fork(chunk.request, follower, orders)
-        # A follower that found no room to fork draws when it is its turn.
-        self._expecting = tuple([r for r in _samplers(live) if r.sequence is not None])
-        for request in self._expecting:
+        if leading:  # a follower that found no room to fork draws when it is its turn
+            expecting = [request for request in expecting if request.sequence is not None]
+        for request in expecting:
             request.expect()
+        self._expecting = tuple(expecting)
         return tuple(orders)
 
     def accept(self, sampled: Mapping[int, int]) -> list[Request]:
