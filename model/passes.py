@@ -116,7 +116,7 @@ class StepPasses:
         """
         self._mover.transfer(step.stores, step.loads)
         if not step.chunks:
-            return Flight((), Drawn(torch.empty(0), torch.empty(0, dtype=torch.int64)))
+            return Flight((), draw(torch.empty(0), ()))
         self._builders.append(self._builders.pop(0))
         tensors = self._builders[0].build(step, rows_drawn)
         watch.done(PREPARE)

@@ -124,7 +124,7 @@ def draw(
         sums_of: `chunk_sums`, or what that was compiled to.
     """
     if not draws:
-        return Drawn(logits.new_empty(0), torch.empty(0, dtype=torch.int64))
+        return Drawn(torch.empty(0), torch.empty(0, dtype=torch.int64))
     best, tokens = logits.max(dim=-1) if most_likely is None else most_likely
     cut: dict[int, Draw] = {}
     whole: dict[int, Draw] = {}
