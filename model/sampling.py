@@ -85,7 +85,7 @@ class Drawn:
             self._copied.record()
 
     def read(self) -> list[int]:
-        """The tokens, once they are there. O(num_rows).
+        """The tokens, once they are there and with them all that was sent before. O(num_rows).
 
         Raises:
             NumericalError: a row holds NaN, +inf or nothing but -inf.
@@ -123,8 +123,8 @@ def draw(
         most_likely: `logits.max(dim=-1)`, if that is known.
         sums_of: `chunk_sums`, or what that was compiled to.
     """
-    if not draws:
-        return Drawn(torch.empty(0), torch.empty(0, dtype=torch.int64))
+    if not draws:  # and still something to wait for
+        return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
     best, tokens = logits.max(dim=-1) if most_likely is None else most_likely
     cut: dict[int, Draw] = {}
     whole: dict[int, Draw] = {}

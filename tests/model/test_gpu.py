@@ -11,6 +11,7 @@ import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.engine import Engine
 from model.loader import wrap_network
+from model.sampling import draw
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
 
@@ -144,6 +145,16 @@ def test_samples_that_fork_on_a_gpu_draw_what_they_draw_alone():
         tokens.append([request.output_tokens for request in requests])
     assert tokens[0] == tokens[1]
     assert len({tuple(sample) for sample in tokens[0]}) == 4
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_what_was_sent_is_done_when_it_is_read_even_if_nothing_was_drawn(rows):
+    logits = torch.zeros(rows, 10, device="cuda")
+    torch.cuda._sleep(100_000_000)
+    drawn = draw(logits, [None] * rows)
+    assert not torch.cuda.current_stream().query()
+    assert drawn.read() == [0] * rows
+    assert torch.cuda.current_stream().query()
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
