@@ -537,6 +537,16 @@ def test_blocks_can_change_hands_in_one_step(pool):
     )
 
 
+def test_blocks_that_come_back_in_a_step_are_counted_as_used_until_it_ends():
+    """Room is taken before it is given back: 5 are held, 2 more are taken, then 4 come back."""
+    pool = kvcore.BlockPool(9, 1)
+    leaving = [*published(pool, 1), *pool.take(3)]
+    pool.take(1)
+    pool.hand_out(pool.next_blocks(2), leaving)
+    assert pool.peak_used_blocks == 7
+    assert pool.num_free_blocks == 5
+
+
 def test_blocks_are_the_same_whether_they_are_looked_at_before_or_after():
     for looked_at_first in (False, True):
         pool = kvcore.BlockPool(8, 1)
