@@ -48,15 +48,22 @@ def test_importing_kvcore_loads_the_standard_library_and_xxhash_only():
 
 
 def test_importing_kvcore_takes_under_30_ms_of_the_processor():
-    """Beyond the interpreter, which has started when the clock does; the best of a few runs."""
-    script = (
-        "import time; begun = time.process_time(); import kvcore;print(time.process_time() - begun)"
-    )
-    command = [sys.executable, "-I", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {script}"]
-    best = 1.0
+    """Beyond the interpreter, which has started when the clock does; the best of a few runs.
+
+    A processor that is slow at the moment has as long as twice what kvcore imports takes there.
+    """
+    best = needed = 1.0
     for _ in range(15):
-        result = subprocess.run(command, capture_output=True, text=True, check=True)
-        best = min(best, float(result.stdout))
+        best = min(best, seconds_to("import kvcore"))
+        needed = min(needed, seconds_to("import dataclasses, hashlib, typing, xxhash"))
         if best < 0.030:
             break
-    assert best < 0.030
+    assert best < max(0.030, 2 * needed)
+
+
+def seconds_to(statement):
+    """Processor time of a statement in a fresh interpreter."""
+    clock = f"begun = time.process_time(); {statement}; print(time.process_time() - begun)"
+    script = f"import sys; sys.path[:0] = {sys.path!r}; import time; {clock}"
+    command = [sys.executable, "-I", "-c", script]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
