@@ -23,6 +23,7 @@ from torch import Tensor
 
 import backends
 import kvcore
+from model.request import Request
 from model.step import Chunk, Step
 
 
@@ -226,16 +227,19 @@ class BatchBuilder:
         Raises:
             NotReservedError: a sequence has no room for its tokens.
         """
-        chunks = step.chunks
-        sequences = [chunk.request.running_sequence for chunk in chunks]
-        num_seqs, num_tokens = len(chunks), step.num_tokens
+        # Columns of the step, at the price of one pass over it.
+        requests, first_positions, counted, samples, followers = zip(*step.chunks, strict=True)
+        sequences = [request.sequence for request in requests]
+        if None in sequences:
+            sequences = [request.running_sequence for request in requests]  # says which one
+        num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
             self._rows = np.arange(num_seqs)
         rows, firsts = self._rows, self._rows
-        starts = positions = np.array([chunk.start for chunk in chunks])
+        starts = positions = np.array(first_positions)
         max_query_len, ends, lengths = 1, rows + 1, starts + 1
         if num_tokens > num_seqs:
-            counts = np.array([chunk.num_tokens for chunk in chunks])
+            counts = np.array(counted)
             max_query_len, ends, lengths = int(counts.max()), counts.cumsum(), starts + counts
             rows, firsts = np.repeat(rows, counts), ends - counts
             positions = np.arange(num_tokens) + np.repeat(lengths - ends, counts)
@@ -243,10 +247,11 @@ class BatchBuilder:
         query_starts[0] = 0
         query_starts[1:] = ends
         self._seq_lens.view(num_seqs)[:] = lengths
-        self._write_input_ids(chunks, firsts, num_tokens)
+        self._write_input_ids(step.chunks, firsts, num_tokens)
         self._position_ids.view(num_tokens)[:] = positions
-        num_sampled = [chunk.samples and 1 + len(chunk.followers) for chunk in chunks]
-        sampled = np.repeat(ends, num_sampled) - 1
+        sampled = ends - 1
+        if any(followers) or not all(samples):
+            sampled = sampled.repeat([len(chunk.sampling) for chunk in step.chunks])
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
         seq_lens = self._seq_lens.shaped(num_seqs)
@@ -274,12 +279,12 @@ class BatchBuilder:
             position_ids=self._position_ids.shaped(1, num_tokens),
             logit_rows=self._logit_rows.shaped(len(sampled)),
             paged=tuple(paged),
-            sources=self._write_sources(chunks, ends, num_tokens, rows_drawn or {}),
+            sources=self._write_sources(requests, ends, num_tokens, rows_drawn or {}),
         )
 
     def _write_sources(
         self,
-        chunks: Sequence[Chunk],
+        requests: Sequence[Request],
         ends: NDArray[np.int64],
         num_tokens: int,
         rows_drawn: Mapping[int, int],
@@ -287,10 +292,10 @@ class BatchBuilder:
         if not rows_drawn:
             return None
         sources = self._sources.view(num_tokens)
-        if num_tokens > len(chunks):
+        if num_tokens > len(requests):
             sources[:] = -1
         sources[ends - 1] = [  # what is expected is the last of all, and of its chunk
-            rows_drawn[request.request_id] if request.is_expecting else -1 for request, *_ in chunks
+            rows_drawn[request.request_id] if request.is_expecting else -1 for request in requests
         ]
         return self._sources.shaped(1, num_tokens)
 
@@ -298,7 +303,7 @@ class BatchBuilder:
         self, chunks: Sequence[Chunk], firsts: NDArray[np.int64], num_tokens: int
     ) -> None:
         input_ids = self._input_ids.view(num_tokens)
-        input_ids[firsts] = [chunk.request.tokens[chunk.start] for chunk in chunks]
+        input_ids[firsts] = [request.tokens[start] for request, start, *_ in chunks]
         if num_tokens > len(chunks):
             for chunk, first in zip(chunks, firsts.tolist(), strict=True):
                 if chunk.num_tokens > 1:

@@ -90,10 +90,10 @@ class DecodeGraphs:
 
     def fits(self, step: Step) -> bool:
         """Whether a step was recorded: everyone computes and draws one token. O(num_chunks)."""
-        return len(step.chunks) <= self._sizes[-1] and all(
-            samples and num_tokens == 1 and not followers
-            for _, _, num_tokens, samples, followers in step.chunks
-        )
+        if len(step.chunks) > self._sizes[-1]:
+            return False
+        _, _, counts, samples, followers = zip(*step.chunks, strict=True)
+        return sum(counts) == len(counts) and all(samples) and not any(followers)
 
     def replay(self, step: StepTensors) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Compute a step that fits: its logits and each row's largest, valid until the next call.
