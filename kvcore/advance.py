@@ -153,7 +153,7 @@ def _change_pool(
             _publish(pool, seq, seq.namespace_key or b"", number, full)
         released = [block for table, kept in passed for block in table.before(kept)]
         answer = tuple(growths)
-        pool.hand_out(new, released)
+        pool.exchange(new, released)
     except BaseException:
         pool.unpublish(published, last_event)
         for (table, _), length in zip(wanted, lengths, strict=True):

@@ -1,10 +1,16 @@
-"""A block: one fixed-size piece of KV memory, as the control plane sees it.
+"""A block: one fixed-size piece of KV memory, as the control plane sees it; and what it may hold.
 
 A block is in exactly one of two states: *free* (`ref_count == 0`, linked into the free queue) or
 *held* (`ref_count >= 1`, in somebody's table, not in the queue). Beside that it may be *published*:
 `node` then says whose content it holds, and the links `prev_copy`/`next_copy` join the blocks that
 hold the same content. A free published block can be hit until it is reused; freeing is not
-evicting. All links are intrusive, so moving a block between states allocates nothing.
+evicting.
+
+Nearly always a content is held by one block and goes when that is reused, so every block brings a
+node of its own, and `block.node is block`: what is read to evict it lies together, and nothing is
+made or thrown away. A content that another block holds too, or that something below it keeps in the
+tree, stays in the node where it is, and a block whose own node is in use so publishes what comes
+next in a node beside it. All links are intrusive: moving a block between states allocates nothing.
 """
 
 from __future__ import annotations
@@ -18,46 +24,6 @@ NULL_BLOCK: Final = BlockId(0)
 """The block that padding points to: never handed out, never published, never freed."""
 
 
-@final
-class Block:
-    """One block. Its fields belong to the pool that made it; read them, do not write them.
-
-    Attributes:
-        block_id: its index in the cache.
-        ref_count: how many holders it has.
-        prev_free, next_free: neighbours in the free queue; None when not in it.
-        node: the content it holds and can be hit by, or None.
-        group: the layer group that it was published for.
-        prev_copy, next_copy: the published blocks of the same content before and after it.
-    """
-
-    __slots__ = (
-        "block_id",
-        "group",
-        "next_copy",
-        "next_free",
-        "node",
-        "prev_copy",
-        "prev_free",
-        "ref_count",
-    )
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = BlockId(block_id)
-        self.ref_count = 0
-        self.prev_free: Block | None = None
-        self.next_free: Block | None = None
-        self.node: Node | None = None
-        self.group = 0
-        self.prev_copy: Block | None = None
-        self.next_copy: Block | None = None
-
-    def __repr__(self) -> str:
-        published = "" if self.node is None else ", published"
-        return f"Block({self.block_id}, ref_count={self.ref_count}{published})"
-
-
-@final
 class Node:
     """A piece of content: the tokens of one block after the content of its parent.
 
@@ -67,7 +33,7 @@ class Node:
     Attributes:
         tokens: the block's tokens, packed, and after them the encoded items that reach into it;
             for a root, its namespace, encoded.
-        parent: the content before it; None for a root.
+        parent: the content before it; None for a root, and for a block's node that is not in use.
         last_child: the child that was followed or added last, the first to be tried; None if that
             one is gone, or if there is none at all.
         children: all children by their tokens, while there are two or more; None otherwise.
@@ -86,6 +52,12 @@ class Node:
         self.first_copy: Block | None = None
         self.last_copy: Block | None = None
         self.name: bytes | None = None
+
+    def clear(self) -> None:
+        """Stand for nothing, in no tree. Cannot fail. O(1)."""
+        self.parent = self.last_child = self.children = None
+        self.first_copy = self.last_copy = self.name = None
+        self.tokens = b""
 
     def has_children(self) -> bool:
         """Say whether any content follows it. O(1)."""
@@ -116,3 +88,46 @@ class Node:
                 found.append(node)
             pending += node.child_nodes()
         return found
+
+
+@final
+class Block(Node):
+    """One block. Its fields belong to the pool that made it; read them, do not write them.
+
+    Beside these it has those of its own node, which says nothing of what the block holds unless
+    `node` is the block itself.
+
+    Attributes:
+        block_id: its index in the cache.
+        ref_count: how many holders it has.
+        prev_free, next_free: neighbours in the free queue; None when not in it.
+        node: the content it holds and can be hit by, or None.
+        group: the layer group that it was published for.
+        prev_copy, next_copy: the published blocks of the same content before and after it.
+    """
+
+    __slots__ = (
+        "block_id",
+        "group",
+        "next_copy",
+        "next_free",
+        "node",
+        "prev_copy",
+        "prev_free",
+        "ref_count",
+    )
+
+    def __init__(self, block_id: int) -> None:
+        super().__init__(None, b"")
+        self.block_id = BlockId(block_id)
+        self.ref_count = 0
+        self.prev_free: Block | None = None
+        self.next_free: Block | None = None
+        self.node: Node | None = None
+        self.group = 0
+        self.prev_copy: Block | None = None
+        self.next_copy: Block | None = None
+
+    def __repr__(self) -> str:
+        published = "" if self.node is None else ", published"
+        return f"Block({self.block_id}, ref_count={self.ref_count}{published})"

@@ -38,9 +38,6 @@ class ContentTree:
         self._group = group
         self._log = log
         self._roots: dict[bytes, Node] = {}
-        # Nodes that stand for nothing now, joined by their parents: the next content takes one, so
-        # in steady state no object is made that the garbage collector would have to walk.
-        self._spare: Node | None = None
 
     def match(
         self,
@@ -64,11 +61,18 @@ class ContentTree:
         size = self._key_bytes
         for index in range(max_blocks):
             content = packed[index * size : (index + 1) * size]
-            child = self._child(node, content if items is None else content + items[index])
-            if child is None or child.first_copy is None:
+            if items is not None:
+                content += items[index]
+            child = node.last_child
+            if child is None or child.tokens != content:
+                child = None if node.children is None else node.children.get(content)
+                if child is None:
+                    break
+            block = child.first_copy
+            if block is None:
                 break
             node.last_child = child
-            found.append(child.first_copy)
+            found.append(block)
             node = child
         return found
 
@@ -116,25 +120,27 @@ class ContentTree:
             if parent is None:
                 parent = self._roots[namespace_key] = Node(None, namespace_key)
         start = parent
+        log, group = self._log, self._group
         try:
             for index, block in enumerate(blocks):
                 content = contents[index]
-                if parent.last_child is None and parent.children is None:
-                    node = parent.last_child = self._new_node(parent, content)
-                else:
-                    node = self._child(parent, content) or self._grow(parent, content)
-                block.node = node
-                block.group = self._group
-                before = node.last_copy
-                node.last_copy = block
-                if before is None:
-                    node.first_copy = block
-                    if self._log is not None:
-                        self._log.stored(node, self._group)
-                else:
-                    block.prev_copy = before
-                    before.next_copy = block
-                parent = node
+                if (
+                    parent.last_child is not None
+                    or parent.children is not None
+                    or block.parent is not None
+                ):
+                    node = self._child(parent, content) or self._grow(block, parent, content)
+                    self._join(block, node)
+                    parent = node
+                    continue
+                parent.last_child = block
+                block.parent = parent
+                block.tokens = content
+                block.node = block.first_copy = block.last_copy = block
+                block.group = group
+                if log is not None:
+                    log.stored(block, group)
+                parent = block
         except BaseException:
             for block in reversed(blocks):
                 self.detach(block)
@@ -162,30 +168,6 @@ class ContentTree:
         block.node = block.prev_copy = block.next_copy = None
         self._prune(node)
 
-    def detach_run(self, blocks: list[Block]) -> None:
-        """Do what `detach` does for each of these blocks in turn. Cannot fail. O(len(blocks)).
-
-        Tail first, as a sequence gives its blocks back, each is the last of its branch.
-        """
-        for block in blocks:
-            node = block.node
-            parent = None if node is None else node.parent
-            if (
-                node is None
-                or parent is None
-                or node.last_child is not None
-                or node.children is not None
-                or node.first_copy is not node.last_copy
-                or parent.children is not None
-                or parent.first_copy is None
-            ):
-                self.detach(block)
-                continue
-            parent.last_child = node.first_copy = node.last_copy = node.name = None
-            block.node = None
-            node.parent = self._spare
-            self._spare = node
-
     def clear(self) -> None:
         """Forget all content at once. The caller has detached every block. O(1)."""
         self._roots.clear()
@@ -210,24 +192,32 @@ class ContentTree:
             return child
         return None if node.children is None else node.children.get(tokens)
 
-    def _new_node(self, parent: Node, tokens: bytes) -> Node:
-        node = self._spare
-        if node is None:
-            return Node(parent, tokens)
-        self._spare = node.parent
-        node.parent = parent
-        node.tokens = tokens
-        return node
-
-    def _grow(self, parent: Node, tokens: bytes) -> Node:
-        node = self._new_node(parent, tokens)
+    def _grow(self, block: Block, parent: Node, tokens: bytes) -> Node:
+        """Add a node below `parent`: the block's own, or one beside it if that is in use."""
+        node = block if block.parent is None else Node(None, b"")
         only = parent.last_child
         if parent.children is not None:
             parent.children[tokens] = node
         elif only is not None:
             parent.children = {only.tokens: only, tokens: node}
         parent.last_child = node
+        node.parent = parent
+        node.tokens = tokens
         return node
+
+    def _join(self, block: Block, node: Node) -> None:
+        """Make a block the last copy of a content."""
+        block.node = node
+        block.group = self._group
+        before = node.last_copy
+        node.last_copy = block
+        if before is None:
+            node.first_copy = block
+            if self._log is not None:
+                self._log.stored(node, self._group)
+        else:
+            block.prev_copy = before
+            before.next_copy = block
 
     def _prune(self, node: Node) -> None:
         """Take out `node`, and every ancestor that this leaves without blocks and children."""
@@ -247,7 +237,5 @@ class ContentTree:
                     parent.children = None
                 elif parent.last_child is node:
                     parent.last_child = None  # any heir would cost a walk, an eviction each
-            node.name = None
-            node.parent = self._spare
-            self._spare = node
+            node.clear()
             node = parent

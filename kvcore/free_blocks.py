@@ -35,7 +35,8 @@ class FreeBlocks:
         shelf: the free ones that are to be kept longer, reused after all others.
         lifetimes: how long blocks live, lie idle and wait; None: nobody wants to know.
         step: the time that deadlines speak of, as the caller counts it.
-        least_free_blocks: the fewest that were free at once.
+        num_used_blocks: how many are held.
+        peak_used_blocks: the most that were held at once.
     """
 
     __slots__ = (
@@ -43,10 +44,11 @@ class FreeBlocks:
         "_num_seen",
         "empty_blocks",
         "free_queue",
-        "least_free_blocks",
         "lifetimes",
         "null",
         "num_blocks",
+        "num_used_blocks",
+        "peak_used_blocks",
         "shelf",
         "step",
     )
@@ -61,7 +63,8 @@ class FreeBlocks:
         self.empty_blocks: list[Block] = []
         self.lifetimes: LifetimeRecorder | None = None
         self.step = 0
-        self.least_free_blocks = self.num_blocks - 1
+        self.num_used_blocks = 0
+        self.peak_used_blocks = 0
 
     @property
     def blocks(self) -> list[Block]:
@@ -77,13 +80,7 @@ class FreeBlocks:
     @property
     def num_free_blocks(self) -> int:
         """How many blocks `take` could hand out now. O(1)."""
-        fresh = self.num_blocks - self._num_seen
-        return len(self.empty_blocks) + fresh + self.free_queue.length + self.shelf.num_free
-
-    @property
-    def num_used_blocks(self) -> int:
-        """How many blocks are held. O(1)."""
-        return self.num_blocks - 1 - self.num_free_blocks
+        return self.num_blocks - 1 - self.num_used_blocks
 
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks in the order of their reuse. O(num_free_blocks)."""
@@ -91,11 +88,6 @@ class FreeBlocks:
         yield from self.blocks[self._num_seen :]
         yield from self.free_queue
         yield from self.shelf
-
-    @property
-    def peak_used_blocks(self) -> int:
-        """The most blocks that were held at once. O(1)."""
-        return self.num_blocks - 1 - self.least_free_blocks
 
     def next_blocks(self, count: int) -> list[Block]:
         """Return the blocks that `take` would hand out, in its order; changes nothing. O(count).
@@ -105,10 +97,7 @@ class FreeBlocks:
         """
         empty = self.empty_blocks
         if count <= len(empty):
-            # A slice of a list moves many blocks at the price of one.
-            found = empty[len(empty) - count :]
-            found.reverse()
-            return found
+            return empty[: -count - 1 : -1]  # a slice moves many blocks at the price of one
         left = self.num_free_blocks
         if count > left:
             raise OutOfBlocksError(count, left)
@@ -138,21 +127,18 @@ class FreeBlocks:
         `BlockPool.release` without its checks. Each is named once. Fails before it changes
         anything.
         """
-        freed: list[Block] = []
-        empty: list[Block] = []
-        for block in blocks:
-            if block.ref_count > 1:
-                continue
-            if block.ref_count < 1:
-                raise DoubleFreeError(f"drop: wanted blocks that somebody holds, got {block!r}")
-            if block.node is None:
-                empty.append(block)
-            else:
-                freed.append(block)
-        if empty:
+        others = [block for block in blocks if block.ref_count != 1 or block.node is None]
+        freed = blocks
+        if others:
+            for block in others:
+                if block.ref_count < 1:
+                    raise DoubleFreeError(f"drop: wanted blocks that somebody holds, got {block!r}")
+            freed = [block for block in blocks if block.ref_count == 1 and block.node is not None]
+            empty = [block for block in others if block.ref_count == 1]
             self.empty_blocks += empty
-        for block in blocks:
-            block.ref_count -= 1
+            for block in others:
+                block.ref_count -= 1
+            self.num_used_blocks -= len(empty)
         if freed:
             self._put_back(freed)
 
@@ -166,7 +152,13 @@ class FreeBlocks:
                 self._unqueue(block)
         else:
             self.free_queue.remove_run(idle)
-        self.least_free_blocks = min(self.least_free_blocks, self.num_free_blocks)
+        self._count_used(len(idle))
+
+    def _count_used(self, count: int) -> None:
+        """Note that so many more blocks are held. O(1)."""
+        used = self.num_used_blocks = self.num_used_blocks + count
+        if used > self.peak_used_blocks:
+            self.peak_used_blocks = used
 
     def _make(self, num_blocks: int) -> None:
         """Let the first `num_blocks` blocks be there. O(those that are new)."""
@@ -181,21 +173,31 @@ class FreeBlocks:
 
     def _let_go(self, blocks: Sequence[Block]) -> list[Block]:
         """Drop one holder of each block, or of none; return those that nobody holds any more."""
-        self._check_own(blocks)
+        named = list(blocks)
+        made = self._made
         freed: list[Block] = []
-        for index, block in enumerate(blocks):
-            if block.ref_count == 0:
-                hold_again(blocks[:index])
-                raise DoubleFreeError(
-                    f"release: block {block.block_id} is named more often than it is held"
-                )
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                freed.append(block)
+        index = 0
+        try:
+            for index, block in enumerate(named):
+                count = block.ref_count
+                if count < 1 or not block.block_id or made[block.block_id] is not block:
+                    self._check_own(named)
+                    raise DoubleFreeError(
+                        f"release: block {block.block_id} is named more often than it is held"
+                    )
+                if count == 1:
+                    freed.append(block)
+                block.ref_count = count - 1
+        except BaseException as error:
+            hold_again(named[:index])
+            if isinstance(error, IndexError):
+                self._check_own(named)
+            raise
         return freed
 
     def _put_back(self, freed: list[Block]) -> None:
         """Queue blocks with content that nobody holds any more. Cannot fail."""
+        self.num_used_blocks -= len(freed)
         if self.lifetimes is not None:
             for block in freed:
                 self.lifetimes.freed(block.block_id, self.step)
@@ -203,6 +205,7 @@ class FreeBlocks:
             self.free_queue.push_run(freed)
             return
         for block in freed:
+            block.ref_count = 0
             if not self.shelf.push(block):
                 self.free_queue.push_back(block)
 

@@ -97,16 +97,16 @@ class FreeQueue:
         return found
 
     def cut_front(self, blocks: list[Block]) -> None:
-        """Take out the blocks that are first in line, as `first` has named them. O(len(blocks))."""
-        if not blocks:
-            return
-        head = self._head
-        after = blocks[-1].next_free or self._tail
-        for block in blocks:
-            block.prev_free = block.next_free = None
-        head.next_free = after
-        after.prev_free = head
-        self.length -= len(blocks)
+        """Let the line begin after the blocks that are first in it, as `first` has named them. O(1).
+
+        Their own links are left to the caller, who has more to change in each of them.
+        """
+        if blocks:
+            head = self._head
+            after = blocks[-1].next_free or self._tail
+            head.next_free = after
+            after.prev_free = head
+            self.length -= len(blocks)
 
     def remove_run(self, blocks: list[Block]) -> None:
         """Take out blocks that are in the queue, each named once. O(len(blocks))."""
@@ -118,10 +118,14 @@ class FreeQueue:
         self.length -= len(blocks)
 
     def push_run(self, blocks: list[Block]) -> None:
-        """Put blocks that are in no queue, each named once, last in line. O(len(blocks))."""
+        """Put blocks that are in no queue, each named once, last in line. O(len(blocks)).
+
+        Nobody holds them from here on: their ref counts become 0.
+        """
         tail = self._tail
         last = tail.prev_free or self._head
         for block in blocks:
+            block.ref_count = 0
             block.prev_free = last
             last.next_free = block
             last = block

@@ -69,47 +69,70 @@ class BlockPool(FreeBlocks):
             OutOfBlocksError: fewer are free.
             InvalidArgumentError: a negative number.
         """
+        if num_blocks == 1 and type(num_blocks) is int and self.empty_blocks:
+            taken = [self.empty_blocks[-1]]
+            self.empty_blocks.pop().ref_count = 1
+            self.num_allocated_blocks += 1
+            self._count_used(1)
+            return taken
         taken = self.next_blocks(as_int("num_blocks", num_blocks, 0))
         self.hand_out(taken)
         return taken
 
-    def hand_out(self, blocks: list[Block], released: list[Block] | None = None) -> None:
+    def hand_out(self, blocks: list[Block]) -> None:
         """Do what `take` does, for the blocks that `next_blocks` has just named. O(blocks).
 
-        Then drop one holder of each released block. Raises like `release`; whatever is raised,
-        nothing has changed.
+        Whatever is raised, nothing has changed.
         """
         count = len(blocks)
         empty = self.empty_blocks
-        left = max(0, len(empty) - count)
-        popped = len(empty) - left
-        fresh = min(count - popped, self.num_blocks - self._num_seen)
-        idle = blocks[popped + fresh :]
-        freed = self._let_go(released) if released else []
-        try:
-            content = [block for block in freed if block.node is not None]
-            stack = empty
-            if len(content) < len(freed):
-                stack = empty[:left] + [block for block in freed if block.node is None]
-            if idle:
-                self._evict(idle)
-        except BaseException:
-            hold_again(released or ())
-            raise
-        if stack is empty:
+        left = len(empty) - count
+        others = blocks
+        if left < 0:
+            fresh = min(-left, self.num_blocks - self._num_seen)
+            others = blocks[: len(empty) + fresh]
+            if len(others) < count:
+                self._evict(blocks[len(others) :] if others else blocks)
+            self._num_seen += fresh
+            left = 0
+        if empty:
             del empty[left:]
-        self.empty_blocks = stack
-        self._num_seen += fresh
-        for block in blocks:
+        for block in others:
             block.ref_count = 1
         self.num_allocated_blocks += count
-        before = self.num_free_blocks - (len(freed) - len(content))  # what was released comes after
-        self.least_free_blocks = min(self.least_free_blocks, before)
+        self._count_used(count)
+
+    def exchange(self, blocks: list[Block], released: list[Block]) -> None:
+        """Do what `hand_out` does, then drop one holder of each released block. O(blocks).
+
+        Raises like `release`; whatever is raised, nothing has changed.
+        """
+        if not released:
+            self.hand_out(blocks)
+            return
+        freed = self._let_go(released)
+        try:
+            content = [block for block in freed if block.node is not None]
+            stack = None
+            if len(content) < len(freed):
+                left = max(0, len(self.empty_blocks) - len(blocks))
+                stack = self.empty_blocks[:left] + [b for b in freed if b.node is None]
+            self.hand_out(blocks)
+        except BaseException:
+            hold_again(released)
+            raise
+        if stack is not None:
+            self.empty_blocks = stack
+            self.num_used_blocks -= len(freed) - len(content)
         if content:
             self._put_back(content)
 
     def _evict(self, blocks: list[Block]) -> None:
-        """Take content from the free blocks that are reused next. Fails before it changes it."""
+        """Hand out free blocks that hold content, those reused next. Fails before it changes them.
+
+        Tail first, as a sequence gives its blocks back, each is the last of its branch, and the
+        only copy of what stands in its own node.
+        """
         self._note_lost(blocks)
         if self.shelf.kept:
             for block in blocks:
@@ -117,11 +140,26 @@ class BlockPool(FreeBlocks):
                 self.shelf.drop(block)
         else:
             self.free_queue.cut_front(blocks)
-        if len(self.trees) == 1:
-            self.trees[0].detach_run(blocks)
-        else:
-            for block in blocks:
-                self.trees[block.group].detach(block)
+        trees = self.trees
+        for block in blocks:
+            block.ref_count = 1
+            block.prev_free = block.next_free = None
+            above = block.parent
+            if (
+                above is None
+                or block.last_child is not None
+                or block.children is not None
+                or block.node is not block
+                or block.first_copy is not block
+                or block.last_copy is not block
+                or above.children is not None
+                or above.first_copy is None
+            ):
+                trees[block.group].detach(block)
+                continue
+            above.last_child = None
+            block.node = block.parent = block.first_copy = block.last_copy = block.name = None
+            block.tokens = b""
         if self.lifetimes is not None:
             for block in blocks:
                 self.lifetimes.evicted(block.block_id, self.step)
@@ -159,11 +197,14 @@ class BlockPool(FreeBlocks):
         freed = self._let_go(blocks)
         try:
             content = [block for block in freed if block.node is not None]
-            self.empty_blocks += [block for block in freed if block.node is None]
+            if len(content) < len(freed):
+                self.empty_blocks += [block for block in freed if block.node is None]
         except BaseException:
             hold_again(blocks)
             raise
-        self._put_back(content)
+        self.num_used_blocks -= len(freed) - len(content)
+        if content:
+            self._put_back(content)
 
     def match(
         self,
@@ -286,6 +327,7 @@ class BlockPool(FreeBlocks):
             hold_again(released)
             raise
         self.empty_blocks = empty
+        self.num_used_blocks -= len(freed) - len(content)
         for block in losing:
             if block.next_free is not None:
                 self._unqueue(block)
@@ -321,6 +363,7 @@ class BlockPool(FreeBlocks):
             hold_again(released)
             raise
         self.step += num_steps
+        self.num_used_blocks -= len(freed) - len(content)
         for block in fallen:
             self.free_queue.push_back(block)
         self._put_back(content)
@@ -335,7 +378,7 @@ class BlockPool(FreeBlocks):
         if canonical_order:
             free.sort(key=lambda block: block.block_id)
         free.reverse()
-        published = [block for block in self.blocks if block.node is not None]
+        num_published = sum([block.node is not None for block in self.blocks])
         if self._log is not None:
             self._log.cleared()
         while self.free_queue.length:
@@ -343,11 +386,12 @@ class BlockPool(FreeBlocks):
         self.shelf.clear()
         for tree in self.trees:
             tree.clear()
-        for block in published:
+        for block in self._made:
             block.node = block.prev_copy = block.next_copy = None
+            block.clear()
         self.empty_blocks = free
         self._num_seen = self.num_blocks
-        return len(published)
+        return num_published
 
     def _note_lost(self, blocks: Sequence[Block]) -> None:
         """Note which contents are lost if these blocks lose theirs, all or none. O(copies)."""

@@ -523,7 +523,7 @@ def test_blocks_can_change_hands_in_one_step(pool):
     pool.release([idle, kept, more])
     new = pool.next_blocks(3)
     assert ids(new) == [6, 7, 1]
-    pool.hand_out(new, [leaving, plain, spare])
+    pool.exchange(new, [leaving, plain, spare])
     assert [block.ref_count for block in new] == [1, 1, 1]
     assert ids(pool.free_blocks()) == [5, 4, 3, 2]
     assert (pool.num_allocated_blocks, pool.num_evicted_blocks) == (9, 1)
@@ -533,7 +533,7 @@ def test_blocks_can_change_hands_in_one_step(pool):
         pool,
         kvcore.DoubleFreeError,
         "block 2 ",
-        lambda: pool.hand_out(pool.next_blocks(1), [kept]),
+        lambda: pool.exchange(pool.next_blocks(1), [kept]),
     )
 
 
@@ -542,7 +542,7 @@ def test_blocks_that_come_back_in_a_step_are_counted_as_used_until_it_ends():
     pool = kvcore.BlockPool(9, 1)
     leaving = [*published(pool, 1), *pool.take(3)]
     pool.take(1)
-    pool.hand_out(pool.next_blocks(2), leaving)
+    pool.exchange(pool.next_blocks(2), leaving)
     assert pool.peak_used_blocks == 7
     assert pool.num_free_blocks == 5
 

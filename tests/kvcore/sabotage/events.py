@@ -59,11 +59,11 @@ changed("events_tell_stores_before_removals", with_log(BatchingLog), "P21", rows
 
 @in_manager("P21", rows=(85,))
 class events_remove_with_the_first_copy(kvcore.BlockPool):
-    def hand_out(self, blocks, released=None):
+    def hand_out(self, blocks):
         for block in blocks:
             if self._log is not None and block.node is not None and len(block.node.copies()) > 1:
                 self._log.removed(block.node, block.group)
-        super().hand_out(blocks, released)
+        super().hand_out(blocks)
 
 
 @in_manager("P21", rows=(26,))

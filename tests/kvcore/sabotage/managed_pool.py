@@ -14,9 +14,9 @@ class manager_hands_out_the_null_block(kvcore.BlockPool):
 
 @in_manager("P7", "P10", "P6", rows=(22, 100))
 class manager_finds_what_was_evicted(kvcore.BlockPool):
-    def hand_out(self, blocks, released=None):
+    def hand_out(self, blocks):
         stale = [(block, block.node) for block in blocks]
-        super().hand_out(blocks, released)
+        super().hand_out(blocks)
         for block, node in stale:
             if node is not None:
                 block.node, node.first_copy, node.last_copy = node, block, block
