@@ -19,6 +19,8 @@ def as_int(name: str, value: object, minimum: int, maximum: int | None = None) -
         InvalidArgumentError: not an integer, or out of range.
     """
     if type(value) is int:
+        if value >= minimum and (maximum is None or value <= maximum):
+            return value
         number = value
     else:
         if isinstance(value, bool):

@@ -24,7 +24,7 @@ class BlockTable:
         block_size: tokens a block.
         forgets: whether its layers lose sight of anything.
         blocks: its blocks in order, the null block where one was given back.
-        block_ids: their ids, as `array("i")`.
+        block_ids: their ids, as `array("I")`: the kind that Python fills fastest.
         num_null: how many entries from the start are the null block.
         num_published: how many entries from the start have been published, null ones included.
     """
@@ -44,13 +44,14 @@ class BlockTable:
         self.block_size = group.block_size
         self.forgets = not isinstance(group, FullAttention)
         self.blocks: list[Block] = []
-        self.block_ids = array("i")
+        self.block_ids = array("I")
         self.num_null = 0
         self.num_published = 0
 
     def num_missing(self, num_tokens: int) -> int:
         """Return how many blocks it lacks to hold `num_tokens` tokens. O(1)."""
-        return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
+        missing = -(-num_tokens // self.block_size) - len(self.blocks)
+        return missing if missing > 0 else 0
 
     def grow(self, blocks: list[Block]) -> tuple[BlockId, ...]:
         """Append blocks; return their ids. O(len(blocks))."""
@@ -63,7 +64,8 @@ class BlockTable:
         """Fill an empty table: `num_null` null entries, then published blocks."""
         if num_null:
             self.grow([null] * num_null)
-        self.grow(blocks)
+        if blocks:
+            self.grow(blocks)
         self.num_null = num_null
         self.num_published = len(self.blocks)
 
@@ -75,13 +77,15 @@ class BlockTable:
         """
         self.block_ids.append(0)  # says whether it can be resized
         self.block_ids.pop()
-        return self.blocks[max(keep, self.num_null) :]
+        return self.blocks[keep if keep > self.num_null else self.num_null :]
 
     def cut(self, keep: int) -> None:
         """Keep the first `keep` entries. Cannot fail after `beyond`."""
         del self.blocks[keep:], self.block_ids[keep:]
-        self.num_null = min(self.num_null, keep)
-        self.num_published = min(self.num_published, keep)
+        if self.num_null > keep:
+            self.num_null = keep
+        if self.num_published > keep:
+            self.num_published = keep
 
     def before(self, place: int) -> list[Block]:
         """Return the blocks before entry `place`, in order: those that `forget` lets go."""

@@ -38,6 +38,9 @@ class ContentTree:
         self._group = group
         self._log = log
         self._roots: dict[bytes, Node] = {}
+        # Nodes beside blocks that stand for nothing now, joined by their parents: they are used
+        # again, so in steady state no object is made that the garbage collector has to walk.
+        self._spare: Node | None = None
 
     def match(
         self,
@@ -119,7 +122,7 @@ class ContentTree:
             parent = self._roots.get(namespace_key)
             if parent is None:
                 parent = self._roots[namespace_key] = Node(None, namespace_key)
-        start = parent
+        start = node = parent
         log, group = self._log, self._group
         try:
             for index, block in enumerate(blocks):
@@ -142,6 +145,7 @@ class ContentTree:
                     log.stored(block, group)
                 parent = block
         except BaseException:
+            self._prune(node)  # if it was made for a block that has not joined it
             for block in reversed(blocks):
                 self.detach(block)
             self._prune(start)
@@ -194,13 +198,18 @@ class ContentTree:
 
     def _grow(self, block: Block, parent: Node, tokens: bytes) -> Node:
         """Add a node below `parent`: the block's own, or one beside it if that is in use."""
-        node = block if block.parent is None else Node(None, b"")
+        node: Node = block
+        is_beside = block.parent is not None
+        if is_beside:
+            node = self._spare or Node(None, b"")
         only = parent.last_child
         if parent.children is not None:
             parent.children[tokens] = node
         elif only is not None:
             parent.children = {only.tokens: only, tokens: node}
         parent.last_child = node
+        if is_beside:
+            self._spare = node.parent
         node.parent = parent
         node.tokens = tokens
         return node
@@ -221,7 +230,7 @@ class ContentTree:
 
     def _prune(self, node: Node) -> None:
         """Take out `node`, and every ancestor that this leaves without blocks and children."""
-        while node.first_copy is None and not node.has_children():
+        while node.first_copy is None and node.last_child is None and node.children is None:
             parent = node.parent
             if parent is None:
                 self._roots.pop(node.tokens, None)
@@ -238,4 +247,7 @@ class ContentTree:
                 elif parent.last_child is node:
                     parent.last_child = None  # any heir would cost a walk, an eviction each
             node.clear()
+            if not isinstance(node, Block):
+                node.parent = self._spare
+                self._spare = node
             node = parent

@@ -98,14 +98,18 @@ class FreeBlocks:
         empty = self.empty_blocks
         if count <= len(empty):
             return empty[: -count - 1 : -1]  # a slice moves many blocks at the price of one
-        left = self.num_free_blocks
+        left = self.num_blocks - 1 - self.num_used_blocks
         if count > left:
             raise OutOfBlocksError(count, left)
         found = empty[::-1]
-        seen = min(self._num_seen + count - len(found), self.num_blocks)
-        self._make(seen)
-        found += self._made[self._num_seen : seen]
-        found += self.free_queue.first(count - len(found))
+        if self._num_seen < self.num_blocks:
+            seen = min(self._num_seen + count - len(found), self.num_blocks)
+            self._make(seen)
+            found += self._made[self._num_seen : seen]
+        if not found:
+            found = self.free_queue.first(count)
+        elif len(found) < count:
+            found += self.free_queue.first(count - len(found))
         if len(found) < count:
             found += islice(self.shelf, count - len(found))
         return found
@@ -155,7 +159,7 @@ class FreeBlocks:
         self._count_used(len(idle))
 
     def _count_used(self, count: int) -> None:
-        """Note that so many more blocks are held. O(1)."""
+        """Note that so many more blocks are held. Cannot fail. O(1)."""
         used = self.num_used_blocks = self.num_used_blocks + count
         if used > self.peak_used_blocks:
             self.peak_used_blocks = used

@@ -33,6 +33,9 @@ def partition(manager: KVCacheManager) -> None:
             "P1",
             f"{sum(queued.values())} blocks in the queue, its counter says {pool.num_free_blocks}",
         )
+    idle = sum(1 for _ in pool.free_queue)
+    if idle != len(pool.free_queue):
+        _fail("P1", f"{idle} idle blocks in the queue, its length says {len(pool.free_queue)}")
     for block_id, block in enumerate(pool.blocks):
         if block.block_id != block_id:
             _fail("P1", f"block {block_id} believes to be {block.block_id}")
@@ -72,6 +75,7 @@ def index(manager: KVCacheManager) -> None:
     The trees themselves are sound: parents and children agree, no node is empty with nothing below.
     """
     listed: dict[int, Node] = {}
+    used: set[int] = set()
     for number, tree in enumerate(manager.pool.trees):
         for root in tree.roots():
             _check_root(root)
@@ -79,6 +83,7 @@ def index(manager: KVCacheManager) -> None:
             if len(node.tokens) < manager.groups[number].block_size * BYTES_PER_TOKEN:
                 _fail("P6", f"a node has {len(node.tokens)} bytes of tokens")
             _check_node(node)
+            used.add(id(node))
             for block in copies(node):
                 if id(block) in listed or block.group != number:
                     _fail("P6", f"{block!r} is listed twice, or for another group")
@@ -86,6 +91,8 @@ def index(manager: KVCacheManager) -> None:
     for block in manager.pool.blocks[1:]:
         if block.node is not listed.pop(id(block), None):
             _fail("P6", f"{block!r} and the tree disagree on what it holds")
+        if (block.parent is None) is (id(block) in used):
+            _fail("P6", f"{block!r} and the tree disagree on whether its own node is in use")
     if listed:
         _fail("P6", "a tree lists a block that cannot be owned")
 

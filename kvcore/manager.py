@@ -25,6 +25,7 @@ from kvcore.leases import Lease
 from kvcore.lifetimes import MAX_STEP
 from kvcore.prefix import (
     computed_after_cut,
+    find_blocks,
     find_prefix,
     kept_hits,
     share_computed,
@@ -85,7 +86,17 @@ class KVCacheManager(StepVerbs):
         seq = self._new_sequence(packed, key, checked)
         seq.wishes = wishes
         hits: list[Block] = []
-        if key is not None:
+        if key is not None and self._is_plain:
+            only = seq.tables[0]
+            if checked:
+                hits = find_blocks(self.pool, only.block_size, key, packed, checked)
+            else:
+                longest = (len(packed) - 1) // only.block_size
+                hits = self.pool.match(key, packed.tobytes(), longest)
+            if hits:
+                only.start(self.pool.null, 0, hits)
+                seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size
+        elif key is not None:
             cached, found = find_prefix(self.pool, self.groups, key, packed, checked)
             for table, blocks in zip(seq.tables, found, strict=True):
                 num_null = cached // table.block_size - len(blocks)
@@ -143,7 +154,10 @@ class KVCacheManager(StepVerbs):
         """
         total = self._room_wanted(seq, num_tokens)
         if len(seq.tables) == 1:
-            return (grow(self.pool, seq.tables[0], total),)
+            table = seq.tables[0]
+            if total <= len(table.blocks) * table.block_size:
+                return ((),)
+            return (grow(self.pool, table, total),)
         wanted = [(table, table.num_missing(total)) for table in seq.tables]
         growths = advance_all(self.pool, (), wanted, [(0, g) for g in range(len(wanted))])
         return tuple([growth.block_ids for growth in growths])
@@ -196,8 +210,7 @@ class KVCacheManager(StepVerbs):
         """
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        computed = committable(seq, count)
-        advance_to(self.pool, seq, computed)
+        advance_to(self.pool, seq, committable(seq, count))
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
@@ -320,7 +333,8 @@ class KVCacheManager(StepVerbs):
         """
         self._check_open(seq)
         self.pool.drop(leaving(seq, 0))
-        cut_tables(seq, 0)
+        for table in seq.tables:
+            table.cut(0)
         seq.is_open = False
         del self.sequences[seq.seq_id]
 
@@ -350,7 +364,7 @@ class KVCacheManager(StepVerbs):
         try:
             if seq.wishes:
                 self.pool.hold(hits, kept_hits(self.pool, seq))
-            else:
+            elif hits:
                 self.pool.revive(hits)
         except BaseException:
             del self.sequences[seq.seq_id]

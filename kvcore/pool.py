@@ -86,19 +86,19 @@ class BlockPool(FreeBlocks):
         """
         count = len(blocks)
         empty = self.empty_blocks
-        left = len(empty) - count
-        others = blocks
-        if left < 0:
-            fresh = min(-left, self.num_blocks - self._num_seen)
+        if count <= len(empty):
+            del empty[len(empty) - count :]
+            for block in blocks:
+                block.ref_count = 1
+        else:
+            fresh = min(count - len(empty), self.num_blocks - self._num_seen)
             others = blocks[: len(empty) + fresh]
             if len(others) < count:
                 self._evict(blocks[len(others) :] if others else blocks)
             self._num_seen += fresh
-            left = 0
-        if empty:
-            del empty[left:]
-        for block in others:
-            block.ref_count = 1
+            empty.clear()
+            for block in others:
+                block.ref_count = 1
         self.num_allocated_blocks += count
         self._count_used(count)
 
@@ -133,7 +133,8 @@ class BlockPool(FreeBlocks):
         Tail first, as a sequence gives its blocks back, each is the last of its branch, and the
         only copy of what stands in its own node.
         """
-        self._note_lost(blocks)
+        if self._log is not None:
+            self._note_lost(blocks)
         if self.shelf.kept:
             for block in blocks:
                 self._unqueue(block)
@@ -278,7 +279,7 @@ class BlockPool(FreeBlocks):
 
         `above` is the content before the first; None at the beginning.
         """
-        mark = self.last_event
+        mark = 0 if self._log is None else self._log.number
         try:
             self.trees[group].attach(blocks, namespace_key, above, contents)
         except BaseException:

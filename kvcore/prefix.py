@@ -35,13 +35,12 @@ def find_prefix(
         Its length in tokens; for each group the blocks it needs, those that are visible from its
         end.
     """
-    content = packed.tobytes()
-    longest = len(packed) - 1
     if len(groups) == 1 and isinstance(groups[0], FullAttention):
         size = groups[0].block_size
-        encoded = _items_by_block(items, size, longest)
-        blocks = pool.match(namespace_key, content, longest // size, 0, encoded)
+        blocks = find_blocks(pool, size, namespace_key, packed, items)
         return len(blocks) * size, [blocks]
+    content = packed.tobytes()
+    longest = len(packed) - 1
     paths: list[list[Block | None]] = []
     for number, group in enumerate(groups):
         size = group.block_size
@@ -54,6 +53,15 @@ def find_prefix(
         window = path[first_kept_block(group, size, cached) : cached // size]
         needed.append([block for block in window if block is not None])
     return cached, needed
+
+
+def find_blocks(
+    pool: BlockPool, size: int, namespace_key: bytes, packed: array[int], items: Sequence[Item]
+) -> list[Block]:
+    """Do what `find_prefix` does where one group of full attention is all there is. O(blocks)."""
+    longest = len(packed) - 1
+    encoded = _items_by_block(items, size, longest) if items else None
+    return pool.match(namespace_key, packed.tobytes(), longest // size, 0, encoded)
 
 
 def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[Wish, ...]]]:

@@ -75,7 +75,9 @@ class KVSequence:
         self.seq_id = seq_id
         self.packed = packed
         self.namespace_key = namespace_key
-        self.tables = tuple([BlockTable(group) for group in groups])
+        self.tables: tuple[BlockTable, ...] = (BlockTable(groups[0]),)
+        if len(groups) > 1:
+            self.tables = tuple([BlockTable(group) for group in groups])
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.is_open = True

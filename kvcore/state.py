@@ -17,7 +17,7 @@ from kvcore.errors import (
     StaleSequenceError,
 )
 from kvcore.events import EventLog, Snapshot
-from kvcore.groups import LayerGroup, resolve
+from kvcore.groups import FullAttention, LayerGroup, resolve
 from kvcore.hashing import DEFAULT_NAMESPACE, NameAlgorithm, Namespace, encode_namespace
 from kvcore.items import Item, as_items, check_items
 from kvcore.leases import LeaseBook
@@ -57,6 +57,7 @@ class CacheState:
         sizes = [group.block_size for group in self.groups]
         self.events = None if record_events is None else EventLog(sizes, record_events)
         self.pool = BlockPool(num_blocks, *sizes, log=self.events)
+        self._is_plain = len(sizes) == 1 and isinstance(self.groups[0], FullAttention)
         if record_lifetimes:
             self.pool.lifetimes = LifetimeRecorder(self.pool.num_blocks)
         self.enable_caching = bool(enable_caching)

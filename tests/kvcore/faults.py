@@ -21,16 +21,16 @@ LINKS = {
     *(f"FreeQueue.{name}" for name in ("push_back", "pop_front", "remove")),
     *(f"FreeQueue.{name}" for name in ("push_run", "remove_run", "cut_front")),
     *(f"RetentionShelf.{name}" for name in ("push", "remove", "drop", "clear")),
-    *(f"ContentTree.{name}" for name in ("detach", "detach_run", "_prune", "clear")),
+    *(f"ContentTree.{name}" for name in ("detach", "_prune", "clear")),
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
-    *(f"FreeBlocks.{name}" for name in ("_unqueue", "_put_back", "_leave", "num_free_blocks")),
+    *(f"FreeBlocks.{name}" for name in ("_unqueue", "_put_back", "_leave", "_count_used")),
     *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity", "find_stop")),
     "BlockTable.cut",
     "BlockTable.forget",
     "EventLog.take_back",
     "LeaseBook.forget",
     "NameChain.cut",
-    "Node.has_children",
+    "Node.clear",
     "BlockPool.unpublish",
     "_add",
     "hold_again",
@@ -243,6 +243,7 @@ class Faults:
 
 CACHES = {
     "Node": {"name", "last_child", "children"},
+    "Block": {"name", "last_child", "children"},
     "KVSequence": {"chain", "stop"},
     "ContentTree": {"_spare"},
     "BlockPool": {"_made"},
@@ -256,11 +257,11 @@ def fields_of(thing, pool):
     names = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
     left_out = CACHES.get(kind, ())
     values = {f: getattr(thing, f) for f in names or vars(thing) if f not in left_out}
-    if kind == "Node":
+    if kind in ("Node", "Block"):
         below = [] if thing.last_child is None else [thing.last_child]
         below = below if thing.children is None else list(thing.children.values())
         values["below"] = sorted(below, key=operator.attrgetter("tokens"))
-    elif kind == "Block" and thing.node is None:
+    if kind == "Block" and thing.node is None:
         del values["group"]
     elif kind == "RetentionShelf":
         values["_queues"] = {p: q for p, q in thing._queues.items() if len(q)}

@@ -79,6 +79,10 @@ def held_block(kv):
     return kv.sequences[0].tables[0].blocks[0]
 
 
+def blank_block(kv):
+    return next(block for block in kv.pool.blocks[1:] if block.node is None)
+
+
 def pool(kv):
     return kv.pool
 
@@ -133,6 +137,7 @@ DAMAGE = [
     (set_on(held_block, "ref_count", lambda n: 0), "P1"),
     (set_on(held_block, "ref_count", lambda n: n + 1), "P2"),
     (set_on(held_block, "node", lambda n: None), "P11"),
+    (set_on(blank_block, "parent", lambda n: kvcore.Node(None, b"")), "P6"),
     (swap_children, "P6"),
     (publish_a_stranger, "P6"),
     (attach_an_empty_node, "P6"),
@@ -143,7 +148,8 @@ DAMAGE = [
     (set_on(first_sequence, "num_computed_tokens", lambda n: n - 2), "P9"),
     (set_on(first_sequence, "packed", lambda p: kvcore.pack([9, *p[1:]])), "P10"),
     (set_on(first_sequence, "namespace_key", lambda k: b"other"), "P10"),
-    (set_on(pool, "least_free_blocks", lambda n: 19), "P13"),
+    (set_on(pool, "peak_used_blocks", lambda n: n - 19), "P13"),
+    (set_on(pool, "num_used_blocks", lambda n: n - 1), "P1"),
     (set_on(first_sequence, "num_cached_tokens", lambda n: 99), "P14"),
     (set_on(first_sequence, "packed", lambda p: p[:4]), "P14"),
     (cut_block_ids, "P18"),

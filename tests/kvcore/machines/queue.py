@@ -58,6 +58,8 @@ class FreeQueueMachine(RuleBasedStateMachine):
         first = self.queue.first(count)
         expect("P15", [block.block_id for block in first], self.naive.items[:count], "the first")
         self.queue.cut_front(first)
+        for block in first:  # left to the caller
+            block.prev_free = block.next_free = None
         del self.naive.items[:count]
 
     @rule(number=st.integers(0, 7))

@@ -108,7 +108,7 @@ class manager_leaves_an_empty_node_where_it_missed(kvcore.BlockPool):
             size = self.block_sizes[0] * 4
             missed = packed[len(hits) * size : (len(hits) + 1) * size]
             if self.trees[0]._child(hits[-1].node, missed) is None:
-                self.trees[0]._grow(hits[-1].node, missed)
+                self.trees[0]._grow(kvcore.Block(-3), hits[-1].node, missed)
         return hits
 
 
