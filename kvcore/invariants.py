@@ -150,6 +150,8 @@ def coverage(manager: KVCacheManager) -> None:
         full = (table.num_published + 1) * table.block_size if seq.namespace_key else room
         if seq.stop > (0 if table.forgets else min(room, full)):
             _fail("P14", f"{seq!r}: a decode step would pass over the end of a block")
+        if seq.stop and seq.num_computed_tokens != seq.num_tokens - 1:
+            _fail("P14", f"{seq!r}: a decode step would count more than one token")
         if longest is not None and (
             seq.num_tokens > longest or len(table.blocks) > -(-longest // table.block_size)
         ):

@@ -182,6 +182,7 @@ class KVCacheManager(StepVerbs):
         self._check_open(seq)
         self._check_length(len(seq.packed) + 1)
         seq.packed.append(token)
+        seq.stop = 0
 
     def extend(self, seq: KVSequence, tokens: Tokens, *, items: Sequence[Item] = ()) -> None:
         """Let several tokens join the end: drafts, or a next turn. O(len(tokens)).
@@ -196,6 +197,7 @@ class KVCacheManager(StepVerbs):
         self._check_length(length + len(packed))
         together = seq.items + check_items(given, length, length + len(packed))
         seq.packed.extend(packed)
+        seq.stop = 0
         seq.items = together
 
     def commit(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
@@ -336,6 +338,7 @@ class KVCacheManager(StepVerbs):
         for table in seq.tables:
             table.cut(0)
         seq.is_open = False
+        self._last_step = []
         del self.sequences[seq.seq_id]
 
     def reset(self, *, canonical_order: bool = False) -> ResetReport:

@@ -59,7 +59,7 @@ class CopyOrder:
     group: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(unsafe_hash=True, slots=True)  # frozen costs three times as much to make
 class Growth:
     """Blocks that a step appended to one table.
 

@@ -91,23 +91,25 @@ class StepVerbs(CacheState):
         """
         sampled = pack(tokens).tolist()
         running = self._checked_step(seqs, sampled)
+        due: list[int] = []
         index = 0
         try:
             for index, seq in enumerate(running):
-                seq.packed.append(sampled[index])
+                packed = seq.packed
+                length = len(packed)
+                packed.append(sampled[index])
+                if length < seq.stop:
+                    seq.num_computed_tokens = length
+                else:
+                    due.append(index)
+            index = len(running)
+            growths = self._fill(running, due) if due else ()
         except BaseException:
             for seq in islice(running, index):
                 seq.packed.pop()
+                if len(seq.packed) < seq.stop:
+                    seq.num_computed_tokens = len(seq.packed) - 1
             raise
-        try:
-            due = [i for i, seq in enumerate(running) if len(seq.packed) > seq.stop]
-            growths = self._fill(running, due) if due else ()
-        except BaseException:
-            for seq in running:
-                seq.packed.pop()
-            raise
-        for seq in running:
-            seq.num_computed_tokens = len(seq.packed) - 1
         return growths
 
     def _fill(self, seqs: list[KVSequence], due: list[int]) -> tuple[Growth, ...]:

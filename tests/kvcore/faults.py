@@ -244,6 +244,7 @@ class Faults:
 CACHES = {
     "Node": {"name", "last_child", "children"},
     "Block": {"name", "last_child", "children"},
+    "KVCacheManager": {"_last_step"},
     "KVSequence": {"chain", "stop"},
     "ContentTree": {"_spare"},
     "BlockPool": {"_made"},
