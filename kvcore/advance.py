@@ -30,10 +30,10 @@ def grow(pool: BlockPool, table: BlockTable, num_tokens: int) -> tuple[BlockId, 
     Raises:
         OutOfBlocksError: too few blocks are free.
     """
-    count = table.num_missing(num_tokens)
-    if not count:
-        return ()
     length = len(table.blocks)
+    count = -(-num_tokens // table.block_size) - length
+    if count <= 0:
+        return ()
     new = pool.next_blocks(count)
     try:
         appended = table.grow(new)
@@ -64,17 +64,25 @@ def committable(seq: KVSequence, num_tokens: int) -> int:
     return computed
 
 
-def advance_to(pool: BlockPool, seq: KVSequence, computed: int) -> None:
-    """Set how much is computed; publish what that fills, give back what nobody sees any more.
+def advance(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
+    """Count more tokens as computed; publish what that fills, give back what nobody sees any more.
 
-    O(blocks filled and given back).
+    O(blocks filled and given back). Raises like `committable`.
     """
+    computed = seq.num_computed_tokens + num_tokens
     table = seq.tables[0]
-    if len(seq.tables) > 1 or table.forgets or seq.wishes:
-        advance_all(pool, [(seq, computed)])
+    full, size = table.num_published, table.block_size
+    if (
+        len(seq.tables) > 1
+        or table.forgets
+        or seq.wishes
+        or not computed <= len(seq.packed)
+        or not computed <= len(table.blocks) * size
+    ):
+        advance_all(pool, [(seq, committable(seq, num_tokens))])
         return
-    full = computed // table.block_size
-    if full > table.num_published and seq.namespace_key is not None:
+    if computed >= (full + 1) * size and seq.namespace_key is not None:
+        full = computed // size
         _publish(pool, seq, seq.namespace_key, 0, full)
         table.num_published = full
     seq.num_computed_tokens = computed
@@ -89,7 +97,7 @@ def advance_all(
 ) -> tuple[Growth, ...]:
     """Give tables room, and set how much of sequences is computed; all of it or nothing.
 
-    Otherwise like `grow`, and then `advance_to`. O(sequences + blocks).
+    Otherwise like `grow`, and then `advance`. O(sequences + blocks).
 
     Args:
         pool: the pool of all.

@@ -65,7 +65,7 @@ class ContentTree:
         for index in range(max_blocks):
             content = packed[index * size : (index + 1) * size]
             if items is not None:
-                content += items[index]
+                content = content + items[index]
             child = node.last_child
             if child is None or child.tokens != content:
                 child = None if node.children is None else node.children.get(content)

