@@ -89,6 +89,60 @@ def advance(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     seq.stop = 0
 
 
+def advance_decodes(
+    pool: BlockPool, seqs: Sequence[KVSequence], due: Sequence[int]
+) -> tuple[Growth, ...]:
+    """Let sequences of one table be computed to their last token but one; room for that; or nothing.
+
+    What `advance_all` does for them in many more steps. O(len(due) + blocks filled).
+
+    Args:
+        pool: the pool of all.
+        seqs: a step's, without wishes, in a cache of one group of full attention.
+        due: the places of those that are meant.
+
+    Raises:
+        NotReservedError: one has tokens without room, so nobody can have computed them.
+        OutOfBlocksError: too few blocks are free for all.
+    """
+    growing: list[int] = []
+    for index in due:
+        seq = seqs[index]
+        missing = len(seq.packed) - len(seq.tables[0].blocks) * seq.tables[0].block_size
+        if missing > 0:
+            growing.append(index)
+            if missing > 1:
+                committable(seq, len(seq.packed) - 1 - seq.num_computed_tokens)
+    new = pool.next_blocks(len(growing))
+    last_event = pool.last_event
+    published: list[Block] = []
+    growths: list[Growth] = []
+    try:
+        for place, index in enumerate(growing):
+            growths.append(Growth(index, 0, seqs[index].tables[0].grow([new[place]])))
+        for index in due:
+            seq = seqs[index]
+            table = seq.tables[0]
+            full = (len(seq.packed) - 1) // table.block_size
+            if full > table.num_published and seq.namespace_key is not None:
+                published += table.blocks[table.num_published : full]
+                _publish(pool, seq, seq.namespace_key, 0, full)
+        answer = tuple(growths)
+        pool.hand_out(new)
+    except BaseException:
+        pool.unpublish(published, last_event)
+        for index in growing:
+            table = seqs[index].tables[0]
+            table.cut((len(seqs[index].packed) - 1) // table.block_size)
+        raise
+    for index in due:
+        seq = seqs[index]
+        seq.num_computed_tokens = len(seq.packed) - 1
+        if seq.namespace_key is not None:
+            seq.tables[0].num_published = seq.num_computed_tokens // seq.tables[0].block_size
+    return answer
+
+
 def advance_all(
     pool: BlockPool,
     targets: Sequence[tuple[KVSequence, int]],

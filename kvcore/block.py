@@ -99,6 +99,8 @@ class Block(Node):
 
     Attributes:
         block_id: its index in the cache.
+        id_object: the same, as the object that answers hand out: compiled code would make a new one
+            of a number each time.
         ref_count: how many holders it has.
         prev_free, next_free: neighbours in the free queue; None when not in it.
         node: the content it holds and can be hit by, or None.
@@ -109,6 +111,7 @@ class Block(Node):
     __slots__ = (
         "block_id",
         "group",
+        "id_object",
         "next_copy",
         "next_free",
         "node",
@@ -120,6 +123,7 @@ class Block(Node):
     def __init__(self, block_id: int) -> None:
         super().__init__(None, b"")
         self.block_id = BlockId(block_id)
+        self.id_object: object = block_id
         self.ref_count = 0
         self.prev_free: Block | None = None
         self.next_free: Block | None = None

@@ -55,10 +55,10 @@ class BlockTable:
 
     def grow(self, blocks: list[Block]) -> tuple[BlockId, ...]:
         """Append blocks; return their ids. O(len(blocks))."""
-        new = [block.block_id for block in blocks]
+        new = [block.id_object for block in blocks]
         self.blocks += blocks
-        self.block_ids.fromlist(new)  # type: ignore[arg-type]  # a BlockId is an int
-        return tuple(new)
+        self.block_ids.fromlist(new)  # type: ignore[arg-type]  # they are ints
+        return tuple(new)  # type: ignore[arg-type]
 
     def start(self, null: Block, num_null: int, blocks: list[Block]) -> None:
         """Fill an empty table: `num_null` null entries, then published blocks."""

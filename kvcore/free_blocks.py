@@ -187,25 +187,31 @@ class FreeBlocks:
         """Drop one holder of each block, or of none; return those that nobody holds any more."""
         named = list(blocks)
         made = self._made
-        freed: list[Block] = []
+        is_shared = False
         index = 0
         try:
             for index, block in enumerate(named):
                 count = block.ref_count
-                if count < 1 or not block.block_id or made[block.block_id] is not block:
-                    self._check_own(named)
-                    raise DoubleFreeError(
-                        f"release: block {block.block_id} is named more often than it is held"
-                    )
-                if count == 1:
-                    freed.append(block)
+                if count != 1:
+                    if count < 1:  # the null block's is 0 for ever
+                        self._check_own(named)
+                        raise DoubleFreeError(
+                            f"release: block {block.block_id} is named more often than it is held"
+                        )
+                    is_shared = True
+                if made[block.block_id] is not block:
+                    raise IndexError
                 block.ref_count = count - 1
         except BaseException as error:
             hold_again(named[:index])
             if isinstance(error, IndexError):
                 self._check_own(named)
             raise
-        return freed
+        if not is_shared:
+            return named
+        # Of one that is named twice the last mention counts.
+        freed = {block: None for block in reversed(named) if block.ref_count == 0}
+        return list(reversed(freed))
 
     def _put_back(self, freed: list[Block]) -> None:
         """Queue blocks with content that nobody holds any more. Cannot fail."""

@@ -195,10 +195,24 @@ class BlockPool(FreeBlocks):
             ForeignBlockError: a block of another pool, or the null block.
             DoubleFreeError: a block is named more often than it is held.
         """
+        if type(blocks) is list and len(blocks) == 1:
+            block = blocks[0]
+            if (
+                block.ref_count == 1
+                and block.node is None
+                and block.block_id < len(self._made)
+                and self._made[block.block_id] is block
+            ):
+                self.empty_blocks.append(block)
+                block.ref_count = 0
+                self.num_used_blocks -= 1
+                return
         freed = self._let_go(blocks)
         try:
             content = [block for block in freed if block.node is not None]
-            if len(content) < len(freed):
+            if not content:
+                self.empty_blocks += freed
+            elif len(content) < len(freed):
                 self.empty_blocks += [block for block in freed if block.node is None]
         except BaseException:
             hold_again(blocks)

@@ -33,7 +33,9 @@ def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
     """
     if len(seq.tables) == 1:
         only = seq.tables[0]
-        return only.beyond(-(-num_tokens // only.block_size))[::-1]
+        left = only.beyond(-(-num_tokens // only.block_size))
+        left.reverse()
+        return left
     runs: list[tuple[int, int, list[Block]]] = []
     for table in seq.tables:
         left = table.beyond(-(-num_tokens // table.block_size))

@@ -194,10 +194,12 @@ class KVSequence:
         """
         stop = _NEVER if longest is None else longest
         for table in self.tables:
-            full = table.num_published + 1
-            if self.namespace_key is None or len(table.blocks) < full:
-                full = len(table.blocks)
-            stop = min(stop, 0 if table.forgets else full * table.block_size)
+            full = len(table.blocks)
+            if table.num_published < full and self.namespace_key is not None:
+                full = table.num_published + 1
+            end = 0 if table.forgets else full * table.block_size
+            if end < stop:
+                stop = end
         self.stop = stop
 
     def __copy__(self) -> NoReturn:

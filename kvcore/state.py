@@ -217,7 +217,12 @@ class CacheState:
             )
         if running == self._last_step:  # none of them has been closed since
             return running
-        for seq in running:
+        known = self.sequences
+        try:
+            strangers = [seq for seq in running if known.get(seq.seq_id) is not seq]
+        except (AttributeError, TypeError):
+            strangers = running
+        for seq in strangers:
             self._check_open(seq)
         if len(set(running)) != len(running):
             raise InvalidArgumentError("seqs: wanted each once, got one twice")

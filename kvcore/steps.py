@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import SupportsIndex
 
-from kvcore.advance import advance_all, committable
+from kvcore.advance import advance_all, advance_decodes, committable
 from kvcore.arguments import as_int
 from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError, NotReservedError
@@ -95,13 +95,13 @@ class StepVerbs(CacheState):
         index = 0
         try:
             for index, seq in enumerate(running):
-                packed = seq.packed
-                length = len(packed)
-                packed.append(sampled[index])
+                length = len(seq.packed)
                 if length < seq.stop:
+                    seq.packed.append(sampled[index])
                     seq.num_computed_tokens = length
                 else:
                     due.append(index)
+                    seq.packed.append(sampled[index])
             index = len(running)
             growths = self._fill(running, due) if due else ()
         except BaseException:
@@ -114,23 +114,37 @@ class StepVerbs(CacheState):
 
     def _fill(self, seqs: list[KVSequence], due: list[int]) -> tuple[Growth, ...]:
         """Do for some sequences of a decode step what is more than counting, or for none."""
+        longest = self.max_model_len
+        is_plain = self._is_plain
+        for index in due:
+            seq = seqs[index]
+            if longest is not None and len(seq.packed) > longest:
+                self._check_length(len(seq.packed))
+            if seq.wishes:
+                is_plain = False
+        if is_plain:
+            growths = advance_decodes(self.pool, seqs, due)
+        else:
+            growths = self._fill_groups(seqs, due)
+        for index in due:
+            seqs[index].find_stop(longest)
+        return growths
+
+    def _fill_groups(self, seqs: list[KVSequence], due: list[int]) -> tuple[Growth, ...]:
+        """Do what `advance_decodes` does, for any groups and wishes."""
         places: list[tuple[int, int]] = []
         wanted: list[tuple[BlockTable, int]] = []
         targets: list[tuple[KVSequence, int]] = []
         for index in due:
             seq = seqs[index]
             length = len(seq.packed)
-            self._check_length(length)
             targets.append((seq, committable(seq, length - 1 - seq.num_computed_tokens)))
             for group, table in enumerate(seq.tables):
                 count = table.num_missing(length)
                 if count:
                     places.append((index, group))
                     wanted.append((table, count))
-        growths = advance_all(self.pool, targets, wanted, places)
-        for seq, _ in targets:
-            seq.find_stop(self.max_model_len)
-        return growths
+        return advance_all(self.pool, targets, wanted, places)
 
     def write_step(
         self,

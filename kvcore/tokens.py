@@ -70,6 +70,8 @@ def slices(packed: array[int], start: int, stop: int, width: int) -> list[bytes]
     `stop - start` is a multiple of `width`.
     """
     data = packed[start:stop].tobytes()
+    if stop - start == width:
+        return [data]
     size = width * BYTES_PER_TOKEN
     at, many = 0, _AT_ONCE * size
     found: list[bytes] = []
