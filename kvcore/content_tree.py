@@ -61,9 +61,10 @@ class ContentTree:
         node = self._roots.get(namespace_key)
         if node is None:
             return found
-        size = self._key_bytes
+        size, end = self._key_bytes, 0
         for index in range(max_blocks):
-            content = packed[index * size : (index + 1) * size]
+            start, end = end, end + size
+            content = packed[start:end]
             if items is not None:
                 content = content + items[index]
             child = node.last_child
