@@ -92,27 +92,21 @@ def advance(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
 def advance_decodes(
     pool: BlockPool, seqs: Sequence[KVSequence], due: Sequence[int]
 ) -> tuple[Growth, ...]:
-    """Let sequences of one table be computed to their last token but one; room for that; or nothing.
+    """Let sequences be computed to their last token but one, and have room for that; or nothing.
 
-    What `advance_all` does for them in many more steps. O(len(due) + blocks filled).
+    What `advance_all` does with more calls and objects, where one group of full attention is all
+    there is. O(len(due) + blocks filled).
 
     Args:
         pool: the pool of all.
-        seqs: a step's, without wishes, in a cache of one group of full attention.
+        seqs: a step's, without wishes.
         due: the places of those that are meant.
 
     Raises:
         NotReservedError: one has tokens without room, so nobody can have computed them.
         OutOfBlocksError: too few blocks are free for all.
     """
-    growing: list[int] = []
-    for index in due:
-        seq = seqs[index]
-        missing = len(seq.packed) - len(seq.tables[0].blocks) * seq.tables[0].block_size
-        if missing > 0:
-            growing.append(index)
-            if missing > 1:
-                committable(seq, len(seq.packed) - 1 - seq.num_computed_tokens)
+    growing = [index for index in due if _lacks_a_block(seqs[index])]
     new = pool.next_blocks(len(growing))
     last_event = pool.last_event
     published: list[Block] = []
@@ -141,6 +135,19 @@ def advance_decodes(
         if seq.namespace_key is not None:
             seq.tables[0].num_published = seq.num_computed_tokens // seq.tables[0].block_size
     return answer
+
+
+def _lacks_a_block(seq: KVSequence) -> bool:
+    """Say whether the only table has no room for the last token; it has for all before. O(1).
+
+    Raises:
+        NotReservedError: it has not.
+    """
+    table = seq.tables[0]
+    missing = len(seq.packed) - len(table.blocks) * table.block_size
+    if missing > 1:
+        committable(seq, len(seq.packed) - 1 - seq.num_computed_tokens)
+    return missing > 0
 
 
 def advance_all(

@@ -50,8 +50,7 @@ class BlockTable:
 
     def num_missing(self, num_tokens: int) -> int:
         """Return how many blocks it lacks to hold `num_tokens` tokens. O(1)."""
-        missing = -(-num_tokens // self.block_size) - len(self.blocks)
-        return missing if missing > 0 else 0
+        return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
 
     def grow(self, blocks: list[Block]) -> tuple[BlockId, ...]:
         """Append blocks; return their ids. O(len(blocks))."""
@@ -77,15 +76,13 @@ class BlockTable:
         """
         self.block_ids.append(0)  # says whether it can be resized
         self.block_ids.pop()
-        return self.blocks[keep if keep > self.num_null else self.num_null :]
+        return self.blocks[max(keep, self.num_null) :]
 
     def cut(self, keep: int) -> None:
         """Keep the first `keep` entries. Cannot fail after `beyond`."""
         del self.blocks[keep:], self.block_ids[keep:]
-        if self.num_null > keep:
-            self.num_null = keep
-        if self.num_published > keep:
-            self.num_published = keep
+        self.num_null = min(self.num_null, keep)
+        self.num_published = min(self.num_published, keep)
 
     def before(self, place: int) -> list[Block]:
         """Return the blocks before entry `place`, in order: those that `forget` lets go."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import SupportsIndex
+from typing import NoReturn, SupportsIndex
 
 from kvcore.arguments import as_int
 from kvcore.block import NULL_BLOCK, Block
@@ -136,17 +136,13 @@ class FreeBlocks:
         for block in blocks:
             count = block.ref_count
             if count == 1:
-                if block.node is not None:
-                    freed.append(block)
-                else:
-                    empty.append(block)
+                (empty if block.node is None else freed).append(block)
             elif count < 1:
                 raise DoubleFreeError(f"drop: wanted blocks that somebody holds, got {block!r}")
-        if empty:
-            self.empty_blocks += empty
-            for block in empty:
-                block.ref_count = 0
-            self.num_used_blocks -= len(empty)
+        self.empty_blocks += empty
+        for block in empty:
+            block.ref_count = 0
+        self.num_used_blocks -= len(empty)
         if len(freed) + len(empty) < len(blocks):
             for block in blocks:
                 if block.ref_count > 1:
@@ -168,9 +164,9 @@ class FreeBlocks:
 
     def _count_used(self, count: int) -> None:
         """Note that so many more blocks are held. Cannot fail. O(1)."""
-        used = self.num_used_blocks = self.num_used_blocks + count
-        if used > self.peak_used_blocks:
-            self.peak_used_blocks = used
+        self.num_used_blocks += count
+        if self.num_used_blocks > self.peak_used_blocks:  # noqa: PLR1730  # quicker than a call
+            self.peak_used_blocks = self.num_used_blocks
 
     def _make(self, num_blocks: int) -> None:
         """Let the first `num_blocks` blocks be there. O(those that are new)."""
@@ -190,21 +186,15 @@ class FreeBlocks:
         is_shared = False
         index = 0
         try:
-            for index, block in enumerate(named):
+            for index, block in enumerate(named):  # noqa: B007  # it says how far it came
                 count = block.ref_count
-                if count != 1:
-                    if count < 1:  # the null block's is 0 for ever
-                        self._check_own(named)
-                        raise DoubleFreeError(
-                            f"release: block {block.block_id} is named more often than it is held"
-                        )
-                    is_shared = True
-                if made[block.block_id] is not block:
-                    raise IndexError
+                if count < 1 or made[block.block_id] is not block:
+                    self._refuse(named, block)
+                is_shared = is_shared or count > 1
                 block.ref_count = count - 1
         except BaseException as error:
             hold_again(named[:index])
-            if isinstance(error, IndexError):
+            if isinstance(error, IndexError):  # its id is none of ours
                 self._check_own(named)
             raise
         if not is_shared:
@@ -212,6 +202,12 @@ class FreeBlocks:
         # Of one that is named twice the last mention counts.
         freed = {block: None for block in reversed(named) if block.ref_count == 0}
         return list(reversed(freed))
+
+    def _refuse(self, named: list[Block], block: Block) -> NoReturn:
+        self._check_own(named)
+        raise DoubleFreeError(
+            f"release: block {block.block_id} is named more often than it is held"
+        )
 
     def _put_back(self, freed: list[Block]) -> None:
         """Queue blocks with content that nobody holds any more. Cannot fail."""

@@ -97,9 +97,9 @@ class FreeQueue:
         return found
 
     def cut_front(self, blocks: list[Block]) -> None:
-        """Let the line begin after the blocks that are first in it, as `first` has named them. O(1).
+        """Let the line begin after the blocks that are first in it, as `first` has named them.
 
-        Their own links are left to the caller, who has more to change in each of them.
+        O(1): their own links are left to the caller, who has more to change in each of them.
         """
         if blocks:
             head = self._head

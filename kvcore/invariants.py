@@ -75,7 +75,6 @@ def index(manager: KVCacheManager) -> None:
     The trees themselves are sound: parents and children agree, no node is empty with nothing below.
     """
     listed: dict[int, Node] = {}
-    used: set[int] = set()
     for number, tree in enumerate(manager.pool.trees):
         for root in tree.roots():
             _check_root(root)
@@ -83,7 +82,6 @@ def index(manager: KVCacheManager) -> None:
             if len(node.tokens) < manager.groups[number].block_size * BYTES_PER_TOKEN:
                 _fail("P6", f"a node has {len(node.tokens)} bytes of tokens")
             _check_node(node)
-            used.add(id(node))
             for block in copies(node):
                 if id(block) in listed or block.group != number:
                     _fail("P6", f"{block!r} is listed twice, or for another group")
@@ -91,10 +89,9 @@ def index(manager: KVCacheManager) -> None:
     for block in manager.pool.blocks[1:]:
         if block.node is not listed.pop(id(block), None):
             _fail("P6", f"{block!r} and the tree disagree on what it holds")
-        if (block.parent is None) is (id(block) in used):
-            _fail("P6", f"{block!r} and the tree disagree on whether its own node is in use")
     if listed:
         _fail("P6", "a tree lists a block that cannot be owned")
+    _check_own_nodes(manager)
 
 
 def visibility(manager: KVCacheManager) -> None:
@@ -312,6 +309,14 @@ def _spells(node: Node, seq: KVSequence, table: BlockTable, num_tokens: int) -> 
         node = node.parent
     wanted = block_contents(seq.packed, seq.items, 0, num_tokens // size, size)
     return node.tokens == seq.namespace_key and pieces[::-1] == wanted
+
+
+def _check_own_nodes(manager: KVCacheManager) -> None:
+    """Check that blocks know whether their own nodes stand in a tree."""
+    used = {id(node) for tree in manager.pool.trees for node in tree.nodes()}
+    for block in manager.pool.blocks:
+        if (block.parent is None) is (id(block) in used):
+            _fail("P6", f"{block!r} and the trees disagree on whether its own node is in use")
 
 
 def _check_root(root: Node) -> None:

@@ -69,7 +69,7 @@ class BlockPool(FreeBlocks):
             OutOfBlocksError: fewer are free.
             InvalidArgumentError: a negative number.
         """
-        if num_blocks == 1 and type(num_blocks) is int and self.empty_blocks:
+        if type(num_blocks) is int and num_blocks == 1 and self.empty_blocks:
             taken = [self.empty_blocks[-1]]
             self.empty_blocks.pop().ref_count = 1
             self.num_allocated_blocks += 1

@@ -197,9 +197,7 @@ class KVSequence:
             full = len(table.blocks)
             if table.num_published < full and self.namespace_key is not None:
                 full = table.num_published + 1
-            end = 0 if table.forgets else full * table.block_size
-            if end < stop:
-                stop = end
+            stop = min(stop, 0 if table.forgets else full * table.block_size)
         self.stop = stop
 
     def __copy__(self) -> NoReturn:
