@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NoReturn, SupportsIndex
+from typing import SupportsIndex
 
 from kvcore.arguments import as_int
 from kvcore.block import NULL_BLOCK, Block
@@ -165,8 +165,7 @@ class FreeBlocks:
     def _count_used(self, count: int) -> None:
         """Note that so many more blocks are held. Cannot fail. O(1)."""
         self.num_used_blocks += count
-        if self.num_used_blocks > self.peak_used_blocks:  # noqa: PLR1730  # quicker than a call
-            self.peak_used_blocks = self.num_used_blocks
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def _make(self, num_blocks: int) -> None:
         """Let the first `num_blocks` blocks be there. O(those that are new)."""
@@ -183,31 +182,35 @@ class FreeBlocks:
         """Drop one holder of each block, or of none; return those that nobody holds any more."""
         named = list(blocks)
         made = self._made
-        is_shared = False
-        index = 0
+        waiting = iter(named)
         try:
-            for index, block in enumerate(named):  # noqa: B007  # it says how far it came
-                count = block.ref_count
-                if count < 1 or made[block.block_id] is not block:
-                    self._refuse(named, block)
-                is_shared = is_shared or count > 1
-                block.ref_count = count - 1
-        except BaseException as error:
-            hold_again(named[:index])
-            if isinstance(error, IndexError):  # its id is none of ours
-                self._check_own(named)
+            for block in waiting:
+                if block.ref_count != 1 or made[block.block_id] is not block:
+                    break
+                block.ref_count = 0
+            else:
+                return named
+        except BaseException:
+            hold_again(named[: -1 - len(list(waiting))])
+            self._check_own(named)
             raise
-        if not is_shared:
-            return named
-        # Of one that is named twice the last mention counts.
-        freed = {block: None for block in reversed(named) if block.ref_count == 0}
-        return list(reversed(freed))
+        hold_again(named[: -1 - len(list(waiting))])
+        return self._let_go_shared(named)
 
-    def _refuse(self, named: list[Block], block: Block) -> NoReturn:
+    def _let_go_shared(self, named: list[Block]) -> list[Block]:
+        """Do what `_let_go` does, for blocks that several may hold and that may be named twice."""
         self._check_own(named)
-        raise DoubleFreeError(
-            f"release: block {block.block_id} is named more often than it is held"
-        )
+        freed: list[Block] = []
+        for index, block in enumerate(named):
+            if block.ref_count == 0:
+                hold_again(named[:index])
+                raise DoubleFreeError(
+                    f"release: block {block.block_id} is named more often than it is held"
+                )
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                freed.append(block)
+        return freed
 
     def _put_back(self, freed: list[Block]) -> None:
         """Queue blocks with content that nobody holds any more. Cannot fail."""
