@@ -5,8 +5,11 @@ import sys
 from array import array
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import kvcore
+from tests.kvcore.faults import dump
 
 
 def running(kv, count, length=8):
@@ -71,6 +74,49 @@ def test_sequences_that_cannot_take_a_step_are_refused():
         assert first.num_tokens == first.num_computed_tokens == 8
     kv.decode_step([first, second], [1, 2])
     kvcore.check(kv)
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=2, max_size=4),
+    st.integers(0, 6),
+    st.booleans(),
+    st.sampled_from([{}, {"enable_caching": False}, {"groups": [kvcore.SlidingWindow(6)]}]),
+)
+@example([4, 5], 3, False, {})  # one only counts, and the one after it finds no block
+def test_a_step_that_finds_no_block_has_not_counted_either(lengths, steps, drafts, layout):
+    kv = kvcore.KVCacheManager(64, 4, **layout)
+    seqs = [kv.open(range(100 * index, 100 * index + n)) for index, n in enumerate(lengths)]
+    for seq in seqs:
+        kv.reserve(seq, seq.num_tokens)
+        kv.commit(seq, seq.num_tokens)
+    for token in range(steps):
+        kv.decode_step(seqs, [token] * len(seqs))
+    if drafts:
+        kv.append(seqs[0], 7)
+        kv.reserve(seqs[0], 2)
+    kv.reserve(kv.open([1]), 4 * kv.num_free_blocks)
+    is_refused = False
+    for token in range(5):
+        before = dump(kv)
+        try:
+            kv.decode_step(seqs, [token] * len(seqs))
+        except kvcore.OutOfBlocksError:
+            is_refused = True
+            assert dump(kv) == before
+        kvcore.check(kv)
+    assert is_refused or "groups" in layout  # a window gives back what it takes
+
+
+def test_the_same_step_again_is_refused_once_one_of_it_is_closed():
+    kv = kvcore.KVCacheManager(64, 4)
+    seqs = running(kv, 3)
+    for verb in (kv.decode_step, kv.commit_step):
+        kv.decode_step(seqs, [1, 2, 3])
+        kv.close(seqs[1])
+        with pytest.raises(kvcore.StaleSequenceError):
+            verb(seqs, [1, 1, 1])
+        seqs[1:2] = running(kv, 1)
+    kv.decode_step(seqs, [1, 2, 3])
 
 
 def test_an_empty_step_is_a_step():

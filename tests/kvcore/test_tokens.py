@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcore
+from kvcore.tokens import slices
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
@@ -62,6 +63,25 @@ def test_packing_copies_so_that_the_callers_buffer_stays_its_own():
 def test_what_is_no_token_ids_is_a_typed_error(wrong):
     with pytest.raises(kvcore.InvalidArgumentError, match="tokens: wanted"):
         kvcore.pack(wrong)
+
+
+def test_a_list_that_changes_while_it_is_read_is_refused():
+    class Growing:
+        def __index__(self):
+            tokens.append(1)
+            return 1
+
+    tokens = [Growing(), 2]
+    with pytest.raises(kvcore.InvalidArgumentError, match="tokens: wanted a list of ints, got one"):
+        kvcore.pack(tokens)
+
+
+@given(st.integers(0, 50), st.integers(1, 5), st.integers(0, 7))
+def test_slices_are_whole_blocks_however_many(count, width, start):
+    packed = kvcore.pack(range(start + count * width + 3))
+    found = slices(packed, start, start + count * width, width)
+    wanted = [list(range(at, at + width)) for at in range(start, start + count * width, width)]
+    assert [memoryview(piece).cast("I").tolist() for piece in found] == wanted
 
 
 def test_bytes_are_packed_tokens_only_when_the_caller_says_so():

@@ -135,3 +135,19 @@ class manager_gives_a_second_copy_no_identity(kvcore.BlockPool):
         for block in blocks:
             if block.prev_copy is not None:
                 self.trees[group].detach(block)
+
+
+class CarelessTree(ContentTree):
+    """A block publishes in its own node although that still stands for what it held before."""
+
+    def attach(self, blocks, namespace_key, parent, contents):
+        for block in blocks:
+            block.parent = None
+        super().attach(blocks, namespace_key, parent, contents)
+
+
+@in_manager("P6", "P7", "P10", "P11", "P24")
+class manager_uses_a_node_that_stands_for_something(kvcore.BlockPool):
+    def __init__(self, num_blocks, *block_sizes, log=None):
+        super().__init__(num_blocks, *block_sizes, log=log)
+        self.trees = (CarelessTree(*block_sizes),)
