@@ -134,10 +134,9 @@ class FreeBlocks:
         freed: list[Block] = []
         empty: list[Block] = []
         for block in blocks:
-            count = block.ref_count
-            if count == 1:
+            if block.ref_count == 1:
                 (empty if block.node is None else freed).append(block)
-            elif count < 1:
+            elif block.ref_count < 1:
                 raise DoubleFreeError(f"drop: wanted blocks that somebody holds, got {block!r}")
         self.empty_blocks += empty
         for block in empty:
@@ -190,10 +189,8 @@ class FreeBlocks:
                 block.ref_count = 0
             else:
                 return named
-        except BaseException:
-            hold_again(named[: -1 - len(list(waiting))])
-            self._check_own(named)
-            raise
+        except (AttributeError, IndexError):
+            pass  # this is no block, or none of ours
         hold_again(named[: -1 - len(list(waiting))])
         return self._let_go_shared(named)
 

@@ -189,6 +189,24 @@ def test_what_cannot_be_held_is_named(pool):
                 refused(pool, error, message, lambda c=call, w=wrong: c([block, w]))
 
 
+@pytest.mark.parametrize("block_id", [-1, 0, 1, 8, 99])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_block_that_others_hold_is_not_ours_to_release(pool, block_id, count):
+    one, other = pool.take(2)
+    stranger = kvcore.Block(block_id)
+    stranger.ref_count = count
+    message = rf"Block\({block_id},"
+    for named in ([stranger], [one, stranger], [one, other, stranger, one]):
+        refused(pool, kvcore.ForeignBlockError, message, lambda n=named: pool.release(n))
+        assert stranger.ref_count == count
+
+
+def test_what_is_no_block_is_not_released_and_neither_is_what_stands_before_it(pool):
+    one, other = pool.take(2)
+    for named in (["x"], [one, "x"], [one, other, "x"]):
+        refused(pool, (AttributeError, TypeError), "str", lambda n=named: pool.release(n))
+
+
 # Release.
 
 
