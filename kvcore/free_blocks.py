@@ -189,7 +189,7 @@ class FreeBlocks:
                 block.ref_count = 0
             else:
                 return named
-        except (AttributeError, IndexError):
+        except (AttributeError, IndexError, TypeError):
             pass  # this is no block, or none of ours
         hold_again(named[: -1 - len(list(waiting))])
         return self._let_go_shared(named)

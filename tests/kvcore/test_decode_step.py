@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvcore
-from tests.kvcore.faults import dump
+from tests.kvcore.views import manager_view
 
 
 def running(kv, count, length=8):
@@ -97,12 +97,12 @@ def test_a_step_that_finds_no_block_has_not_counted_either(lengths, steps, draft
     kv.reserve(kv.open([1]), 4 * kv.num_free_blocks)
     is_refused = False
     for token in range(5):
-        before = dump(kv)
+        before = manager_view(kv)
         try:
             kv.decode_step(seqs, [token] * len(seqs))
         except kvcore.OutOfBlocksError:
             is_refused = True
-            assert dump(kv) == before
+            assert manager_view(kv) == before
         kvcore.check(kv)
     assert is_refused or "groups" in layout  # a window gives back what it takes
 
