@@ -1,6 +1,10 @@
 """The pool by example: seven blocks, one token a block, ids by hand."""
 
+import random
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import kvcore
 from tests.kvcore.views import pool_view
@@ -187,6 +191,30 @@ def test_what_cannot_be_held_is_named(pool):
         for call in (pool.release, pool.forget):
             if error is kvcore.ForeignBlockError:
                 refused(pool, error, message, lambda c=call, w=wrong: c([block, w]))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=12), st.randoms())
+@example([(True, 1)] * 3 + [(False, 1)] * 2 + [(True, 2)], random.Random(1))
+def test_what_a_table_drops_and_revives_is_what_others_release_and_hold(kinds, order):
+    pools = [kvcore.BlockPool(16, 1) for _ in range(2)]
+    places = list(range(len(kinds)))
+    order.shuffle(places)
+    for pool, let_go, take_back in zip(
+        pools,
+        (kvcore.BlockPool.drop, kvcore.BlockPool.release),
+        (kvcore.BlockPool.revive, kvcore.BlockPool.hold),
+        strict=True,
+    ):
+        blocks = pool.take(len(kinds))
+        for index, (is_published, count) in enumerate(kinds):
+            if is_published:
+                pool.publish([blocks[index]], b"n", None, [token(index)])
+            for _ in range(count - 1):
+                pool.hold([blocks[index]])
+        let_go(pool, [blocks[place] for place in places])
+        left = [block for block in blocks if block.ref_count or block.node]
+        take_back(pool, left)
+    assert pool_view(pools[0]) == pool_view(pools[1])
 
 
 @pytest.mark.parametrize("block_id", [-1, 0, 1, 8, 99])
