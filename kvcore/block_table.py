@@ -24,13 +24,12 @@ class BlockTable:
         block_size: tokens a block.
         forgets: whether its layers lose sight of anything.
         blocks: its blocks in order, the null block where one was given back.
-        block_ids: their ids, as `array("I")`: the kind that Python fills fastest.
         num_null: how many entries from the start are the null block.
         num_published: how many entries from the start have been published, null ones included.
     """
 
     __slots__ = (
-        "block_ids",
+        "_ids",
         "block_size",
         "blocks",
         "forgets",
@@ -44,7 +43,7 @@ class BlockTable:
         self.block_size = group.block_size
         self.forgets = not isinstance(group, FullAttention)
         self.blocks: list[Block] = []
-        self.block_ids = array("I")
+        self._ids: array[int] | None = None
         self.num_null = 0
         self.num_published = 0
 
@@ -52,35 +51,50 @@ class BlockTable:
         """Return how many blocks it lacks to hold `num_tokens` tokens. O(1)."""
         return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
 
+    @property
+    def block_ids(self) -> array[int]:
+        """Its blocks' ids; read it, do not write it. O(blocks that have joined since).
+
+        An `array("I")`, the kind that Python fills fastest. Whoever holds a view of it goes on
+        seeing the ids of now.
+        """
+        ids = self._ids
+        if ids is None:
+            ids = self._ids = array("I")
+        if len(ids) < len(self.blocks):
+            new = [block.block_id for block in self.blocks[len(ids) :]]
+            try:
+                ids.fromlist(new)  # type: ignore[arg-type]  # a BlockId is an int
+            except BufferError:  # somebody holds a view, so it cannot be resized
+                ids = self._ids = ids[:]
+                ids.fromlist(new)  # type: ignore[arg-type]
+        return ids
+
     def grow(self, blocks: list[Block]) -> tuple[BlockId, ...]:
         """Append blocks; return their ids. O(len(blocks))."""
-        new = [block.id_object for block in blocks]
+        appended = tuple([block.id_object for block in blocks])
         self.blocks += blocks
-        self.block_ids.fromlist(new)  # type: ignore[arg-type]  # they are ints
-        return tuple(new)  # type: ignore[arg-type]
+        return appended  # type: ignore[return-value]  # they are ints
 
     def start(self, null: Block, num_null: int, blocks: list[Block]) -> None:
         """Fill an empty table: `num_null` null entries, then published blocks."""
-        if num_null:
-            self.grow([null] * num_null)
-        if blocks:
-            self.grow(blocks)
+        self.blocks += [null] * num_null
+        self.blocks += blocks
         self.num_null = num_null
         self.num_published = len(self.blocks)
 
     def beyond(self, keep: int) -> list[Block]:
-        """Return the blocks after the first `keep` entries, in order: those that `cut` lets go.
-
-        Raises:
-            BufferError: somebody holds a view of `block_ids`, so it could not be cut.
-        """
-        self.block_ids.append(0)  # says whether it can be resized
-        self.block_ids.pop()
+        """Return the blocks after the first `keep` entries, in order: those that `cut` lets go."""
         return self.blocks[max(keep, self.num_null) :]
 
     def cut(self, keep: int) -> None:
-        """Keep the first `keep` entries. Cannot fail after `beyond`."""
-        del self.blocks[keep:], self.block_ids[keep:]
+        """Keep the first `keep` entries. Cannot fail."""
+        del self.blocks[keep:]
+        if self._ids is not None and len(self._ids) > keep:
+            try:
+                del self._ids[keep:]
+            except BufferError:
+                self._ids = None
         self.num_null = min(self.num_null, keep)
         self.num_published = min(self.num_published, keep)
 
@@ -90,7 +104,9 @@ class BlockTable:
 
     def forget(self, null: Block, before: int) -> None:
         """Make the entries before `before` null. Cannot fail."""
+        known = 0 if self._ids is None else len(self._ids)
         for index in range(self.num_null, before):
             self.blocks[index] = null
-            self.block_ids[index] = null.block_id
+            if index < known and self._ids is not None:
+                self._ids[index] = null.block_id
         self.num_null = max(self.num_null, before)

@@ -128,15 +128,16 @@ class ContentTree:
         try:
             for index, block in enumerate(blocks):
                 content = contents[index]
-                if (
-                    parent.last_child is not None
-                    or parent.children is not None
-                    or block.parent is not None
+                siblings = parent.children
+                if block.parent is not None or (
+                    parent.last_child is not None if siblings is None else content in siblings
                 ):
                     node = self._child(parent, content) or self._grow(block, parent, content)
                     self._join(block, node)
                     parent = node
                     continue
+                if siblings is not None:
+                    siblings[content] = block
                 parent.last_child = block
                 block.parent = parent
                 block.tokens = content

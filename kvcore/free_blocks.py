@@ -133,19 +133,20 @@ class FreeBlocks:
         """
         freed: list[Block] = []
         empty: list[Block] = []
+        shared: list[Block] = []
         for block in blocks:
             if block.ref_count == 1:
                 (empty if block.node is None else freed).append(block)
-            elif block.ref_count < 1:
+            elif block.ref_count > 1:
+                shared.append(block)
+            else:
                 raise DoubleFreeError(f"drop: wanted blocks that somebody holds, got {block!r}")
         self.empty_blocks += empty
         for block in empty:
             block.ref_count = 0
         self.num_used_blocks -= len(empty)
-        if len(freed) + len(empty) < len(blocks):
-            for block in blocks:
-                if block.ref_count > 1:
-                    block.ref_count -= 1
+        for block in shared:
+            block.ref_count -= 1
         if freed:
             self._put_back(freed)
 

@@ -137,12 +137,7 @@ class BlockPool(FreeBlocks):
         """
         if self._log is not None:
             self._note_lost(blocks)
-        if self.shelf.kept:
-            for block in blocks:
-                self._unqueue(block)
-                self.shelf.drop(block)
-        else:
-            self.free_queue.cut_front(blocks)
+        self._unqueue_front(blocks)
         trees = self.trees
         for block in blocks:
             block.ref_count = 1
@@ -155,18 +150,34 @@ class BlockPool(FreeBlocks):
                 or block.node is not block
                 or block.first_copy is not block
                 or block.last_copy is not block
-                or above.children is not None
-                or above.first_copy is None
             ):
                 trees[block.group].detach(block)
                 continue
-            above.last_child = None
+            siblings = above.children
+            if siblings is None and above.first_copy is not None:
+                above.last_child = None
+            elif siblings is not None and len(siblings) > 2:
+                del siblings[block.tokens]
+                if above.last_child is block:
+                    above.last_child = None
+            else:
+                trees[block.group].detach(block)
+                continue
             block.node = block.parent = block.first_copy = block.last_copy = block.name = None
             block.tokens = b""
         if self.lifetimes is not None:
             for block in blocks:
                 self.lifetimes.evicted(block.block_id, self.step)
         self.num_evicted_blocks += len(blocks)
+
+    def _unqueue_front(self, blocks: list[Block]) -> None:
+        """Take the blocks with content that are reused next from where they wait. Cannot fail."""
+        if not self.shelf.kept:
+            self.free_queue.cut_front(blocks)
+            return
+        for block in blocks:
+            self._unqueue(block)
+            self.shelf.drop(block)
 
     def hold(
         self, blocks: Sequence[Block], kept: Sequence[tuple[Block, tuple[Wish, ...]]] = ()
@@ -197,8 +208,8 @@ class BlockPool(FreeBlocks):
             ForeignBlockError: a block of another pool, or the null block.
             DoubleFreeError: a block is named more often than it is held.
         """
-        if type(blocks) is list and len(blocks) == 1:
-            block = blocks[0]
+        if isinstance(blocks, list) and len(blocks) == 1:
+            block: Block = blocks[0]
             if (
                 block.ref_count == 1
                 and block.node is None

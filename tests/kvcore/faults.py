@@ -31,6 +31,7 @@ LINKS = {
     "LeaseBook.forget",
     "NameChain.cut",
     "Node.clear",
+    "BlockPool._unqueue_front",
     "BlockPool.unpublish",
     "_add",
     "hold_again",
@@ -150,7 +151,7 @@ class Faults:
             seq.packed = self.array(seq.packed, "packed")
             for table in seq.tables:
                 table.blocks = self.list(table.blocks, "table.blocks")
-                table.block_ids = self.array(table.block_ids, "table.block_ids")
+                table._ids = self.array(table.block_ids, "table.block_ids")
         kv.leases.active = self.dictionary(kv.leases.active, "leases.active")
         kv.pool.empty_blocks = self.list(kv.pool.empty_blocks, "empty_blocks")
         kv.pool.shelf.kept = self.dictionary(kv.pool.shelf.kept, "shelf.kept")
@@ -244,6 +245,7 @@ class Faults:
 CACHES = {
     "Node": {"name", "last_child", "children"},
     "Block": {"name", "last_child", "children"},
+    "BlockTable": {"_ids"},
     "KVCacheManager": {"_last_step"},
     "KVSequence": {"chain", "stop"},
     "ContentTree": {"_spare"},

@@ -95,8 +95,8 @@ def twin_node(kv):
     return kv.sequences[4].tables[0].blocks[0].node
 
 
-def cut_block_ids(kv):
-    kv.sequences[0].tables[0].block_ids.pop()
+def change_a_block_id(kv):
+    kv.sequences[0].tables[0].block_ids[0] += 1
 
 
 def repeat_a_block(kv):
@@ -152,7 +152,7 @@ DAMAGE = [
     (set_on(pool, "num_used_blocks", lambda n: n - 1), "P1"),
     (set_on(first_sequence, "num_cached_tokens", lambda n: 99), "P14"),
     (set_on(first_sequence, "packed", lambda p: p[:4]), "P14"),
-    (cut_block_ids, "P18"),
+    (change_a_block_id, "P18"),
     (repeat_a_block, "P18"),
     (hold_the_null_block, "P18"),
     (forget_a_block_in_sight, "P19"),

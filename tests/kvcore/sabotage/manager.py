@@ -52,7 +52,7 @@ class manager_cuts_off_the_first_blocks(kvcore.KVCacheManager):
             beyond = len(table.blocks) - -(-num_tokens // table.block_size)
             if seq.is_open and 0 < beyond < len(table.blocks):
                 table.blocks = table.blocks[beyond:] + table.blocks[:beyond]
-                table.block_ids = table.block_ids[beyond:] + table.block_ids[:beyond]
+                table._ids = None
         super().truncate(seq, num_tokens)
 
 
