@@ -37,6 +37,7 @@ COMPILED = (
     "manager",
     "pool",
     "prefix",
+    "published",
     "release",
     "sequence",
     "slots",

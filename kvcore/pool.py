@@ -1,8 +1,8 @@
 """Every block there is: who holds it, what it holds, and which one is reused next.
 
-The pool moves blocks between free and held, counts references, and keeps the trees of published
-content, one a layer group. A published block loses its content (is *evicted*) only when it is
-reused; the order of reuse stands in `free_blocks.py`.
+The pool moves blocks between free and held and counts references. A published block loses its
+content (is *evicted*) only when it is reused; the order of reuse stands in `free_blocks.py`, what
+can be found in `published.py`.
 
 Every call checks and allocates first and changes afterwards: one that raises, whatever the reason,
 has changed nothing. The pool knows nothing of sequences, of how much of a block is written, or of
@@ -15,17 +15,16 @@ from collections.abc import Sequence
 from typing import SupportsIndex, final
 
 from kvcore.arguments import as_int
-from kvcore.block import Block, Node
-from kvcore.content_tree import ContentTree
-from kvcore.errors import BlockStateError, InvalidArgumentError
+from kvcore.block import Block
+from kvcore.errors import BlockStateError
 from kvcore.events import EventLog
-from kvcore.free_blocks import FreeBlocks, hold_again
+from kvcore.free_blocks import hold_again
+from kvcore.published import PublishedBlocks
 from kvcore.retention import Wish
-from kvcore.tokens import BYTES_PER_TOKEN
 
 
 @final
-class BlockPool(FreeBlocks):
+class BlockPool(PublishedBlocks):
     """A fixed number of blocks. Block 0 is the null block and is never handed out.
 
     Args:
@@ -43,24 +42,14 @@ class BlockPool(FreeBlocks):
         InvalidArgumentError: a size out of range.
     """
 
-    __slots__ = ("_log", "block_sizes", "num_allocated_blocks", "num_evicted_blocks", "trees")
+    __slots__ = ("num_allocated_blocks", "num_evicted_blocks")
 
     def __init__(
         self, num_blocks: SupportsIndex, *block_sizes: SupportsIndex, log: EventLog | None = None
     ) -> None:
-        super().__init__(num_blocks)
-        self.block_sizes = tuple(as_int("block_size", size, 1, 2**20) for size in block_sizes)
-        self.trees = tuple(
-            [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
-        )
-        self._log = log
+        super().__init__(num_blocks, *block_sizes, log=log)
         self.num_evicted_blocks = 0
         self.num_allocated_blocks = 0
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """How many blocks hold published content. O(blocks that were ever held)."""
-        return sum([block.node is not None for block in self._made])
 
     def take(self, num_blocks: SupportsIndex) -> list[Block]:
         """Hand out free blocks, each held once; published ones are evicted. O(num_blocks).
@@ -234,104 +223,6 @@ class BlockPool(FreeBlocks):
         if content:
             self._put_back(content)
 
-    def match(
-        self,
-        namespace_key: bytes,
-        packed: bytes,
-        max_blocks: int,
-        group: int = 0,
-        items: Sequence[bytes] | None = None,
-    ) -> list[Block]:
-        """Return the blocks of the longest published prefix; they are not held yet. O(blocks).
-
-        `packed` holds the tokens, 4 bytes each, and at least `max_blocks` blocks of them; `items`
-        for each block the encoded items that reach into it, None if there are none.
-        """
-        return self.trees[group].match(namespace_key, packed, max_blocks, items)
-
-    def path(
-        self,
-        namespace_key: bytes,
-        packed: bytes,
-        max_blocks: int,
-        group: int,
-        items: Sequence[bytes] | None = None,
-    ) -> list[Block | None]:
-        """Return what is published along a prefix, None where a block is gone. O(blocks)."""
-        return self.trees[group].path(namespace_key, packed, max_blocks, items)
-
-    def publish(
-        self,
-        blocks: Sequence[Block],
-        namespace_key: bytes,
-        parent: Block | None,
-        contents: Sequence[bytes],
-        group: int = 0,
-    ) -> None:
-        """Let others hit a run of blocks: each holds its content after that of the one before.
-
-        O(len(blocks)).
-
-        Args:
-            blocks: held blocks, all of whose tokens are written, each once.
-            namespace_key: the encoded namespace; read where `parent` is None.
-            parent: a published block that holds what comes before; None at the beginning.
-            contents: for each its tokens, packed: block_size * 4 bytes; then its encoded items.
-            group: the layer group that the blocks belong to.
-
-        Raises:
-            ForeignBlockError: a block of another pool, or the null block.
-            BlockStateError: a block is free, published already or named twice, or `parent` is not
-                published for the same group.
-            InvalidArgumentError: not a whole block of tokens, or not one content for each block.
-        """
-        self._check_unpublished(blocks, contents, self.block_sizes[group] * BYTES_PER_TOKEN)
-        above: Node | None = None
-        if parent is not None:
-            self._check_own((parent,))
-            above = parent.node
-            if above is None or parent.group != group:
-                raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
-        self.attach(list(blocks), namespace_key, above, list(contents), group)
-
-    def attach(
-        self,
-        blocks: list[Block],
-        namespace_key: bytes,
-        above: Node | None,
-        contents: list[bytes],
-        group: int,
-    ) -> None:
-        """Do what `publish` does, without its checks, for new blocks of a table. O(len(blocks)).
-
-        `above` is the content before the first; None at the beginning.
-        """
-        mark = 0 if self._log is None else self._log.number
-        try:
-            self.trees[group].attach(blocks, namespace_key, above, contents)
-        except BaseException:
-            self.unpublish((), mark)  # the tree has undone the rest
-            raise
-        if self.lifetimes is not None:
-            for block in blocks:
-                self.lifetimes.published(block.block_id, self.step)
-
-    @property
-    def last_event(self) -> int:
-        """The number of the last event, 0 where none are noted. O(1)."""
-        return 0 if self._log is None else self._log.number
-
-    def unpublish(self, blocks: Sequence[Block], last_event: int) -> None:
-        """Undo what `publish` and `keep` did to blocks since an event. Cannot fail. O(len(blocks)).
-
-        Blocks that were not published yet are left alone.
-        """
-        for block in reversed(blocks):
-            self.trees[block.group].detach(block)
-            self.shelf.drop(block)
-        if self._log is not None:
-            self._log.take_back(last_event)
-
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Take their content from blocks: it is wrong. Then drop one holder of each released block.
 
@@ -420,37 +311,3 @@ class BlockPool(FreeBlocks):
         self.empty_blocks = free
         self._num_seen = self.num_blocks
         return num_published
-
-    def _note_lost(self, blocks: Sequence[Block]) -> None:
-        """Note which contents are lost if these blocks lose theirs, all or none. O(copies)."""
-        if self._log is None:
-            return
-        mark = self._log.number
-        copies: dict[Node, int] = {}
-        try:
-            for block in blocks:
-                node = block.node
-                if node is not None:
-                    copies[node] = copies.get(node, len(node.copies())) - 1
-                    if copies[node] == 0:
-                        self._log.removed(node, block.group)
-        except BaseException:
-            self._log.take_back(mark)
-            raise
-
-    def _check_unpublished(
-        self, blocks: Sequence[Block], contents: Sequence[bytes], width: int
-    ) -> None:
-        self._check_own(blocks)
-        if len(blocks) != len(contents):
-            raise InvalidArgumentError(
-                f"contents: wanted one for each of {len(blocks)} blocks, got {len(contents)}"
-            )
-        for block in blocks:
-            if block.ref_count == 0 or block.node is not None:
-                raise BlockStateError(f"publish: wanted a held, unpublished block, got {block!r}")
-        if len(set(blocks)) != len(blocks):
-            raise BlockStateError("publish: wanted each block once")
-        for content in contents:
-            if len(content) < width:
-                raise InvalidArgumentError(f"contents: wanted {width} bytes, got {len(content)}")

@@ -22,6 +22,7 @@ KVCORE_LAYERS = (
     ("free_queue", "content_tree", "groups", "slots", "stats", "reports"),
     ("retention",),
     ("free_blocks",),
+    ("published",),
     ("pool", "block_table"),
     ("leases", "sequence"),
     ("release", "advance"),

@@ -32,7 +32,7 @@ LINKS = {
     "NameChain.cut",
     "Node.clear",
     "BlockPool._unqueue_front",
-    "BlockPool.unpublish",
+    "PublishedBlocks.unpublish",
     "_add",
     "hold_again",
     "cut_tables",

@@ -29,7 +29,9 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).parents[2]
-FILES = ("block", "free_queue", "free_blocks", "pool", "manager", "hashing", "groups")
+FILES = (
+    *("block", "free_queue", "free_blocks", "published", "pool", "manager", "hashing", "groups"),
+)
 # After those of the file itself; fast ones first, because most mutants die there.
 TESTS = (
     ("block", "free_queue", "groups", "hashing", "pool", "manager", "capabilities"),

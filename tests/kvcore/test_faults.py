@@ -185,7 +185,8 @@ def test_every_kind_of_place_is_tried(faults):
         with faults.armed(10**9):
             verb(state, faults)
     wanted = {
-        *(f"BlockPool.{verb}" for verb in ("hand_out", "hold", "attach", "keep")),
+        *(f"BlockPool.{verb}" for verb in ("hand_out", "hold", "keep")),
+        "PublishedBlocks.attach",
         *(f"BlockPool.{verb}" for verb in ("forget", "advance", "clear")),
         *(f"FreeBlocks.{verb}" for verb in ("revive", "drop", "_let_go")),
         *(
