@@ -193,6 +193,56 @@ def test_what_cannot_be_held_is_named(pool):
                 refused(pool, error, message, lambda c=call, w=wrong: c([block, w]))
 
 
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=6))
+@example([(3, 2), (1, 1), (4, 0), (0, 5), (2, 2), (0, 1), (1, 0)])
+def test_one_at_a_time_is_many_at_once(rounds):
+    pools = many, single = [kvcore.BlockPool(32, 1) for _ in range(2)]
+    held = ([], [])
+    for num_taken, num_released in rounds:
+        held[0].extend(many.take(num_taken))
+        held[1].extend([single.take(1)[0] for _ in range(num_taken)])
+        leaving = [blocks[:num_released] for blocks in held]
+        many.release(leaving[0])
+        for block in leaving[1]:
+            single.release([block])
+        for blocks in held:
+            del blocks[:num_released]
+        assert ids(held[0]) == ids(held[1])
+        assert pool_view(many) == pool_view(single)
+        assert {block.ref_count for pool in pools for block in pool.blocks} <= {0, 1}
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 2)), max_size=5),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.integers(0, 7),
+)
+@example([(False, 1)], 2, 1, 3)
+@example([(False, 1), (True, 1)], 2, 0, 1)
+@example([(False, 1), (True, 2)], 0, 3, 2)
+def test_to_exchange_is_to_take_and_then_to_release(kinds, num_empty, num_idle, num_new):
+    views = []
+    for is_one_call in (False, True):
+        pool = kvcore.BlockPool(14, 1)
+        leaving = pool.take(len(kinds))
+        for index, (is_published, count) in enumerate(kinds):
+            if is_published:
+                pool.publish([leaving[index]], b"n", None, [token(index)])
+            if count > 1:
+                pool.hold([leaving[index]])
+        pool.release(published(pool, *range(10, 10 + num_idle)))
+        pool.release(pool.take(num_empty))
+        num_new = min(num_new, pool.num_free_blocks)
+        if is_one_call:
+            pool.exchange(pool.next_blocks(num_new), leaving)
+        else:
+            pool.take(num_new)
+            pool.release(leaving)
+        views.append(pool_view(pool))
+    assert views[0] == views[1]
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=12), st.randoms())
 @example([(True, 1)] * 3 + [(False, 1)] * 2 + [(True, 2)], random.Random(1))
 def test_what_a_table_drops_and_revives_is_what_others_release_and_hold(kinds, order):
