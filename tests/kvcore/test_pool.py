@@ -1,12 +1,15 @@
 """The pool by example: seven blocks, one token a block, ids by hand."""
 
+import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvcore
+import kvcore.invariants
 from tests.kvcore.views import pool_view
 
 
@@ -210,6 +213,68 @@ def test_one_at_a_time_is_many_at_once(rounds):
         assert ids(held[0]) == ids(held[1])
         assert pool_view(many) == pool_view(single)
         assert {block.ref_count for pool in pools for block in pool.blocks} <= {0, 1}
+
+
+def check_trees(pool):
+    """That the trees are sound, whoever holds what."""
+    kvcore.invariants.index(SimpleNamespace(pool=pool, groups=[kvcore.FullAttention(1)]))
+
+
+def publish_path(pool, copies, path, *, shares):
+    """Publish what a request has computed; it shares the blocks that are there, or has its own."""
+    parent = None
+    for end in range(1, len(path) + 1):
+        known = copies.setdefault(tuple(path[:end]), [])
+        if not (shares and known):
+            (block,) = pool.take(1)
+            pool.publish([block], b"n", parent, [token(path[end - 1])])
+            known.append(block)
+        parent = known[0 if shares else -1]
+
+
+BRANCH = [[3, 1, 1], [3, 1, 2], [3, 1, 3], [3, 1, 0]]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=6),
+    st.booleans(),
+    st.sampled_from(["nothing", "something else", "the same"]),
+    st.floats(0, 1),
+    st.randoms(),
+)
+@example(BRANCH, True, "nothing", 1, random.Random(34))
+@example(BRANCH, True, "nothing", 1, random.Random(4))
+@example(BRANCH, False, "nothing", 1, random.Random(1))
+@example([[1, 2], [1, 2]], False, "the same", 0.8, random.Random(5))
+@example([[1], [2], [3], [0]], False, "something else", 1, random.Random(2))
+def test_what_is_evicted_leaves_the_rest_to_be_found(paths, shares, holds_next, share, order):
+    pool = kvcore.BlockPool(24, 1)
+    copies = {}  # of each prefix, oldest first
+    for path in paths:
+        publish_path(pool, copies, path, shares=shares)
+    prefixes = {block: prefix for prefix, blocks in copies.items() for block in blocks}
+    leaving = [block for block in prefixes if order.random() < share]
+    order.shuffle(leaving)
+    for _ in range(2 if holds_next == "the same" else 1):
+        for block in leaving:
+            pool.release([block])
+        pool.take(pool.num_free_blocks - len(leaving))
+        for number, block in enumerate(leaving):
+            assert pool.take(1) == [block]
+            prefix = prefixes[block]
+            copies[prefix].remove(block)
+            if holds_next == "something else":
+                pool.publish([block], b"another", None, [token(number)])
+            elif holds_next == "the same" and (len(prefix) == 1 or copies[prefix[:-1]]):
+                parent = copies[prefix[:-1]][0] if len(prefix) > 1 else None
+                pool.publish([block], b"n", parent, [token(prefix[-1])])
+                copies[prefix].append(block)
+            check_trees(pool)
+            for path in paths if order.random() < 0.7 else ():  # to look is to change a little
+                firsts = [copies[tuple(path[: n + 1])][:1] for n in range(len(path))]
+                wanted = [block for (block,) in itertools.takewhile(bool, firsts)]
+                assert pool.match(b"n", b"".join(map(token, path)), len(path)) == wanted
+        leaving = [block for block in leaving if block.node is not None]
 
 
 @given(
