@@ -220,6 +220,35 @@ def check_trees(pool):
     kvcore.invariants.index(SimpleNamespace(pool=pool, groups=[kvcore.FullAttention(1)]))
 
 
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(1, 2)), max_size=6))
+@example([(True, False, 1), (False, False, 1), (True, True, 1)])
+@pytest.mark.parametrize("verb", ["forget", "advance"])
+def test_what_is_released_along_is_what_is_released_after(verb, kinds):
+    views = []
+    for is_one_call in (False, True):
+        pool = kvcore.BlockPool(14, 1)
+        leaving = pool.take(len(kinds))
+        kept = published(pool, 20)
+        pool.keep(kept[0], [(1, 2)])
+        pool.release(kept)
+        wrong = published(pool, 21)
+        for index, (is_published, is_wrong, count) in enumerate(kinds):
+            if is_published:
+                pool.publish([leaving[index]], b"n", None, [token(index)])
+            if is_published and is_wrong:
+                wrong.append(leaving[index])
+            if count > 1:
+                pool.hold([leaving[index]])
+        first = 3 if verb == "advance" else wrong
+        if is_one_call:
+            getattr(pool, verb)(first, leaving)
+        else:
+            getattr(pool, verb)(first)
+            pool.release(leaving)
+        views.append(pool_view(pool))
+    assert views[0] == views[1]
+
+
 def publish_path(pool, copies, path, *, shares):
     """Publish what a request has computed; it shares the blocks that are there, or has its own."""
     parent = None
