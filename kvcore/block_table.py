@@ -55,8 +55,8 @@ class BlockTable:
     def block_ids(self) -> array[int]:
         """Its blocks' ids; read it, do not write it. O(blocks that have joined since).
 
-        An `array("I")`, the kind that Python fills fastest. Whoever holds a view of it goes on
-        seeing the ids of now.
+        An `array("I")`, the kind that Python fills fastest. A view of it stops no verb, and says
+        nothing after the next one: it may show the ids of then.
         """
         ids = self._ids
         if ids is None:

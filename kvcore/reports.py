@@ -1,4 +1,4 @@
-"""What calls report beside their effect: plain values that never change."""
+"""What calls report beside their effect: plain values that nothing here changes afterwards."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
             f"got {type(tokens).__name__}"
         )
     view = None if kind is list else _uint32_view(tokens, name)
+    length = len(tokens) if kind is list else 0
     try:
         if kind is list:
             packed.fromlist(tokens)  # type: ignore[arg-type]  # a third of what `extend` costs
@@ -57,10 +58,12 @@ def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
         ) from None
     except (TypeError, ValueError):
         raise InvalidArgumentError(f"{name}: wanted integer token ids, got another type") from None
-    except RuntimeError:
+    except RuntimeError as error:
+        if kind is not list or len(tokens) == length:
+            raise  # the caller's own: `from None` would hide why
         raise InvalidArgumentError(
             f"{name}: wanted a list of ints, got one that changes while it is read"
-        ) from None
+        ) from error
     return packed
 
 

@@ -76,6 +76,36 @@ def test_a_list_that_changes_while_it_is_read_is_refused():
         kvcore.pack(tokens)
 
 
+class Broken:
+    """Fails with an error of its own when it is read."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise self.error
+
+    def __index__(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, KeyError, ZeroDivisionError])
+@pytest.mark.parametrize("form", [Broken, lambda error: [Broken(error)], lambda e: (Broken(e),)])
+def test_an_error_of_the_callers_own_comes_out_as_it_is(form, error):
+    kv = kvcore.KVCacheManager(8, 4)
+    seq = kv.open([1])
+    tokens = form(error("worker died"))
+    for call in (kv.open, kv.plan, lambda t: kv.extend(seq, t), lambda t: kv.decode_step([seq], t)):
+        with pytest.raises(error, match="worker died") as caught:
+            call(tokens)
+        assert caught.type is error
+    assert (seq.num_tokens, kv.num_free_blocks) == (1, 7)
+    kvcore.check(kv)
+
+
 @given(st.integers(0, 50), st.integers(1, 5), st.integers(0, 7))
 def test_slices_are_whole_blocks_however_many(count, width, start):
     packed = kvcore.pack(range(start + count * width + 3))
