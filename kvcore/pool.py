@@ -233,7 +233,7 @@ class BlockPool(PublishedBlocks):
             DoubleFreeError: a block is released more often than it is held.
         """
         self._check_own(blocks)
-        losing = [block for block in blocks if block.node is not None]
+        losing = [block for block in dict.fromkeys(blocks) if block.node is not None]
         freed = self._let_go(released)
         try:
             lost = set(losing)

@@ -86,6 +86,14 @@ class KVSequence:
         self.chain: NameChain | None = None
         self.stop = 0
 
+    def __eq__(self, other: object) -> bool:
+        """A sequence equals itself alone, whatever the other says of it: steps are told by that."""
+        return self is other
+
+    def __hash__(self) -> int:
+        """Return its number."""
+        return self.seq_id
+
     @property
     def num_tokens(self) -> int:
         """How many tokens it has, computed or not. O(1)."""

@@ -215,7 +215,7 @@ class CacheState:
             raise InvalidArgumentError(
                 f"wanted one number for each of {len(running)} sequences, got {len(numbers)}"
             )
-        if running == self._last_step:  # none of them has been closed since
+        if self._last_step == running:  # ours compare by identity; none has been closed since
             return running
         known = self.sequences
         try:
@@ -224,7 +224,7 @@ class CacheState:
             strangers = running
         for seq in strangers:
             self._check_open(seq)
-        if len(set(running)) != len(running):
+        if len({seq.seq_id for seq in running}) != len(running):
             raise InvalidArgumentError("seqs: wanted each once, got one twice")
         self._last_step = running
         return running

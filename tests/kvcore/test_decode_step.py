@@ -3,6 +3,7 @@
 import gc
 import sys
 from array import array
+from unittest import mock
 
 import pytest
 from hypothesis import example, given
@@ -117,6 +118,44 @@ def test_the_same_step_again_is_refused_once_one_of_it_is_closed():
             verb(seqs, [1, 1, 1])
         seqs[1:2] = running(kv, 1)
     kv.decode_step(seqs, [1, 2, 3])
+
+
+class Twin:
+    """Has all that a sequence has, and says that it equals anything."""
+
+    __hash__ = None
+
+    def __init__(self, seq, when_asked):
+        object.__setattr__(self, "seq", seq)
+        object.__setattr__(self, "when_asked", when_asked)
+
+    def __getattr__(self, name):
+        return getattr(self.seq, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.seq, name, value)
+
+    def __eq__(self, other):
+        self.when_asked()
+        return True
+
+
+@pytest.mark.parametrize("is_warm", [False, True])
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("verb", ["decode_step", "commit_step", "reserve_step"])
+def test_what_says_that_it_equals_a_sequence_is_none(verb, place, is_warm):
+    kv = kvcore.KVCacheManager(64, 4)
+    seqs = running(kv, 2)
+    if is_warm:
+        kv.decode_step(seqs, [1, 2])
+    before = manager_view(kv)
+    twin = Twin(seqs[0], lambda: kv.close(seqs[1 - place]))
+    for stranger in (twin, mock.ANY):
+        step = list(seqs)
+        step[place] = stranger
+        with pytest.raises((kvcore.InvalidArgumentError, TypeError), match="KVSequence"):
+            getattr(kv, verb)(step, [0, 0])
+        assert manager_view(kv) == before
 
 
 def test_an_empty_step_is_a_step():

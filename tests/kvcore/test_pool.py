@@ -549,6 +549,14 @@ def test_a_forgotten_block_is_reused_first_if_it_is_free_and_stays_held_if_it_is
     assert ids(pool.free_blocks()) == [1, 4, 5, 6, 7, 3]
 
 
+def test_a_block_that_is_forgotten_twice_is_free_once(pool):
+    free, held = published(pool, 1)[0], published(pool, 2)[0]
+    pool.release([free])
+    pool.forget([free, held, free, held])
+    assert ids(pool.free_blocks()) == [1, 3, 4, 5, 6, 7]
+    assert (pool.num_free_blocks, pool.num_cached_blocks) == (6, 0)
+
+
 def test_a_forgotten_block_is_kept_no_longer(pool):
     on_shelf, held = published(pool, 1)[0], published(pool, 2)[0]
     for block in (on_shelf, held):
