@@ -84,8 +84,9 @@ class BlockPool(PublishedBlocks):
         else:
             fresh = min(count - len(empty), self.num_blocks - self._num_seen)
             others = blocks[: len(empty) + fresh]
-            if len(others) < count:
-                self._evict(blocks[len(others) :] if others else blocks)
+            with_content = blocks[len(others) :]
+            if with_content:
+                self._evict(with_content)
             self._num_seen += fresh
             empty.clear()
             for block in others:
@@ -104,17 +105,18 @@ class BlockPool(PublishedBlocks):
         freed = self._let_go(released)
         try:
             content = [block for block in freed if block.node is not None]
-            stack = None
-            if len(content) < len(freed):
-                left = max(0, len(self.empty_blocks) - len(blocks))
-                stack = self.empty_blocks[:left] + [b for b in freed if b.node is None]
+            empty = [block for block in freed if block.node is None]
+            stack = empty
+            if empty:
+                left = self.empty_blocks[: -len(blocks)] if blocks else self.empty_blocks
+                stack = left + empty
             self.hand_out(blocks)
         except BaseException:
             hold_again(released)
             raise
-        if stack is not None:
+        if empty:
             self.empty_blocks = stack
-            self.num_used_blocks -= len(freed) - len(content)
+            self.num_used_blocks -= len(empty)
         if content:
             self._put_back(content)
 
@@ -136,7 +138,6 @@ class BlockPool(PublishedBlocks):
                 above is None
                 or block.last_child is not None
                 or block.children is not None
-                or block.node is not block
                 or block.first_copy is not block
                 or block.last_copy is not block
             ):

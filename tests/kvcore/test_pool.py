@@ -4,6 +4,7 @@ import itertools
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -308,10 +309,12 @@ def test_what_is_evicted_leaves_the_rest_to_be_found(paths, shares, holds_next, 
 
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(1, 2)), max_size=5),
-    st.integers(0, 3),
+    st.integers(0, 5),
     st.integers(0, 3),
     st.integers(0, 7),
 )
+@example([(False, 1)], 3, 0, 1)
+@example([(False, 1)], 3, 0, 0)
 @example([(False, 1)], 2, 1, 3)
 @example([(False, 1), (True, 1)], 2, 0, 1)
 @example([(False, 1), (True, 2)], 0, 3, 2)
@@ -406,6 +409,36 @@ def test_a_release_of_content_and_of_none_goes_each_its_way(pool):
     blocks = [*published(pool, 1), *pool.take(1), *published(pool, 2), *pool.take(1)]
     pool.release(blocks)
     assert ids(pool.free_blocks()) == [4, 2, 5, 6, 7, 1, 3]
+
+
+def test_one_block_is_taken_and_released_as_many_are(pool):
+    (one,) = published(pool, 1)
+    pool.release({one: 1}.keys())
+    (two,) = pool.take(1)
+    pool.release({two: 1}.keys())
+    assert pool.peak_used_blocks == 1
+    pool.hold([one])
+    refused(pool, kvcore.InvalidArgumentError, "got the bool True", lambda: pool.take(True))
+    assert pool.take(np.int64(1)) == [two]
+    assert (pool.peak_used_blocks, pool.num_free_blocks) == (2, 5)
+
+
+def test_the_peak_is_the_most_that_were_ever_held_at_once(pool):
+    """Three are held; what came back empty is taken again beside what a hit has revived."""
+    (one,) = published(pool, 1)
+    blocks = pool.take(2)
+    pool.release([one, *blocks])
+    pool.hold([one])
+    for used in (2, 3):
+        pool.take(1)
+        assert (pool.num_used_blocks, pool.peak_used_blocks) == (used, 3)
+    (other,) = published(pool, 2)
+    pool.release([other])
+    pool.release(pool.take(1))
+    pool.hold([other])
+    assert pool.peak_used_blocks == 4
+    pool.take(1)
+    assert pool.peak_used_blocks == 5
 
 
 class Full(list):

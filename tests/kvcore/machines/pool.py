@@ -149,6 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
         refs = {block.block_id: block.ref_count for block in self.pool.blocks[1:]}
         expect("P2", refs, self.naive.refs, "the ref counts")
         expect("P13", self.pool.num_evicted_blocks, self.naive.num_evicted, "evictions")
+        expect("P13", self.pool.peak_used_blocks, self.naive.peak, "the peak")
         copies = pool_view(self.pool)["copies"]
         seen = {content: holders for content, holders in copies.items() if holders}
         wanted = {}
