@@ -35,7 +35,7 @@ FILES = (
 # After those of the file itself; fast ones first, because most mutants die there.
 TESTS = (
     ("block", "free_queue", "groups", "hashing", "pool", "manager", "capabilities"),
-    ("decode_step", "hostile", "invariants", "tokens", "slots", "faults"),
+    ("decode_step", "hostile", "invariants", "tokens", "slots", "short_ways", "faults"),
     ("machines", "small_scope"),
 )
 SECONDS = 120
