@@ -10,7 +10,7 @@ machines of the test suite check those.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NoReturn
 
 from kvcore.block import Block, Node
@@ -28,13 +28,12 @@ def partition(manager: KVCacheManager) -> None:
     """P1: every block but the null block is either held, or in the free queue exactly once."""
     pool = manager.pool
     queued = Counter(id(block) for block in _walk_queue(manager))
-    if sum(queued.values()) != pool.num_free_blocks:
-        _fail(
-            "P1",
-            f"{sum(queued.values())} blocks in the queue, its counter says {pool.num_free_blocks}",
-        )
-    if len(list(pool.free_queue)) != len(pool.free_queue):
-        _fail("P1", "the free queue has another length than it says")
+    num_queued = sum(queued.values())
+    if num_queued != pool.num_free_blocks:
+        _fail("P1", f"{num_queued} blocks in the queue, its counter says {pool.num_free_blocks}")
+    idle = len(list(pool.free_queue))
+    if idle != len(pool.free_queue):
+        _fail("P1", f"{idle} idle blocks in the queue, its length says {len(pool.free_queue)}")
     for block_id, block in enumerate(pool.blocks):
         if block.block_id != block_id:
             _fail("P1", f"block {block_id} believes to be {block.block_id}")
@@ -74,6 +73,7 @@ def index(manager: KVCacheManager) -> None:
     The trees themselves are sound: parents and children agree, no node is empty with nothing below.
     """
     listed: dict[int, Node] = {}
+    used: set[int] = set()
     for number, tree in enumerate(manager.pool.trees):
         for root in tree.roots():
             _check_root(root)
@@ -81,6 +81,7 @@ def index(manager: KVCacheManager) -> None:
             if len(node.tokens) < manager.groups[number].block_size * BYTES_PER_TOKEN:
                 _fail("P6", f"a node has {len(node.tokens)} bytes of tokens")
             _check_node(node)
+            used.add(id(node))
             for block in copies(node):
                 if id(block) in listed or block.group != number:
                     _fail("P6", f"{block!r} is listed twice, or for another group")
@@ -90,7 +91,7 @@ def index(manager: KVCacheManager) -> None:
             _fail("P6", f"{block!r} and the tree disagree on what it holds")
     if listed:
         _fail("P6", "a tree lists a block that cannot be owned")
-    _check_own_nodes(manager)
+    _check_own_nodes(manager.pool.blocks, used)
 
 
 def visibility(manager: KVCacheManager) -> None:
@@ -310,10 +311,9 @@ def _spells(node: Node, seq: KVSequence, table: BlockTable, num_tokens: int) -> 
     return node.tokens == seq.namespace_key and pieces[::-1] == wanted
 
 
-def _check_own_nodes(manager: KVCacheManager) -> None:
-    """Check that blocks know whether their own nodes stand in a tree."""
-    used = {id(node) for tree in manager.pool.trees for node in tree.nodes()}
-    for block in manager.pool.blocks:
+def _check_own_nodes(blocks: Sequence[Block], used: set[int]) -> None:
+    """Check that blocks know whether their own nodes stand in a tree, as those of these ids do."""
+    for block in blocks:
         if (block.parent is None) is (id(block) in used):
             _fail("P6", f"{block!r} and the trees disagree on whether its own node is in use")
 

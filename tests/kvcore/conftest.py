@@ -1,4 +1,7 @@
-"""What only the source can show is skipped, with the reason, where kvcore is compiled."""
+"""A pool to try things on.
+
+And what only the source can show is skipped, with the reason, where kvcore is compiled.
+"""
 
 import pytest
 
@@ -13,3 +16,9 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("source_build"):
                 item.add_marker(sealed)
+
+
+@pytest.fixture
+def pool():
+    """Seven blocks to hand out, of one token each."""
+    return kvcore.BlockPool(8, 1)

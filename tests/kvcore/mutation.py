@@ -30,11 +30,19 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *("block", "free_queue", "free_blocks", "published", "pool", "manager", "hashing", "groups"),
+    "block",
+    "free_queue",
+    "free_blocks",
+    "published",
+    "pool",
+    "manager",
+    "hashing",
+    "groups",
 )
 # After those of the file itself; fast ones first, because most mutants die there.
 TESTS = (
-    ("block", "free_queue", "groups", "hashing", "pool", "manager", "capabilities"),
+    ("block", "free_queue", "groups", "hashing", "pool", "published", "free_blocks"),
+    ("pool_properties", "manager", "capabilities"),
     ("decode_step", "hostile", "invariants", "tokens", "slots", "short_ways", "faults"),
     ("machines", "small_scope"),
 )

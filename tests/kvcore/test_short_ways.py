@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvcore
+from tests.kvcore.pools import published
 
 pytestmark = pytest.mark.source_build  # compiled functions call each other unseen
 
@@ -30,18 +31,6 @@ def called(function, *args):
     finally:
         sys.setprofile(None)
     return result, {name for name in names if not name.startswith("<")}
-
-
-@pytest.fixture
-def pool():
-    return kvcore.BlockPool(9, 1)
-
-
-def published(pool, *prompt):
-    """A prompt's blocks, each of one token, held and published."""
-    blocks = pool.take(len(prompt))
-    pool.publish(blocks, b"n", None, [kvcore.pack([token]).tobytes() for token in prompt])
-    return blocks
 
 
 def test_one_block_is_one_call(pool):
