@@ -1,17 +1,14 @@
 """A model from a folder or an id: its network, its text codec, what it allows.
 
-Decides: whether an architecture can run with a paged cache, before any weight is read: from its
-configuration, and from a pass through the same network without weights (PyTorch's meta device). The
-first real pass (`attention.probe_layers`) has the last word.
+Decides: where a model is, and in which order it is looked at: what cannot run with a paged cache
+is refused (`architectures.py`) before any weight is read.
 
-Invariants: what is refused is refused with the name of the architecture and the reason; nothing is
-fetched for a path; a hub that does not answer is asked once; no code that comes with a checkpoint
-is run.
+Invariants: nothing is fetched for a path; a hub that does not answer is asked once; no code that
+comes with a checkpoint is run.
 
 Does not know: backends, caches, requests.
 """
 
-import copy
 import json
 import re
 from collections.abc import Sequence
@@ -25,7 +22,6 @@ import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -34,11 +30,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from model.attention import IMPLEMENTATION, probe_layers
+from model.architectures import check_architecture, check_layers
 from model.errors import ModelNotFoundError, UnsupportedModelError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _HUB_TIMEOUT_S = 5.0
 
 
@@ -141,57 +136,6 @@ def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> Loade
         max_positions=getattr(text_config, "max_position_embeddings", None),
         dense_implementation="eager" if is_capped else own,
     )
-
-
-def check_architecture(config: PreTrainedConfig) -> None:
-    """Refuse what a paged cache of full or sliding attention cannot serve. O(num_layers).
-
-    Raises:
-        UnsupportedModelError: with the architecture's name and the reason.
-    """
-    architecture = (config.architectures or [type(config).__name__])[0]
-    text_config = config.get_text_config()
-    network_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    is_other = architecture not in (type(config).__name__, getattr(network_type, "__name__", ""))
-    if network_type is None or config.is_encoder_decoder or is_other:
-        raise UnsupportedModelError(f"{architecture}: wanted a decoder-only language model")
-    if not getattr(network_type, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{architecture}: its Transformers class does not take attention backends"
-        )
-    other = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
-    if other:
-        raise UnsupportedModelError(
-            f"{architecture}: wanted layers of full or sliding attention, "
-            f"got {', '.join(sorted(other))}"
-        )
-    if getattr(text_config, "use_bidirectional_attention", None):
-        raise UnsupportedModelError(f"{architecture}: wanted causal attention, got bidirectional")
-    if getattr(text_config, "num_kv_shared_layers", None):
-        raise UnsupportedModelError(
-            f"{architecture}: wanted layers with keys and values of their own, "
-            f"got {text_config.num_kv_shared_layers} that read those of others"
-        )
-
-
-def check_layers(config: PreTrainedConfig) -> None:
-    """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
-
-    The network is built on PyTorch's meta device, where tensors have shapes and no content. A few
-    networks cannot run there; about them this says nothing.
-
-    Raises:
-        UnsupportedModelError: with the architecture's name and the reason.
-    """
-    meta = torch.device("meta")
-    try:
-        with meta:
-            network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION
-            )
-        probe_layers(network.train(mode=False), meta)
-    except (RuntimeError, NotImplementedError):  # the meta device's; ours are no RuntimeErrors
-        return
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from model.bench.configs import CONFIGS
 from model.errors import UsageError
-from model.loader import LoadedModel, check_architecture, load_config, load_model, wrap_network
+from model.architectures import check_architecture
+from model.loader import LoadedModel, load_config, load_model, wrap_network
 
 _SEED = 0
 
