@@ -12,7 +12,12 @@ Does not know: where a model comes from, backends, caches, requests.
 import copy
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from model.attention import IMPLEMENTATION, probe_layers
 from model.errors import UnsupportedModelError
@@ -51,21 +56,32 @@ def check_architecture(config: PreTrainedConfig) -> None:
         )
 
 
-def check_layers(config: PreTrainedConfig) -> None:
+def network_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """The network of a configuration on PyTorch's meta device: tensors of shapes and no content.
+
+    Raises:
+        Exception: of any kind: what Transformers makes of values that describe no network.
+    """
+    with torch.device("meta"):
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION
+        )
+    network.train(mode=False)
+    return network
+
+
+def check_layers(network: PreTrainedModel) -> None:
     """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
 
-    The network is built on PyTorch's meta device, where tensors have shapes and no content. A few
-    networks cannot run there; about them this says nothing.
+    A few networks cannot run without weights; about them this says nothing.
+
+    Args:
+        network: of `network_without_weights`.
 
     Raises:
         UnsupportedModelError: with the architecture's name and the reason.
     """
-    meta = torch.device("meta")
     try:
-        with meta:
-            network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION
-            )
-        probe_layers(network.train(mode=False), meta)
+        probe_layers(network, torch.device("meta"))
     except (RuntimeError, NotImplementedError):  # the meta device's; ours are no RuntimeErrors
         return
