@@ -94,10 +94,26 @@ class LoadedModel:
 
 
 class _HuggingFaceCodec:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A tokenizer of Transformers.
+
+    Args:
+        tokenizer: does the work.
+        max_positions: of the model; a text that is longer whatever its tokens are is refused before
+            it is cut into them, which takes some 300 bytes a character. None: none is refused.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> None:
         self._tokenizer = tokenizer
+        self._max_characters: int | None = None
+        if max_positions is not None:
+            self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise InvalidArgumentError(
+                f"prompt: wanted at most {self._max_characters:,} characters, which is what the "
+                f"model's positions hold if every token is the longest, got {len(text):,}"
+            )
         try:
             return list(self._tokenizer.encode(text, truncation=False))
         except Exception as error:  # one that its own files do not fit
@@ -131,7 +147,7 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     network = _load_network(source, config, dtype)
-    codec = _load_codec(source)
+    codec = _load_codec(source, _max_positions(config))
     return wrap_network(name, nn.Module.to(network, device), codec)
 
 
@@ -155,9 +171,14 @@ def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> Loade
         network=network.train(mode=False),
         codec=codec,
         eos_token_ids=eos_token_ids,
-        max_positions=getattr(text_config, "max_position_embeddings", None),
+        max_positions=_max_positions(network.config),
         dense_implementation="eager" if is_capped else own,
     )
+
+
+def _max_positions(config: PreTrainedConfig) -> int | None:
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +367,13 @@ def _load_network(source: _Source, config: PreTrainedConfig, dtype: torch.dtype)
     return network
 
 
-def _load_codec(source: _Source) -> TextCodec:
+def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
-        codec = _HuggingFaceCodec(
-            AutoTokenizer.from_pretrained(source.name, local_files_only=source.is_local)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source.name, local_files_only=source.is_local
         )
+        codec = _HuggingFaceCodec(tokenizer, max_positions)
         tokens = codec.encode(_SAMPLE_TEXT)
         codec.decode(tokens)
     except Exception as error:
