@@ -115,10 +115,13 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
     return stored
 
 
-def check_stored(stored: Mapping[str, StoredTensor], network: PreTrainedModel) -> None:
+def check_stored(
+    config: Path, stored: Mapping[str, StoredTensor], network: PreTrainedModel
+) -> None:
     """Refuse weights that a network cannot take, before it takes memory. O(tensors).
 
     Args:
+        config: the file that describes the network.
         stored: what `check_files` gave; where it is empty, nothing is known and nothing refused.
         network: without weights.
 
@@ -130,8 +133,8 @@ def check_stored(stored: Mapping[str, StoredTensor], network: PreTrainedModel) -
     for name, tensor in stored.items():
         if tensor.dtype not in _FLOATS and (name in floats or name.endswith("weight")):
             raise UnsupportedModelError(
-                f"model: {tensor.file}: {name} is {tensor.dtype}: quantised models are not "
-                f"supported, wanted one of {', '.join(sorted(_FLOATS))}"
+                f"model: {config.with_name(tensor.file)}: {name} is {tensor.dtype}: quantised models "
+                f"are not supported, wanted one of {', '.join(sorted(_FLOATS))}"
             )
     # Conversions stack and rename tensors, and keep the number of their elements. What lacks less
     # is told by name once it is loaded.
@@ -139,8 +142,8 @@ def check_stored(stored: Mapping[str, StoredTensor], network: PreTrainedModel) -
     found = sum(tensor.num_elements for tensor in stored.values())
     if stored and wanted > 2 * found:
         raise ModelNotFoundError(
-            f"model: config.json describes a network of {wanted:,} parameters, and its weights "
-            f"have {found:,}"
+            f"model: {config} describes a network of {wanted:,} parameters, and its weights have "
+            f"{found:,}"
         )
 
 

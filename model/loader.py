@@ -55,6 +55,7 @@ from model.errors import (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_TIMEOUT_S = 5.0
 _SAMPLE_TEXT = "a text"
+_MAX_LAYERS = 10_000
 _LoadingInfo = Mapping[str, Collection[object]]
 _BLAME_S = 5.0  # the longest that is spent on finding the field that is wrong
 
@@ -292,6 +293,11 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
             f"model: {path}: quantization_config: quantised models are not supported, got "
             f"{shown(method)}"
         )
+    for name, value in content.items():  # each layer is an object, even without weights
+        if "layer" in name and isinstance(value, int) and value > _MAX_LAYERS:
+            raise ModelNotFoundError(
+                f"model: {path}: {name}: wanted at most {_MAX_LAYERS:,}, got {shown(value)}"
+            )
     positions = content.get("max_position_embeddings")
     if isinstance(positions, int) and positions < 1:
         raise ModelNotFoundError(
@@ -311,7 +317,7 @@ def _check_network(source: _Source, config: PreTrainedConfig) -> None:
         content = read_object(path) if source.is_folder else {}
         raise _blame(path, content, error, _network_of) from error
     if source.is_folder:
-        check_stored(check_files(Path(source.name)), network)
+        check_stored(path, check_files(Path(source.name)), network)
 
 
 def _network_of(**fields: object) -> PreTrainedModel:
