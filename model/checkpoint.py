@@ -133,8 +133,8 @@ def check_stored(
     for name, tensor in stored.items():
         if tensor.dtype not in _FLOATS and (name in floats or name.endswith("weight")):
             raise UnsupportedModelError(
-                f"model: {config.with_name(tensor.file)}: {name} is {tensor.dtype}: quantised models "
-                f"are not supported, wanted one of {', '.join(sorted(_FLOATS))}"
+                f"model: {config.with_name(tensor.file)}: {name} is {tensor.dtype}: quantised "
+                f"models are not supported, wanted one of {', '.join(sorted(_FLOATS))}"
             )
     # Conversions stack and rename tensors, and keep the number of their elements. What lacks less
     # is told by name once it is loaded.
