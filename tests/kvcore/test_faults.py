@@ -15,7 +15,9 @@ LAYOUTS = {
     "full": [kvcore.FullAttention()],
     "full and window": [kvcore.FullAttention(), kvcore.SlidingWindow(6)],
     "wide, chunk": [kvcore.FullAttention(8), kvcore.ChunkedLocal(8)],
+    "six and four": [kvcore.FullAttention(6), kvcore.SlidingWindow(5, 4)],
 }
+NUM_BLOCKS = {"full": 32, "six and four": 48}  # nearly full; the others: 56
 CAT = kvcore.Item(b"cat", 1, 3, b"\x01\x00\x01")
 DOG = kvcore.Item(b"dog", 13, 2)
 STRONG = kvcore.Retention(0, 6, priority=3, max_steps=2)
@@ -30,11 +32,10 @@ class State:
     """
 
     def __init__(self, layout, *, caching=True, fragile=None):
-        groups = LAYOUTS[layout]
         self.kv = kv = kvcore.KVCacheManager(
-            {1: 32, 2: 56}[len(groups)],
-            4,
-            groups=groups,
+            NUM_BLOCKS.get(layout, 56),
+            2 if layout == "six and four" else 4,
+            groups=LAYOUTS[layout],
             enable_caching=caching,
             record_events="xxh3-128",
             record_lifetimes=True,

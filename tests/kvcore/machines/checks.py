@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant
 
 import kvcore
-from tests.kvcore.machines.requests import BLOCK_SIZE, GROUPS, lowered, real_groups
+from tests.kvcore.machines.requests import (
+    BLOCK_SIZE,
+    GROUPS,
+    common_divisor,
+    lowered,
+    real_groups,
+)
 from tests.kvcore.naive import NaiveManager
 from tests.kvcore.views import PropertyError, expect, manager_view
 
@@ -40,7 +46,7 @@ class ManagerChecks(RuleBasedStateMachine):
         self.groups = GROUPS[self.layouts[layout % len(self.layouts)]]
         self.kv = self.make_manager(
             num_blocks,
-            BLOCK_SIZE,
+            common_divisor(self.groups),
             groups=real_groups(self.groups),
             enable_caching=caching,
             max_model_len=longest,

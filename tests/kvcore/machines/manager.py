@@ -65,7 +65,33 @@ class ManagerMachine(ManagerVerbs):
         self.agree()
         self.advance(steps)
 
-    @rule(entry=SEQUENCES, keep=st.integers(0, 9), token=st.integers(0, 2))
+    @rule(
+        prompt=PROMPTS,
+        retain=RETENTIONS,
+        steps=st.integers(0, 2),
+        token=st.integers(0, 2),
+        later=st.integers(0, 3),
+    )
+    def fork_what_is_kept(self, prompt, retain, steps, token, later):
+        """A beam splits off what is to be kept for a while, goes on, and both go."""
+        entry = self.begin(prompt, kvcore.Namespace(), packed=False, retain=retain)
+        if entry is None:
+            return
+        self.run(entry)
+        self.advance(steps)
+        self.agree()
+        child = self.fork(entry)
+        self.append(child, [token] * 5)
+        self.run(child)
+        self.end(child)
+        if child is not entry:  # there was room
+            self.end(entry)
+        self.agree()
+        self.advance(later)
+        self.agree()
+        self.press(2)
+
+    @rule(entry=SEQUENCES, keep=st.integers(0, 12), token=st.integers(0, 2))
     def edit(self, entry, keep, token):
         """A turn is taken back and goes on differently, which is where names go stale."""
         if entry[0].is_open:
@@ -227,7 +253,7 @@ class ManagerMachine(ManagerVerbs):
     @rule(
         target=SEQUENCES,
         prompt=PROMPTS,
-        kept=st.integers(0, 9),
+        kept=st.integers(0, 12),
         forks=st.booleans(),
         leaves=st.booleans(),
     )
