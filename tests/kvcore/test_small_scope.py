@@ -35,7 +35,6 @@ def test_every_state_that_a_few_operations_reach_is_sound(layout):
         ("manager_forks_a_half_full_block_without_a_copy", "full"),
         ("leases_hold_nothing", "full"),
         ("groups_are_asked_once_where_a_cut_may_stand", "six before four"),
-        ("groups_fall_back_to_the_widest_block", "six before four"),
     ],
 )
 def test_exhaustion_finds_planted_bugs_in_few_operations(monkeypatch, name, layout):
