@@ -104,9 +104,13 @@ class BlockTable:
 
     def forget(self, null: Block, before: int) -> None:
         """Make the entries before `before` null. Cannot fail."""
-        known = 0 if self._ids is None else len(self._ids)
-        for index in range(self.num_null, before):
+        first = self.num_null
+        if before <= first:
+            return
+        ids = self._ids
+        known = 0 if ids is None else len(ids)
+        for index in range(first, before):
             self.blocks[index] = null
-            if index < known and self._ids is not None:
-                self._ids[index] = null.block_id
-        self.num_null = max(self.num_null, before)
+            if index < known and ids is not None:
+                ids[index] = null.block_id
+        self.num_null = before

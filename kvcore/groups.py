@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block
@@ -79,6 +80,9 @@ class ChunkedLocal:
 
 LayerGroup = FullAttention | SlidingWindow | ChunkedLocal
 
+NEVER: Final = 2**62
+"""More tokens than there ever are."""
+
 
 def first_kept_block(group: LayerGroup, block_size: int, num_computed_tokens: int) -> int:
     """Return the first block that a group must keep after so many computed tokens. O(1).
@@ -87,6 +91,21 @@ def first_kept_block(group: LayerGroup, block_size: int, num_computed_tokens: in
     """
     visible = group.first_visible(num_computed_tokens) // block_size
     return min(visible, max(0, num_computed_tokens // block_size - 1))
+
+
+def next_pass(group: LayerGroup, block_size: int, num_null: int) -> int:
+    """Return from how many computed tokens on a group keeps less than all but `num_null` blocks.
+
+    The least number of which `first_kept_block` is more than `num_null`. O(1).
+    """
+    begin = (num_null + 1) * block_size
+    if isinstance(group, SlidingWindow):
+        visible = begin + group.window - 1
+    elif isinstance(group, ChunkedLocal):
+        visible = -(-begin // group.chunk) * group.chunk
+    else:
+        return NEVER
+    return max(visible, begin + block_size)
 
 
 def resolve(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[LayerGroup, ...]:
