@@ -110,16 +110,19 @@ def advance(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
         return is_due
     last_event = pool.last_event
     published: list[Block] = []
-    released: list[Block] = []
+    passed: list[tuple[BlockTable, int]] = []
     try:
-        _settle(pool, seq, settled, published, released)
+        _settle(pool, seq, settled, published, passed)
+        released = _before(passed)
         if released:
             pool.drop(released)
     except BaseException:
         pool.unpublish(published, last_event)
         raise
-    _set(pool, seq, computed, settled)
-    return bool(published or released)
+    _set(seq, computed, settled)
+    for table, kept in passed:
+        table.forget(pool.null, kept)
+    return bool(published or passed)
 
 
 def advance_step(
@@ -146,16 +149,11 @@ def advance_step(
     Raises:
         OutOfBlocksError: too few blocks are free for all tables.
     """
-    num_new = 0
-    for index, seq in enumerate(seqs):
-        for table in seq.tables:
-            count = -(-totals[index] // table.block_size) - len(table.blocks)
-            if count > 0:
-                num_new += count
+    num_new = _num_missing(seqs, totals)
     new = pool.next_blocks(num_new) if num_new else []
     last_event = pool.last_event
     published: list[Block] = []
-    released: list[Block] = []
+    passed: list[tuple[BlockTable, int]] = []
     growths: list[Growth] = []
     try:
         if num_new:
@@ -163,10 +161,10 @@ def advance_step(
         for index, seq in enumerate(seqs):
             settled = min(computed[index], len(seq.packed))
             if settled >= seq.due:
-                _settle(pool, seq, settled, published, released)
+                _settle(pool, seq, settled, published, passed)
         answer = tuple(growths)
-        if released:
-            pool.exchange(new, released)
+        if passed:
+            pool.exchange(new, _before(passed))
         else:
             pool.hand_out(new)
     except BaseException:
@@ -174,8 +172,21 @@ def advance_step(
         _shrink_all(seqs, places, growths)
         raise
     for index, seq in enumerate(seqs):
-        _set(pool, seq, computed[index], min(computed[index], len(seq.packed)))
+        _set(seq, computed[index], min(computed[index], len(seq.packed)))
+    for table, kept in passed:
+        table.forget(pool.null, kept)
     return answer
+
+
+def _num_missing(seqs: Sequence[KVSequence], totals: Sequence[int]) -> int:
+    """Return how many blocks all tables lack to hold so many tokens each. O(sequences)."""
+    missing = 0
+    for index, seq in enumerate(seqs):
+        for table in seq.tables:
+            count = -(-totals[index] // table.block_size) - len(table.blocks)
+            if count > 0:
+                missing += count
+    return missing
 
 
 def _grow_all(
@@ -215,9 +226,9 @@ def _settle(
     seq: KVSequence,
     settled: int,
     published: list[Block],
-    released: list[Block],
+    passed: list[tuple[BlockTable, int]],
 ) -> None:
-    """Publish what is settled, and find what nobody sees any more; note both. O(such blocks)."""
+    """Publish what is settled, and find what nobody sees any more; note both. O(published)."""
     key = seq.namespace_key
     for number, table in enumerate(seq.tables):
         full = settled // table.block_size
@@ -227,21 +238,26 @@ def _settle(
         if table.forgets:
             kept = first_kept_block(table.group, table.block_size, settled)
             if kept > table.num_null:
-                released += table.before(kept)
+                passed.append((table, kept))
 
 
-def _set(pool: BlockPool, seq: KVSequence, computed: int, settled: int) -> None:
-    """Set what the pool knows already. Cannot fail. O(groups + blocks given back)."""
+def _before(passed: Sequence[tuple[BlockTable, int]]) -> list[Block]:
+    """Return the blocks that tables give back, in the order of release. O(blocks)."""
+    if len(passed) == 1:
+        table, kept = passed[0]
+        return table.before(kept)
+    return [block for table, kept in passed for block in table.before(kept)]
+
+
+def _set(seq: KVSequence, computed: int, settled: int) -> None:
+    """Set what the pool knows already. Cannot fail. O(groups)."""
     seq.num_computed_tokens = computed
     seq.stop = 0
     if settled < seq.due:
         return
-    is_cached = seq.namespace_key is not None
-    for table in seq.tables:
-        if is_cached:
+    if seq.namespace_key is not None:
+        for table in seq.tables:
             table.num_published = settled // table.block_size
-        if table.forgets:
-            table.forget(pool.null, first_kept_block(table.group, table.block_size, settled))
 
 
 def _publish(pool: BlockPool, seq: KVSequence, key: bytes, number: int, full: int) -> None:

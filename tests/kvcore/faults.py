@@ -36,6 +36,8 @@ LINKS = {
     "_add",
     "hold_again",
     "StepVerbs._take_back",
+    "_set",
+    "next_pass",
     "cut_tables",
 }
 # What looks at a state, and is not part of any verb.

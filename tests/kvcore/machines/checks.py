@@ -184,6 +184,7 @@ class ManagerChecks(RuleBasedStateMachine):
         plain, items = lowered(naive.tokens)
         expect("P10", list(real.tokens), plain, "the tokens")
         expect("P10", list(real.items), items, "the items")
+        expect("P27", real.num_untold_tokens, len(naive.future), "expected tokens")
         expect("P14", real.num_computed_tokens, naive.computed, "computed tokens")
         expect("P14", real.num_cached_tokens, naive.cached, "cached tokens")
         if naive.namespace is not None:
@@ -207,7 +208,7 @@ class ManagerChecks(RuleBasedStateMachine):
             first = table.num_null * table.block_size
             for position in range(first, real.num_computed_tokens):
                 content = self.memory.get(self.place(real, number, position), "never written")
-                wanted = (number, tuple(naive.tokens[: position + 1]))
+                wanted = (number, tuple(naive.all_tokens()[: position + 1]))
                 expect("P7", content[:2], wanted, f"the KV behind position {position}")
                 if naive.namespace is not None:
                     expect("P7", content[2], self.origin(naive), f"whose position {position} is")
