@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError, NotReservedError
-from kvcore.groups import first_kept_block
 from kvcore.hashing import block_contents
 from kvcore.pool import BlockPool
 from kvcore.reports import Growth
@@ -152,6 +151,7 @@ def advance_step(
     num_new = _num_missing(seqs, totals)
     new = pool.next_blocks(num_new) if num_new else []
     last_event = pool.last_event
+    settled: list[int] = []
     published: list[Block] = []
     passed: list[tuple[BlockTable, int]] = []
     growths: list[Growth] = []
@@ -159,23 +159,78 @@ def advance_step(
         if num_new:
             _grow_all(seqs, places, totals, new, growths)
         for index, seq in enumerate(seqs):
-            settled = min(computed[index], len(seq.packed))
-            if settled >= seq.due:
-                _settle(pool, seq, settled, published, passed)
+            count = len(seq.packed)
+            count = min(count, computed[index])
+            settled.append(count)
+            if count >= seq.due:
+                _settle(pool, seq, count, published, passed)
         answer = tuple(growths)
         if passed:
             pool.exchange(new, _before(passed))
-        else:
+        elif num_new:
             pool.hand_out(new)
     except BaseException:
         pool.unpublish(published, last_event)
         _shrink_all(seqs, places, growths)
         raise
     for index, seq in enumerate(seqs):
-        _set(seq, computed[index], min(computed[index], len(seq.packed)))
+        _set(seq, computed[index], settled[index])
     for table, kept in passed:
         table.forget(pool.null, kept)
     return answer
+
+
+def advance_decodes(
+    pool: BlockPool, seqs: Sequence[KVSequence], due: Sequence[int]
+) -> tuple[Growth, ...]:
+    """Let sequences be computed to their last token but one, and have room for that; or nothing.
+
+    `advance_step`, spelled out where one group of full attention is all there is: a fifth less for
+    a whole decode step. O(len(due) + blocks filled).
+
+    Args:
+        pool: the pool of all.
+        seqs: a step's, without wishes; each has room for all its tokens but the last.
+        due: the places of those that are meant.
+
+    Raises:
+        OutOfBlocksError: too few blocks are free for all.
+    """
+    growing = [index for index in due if _lacks_a_block(seqs[index])]
+    new = pool.next_blocks(len(growing))
+    last_event = pool.last_event
+    published: list[Block] = []
+    growths: list[Growth] = []
+    try:
+        for place, index in enumerate(growing):
+            growths.append(Growth(index, 0, seqs[index].tables[0].grow([new[place]])))
+        for index in due:
+            seq = seqs[index]
+            table = seq.tables[0]
+            full = (len(seq.packed) - 1) // table.block_size
+            if full > table.num_published and seq.namespace_key is not None:
+                published += table.blocks[table.num_published : full]
+                _publish(pool, seq, seq.namespace_key, 0, full)
+        answer = tuple(growths)
+        pool.hand_out(new)
+    except BaseException:
+        pool.unpublish(published, last_event)
+        for index in growing:
+            table = seqs[index].tables[0]
+            table.cut((len(seqs[index].packed) - 1) // table.block_size)
+        raise
+    for index in due:
+        seq = seqs[index]
+        seq.num_computed_tokens = len(seq.packed) - 1
+        if seq.namespace_key is not None:
+            seq.tables[0].num_published = seq.num_computed_tokens // seq.tables[0].block_size
+    return answer
+
+
+def _lacks_a_block(seq: KVSequence) -> bool:
+    """Say whether the only table has no room for the last token; it has for all before. O(1)."""
+    table = seq.tables[0]
+    return len(seq.packed) > len(table.blocks) * table.block_size
 
 
 def _num_missing(seqs: Sequence[KVSequence], totals: Sequence[int]) -> int:
@@ -231,12 +286,12 @@ def _settle(
     """Publish what is settled, and find what nobody sees any more; note both. O(published)."""
     key = seq.namespace_key
     for number, table in enumerate(seq.tables):
-        full = settled // table.block_size
-        if full > table.num_published and key is not None:
+        if key is not None and settled >= (table.num_published + 1) * table.block_size:
+            full = settled // table.block_size
             published += table.blocks[table.num_published : full]
             _publish(pool, seq, key, number, full)
         if table.forgets:
-            kept = first_kept_block(table.group, table.block_size, settled)
+            kept = table.first_kept(settled)
             if kept > table.num_null:
                 passed.append((table, kept))
 

@@ -93,21 +93,6 @@ def first_kept_block(group: LayerGroup, block_size: int, num_computed_tokens: in
     return min(visible, max(0, num_computed_tokens // block_size - 1))
 
 
-def next_pass(group: LayerGroup, block_size: int, num_null: int) -> int:
-    """Return from how many computed tokens on a group keeps less than all but `num_null` blocks.
-
-    The least number of which `first_kept_block` is more than `num_null`. O(1).
-    """
-    begin = (num_null + 1) * block_size
-    if isinstance(group, SlidingWindow):
-        visible = begin + group.window - 1
-    elif isinstance(group, ChunkedLocal):
-        visible = -(-begin // group.chunk) * group.chunk
-    else:
-        return NEVER
-    return max(visible, begin + block_size)
-
-
 def resolve(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[LayerGroup, ...]:
     """Return the groups with every block size filled in; one of full attention for None.
 

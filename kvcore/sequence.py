@@ -17,7 +17,7 @@ from kvcore.arguments import as_int
 from kvcore.block import BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import MisuseError, NotReservedError, StaleSequenceError
-from kvcore.groups import NEVER, LayerGroup, next_pass
+from kvcore.groups import NEVER, LayerGroup
 from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
 from kvcore.items import Item
 from kvcore.retention import Retention
@@ -218,11 +218,14 @@ class KVSequence:
         is_cached = self.namespace_key is not None
         for table in self.tables:
             size = table.block_size
-            room = min(room, len(table.blocks) * size)
+            edge = len(table.blocks) * size
+            room = min(room, edge)
             if is_cached:
-                due = min(due, (table.num_published + 1) * size)
+                edge = (table.num_published + 1) * size
+                due = min(due, edge)
             if table.forgets:
-                due = min(due, next_pass(table.group, size, table.num_null))
+                edge = table.next_pass()
+                due = min(due, edge)
         self.room = room
         self.due = due
 

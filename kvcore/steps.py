@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import SupportsIndex
 
-from kvcore.advance import advance_step, committable
+from kvcore.advance import advance_decodes, advance_step, committable
 from kvcore.arguments import as_int
 from kvcore.errors import InvalidArgumentError, NotReservedError
 from kvcore.reports import Growth
@@ -68,7 +68,8 @@ class StepVerbs(CacheState):
         due: list[int] = []
         for index, seq in enumerate(running):
             computed = seq.num_computed_tokens + counts[index]
-            if not (computed < seq.due and computed <= seq.room and computed <= seq.num_tokens):
+            length = len(seq.packed) + seq.num_untold_tokens
+            if not (computed < seq.due and computed <= seq.room and computed <= length):
                 committable(seq, counts[index])
                 due.append(index)
         if due:
@@ -123,7 +124,7 @@ class StepVerbs(CacheState):
             UntoldTokensError: known tokens would follow expected ones.
         """
         computed = _counts("num_computed", num_computed)
-        joined = None if tokens is None else pack(tokens)
+        joined = None if tokens is None else pack(tokens).tolist()
         joining = _counts("num_joining", num_joining, len(computed))
         rooms = None if room is None else _counts("room", room)
         running = self._checked_step(seqs, computed)
@@ -134,22 +135,24 @@ class StepVerbs(CacheState):
         index = start = 0
         try:
             for index, seq in enumerate(running):
-                more = joining[index]
+                packed = seq.packed
                 done = seq.num_computed_tokens + computed[index]
-                length = len(seq.packed) + seq.num_untold_tokens + more
-                total = length if rooms is None else done + rooms[index]
-                if joined is None:
-                    seq.num_untold_tokens += more
-                elif more:
+                more = joining[index]
+                if more == 1 and joined is not None:
                     if seq.num_untold_tokens:
                         self._check_told(seq)
-                    if more == 1:
-                        seq.packed.append(joined[start])
-                    else:
-                        seq.packed.extend(joined[start : start + more])
+                    packed.append(joined[start])
+                    start += 1
+                elif joined is None:
+                    seq.num_untold_tokens += more
+                elif more:
+                    self._check_told(seq)
+                    packed.fromlist(joined[start : start + more])
                     start += more
+                length = len(packed) + seq.num_untold_tokens
+                total = length if rooms is None else done + rooms[index]
                 if done <= length <= total <= seq.room and (
-                    done < seq.due or len(seq.packed) < seq.due
+                    done < seq.due or len(packed) < seq.due
                 ):
                     seq.num_computed_tokens = done
                     seq.stop = 0
@@ -186,7 +189,7 @@ class StepVerbs(CacheState):
             num_told: for each how many of them are its own; None: one each.
             starts: for each the position of its first one, where the caller knows them.
         """
-        told = pack(tokens)
+        told = pack(tokens).tolist()
         counts = _counts("num_told", num_told, len(told))
         firsts = None if starts is None else _counts("starts", starts)
         running = self._checked_step(seqs, counts)
@@ -202,7 +205,7 @@ class StepVerbs(CacheState):
                 if more == 1:
                     seq.packed.append(told[start])
                 else:
-                    seq.packed.extend(told[start : start + more])
+                    seq.packed.fromlist(told[start : start + more])
                 seq.num_untold_tokens -= more
                 start += more
                 if len(seq.packed) >= seq.due and seq.num_computed_tokens >= seq.due:
@@ -264,6 +267,8 @@ class StepVerbs(CacheState):
 
     def _decode(self, seqs: list[KVSequence], due: list[int]) -> tuple[Growth, ...]:
         """Do for some sequences of a decode step what is more than counting, or for none."""
+        longest = self.max_model_len
+        is_plain = self._is_plain
         computed = [0] * len(seqs)
         totals: list[int] = []
         for index in due:
@@ -271,15 +276,22 @@ class StepVerbs(CacheState):
             length = len(seq.packed)
             if seq.num_untold_tokens:
                 self._check_told(seq)
-            if self.max_model_len is not None:
+            if longest is not None and length > longest:
                 self._check_length(length)
             computed[index] = length - 1 - seq.num_computed_tokens
             if length - 1 > seq.room:
                 committable(seq, computed[index])
+            if seq.wishes:
+                is_plain = False
             totals.append(length)
-        growths = self._move(seqs, due, computed, totals)
+        if is_plain:
+            growths = advance_decodes(self.pool, seqs, due)
+        else:
+            growths = self._move(seqs, due, computed, totals)
         for index in due:
             seq = seqs[index]
+            if is_plain:
+                seq.find_limits(longest)
             seq.stop = min(seq.room, seq.due)
         return growths
 
@@ -387,7 +399,7 @@ def _check_lengths(wanted: int, *lists: list[int] | None) -> None:
             )
 
 
-def _check_sum(tokens: array[int] | None, counts: list[int]) -> None:
+def _check_sum(tokens: list[int] | None, counts: list[int]) -> None:
     """Raise where there are not as many tokens as the sequences take."""
     if tokens is not None and len(tokens) != sum(counts):
         raise InvalidArgumentError(f"tokens: wanted {sum(counts)} in all, got {len(tokens)}")

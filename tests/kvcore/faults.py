@@ -36,8 +36,8 @@ LINKS = {
     "_add",
     "hold_again",
     "StepVerbs._take_back",
+    "BlockTable.next_pass",
     "_set",
-    "next_pass",
     "cut_tables",
 }
 # What looks at a state, and is not part of any verb.
