@@ -218,14 +218,11 @@ class KVSequence:
         is_cached = self.namespace_key is not None
         for table in self.tables:
             size = table.block_size
-            edge = len(table.blocks) * size
-            room = min(room, edge)
+            room = min(room, len(table.blocks) * size)
             if is_cached:
-                edge = (table.num_published + 1) * size
-                due = min(due, edge)
+                due = min(due, (table.num_published + 1) * size)
             if table.forgets:
-                edge = table.next_pass()
-                due = min(due, edge)
+                due = min(due, table.next_pass())
         self.room = room
         self.due = due
 

@@ -269,29 +269,27 @@ class StepVerbs(CacheState):
         """Do for some sequences of a decode step what is more than counting, or for none."""
         longest = self.max_model_len
         is_plain = self._is_plain
-        computed = [0] * len(seqs)
-        totals: list[int] = []
         for index in due:
             seq = seqs[index]
             length = len(seq.packed)
-            if seq.num_untold_tokens:
+            if length - 1 > seq.room or seq.num_untold_tokens:
                 self._check_told(seq)
+                committable(seq, length - 1 - seq.num_computed_tokens)
             if longest is not None and length > longest:
                 self._check_length(length)
-            computed[index] = length - 1 - seq.num_computed_tokens
-            if length - 1 > seq.room:
-                committable(seq, computed[index])
             if seq.wishes:
                 is_plain = False
-            totals.append(length)
         if is_plain:
             growths = advance_decodes(self.pool, seqs, due)
+            for index in due:
+                seqs[index].find_limits(longest)
         else:
-            growths = self._move(seqs, due, computed, totals)
+            computed = [0] * len(seqs)
+            for index in due:
+                computed[index] = len(seqs[index].packed) - 1 - seqs[index].num_computed_tokens
+            growths = self._move(seqs, due, computed, [len(seqs[i].packed) for i in due])
         for index in due:
             seq = seqs[index]
-            if is_plain:
-                seq.find_limits(longest)
             seq.stop = min(seq.room, seq.due)
         return growths
 
