@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block
@@ -78,6 +79,9 @@ class ChunkedLocal:
 
 
 LayerGroup = FullAttention | SlidingWindow | ChunkedLocal
+
+NEVER: Final = 2**62
+"""More tokens than there ever are."""
 
 
 def first_kept_block(group: LayerGroup, block_size: int, num_computed_tokens: int) -> int:

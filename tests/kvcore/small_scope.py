@@ -16,8 +16,14 @@ import kvcore
 from tests.kvcore.machines import ManagerMachine
 from tests.kvcore.views import pool_view, sequence_view
 
-NUM_BLOCKS = 5  # the null block and four
-PROMPTS = ([0] * 5, [0] * 4 + [1] * 5)
+SMALL = (5, ([0] * 5, [0] * 4 + [1] * 5))
+SCOPES = {
+    "full": SMALL,
+    "full and window": SMALL,
+    "six before four": (8, ([0] * 13, [0] * 4 + [1] * 6)),
+    "uneven three": (13, ([0] * 13, [0] * 4 + [1] * 6)),
+}
+"""By layout: how many blocks, the null block included, and the prompts."""
 MAX_LIVE = 2
 DEFAULT = kvcore.Namespace()
 
@@ -25,10 +31,12 @@ DEFAULT = kvcore.Namespace()
 def operations(machine):
     """Yield (name, function of a machine) for everything that can be done next."""
     if len(machine.live) < MAX_LIVE:
-        for number, prompt in enumerate(PROMPTS):
+        for number, prompt in enumerate(machine.prompts):
             yield f"open {number}", lambda m, p=prompt: m.begin(p, DEFAULT, packed=False)
     for index in range(len(machine.live)):
         for verb in VERBS:
+            if verb == "cut to 10" and len(machine.prompts[0]) <= 10:
+                continue
             yield f"{verb} {index}", lambda m, v=verb, i=index: VERBS[v](m, m.live[i])
     for number in machine.naive.leases:
         yield f"end lease {number}", lambda m, n=number: end_lease(m, n)
@@ -74,6 +82,7 @@ VERBS = {
     "append to": lambda m, e: m.append(e, [1]),
     "cut to 3": lambda m, e: truncate(m, e, 3),
     "cut to 4": lambda m, e: truncate(m, e, 4),
+    "cut to 10": lambda m, e: truncate(m, e, 10),
     "fork": fork,
     "lease": lease,
     "fail the load of": lambda m, e: m.fail_load(e, min(2, e[1].computed)),
@@ -84,8 +93,9 @@ VERBS = {
 def start(layout="full"):
     """Return a machine at rest, and remember which namespace its requests are in."""
     machine = ManagerMachine()
+    num_blocks, machine.prompts = SCOPES[layout]
     machine.start(
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_blocks,
         layout=machine.layouts.index(layout),
         caching=True,
         events=False,
@@ -97,6 +107,7 @@ def clone(machine):
     """Copy what the machine drives and compares with; not what Hypothesis keeps in it."""
     kept = ("groups", "kv", "naive", "other", "memory", "epoch", "live", "folded", "last_event")
     copied = object.__new__(ManagerMachine)
+    copied.prompts = machine.prompts
     vars(copied).update(copy.deepcopy({name: vars(machine)[name] for name in kept}))
     return copied
 
@@ -147,7 +158,7 @@ def explore(depth, layout="full", seconds=None):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--layout", default="full")
+    parser.add_argument("--layout", default="full", choices=SCOPES)
     arguments = parser.parse_args()
     found, carried_out = explore(arguments.depth, arguments.layout)
     print(f"states at each depth: {found}; {sum(found)} states, {carried_out} operations")
