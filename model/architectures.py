@@ -2,7 +2,7 @@
 
 Decides: from a configuration, and from a pass through the same network without weights (PyTorch's
 meta device), whether a network may run, before any weight is read. The first real pass
-(`attention.probe_layers`) has the last word.
+(`probes.py`) has the last word.
 
 Invariants: what is refused is refused with the name of the architecture and the reason.
 
@@ -14,10 +14,11 @@ import copy
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from model.attention import IMPLEMENTATION, probe_layers
+from model.attention import IMPLEMENTATION
 from model.errors import UnsupportedModelError
+from model.probes import probe_layers
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
@@ -39,7 +40,7 @@ def check_architecture(config: PreTrainedConfig) -> None:
     other = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
     if other:
         raise UnsupportedModelError(
-            f"{architecture}: wanted layers of full or sliding attention, "
+            f"{architecture}: wanted layers of full, sliding or chunked attention, "
             f"got {', '.join(sorted(other))}"
         )
     if getattr(text_config, "use_bidirectional_attention", None):

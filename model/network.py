@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 import backends
-from model.attention import IMPLEMENTATION, AttentionTerms, PagedPass, probe_layers
+from model.attention import AttentionTerms, PagedPass
 from model.batch import StepTensors
 from model.caches import KVCaches
 from model.capture import Captured, capture
 from model.errors import UnsupportedModelError
 from model.layout import plan_layout
 from model.loader import LoadedModel
+from model.probes import check_tokens_alone, probe_layers
 from model.segments import Segmented, compile_segments
+
+_POSITIONS = 4096  # where a model does not say how many it has
 
 
 class _Noting:
@@ -54,8 +57,8 @@ class PagedNetwork:
     def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
         self._network = model.network
         self._backend = backend
-        self._network.set_attn_implementation(IMPLEMENTATION)
         shapes = probe_layers(self._network, backend.device)
+        check_tokens_alone(self._network, backend.device, model.max_positions or _POSITIONS)
         for layer, shape in enumerate(shapes):
             if shape.dtype not in backend.capabilities.dtypes:
                 raise UnsupportedModelError(
@@ -165,7 +168,7 @@ class PagedNetwork:
                 k_cache.shape,
                 k_cache.stride(),
                 k_cache.dtype,
-                terms.window,
+                self.layout.layers[layer].window,
             )
             calls.setdefault(
                 (*kind, terms.soft_cap, terms.sinks is None),
@@ -174,7 +177,7 @@ class PagedNetwork:
                     dtype,
                     k_cache,
                     v_cache,
-                    window=terms.window,
+                    window=self.layout.layers[layer].window,
                     soft_cap=terms.soft_cap,
                     sinks=terms.sinks,
                 ),

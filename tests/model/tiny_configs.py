@@ -77,9 +77,10 @@ _LONG: dict[str, dict[str, Any]] = {  # RoPE of every kind; 40 positions are its
 _LONG["longrope"] |= {"short_mscale": 1.1, "long_mscale": 1.3}
 _PHI = {"original_max_position_embeddings": 40}
 _BERTS = (
-    "Bert BertGeneration Camembert Data2VecText Electra Ernie Roberta RobertaPreLayerNorm RoCBert "
-    "XLMRoberta XLMRobertaXL Xmod BigBird MegatronBert RemBert RoFormer"
-).split()
+    *("Bert", "BertGeneration", "Camembert", "Data2VecText", "Electra", "Ernie", "Roberta"),
+    *("RobertaPreLayerNorm", "RoCBert", "XLMRoberta", "XLMRobertaXL", "Xmod", "BigBird"),
+    *("MegatronBert", "RemBert", "RoFormer"),
+)
 
 # Name of a configuration -> variant -> what it says beside the sizes.
 EXTRA: dict[str, dict[str, dict[str, Any]]] = {
@@ -137,11 +138,17 @@ EXTRA |= {
     "MixtralConfig": {"": {}, "full": {"sliding_window": None}},
     "Qwen2Config": {
         "": {},
-        "windows": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+        "windows": {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
     },
     "Qwen3Config": {
         "": {},
-        "windows": {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+        "windows": {
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
     },
     "Gemma2Config": {"": {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}},
     "Gemma3TextConfig": {
