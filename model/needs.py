@@ -2,8 +2,8 @@
 
 Decides: what a request may come to hold at once. A group of full attention holds every token's
 block; a group of windows or chunks those that the next tokens write or can see, and always the last
-full one, as `kvcore` keeps it. Groups reach their peaks at different moments, so a sum of them is an
-upper bound that a sequence alone never exceeds.
+full one, as `kvcore` keeps it. Groups reach their peaks at different moments, so a sum of them is
+an upper bound that a sequence alone never exceeds.
 
 Invariants: more tokens or longer chunks never need fewer blocks, so chunks of one token need the
 least.

@@ -48,16 +48,19 @@ class HostCopy:
 
     Attributes:
         num_tokens: tokens that were computed when they were copied.
-        first_block: the place in its table of the first one; those before it are shared with
-            others, and expected to be found in the cache.
-        num_blocks: how many there are.
+        places: for each layer group the entries of its table, from the first to before the second;
+            those before them are out of sight, or shared with others and expected in the cache.
         payload: the memory itself, kept by whoever copies.
     """
 
     num_tokens: int
-    first_block: int
-    num_blocks: int
+    places: tuple[tuple[int, int], ...]
     payload: object = None
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are. O(num_groups)."""
+        return sum([stop - first for first, stop in self.places])
 
 
 class Request:

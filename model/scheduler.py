@@ -38,17 +38,9 @@ class Scheduler(StepPlanner):
 
     `schedule` and `update` alternate, or `schedule`, `accept` of the step before and `advance`;
     `add` and `abort` may come at any moment between or within them.
-
-    Raises:
-        InvalidArgumentError: host memory for a cache with window groups, whose past is gone.
     """
 
     def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
-        if config.num_host_blocks and not is_swappable(kv.groups):
-            raise InvalidArgumentError(
-                f"num_host_blocks: wanted 0 for a cache of other groups than one of full "
-                f"attention, got {config.num_host_blocks}"
-            )
         super().__init__(kv, config)
         self._unfinished: dict[int, Request] = {}
         self._num_added = 0
@@ -278,12 +270,3 @@ def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> Non
     if not sampled.keys() >= {request.request_id for request in requests}:
         request = next(r for r in requests if r.request_id not in sampled)
         raise SchedulerStateError(f"sampled: no token for {request!r}")
-
-
-def is_swappable(groups: Sequence[kvcore.LayerGroup]) -> bool:
-    """Whether the blocks of a sequence can be stored and found again: not where a past is given up.
-
-    What a window group gave back is in no block any more, and a copy without it could not be
-    published again.
-    """
-    return len(groups) == 1 and isinstance(groups[0], kvcore.FullAttention)

@@ -24,7 +24,7 @@ from model import EngineConfig, ModelError, SamplingParams
 from model.architectures import check_architecture, check_layers
 from model.engine import Engine
 from model.loader import LoadedModel, wrap_network
-from tests.model.networks import ByteCodec, greedy_and_margin
+from tests.model.networks import ByteCodec, greedy_and_margin, preempt_in_steps
 from tests.model.prompts import NUM_TOKENS, prompts
 from tests.model.tiny_configs import cases, make_config
 
@@ -87,19 +87,6 @@ SIZES: tuple[dict[str, int], ...] = (
 def engine_of(model: LoadedModel, **sizes: int) -> Engine:
     """An engine with blocks of 4."""
     return Engine(model, backends.get_backend("numba"), EngineConfig(block_size=4, **sizes))
-
-
-def preempt_in_steps(engine: Engine, steps: set[int]) -> None:
-    """Have the last of the running requests give way at the beginning of these steps."""
-    scheduler = engine._scheduler
-    plan_decodes = scheduler._plan_decodes
-
-    def plan_fewer_decodes() -> None:
-        if scheduler.stats.num_steps in steps and scheduler.running:
-            scheduler._preempt(scheduler.running[-1])
-        plan_decodes()
-
-    scheduler._plan_decodes = plan_fewer_decodes
 
 
 def run(engine: Engine) -> list[list[int]]:
