@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 import kvcore
+from model.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,17 @@ class CacheLayout:
         return num_blocks * block_size * self.slot_bytes
 
     def groups(self, block_size: int) -> tuple[kvcore.LayerGroup, ...]:
-        """The groups as `kvcore` is told of them. O(num_groups)."""
+        """The groups as `kvcore` is told of them. O(num_groups).
+
+        Raises:
+            InvalidArgumentError: a block would hold tokens of two chunks.
+        """
+        for chunk in self.chunks:
+            if chunk is not None and chunk % block_size:
+                raise InvalidArgumentError(
+                    f"block_size: wanted a divisor of {chunk}, the tokens of a chunk that layers "
+                    f"of this network see, got {block_size}"
+                )
         return tuple(
             _group(window, chunk, block_size)
             for window, chunk in zip(self.windows, self.chunks, strict=True)

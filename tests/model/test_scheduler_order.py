@@ -300,14 +300,10 @@ def test_of_a_window_what_is_in_sight_is_stored_and_comes_back_unshared():
         step = scheduler.schedule()
         scheduler.update(step, {c.request.request_id: 9 for c in step.chunks if c.samples})
     (full, window) = new.host_copy.places
-    assert before[0] == full[0] == 0
-    assert before[1] == window[0] > 0
-    assert full[1] == window[1]
-    assert (
-        len(step.stores[0].blocks)
-        == new.host_copy.num_blocks
-        == sum(b - a for a, b in (full, window))
-    )
+    first_seen = new.host_copy.num_tokens - 3 + 1
+    assert (full[0], window[0]) == (0, first_seen // 2)
+    assert full[1] == window[1] == -(-new.host_copy.num_tokens // 2)
+    assert len(step.stores[0].blocks) == new.host_copy.num_blocks == 2 * full[1] - window[0]
     while not old.is_finished:
         run(scheduler)
     kv.reset()  # else all of it would be found again
