@@ -42,6 +42,7 @@ class StepTensors:
             a piece of one (`chunks.py`).
         sources: int64 [1, num_tokens]; where it is not negative, the token is that entry of what
             the step before has drawn, and `input_ids` has another; None: it is negative everywhere.
+        is_long: bool [1, num_tokens], whether the token's request is long; None: none is.
     """
 
     input_ids: Tensor
@@ -49,6 +50,7 @@ class StepTensors:
     logit_rows: Tensor
     paged: tuple[backends.PagedBatch, ...]
     sources: Tensor | None = None
+    is_long: Tensor | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
         """The same on a device, where it may arrive later than this returns. O(its bytes)."""
@@ -76,7 +78,8 @@ class StepTensors:
                 )
                 for batch in self.paged
             ),
-            sources=None if self.sources is None else self.sources.to(device, non_blocking=True),
+            sources=None if self.sources is None else send(self.sources),
+            is_long=None if self.is_long is None else send(self.is_long),
         )
 
 
@@ -298,6 +301,7 @@ class BatchBuilder:
             logit_rows=self._logit_rows.shaped(len(sampled)),
             paged=tuple(paged),
             sources=self._write_sources(requests, ends, num_tokens, rows_drawn or {}),
+            is_long=_long_tokens(requests, rows),
         )
 
     def _write_sources(
@@ -328,6 +332,12 @@ class BatchBuilder:
                     stop = chunk.start + chunk.num_tokens
                     tokens = chunk.request.tokens[chunk.start : stop]
                     input_ids[first : first + chunk.num_tokens] = tokens
+
+
+def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:
+    """Which tokens are of long texts; their rows are those of their requests."""
+    are_long = [request.is_long for request in requests]
+    return torch.from_numpy(np.array(are_long)[rows])[None] if any(are_long) else None
 
 
 def _slots(

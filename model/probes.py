@@ -12,6 +12,7 @@ is refused by the name of its class, with the layer and the reason.
 Does not know: caches, requests, which backend will run.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from model.attention import IMPLEMENTATION, AttentionTerms, attend
 from model.errors import UnsupportedModelError
 from model.layout import LayerShape
+from model.rope import RopeSwitch
 from model.sight import MaskFunction, Sight, sight_of
 
 PROBING = "kvcore_probing"
@@ -201,7 +203,12 @@ _TOKENS = ((11, 5, 7), (2, 9, 3), (13, 1, 8))
 _PARTS = ("queries", "keys", "values")
 
 
-def check_tokens_alone(model: PreTrainedModel, device: torch.device, num_positions: int) -> None:
+def check_tokens_alone(
+    model: PreTrainedModel,
+    device: torch.device,
+    num_positions: int,
+    rope: RopeSwitch | None = None,
+) -> None:
     """Check that what a token gives depends on the token and its position. A few short passes.
 
     A token is run beside one far away, and beside another near by and in the other order. Where
@@ -212,6 +219,7 @@ def check_tokens_alone(model: PreTrainedModel, device: torch.device, num_positio
         model: has our attention.
         device: where it is.
         num_positions: the most that a request may come to.
+        rope: chooses its rotary factors; a token far away is one of a long text.
 
     Raises:
         UnsupportedModelError: with the layer, and what differs in it.
@@ -221,7 +229,9 @@ def check_tokens_alone(model: PreTrainedModel, device: torch.device, num_positio
     for number, other, another in _TOKENS:
         near, far = min(3, num_positions - 1), num_positions - 1
         token, first, second = (each % vocab_size for each in (number, other, another))
-        one = _noted(model, device, [token, first], [near, far], row=0)
+        is_long = torch.tensor([[False, True]], device=device)
+        with nullcontext() if rope is None else rope.choosing(is_long):
+            one = _noted(model, device, [token, first], [near, far], row=0)
         two = _noted(model, device, [second, token], [0, near], row=1)
         reason = _difference(one, two)
         if not reason:

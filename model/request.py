@@ -81,6 +81,7 @@ class Request:
         num_computed_tokens: tokens whose KV is written, while RUNNING.
         host_copy: what was stored of it when it was preempted, None if nothing was.
         is_loading: whether this step copies that back.
+        is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         num_preemptions: how often it lost its blocks to another request.
 
@@ -96,6 +97,7 @@ class Request:
         "host_copy",
         "is_expecting",
         "is_loading",
+        "is_long",
         "leader",
         "max_total_tokens",
         "num_cached_tokens",
@@ -140,6 +142,7 @@ class Request:
         self.host_copy: HostCopy | None = None
         self.is_expecting = False
         self.is_loading = False
+        self.is_long = False
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_preemptions = 0

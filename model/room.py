@@ -23,6 +23,8 @@ from model.needs import missing_blocks, needed_blocks, peak_blocks
 from model.request import HostCopy, Request
 from model.step import Transfer
 
+_LONG = kvcore.Namespace(weight_epoch=1)  # other factors are other weights
+
 
 class Room:
     """The pool and the host memory of one scheduler.
@@ -36,8 +38,20 @@ class Room:
         self._kv = kv
         self._keeps_all = len(kv.groups) == 1 and isinstance(kv.groups[0], kvcore.FullAttention)
         self._watermark = int(config.watermark * kv.num_usable_blocks)
+        self._long_above = config.long_above
         self.num_freeing = 0
         self.num_host_blocks_left = config.num_host_blocks
+
+    def is_long(self, request: Request) -> bool:
+        """Whether a request is longer than the texts whose keys and values are the first. O(1)."""
+        return self._long_above is not None and len(request.tokens) > self._long_above
+
+    def plan(self, request: Request) -> kvcore.Plan:
+        """What a start would find in the cache. O(its tokens)."""
+        return self._kv.plan(request.tokens, namespace=self._namespace(request))
+
+    def _namespace(self, request: Request) -> kvcore.Namespace:
+        return _LONG if self.is_long(request) else kvcore.DEFAULT_NAMESPACE
 
     def wanted(self, request: Request, plan: kvcore.Plan) -> int:
         """Free blocks that a start takes until all known tokens are computed. O(num_groups).
@@ -125,12 +139,17 @@ class Room:
         Returns:
             What has to be loaded, if anything.
         """
+        request.is_long = self.is_long(request)
         if request.host_copy is not None and not self._keeps_all:
-            found = self._kv.plan(request.tokens).num_cached_tokens
+            found = self.plan(request).num_cached_tokens
             if found + self._kv.block_size <= request.host_copy.num_tokens:
                 return self._restore(request, request.host_copy)
             self.drop_copy(request)
-        sequence = self._kv.open(request.tokens, resumed=request.num_preemptions > 0)
+        sequence = self._kv.open(
+            request.tokens,
+            namespace=self._namespace(request),
+            resumed=request.num_preemptions > 0,
+        )
         request.start(sequence)
         copy, size = request.host_copy, self._kv.block_size
         if copy is None:

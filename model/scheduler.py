@@ -231,6 +231,7 @@ class Scheduler(StepPlanner):
         orders += copies
         self._waiting.remove(follower)
         follower.start(sequence)
+        follower.is_long = leader.is_long
         self._run(follower)
         self.stats.num_forks += 1
 
@@ -240,6 +241,12 @@ class Scheduler(StepPlanner):
         what = f"prompt of {prompt} tokens plus max_tokens {new}"
         if limit is not None and total > limit:
             raise RequestTooLongError(f"{what}: the model has positions for {limit} tokens")
+        edge = self.config.long_above
+        if edge is not None and not self.config.may_cross and prompt <= edge < total - 1:
+            raise RequestTooLongError(
+                f"{what}: beyond {edge} tokens this model computes every token otherwise, so "
+                f"a text cannot grow past that: give a max_tokens of {edge - prompt + 1}"
+            )
         # The last token is handed out and never computed, so it needs no slot.
         needed = needed_blocks(self._kv.groups, total - 1)
         if needed > self._kv.num_usable_blocks:
