@@ -150,11 +150,13 @@ def attend(
     """
     layer = getattr(module, "layer_idx", None)
     name = type(module).__name__
-    if paged is None or attention_mask is not None or layer is None:
+    if paged is None or layer is None:
         raise UnsupportedModelError(
-            f"{name}: wanted an attention layer that has layer_idx, passes "
-            f"keyword arguments on and makes no mask of its own"
+            f"{name}: wanted an attention layer that has layer_idx and is given the keyword "
+            f"arguments of a pass, {'those do not reach it' if paged is None else 'it has none'}"
         )
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name}: wanted no mask, it is given one that is its own")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if is_causal is False:

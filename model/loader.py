@@ -119,11 +119,11 @@ def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> Loade
     Raises:
         UnsupportedModelError: the architecture cannot run with a paged cache.
     """
-    check_architecture(network.config)
+    check_architecture(network.config, type(network))
     text_config = network.config.get_text_config()
     eos = getattr(network.generation_config, "eos_token_id", None)
     if eos is None:
-        eos = text_config.eos_token_id
+        eos = getattr(text_config, "eos_token_id", None)
     eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
     # Only the eager form has a soft cap in every version of Transformers.
     is_capped = getattr(text_config, "attn_logit_softcapping", None) is not None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from model.attention import IMPLEMENTATION, AttentionTerms, attend
@@ -80,14 +80,14 @@ class Probe:
 class _Mask(Tensor):
     """A mask that remembers which function it stands for, also when it is cut or cast."""
 
-    made_by: MaskFunction
+    made_by: MaskFunction | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Call an operator; a mask cut, cast or moved is the same mask."""
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, cls) and getattr(func, "__name__", "") in _KEEPING:
-            result.made_by = args[0].made_by
+            result.made_by = getattr(args[0], "made_by", None)
         return result
 
 
@@ -162,6 +162,13 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
             )
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
+    except Exception as error:
+        if device.type == "meta":  # which not every network can run on
+            raise
+        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+        raise UnsupportedModelError(
+            f"{name}: Transformers' own class fails on this configuration: {reason}"
+        ) from error
     finally:
         model.set_attn_implementation(IMPLEMENTATION)
     config = model.config.get_text_config()
@@ -172,6 +179,26 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
             f"{name}: wanted every one of {num_layers} layers to attend through "
             f"Transformers' AttentionInterface with a cache of its own, layers {missing} do not"
         )
+    _check_declared(name, config, probe)
+    return tuple(probe.shapes[layer] for layer in range(num_layers))
+
+
+def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
+    """Refuse layers that do not do what their configuration says.
+
+    Transformers' own cache keeps as much as the configuration declares: where a mask lets a query
+    see more, `generate` gives other tokens with its cache than without, and neither can be ours.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    for layer, shape in probe.shapes.items():
+        if kinds is not None and kinds[layer] != "sliding_attention":
+            continue
+        if window is not None and shape.window != window:
+            raise UnsupportedModelError(
+                f"{name}: layer {layer} is configured for a window of {window}, and its mask is "
+                f"{probe.sights[layer]}"
+            )
     soft_cap = getattr(config, "attn_logit_softcapping", None)
     for layer, asked in probe.soft_caps.items():
         if asked != soft_cap:
@@ -179,7 +206,6 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
                 f"{name}: layer {layer} is configured for a soft cap of {soft_cap} and "
                 f"asks its attention for {asked}"
             )
-    return tuple(probe.shapes[layer] for layer in range(num_layers))
 
 
 class _Alone:

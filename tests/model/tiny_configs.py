@@ -99,7 +99,7 @@ _LINEAR = ["linear_attention", "full_attention"]
 
 EXTRA |= {
     "CohereCompassTextConfig": {"": {"rope_parameters": {"full_attention": rope("default")}}},
-    "DbrxConfig": {"": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0}}},
+    "DbrxConfig": {"": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}}},
     "Dots3NoteTextConfig": {"": {"num_key_value_heads": 4}},
     "GPTNeoConfig": {"": {"attention_types": [[["global", "local"], 1]]}},
     "GraniteMoeHybridConfig": {
@@ -126,6 +126,20 @@ EXTRA |= {
             "default_language": "en_XX",
             "is_decoder": True,
         },
+    },
+    "DeepseekV3Config": {"": {}, "wide values": {"v_head_dim": 32}},
+    "LongcatFlashConfig": {"": {"head_dim": 8, "qk_rope_head_dim": 8}},
+    "Gemma4Config": {"": {"text_config": {"pad_token_id": 0}}},
+    "Gemma4AssistantConfig": {
+        "": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+    },
+    "RoCBertConfig": {
+        variant: {
+            "enable_pronunciation": False,
+            "enable_shape": False,
+            "is_decoder": bool(variant),
+        }
+        for variant in ("", "is_decoder")
     },
     "ZayaConfig": {"": {"num_experts_per_tok": 1}},
     "LlamaConfig": {"": {}} | {kind: {"rope_parameters": rope(kind)} for kind in _LONG},
@@ -211,14 +225,26 @@ def make_config(name: str, variant: str) -> PreTrainedConfig:
         sizes = {}
     while True:
         try:
-            return kind(**(sizes | extra))
-        except Exception as error:
+            return kind(**_merged(sizes, extra))
+        except Exception as error:  # noqa: BLE001
             named = re.search(r"field '(\w+)'", str(error))
             if named is None or not _without(sizes, named[1]):
-                raise
+                return kind(**extra)  # a class that is refused needs no sizes
+
+
+def _merged(sizes: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    parts = {
+        name: sizes[name] | value
+        for name, value in extra.items()
+        if isinstance(value, dict) and isinstance(sizes.get(name), dict)
+    }
+    return sizes | extra | parts
 
 
 def _without(sizes: dict[str, Any], name: str) -> bool:
     """Leave a name out, here or in a part; whether it was there."""
     parts = [value for value in sizes.values() if isinstance(value, dict)]
+    if name in sizes and sizes[name] is None and name.endswith("_token_id"):
+        sizes[name] = 1
+        return True
     return sizes.pop(name, _without) is not _without or any(_without(p, name) for p in parts)

@@ -1,14 +1,15 @@
 """A walk over every decoder of Transformers: what runs equals `generate`, the rest is refused.
 
 Each case runs in a forked process with a limit of time and of memory. `python -m tests.model.walk`
-prints an outcome a line; names of configurations as arguments run those alone; `--write` stores the
-outcomes beside this file and makes the page.
+prints an outcome a line, for the configurations that are named or for all; with `--write` it stores
+what all came to in `architectures.json`, and writes the tables of docs/architectures.md.
 """
 
 import argparse
 import copy
 import multiprocessing
 import os
+import re
 import resource
 import signal
 import traceback
@@ -16,6 +17,7 @@ import warnings
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -28,6 +30,9 @@ from tests.model.networks import ByteCodec, greedy_and_margin, preempt_in_steps
 from tests.model.prompts import NUM_TOKENS, prompts
 from tests.model.tiny_configs import cases, make_config
 
+DATA = Path(__file__).with_name("architectures.json")
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+TABLES = "## Served"
 SECONDS = 120
 MEMORY_BYTES = 8 << 30
 CLEAR = 2e-4
@@ -146,19 +151,80 @@ def limited(name: str, variant: str) -> str:
     return str(found)
 
 
+def stored() -> dict[tuple[str, str], str]:
+    """The outcomes as they were stored last."""
+    rows = json.loads(DATA.read_text(encoding="utf-8"))["outcomes"]
+    return {(name, variant): found for name, variant, found in rows}
+
+
+def stored_for() -> str:
+    """The version of Transformers that was walked."""
+    return str(json.loads(DATA.read_text(encoding="utf-8"))["transformers"])
+
+
+def store(found: dict[tuple[str, str], str]) -> None:
+    """Store outcomes, and write the page's tables."""
+    rows = [[*case, outcome] for case, outcome in sorted(found.items())]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    version = json.dumps(transformers.__version__)
+    text = f'{{"transformers": {version}, "outcomes": [\n{lines}\n]}}\n'
+    DATA.write_text(text, encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(page[: page.index(TABLES)] + tables(found), encoding="utf-8")
+
+
+def tables(found: dict[tuple[str, str], str]) -> str:
+    """The page from its tables on."""
+    served: dict[str, list[str]] = {}
+    refused: dict[str, dict[str, list[str]]] = {}
+    for (name, variant), outcome in sorted(found.items()):
+        if outcome == "equal":
+            served.setdefault(name, []).append(variant)
+        else:
+            reason = re.sub(r"^refused: \w+: ", "", outcome)
+            refused.setdefault(name, {}).setdefault(reason, []).append(variant)
+    lines = [TABLES, "", f"{len(served)} of {len({name for name, _ in found})} kinds.", ""]
+    lines += ["| configuration | variants |", "|---|---|"]
+    lines += [f"| {_kind(name)} | {_variants(those)} |" for name, those in served.items()]
+    lines += ["", "## Refused", "", "| configuration | variants | reason |", "|---|---|---|"]
+    for name, reasons in refused.items():
+        for reason, those in reasons.items():
+            lines.append(f"| {_kind(name)} | {_variants(those)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(name: str) -> str:
+    return f"`{name.removesuffix('Config')}`"
+
+
+def _variants(those: list[str]) -> str:
+    return ", ".join(variant or "plain" for variant in those) if any(those) else ""
+
+
 def main() -> None:
+    """Walk, print, and store if that is wanted."""
     parser = argparse.ArgumentParser(prog="python -m tests.model.walk")
     parser.add_argument("names", nargs="*", help="configurations; none: all")
     parser.add_argument("--write", action="store_true", help="store the outcomes")
     options = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    transformers_logging.set_verbosity_error()
-    torch.set_num_threads(1)
+    quieten()
     found = {}
     for name, variant in cases():
         if not options.names or name in options.names:
             found[name, variant] = limited(name, variant)
             print(f"{name} {variant}: {found[name, variant]}", flush=True)  # noqa: T201
+    wrong = [case for case, outcome in found.items() if outcome.startswith("WRONG")]
+    if wrong:
+        raise SystemExit(f"wrong: {wrong}")
+    if options.write:
+        store(stored() | found if options.names else found)
+
+
+def quieten() -> None:
+    """No warnings, no second thread, nothing about progress."""
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(1)
 
 
 if __name__ == "__main__":
