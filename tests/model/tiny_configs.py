@@ -100,7 +100,7 @@ _LINEAR = ["linear_attention", "full_attention"]
 EXTRA |= {
     "CohereCompassTextConfig": {"": {"rope_parameters": {"full_attention": rope("default")}}},
     "DbrxConfig": {"": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}}},
-    "Dots3NoteTextConfig": {"": {"num_key_value_heads": 4}},
+    "Dots3NoteTextConfig": {"": {"num_attention_heads": 4, "num_key_value_heads": 4}},
     "GPTNeoConfig": {"": {"attention_types": [[["global", "local"], 1]]}},
     "GraniteMoeHybridConfig": {
         "": {"layer_types": _LINEAR},
@@ -131,7 +131,13 @@ EXTRA |= {
     "LongcatFlashConfig": {"": {"head_dim": 8, "qk_rope_head_dim": 8}},
     "Gemma4Config": {"": {"text_config": {"pad_token_id": 0}}},
     "Gemma4AssistantConfig": {
-        "": {"text_config": {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}},
+        "": {
+            "text_config": {
+                "model_type": "gemma4_text",
+                "hidden_size_per_layer_input": 0,
+                "vocab_size_per_layer_input": 0,
+            }
+        },
     },
     "RoCBertConfig": {
         variant: {

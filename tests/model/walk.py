@@ -7,6 +7,7 @@ what all came to in `architectures.json`, and writes the tables of docs/architec
 
 import argparse
 import copy
+import json
 import multiprocessing
 import os
 import re
@@ -14,6 +15,7 @@ import resource
 import signal
 import traceback
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
