@@ -92,6 +92,7 @@ class Engine:
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory
         )
+        rope = self.network.rope
         limits = SchedulerConfig(
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
@@ -99,6 +100,8 @@ class Engine:
             watermark=self.config.watermark,
             priority_span=self.config.priority_span,
             num_host_blocks=self.num_host_blocks,
+            long_above=None if rope is None else rope.num_tokens,
+            may_cross=rope is None or rope.recomputes,
         )
         self._is_late = self.config.async_scheduling
         if self._is_late is None:

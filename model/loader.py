@@ -35,7 +35,7 @@ from transformers import (
 )
 from transformers import __version__ as transformers_version
 
-from model.architectures import check_architecture, check_layers, network_without_weights
+from model.architectures import check_architecture, check_layers
 from model.checkpoint import (
     check_files,
     check_loaded,
@@ -158,11 +158,11 @@ def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> Loade
     Raises:
         UnsupportedModelError: the architecture cannot run with a paged cache.
     """
-    check_architecture(network.config)
+    check_architecture(network.config, type(network))
     text_config = network.config.get_text_config()
     eos = getattr(network.generation_config, "eos_token_id", None)
     if eos is None:
-        eos = text_config.eos_token_id
+        eos = getattr(text_config, "eos_token_id", None)
     eos_token_ids = check_token_ids("eos_token_id", eos)
     # Only the eager form has a soft cap in every version of Transformers.
     is_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
@@ -260,7 +260,11 @@ def _load_config(source: _Source) -> PreTrainedConfig:
         )
     except Exception as error:
         if source.is_folder:
-            raise _blame(path, content, error, AutoConfig.for_model) from error
+            field = ""
+            if not isinstance(error, StrictDataclassError):  # which names its field
+                field = _field_without_which(content, AutoConfig.for_model)
+            where = f"{path}: {field}" if field else str(path)
+            raise ModelNotFoundError(f"model: {where}: {reason(error)}") from error
         if isinstance(error, OSError):
             raise ModelNotFoundError(
                 f"model: there is no folder {source.name!r}, and the hub's model of that id is "
@@ -309,49 +313,39 @@ def _check_network(source: _Source, config: PreTrainedConfig) -> None:
     """Refuse what cannot run, or cannot be what its files hold, before it takes memory."""
     path = source.path("config.json")
     try:
-        network = network_without_weights(config)
-        check_layers(network)
-    except ModelError:
+        network = check_layers(config)
+    except UnsupportedModelError as error:
+        cause = error.__cause__
+        if source.is_folder and isinstance(cause, Exception) and not isinstance(cause, ModelError):
+            field = _field_without_which(read_object(path), _network_of)
+            if field:
+                raise ModelNotFoundError(f"model: {path}: {field}: {reason(cause)}") from error
         raise
-    except Exception as error:
-        content = read_object(path) if source.is_folder else {}
-        raise _blame(path, content, error, _network_of) from error
     if source.is_folder:
         check_stored(path, check_files(Path(source.name)), network)
 
 
 def _network_of(**fields: object) -> PreTrainedModel:
-    config = AutoConfig.for_model(**fields)  # type: ignore[arg-type]
-    network = network_without_weights(config)
-    check_layers(network)
-    return network
+    return check_layers(AutoConfig.for_model(**fields))  # type: ignore[arg-type]
 
 
-def _blame(
-    path: Path,
-    content: Mapping[str, object],
-    error: Exception,
-    build: Callable[..., object],
-) -> ModelNotFoundError:
-    """An error that names the field of config.json without which `error` would not be.
+def _field_without_which(content: Mapping[str, object], build: Callable[..., object]) -> str:
+    """The field of config.json without which it builds, and its value in words; empty if none.
 
-    A field is found by leaving out one after the other; where none helps alone, none is named.
+    Found by leaving out one after the other.
     """
     started = time.monotonic()
-    where = str(path)
-    if not isinstance(error, StrictDataclassError):  # which names its field
-        for field in content:
-            if field == "model_type":
-                continue
-            if time.monotonic() - started > _BLAME_S:
-                break
-            try:
-                build(**{name: value for name, value in content.items() if name != field})
-            except Exception:  # noqa: BLE001, S112  # it is not this one alone
-                continue
-            where = f"{path}: {field}: no network can be made with {shown(content[field])}"
+    for field in content:
+        if field == "model_type":
+            continue
+        if time.monotonic() - started > _BLAME_S:
             break
-    return ModelNotFoundError(f"model: {where}: {reason(error)}")
+        try:
+            build(**{name: value for name, value in content.items() if name != field})
+        except Exception:  # noqa: BLE001, S112  # it is not this one alone
+            continue
+        return f"{field}: no network can be made with {shown(content[field])}"
+    return ""
 
 
 def _load_network(source: _Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

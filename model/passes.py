@@ -76,7 +76,10 @@ class StepPasses:
     ) -> None:
         self._network = network
         self._mover = mover
-        self._builders = [BatchBuilder(network.device, len(groups)) for _ in range(1 + is_late)]
+        chunks = network.layout.chunks
+        self._builders = [
+            BatchBuilder(network.device, len(groups), chunks) for _ in range(1 + is_late)
+        ]
         self._is_late = is_late
         self._drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
         self._graphs: DecodeGraphs | None = None

@@ -66,12 +66,24 @@ class StepPlanner:
         """
         self._budget = self.config.max_num_batched_tokens
         self._planned, self._stores, self._loads = {}, [], []
+        if self.config.long_above is not None:
+            self._begin_again()
         self._plan_decodes()
         self._plan_others()
         step = Step(self._with_followers(), tuple(self._stores), tuple(self._loads))
         self.stats.num_steps += bool(step.chunks)
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
         return step
+
+    def _begin_again(self) -> None:
+        """Let those wait that have become long: their keys and values are no longer theirs."""
+        for request in self.running:
+            if self._room.is_long(request) > request.is_long and not request.is_complete:
+                self._running.remove(request)
+                self._settle(request)
+                self._kv.close(request.preempt())
+                self._enqueue(request)
+                self.stats.num_preemptions += 1
 
     def _plan_decodes(self) -> None:
         """Plan the requests with one token to compute, a token kept for the first in order."""
@@ -139,7 +151,7 @@ class StepPlanner:
             has_victim = bool(self._running) and request.order < self._running[-1].order
             if not (has_seat or has_victim):
                 return False
-            plan = self._kv.plan(request.tokens)
+            plan = self._room.plan(request)
             missing = self._room.wanted(request, plan) - plan.num_free_blocks
             if missing > self._room.num_freeing and not has_victim:
                 return False
@@ -172,6 +184,7 @@ class StepPlanner:
         prefix = request.tokens[:end]
         return any(
             other.order < request.order
+            and other.is_long == self._room.is_long(request)
             and other.num_computed_tokens < end
             and other.tokens[:end] == prefix
             for other in self._running

@@ -49,16 +49,19 @@ class HostCopy:
 
     Attributes:
         num_tokens: tokens that were computed when they were copied.
-        first_block: the place in its table of the first one; those before it are shared with
-            others, and expected to be found in the cache.
-        num_blocks: how many there are.
+        places: for each layer group the entries of its table, from the first to before the second;
+            those before them are out of sight, or shared with others and expected in the cache.
         payload: the memory itself, kept by whoever copies.
     """
 
     num_tokens: int
-    first_block: int
-    num_blocks: int
+    places: tuple[tuple[int, int], ...]
     payload: object = None
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are. O(num_groups)."""
+        return sum([stop - first for first, stop in self.places])
 
 
 class Request:
@@ -79,6 +82,7 @@ class Request:
         num_computed_tokens: tokens whose KV is written, while RUNNING.
         host_copy: what was stored of it when it was preempted, None if nothing was.
         is_loading: whether this step copies that back.
+        is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         num_preemptions: how often it lost its blocks to another request.
 
@@ -94,6 +98,7 @@ class Request:
         "host_copy",
         "is_expecting",
         "is_loading",
+        "is_long",
         "leader",
         "max_total_tokens",
         "num_cached_tokens",
@@ -138,6 +143,7 @@ class Request:
         self.host_copy: HostCopy | None = None
         self.is_expecting = False
         self.is_loading = False
+        self.is_long = False
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_preemptions = 0

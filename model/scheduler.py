@@ -38,17 +38,9 @@ class Scheduler(StepPlanner):
 
     `schedule` and `update` alternate, or `schedule`, `accept` of the step before and `advance`;
     `add` and `abort` may come at any moment between or within them.
-
-    Raises:
-        InvalidArgumentError: host memory for a cache with window groups, whose past is gone.
     """
 
     def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
-        if config.num_host_blocks and not is_swappable(kv.groups):
-            raise InvalidArgumentError(
-                f"num_host_blocks: wanted 0 for a cache of other groups than one of full "
-                f"attention, got {config.num_host_blocks}"
-            )
         super().__init__(kv, config)
         self._unfinished: dict[int, Request] = {}
         self._num_added = 0
@@ -239,6 +231,7 @@ class Scheduler(StepPlanner):
         orders += copies
         self._waiting.remove(follower)
         follower.start(sequence)
+        follower.is_long = leader.is_long
         self._run(follower)
         self.stats.num_forks += 1
 
@@ -248,6 +241,12 @@ class Scheduler(StepPlanner):
         what = f"prompt of {prompt} tokens plus max_tokens {new}"
         if limit is not None and total > limit:
             raise RequestTooLongError(f"{what}: the model has positions for {limit} tokens")
+        edge = self.config.long_above
+        if edge is not None and not self.config.may_cross and prompt <= edge < total - 1:
+            raise RequestTooLongError(
+                f"{what}: beyond {edge} tokens this model computes every token otherwise, so "
+                f"a text cannot grow past that: give a max_tokens of {edge - prompt + 1}"
+            )
         # The last token is handed out and never computed, so it needs no slot.
         needed = needed_blocks(self._kv.groups, total - 1)
         if needed > self._kv.num_usable_blocks:
@@ -278,12 +277,3 @@ def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> Non
     if not sampled.keys() >= {request.request_id for request in requests}:
         request = next(r for r in requests if r.request_id not in sampled)
         raise SchedulerStateError(f"sampled: no token for {request!r}")
-
-
-def is_swappable(groups: Sequence[kvcore.LayerGroup]) -> bool:
-    """Whether the blocks of a sequence can be stored and found again: not where a past is given up.
-
-    What a window group gave back is in no block any more, and a copy without it could not be
-    published again.
-    """
-    return len(groups) == 1 and isinstance(groups[0], kvcore.FullAttention)

@@ -25,6 +25,7 @@ GROUPS = (
     [kvcore.SlidingWindow(5)],
     [FULL, kvcore.SlidingWindow(3)],
     [FULL, kvcore.SlidingWindow(1), kvcore.SlidingWindow(7)],
+    [FULL, kvcore.ChunkedLocal(4)],
 )
 
 
@@ -60,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kvcore.KVCacheManager(num_blocks, block_size, groups=groups, enable_caching=caching),
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
-            num_host_blocks=num_host_blocks if groups == [FULL] else 0,
+            num_host_blocks=num_host_blocks,
             watermark=watermark,
             priority_span=priority_span,
             late=late,
@@ -240,12 +241,13 @@ class SwappingMachine(SchedulerMachine):
         num_blocks=st.integers(6, 16),
         block_size=st.integers(1, 2),
         caching=st.booleans(),
+        groups=st.sampled_from([[FULL], [FULL, kvcore.SlidingWindow(3)]]),
         num_host_blocks=st.integers(1, 20),
         late=st.booleans(),
     )
-    def start(self, num_blocks, block_size, caching, num_host_blocks, late):
+    def start(self, num_blocks, block_size, caching, groups, num_host_blocks, late):
         self.make(
-            kvcore.KVCacheManager(num_blocks, block_size, enable_caching=caching),
+            kvcore.KVCacheManager(num_blocks, block_size, groups=groups, enable_caching=caching),
             max_num_batched_tokens=12,
             max_num_seqs=4,
             num_host_blocks=num_host_blocks,

@@ -151,8 +151,30 @@ class LosesHostMemory(Scheduler):
 class UsesACopyWithoutItsBeginning(Scheduler):
     def _start(self, request):
         if request.host_copy is not None:
-            request.host_copy.first_block = 0
+            request.host_copy.places = ((0, request.host_copy.places[0][1]),)
         super()._start(request)
+
+
+class LetsOthersFindWhatAWindowLeftBehind(Scheduler):
+    """What is out of sight was never written where the blocks are now."""
+
+    def _start(self, request):
+        if request.host_copy is not None:
+            opened = self._room._kv
+            self._room._kv = _Shared(opened)
+            super()._start(request)
+            self._room._kv = opened
+        else:
+            super()._start(request)
+
+
+class TakesTheBlocksOfOneGroupForThoseOfAnother(Scheduler):
+    def schedule(self):
+        step = super().schedule()
+        for load in step.loads:
+            payload = load.copy.payload
+            load.copy.payload = [*payload[1:], *payload[:1]]
+        return step
 
 
 class ForgetsToCopyForks(Scheduler):
@@ -239,6 +261,19 @@ class CommitsWhatIsOnlyExpected(Scheduler):
         super()._settle(request)
 
 
+class _Shared:
+    """A manager whose sequences are all found by others."""
+
+    def __init__(self, kv):
+        self._kv = kv
+
+    def open(self, tokens, **_):
+        return self._kv.open(tokens)
+
+    def __getattr__(self, name):
+        return getattr(self._kv, name)
+
+
 class _Without:
     """A manager one of whose verbs does nothing."""
 
@@ -263,6 +298,8 @@ SWAPPING = {
     ForgetsToLoad,
     LosesHostMemory,
     UsesACopyWithoutItsBeginning,
+    LetsOthersFindWhatAWindowLeftBehind,
+    TakesTheBlocksOfOneGroupForThoseOfAnother,
 }
 MACHINES = dict.fromkeys(SWAPPING, SwappingMachine) | {
     KeepsNoTokenForTheFirst: BusyMachine,
