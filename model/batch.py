@@ -245,9 +245,7 @@ class BatchBuilder:
         """
         # Columns of the step, at the price of one pass over it.
         requests, first_positions, counted, samples, followers = zip(*step.chunks, strict=True)
-        sequences = [request.sequence for request in requests]
-        if None in sequences:
-            sequences = [request.running_sequence for request in requests]  # says which one
+        sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
             self._rows = np.arange(num_seqs)
@@ -263,7 +261,7 @@ class BatchBuilder:
         query_starts[0] = 0
         query_starts[1:] = ends
         self._seq_lens.view(num_seqs)[:] = lengths
-        self._write_input_ids(step.chunks, firsts, num_tokens)
+        self._write_input_ids(step.chunks, sequences, first_positions, firsts, num_tokens)
         self._position_ids.view(num_tokens)[:] = positions
         sampled = ends - 1
         if any(followers) or not all(samples):
@@ -300,13 +298,14 @@ class BatchBuilder:
             position_ids=self._position_ids.shaped(1, num_tokens),
             logit_rows=self._logit_rows.shaped(len(sampled)),
             paged=tuple(paged),
-            sources=self._write_sources(requests, ends, num_tokens, rows_drawn or {}),
+            sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
             is_long=_long_tokens(requests, rows),
         )
 
     def _write_sources(
         self,
         requests: Sequence[Request],
+        sequences: Sequence[kvcore.KVSequence],
         ends: NDArray[np.int64],
         num_tokens: int,
         rows_drawn: Mapping[int, int],
@@ -317,21 +316,31 @@ class BatchBuilder:
         if num_tokens > len(requests):
             sources[:] = -1
         sources[ends - 1] = [  # what is expected is the last of all, and of its chunk
-            rows_drawn[request.request_id] if request.is_expecting else -1 for request in requests
+            rows_drawn[request.request_id] if sequence.num_untold_tokens else -1
+            for request, sequence in zip(requests, sequences, strict=True)
         ]
         return self._sources.shaped(1, num_tokens)
 
     def _write_input_ids(
-        self, chunks: Sequence[Chunk], firsts: NDArray[np.int64], num_tokens: int
+        self,
+        chunks: Sequence[Chunk],
+        sequences: Sequence[kvcore.KVSequence],
+        starts: Sequence[int],
+        firsts: NDArray[np.int64],
+        num_tokens: int,
     ) -> None:
         input_ids = self._input_ids.view(num_tokens)
-        input_ids[firsts] = [request.tokens[start] for request, start, *_ in chunks]
+        # What is expected is not known here: the device has it.
+        input_ids[firsts] = [
+            packed[start] if start < len(packed := sequence.packed) else 0
+            for sequence, start in zip(sequences, starts, strict=True)
+        ]
         if num_tokens > len(chunks):
             for chunk, first in zip(chunks, firsts.tolist(), strict=True):
                 if chunk.num_tokens > 1:
                     stop = chunk.start + chunk.num_tokens
                     tokens = chunk.request.tokens[chunk.start : stop]
-                    input_ids[first : first + chunk.num_tokens] = tokens
+                    input_ids[first : first + len(tokens)] = tokens
 
 
 def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:

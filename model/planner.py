@@ -80,7 +80,6 @@ class StepPlanner:
         for request in self.running:
             if self._room.is_long(request) > request.is_long and not request.is_complete:
                 self._running.remove(request)
-                self._settle(request)
                 self._kv.close(request.preempt())
                 self._enqueue(request)
                 self.stats.num_preemptions += 1
@@ -95,7 +94,7 @@ class StepPlanner:
             (request, sequence, start)
             for request in self._running
             if (sequence := request.sequence) is not None
-            and (start := request.num_computed_tokens) == (length := len(request.tokens)) - 1
+            and (start := sequence.num_computed_tokens) == (length := sequence.num_tokens) - 1
             and length < request.max_total_tokens  # else its last token is still to be read
         ]
         kept = first is not None and (not decodes or decodes[0][0] is not first)
@@ -179,7 +178,7 @@ class StepPlanner:
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether a request before it is about to compute the next block this one could hit."""
         end = num_cached_tokens + self._kv.block_size
-        if not self._kv.enable_caching or end >= len(request.tokens):
+        if not self._kv.enable_caching or end >= request.num_tokens:
             return False
         prefix = request.tokens[:end]
         return any(
@@ -205,7 +204,6 @@ class StepPlanner:
 
     def _plan(self, request: Request) -> None:
         """Plan what fits of a running request into budget and blocks; it may have to wait."""
-        self._settle(request)
         if self._find_room(request):
             wanted = min(request.num_uncomputed_tokens, self._budget)
             num_tokens = self._room.num_reservable(request, wanted)
@@ -226,22 +224,12 @@ class StepPlanner:
         chunk = self._planned.pop(request.request_id, None)
         if chunk is not None:
             self._budget += chunk.num_tokens
-        self._settle(request)
         transfer = self._room.give_up(request)
         if transfer is not None:
             self._stores.append(transfer)
             self.stats.num_swaps += 1
         self._enqueue(request)
         self.stats.num_preemptions += 1
-
-    def _settle(self, request: Request) -> None:
-        """Tell the cache what has been computed of a request since it was told last. O(that)."""
-        sequence = request.running_sequence
-        if sequence.num_computed_tokens < request.num_computed_tokens:
-            known = sequence.num_tokens
-            if known < request.num_computed_tokens:
-                self._kv.extend(sequence, request.tokens[known : request.num_computed_tokens])
-            self._kv.commit(sequence, request.num_computed_tokens - sequence.num_computed_tokens)
 
     def _enqueue(self, request: Request) -> None:
         insort(self._waiting, request, key=_order)
@@ -251,7 +239,7 @@ class StepPlanner:
 
     def _add_chunk(self, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        samples = start + num_tokens == len(request.tokens)
+        samples = start + num_tokens == request.num_tokens
         self._planned[request.request_id] = Chunk(request, start, num_tokens, samples)
         self._budget -= num_tokens
 

@@ -44,7 +44,7 @@ class Room:
 
     def is_long(self, request: Request) -> bool:
         """Whether a request is longer than the texts whose keys and values are the first. O(1)."""
-        return self._long_above is not None and len(request.tokens) > self._long_above
+        return self._long_above is not None and request.num_tokens > self._long_above
 
     def plan(self, request: Request) -> kvcore.Plan:
         """What a start would find in the cache. O(its tokens)."""
@@ -58,7 +58,7 @@ class Room:
 
         What it finds and what it adds, and never more than it can hold at once.
         """
-        length = len(request.tokens)
+        length = request.num_tokens
         if request.host_copy is not None and not self._keeps_all:
             return needed_blocks(self._kv.groups, length)  # `_restore` finds nothing
         added = plan.num_revived_blocks
@@ -199,7 +199,6 @@ class Room:
                 loaded = transfer.copy.num_tokens - request.running_sequence.num_computed_tokens
                 if loaded:
                     self._kv.commit(request.running_sequence, loaded)
-                request.num_computed_tokens = transfer.copy.num_tokens
                 self.drop_copy(request)
         self.num_freeing = 0
 
@@ -211,7 +210,7 @@ class Room:
 
     def _outlook(self, request: Request) -> int:
         """Blocks a running request may come to take: for all it knows, and one more a group."""
-        length = len(request.tokens)
+        length = request.num_tokens
         room = -(-length // self._kv.block_size) * self._kv.block_size
         grows = request.max_total_tokens - 1 > room
         missing = missing_blocks(request.running_sequence, length)

@@ -177,8 +177,6 @@ class Scheduler(StepPlanner):
                 self._fork(chunk.request, follower, orders)
         if leading:  # a follower that found no room to fork draws when it is its turn
             expecting = [request for request in expecting if request.sequence is not None]
-        for request in expecting:
-            request.expect()
         self._expecting = tuple(expecting)
         return tuple(orders)
 
@@ -197,8 +195,17 @@ class Scheduler(StepPlanner):
         expecting = [request for request in self._expecting if request.is_expecting]
         _check_drawn(expecting, sampled)
         self._expecting = ()
+        running, told = [], []
         for request in expecting:
-            reason = request.accept(sampled[request.request_id])
+            token = sampled[request.request_id]
+            if request.sequence is None:
+                request.tell(token)
+            else:
+                running.append(request.sequence)
+                told.append(token)
+        self._kv.tell_step(running, told)
+        for request in expecting:
+            reason = request.ending(sampled[request.request_id])
             if reason is not None:
                 self.finish(request, reason)
         return expecting
@@ -210,15 +217,17 @@ class Scheduler(StepPlanner):
             raise SchedulerStateError("update: the tokens of the step before want to be accepted")
 
     def _commit(self, chunks: Sequence[Chunk]) -> None:
-        """Note what is computed, and tell the cache where a block has come to its end.
+        """What was planned is computed, and each that samples expects a token.
 
-        Inside a block the cache need not know: nothing is published before it is full.
+        There is room for that token when it is planned to be computed.
         """
-        stride = self._stride
-        for request, start, num_tokens, _, followers in chunks:
-            request.num_computed_tokens = end = start + num_tokens
-            if end % stride == 0 or num_tokens > 1 or followers:
-                self._settle(request)
+        self._kv.step(
+            [chunk.request.running_sequence for chunk in chunks],
+            [chunk.num_tokens for chunk in chunks],
+            None,
+            num_joining=[int(chunk.samples) for chunk in chunks],
+            room=[0] * len(chunks),
+        )
 
     def _fork(self, leader: Request, follower: Request, orders: list[kvcore.CopyOrder]) -> None:
         """Start a sample from its leader's blocks, or let it wait its turn."""
@@ -230,6 +239,7 @@ class Scheduler(StepPlanner):
             return
         orders += copies
         self._waiting.remove(follower)
+        self._kv.expect(sequence, 1)  # what the leader expects is not in a fork
         follower.start(sequence)
         follower.is_long = leader.is_long
         self._run(follower)

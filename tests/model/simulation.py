@@ -72,7 +72,7 @@ class SimulatedModel:
     def tokens(self, request):
         tokens = array("I", request.tokens)
         if request.is_expecting:
-            tokens[-1] = self.drawn[request.request_id]
+            tokens.append(self.drawn[request.request_id])
         return tokens
 
     def digest(self, request, position):
@@ -97,7 +97,7 @@ class SimulatedModel:
         size = self.kv.block_size
         tables = request.running_sequence.block_tables
         for group, table in zip(self.kv.groups, tables, strict=True):
-            last = len(request.tokens) - 1
+            last = request.num_tokens - 1
             for position in range(group.first_visible(last), last + 1):
                 slot = table[position // size] * size + position % size
                 assert self.ghost.get(slot) == self.digest(request, position), (request, position)

@@ -149,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in step.chunks:
             assert chunk.num_tokens >= 1
             assert chunk.start + chunk.num_tokens < chunk.request.max_total_tokens
-            assert chunk.samples == (chunk.start + chunk.num_tokens == len(chunk.request.tokens))
+            assert chunk.samples == (chunk.start + chunk.num_tokens == chunk.request.num_tokens)
         assert not step.is_empty or not before or any(r.is_complete for r in running)
         for transfer in (*step.stores, *step.loads):
             assert transfer.lease.is_active

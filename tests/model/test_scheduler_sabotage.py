@@ -66,7 +66,7 @@ class SpendsMoreThanTheBudget(Scheduler):
     def schedule(self):
         step = super().schedule()
         chunks = tuple(
-            Chunk(c.request, c.start, len(c.request.tokens) - c.start, samples=True)
+            Chunk(c.request, c.start, c.request.num_tokens - c.start, samples=True)
             for c in step.chunks
         )
         self._in_flight = Step(chunks)
@@ -237,7 +237,8 @@ class KeepsTheTokenForOneThatHasAll(Scheduler):
 
 class HandsOutWhatStandsIn(Scheduler):
     def finish(self, request, reason):
-        request.is_expecting = False
+        if request.sequence is not None and request.is_expecting:
+            self._kv.tell(request.sequence, [0])
         return super().finish(request, reason)
 
 
@@ -247,18 +248,32 @@ class ForgetsTheTokensOfThePreempted(Scheduler):
         super().accept(sampled)
 
 
-class CommitsWhatIsOnlyExpected(Scheduler):
+class TellsWhatNobodyHasRead(Scheduler):
     """A block is known by a token that nobody has read."""
 
-    def _settle(self, request):
-        if request.is_expecting and request.num_uncomputed_tokens == 1:
-            sequence, end = request.running_sequence, len(request.tokens)
-            if self._kv.can_reserve(sequence, end - sequence.num_computed_tokens):
-                self._kv.reserve(sequence, end - sequence.num_computed_tokens)
-                self._kv.extend(sequence, request.tokens[sequence.num_tokens : end])
-                self._kv.commit(sequence, end - sequence.num_computed_tokens)
-                return
-        super()._settle(request)
+    def _commit(self, chunks):
+        super()._commit(chunks)
+        for sequence in [c.request.running_sequence for c in chunks if c.request.is_expecting]:
+            self._kv.tell(sequence, [0])
+
+
+class TellsInAnotherOrder(Scheduler):
+    """Every request gets the token of another one."""
+
+    def accept(self, sampled):
+        live = [r.request_id for r in self._expecting if r.request_id in sampled]
+        return super().accept(
+            {**sampled, **dict(zip(live, [sampled[n] for n in live[1:] + live[:1]], strict=True))}
+        )
+
+
+class ForksWhatTheLeaderExpects(Scheduler):
+    """A sample starts without a token to come: it computes nothing, for ever."""
+
+    def _fork(self, leader, follower, orders):
+        super()._fork(leader, follower, orders)
+        if follower.sequence is not None:
+            self._kv.truncate(follower.sequence, follower.num_prompt_tokens)
 
 
 class _Shared:
