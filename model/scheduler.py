@@ -221,11 +221,14 @@ class Scheduler(StepPlanner):
 
         There is room for that token when it is planned to be computed.
         """
+        if not chunks:
+            return
+        requests, _, computed, samples, _ = zip(*chunks, strict=True)
         self._kv.step(
-            [chunk.request.running_sequence for chunk in chunks],
-            [chunk.num_tokens for chunk in chunks],
+            [request.running_sequence for request in requests],
+            computed,
             None,
-            num_joining=[int(chunk.samples) for chunk in chunks],
+            num_joining=None if all(samples) else [int(one) for one in samples],
             room=[0] * len(chunks),
         )
 
