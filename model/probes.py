@@ -225,6 +225,8 @@ class _Alone:
         return query * min(terms.scale, 1.0) + own
 
 
+_TOLERANCES = {torch.float32: 0.02, torch.float64: 0.02}
+"""How far a token may be from itself, as a share of its size; elsewhere rounding adds up sooner."""
 _TOKENS = ((11, 5, 7), (2, 9, 3), (13, 1, 8))
 _PARTS = ("queries", "keys", "values")
 
@@ -252,14 +254,15 @@ def check_tokens_alone(
     """
     vocab_size = model.config.get_text_config().vocab_size
     reason = ""
+    edge = num_positions if rope is None else rope.num_tokens
+    near, far = min(500, num_positions // 2, edge - 1), num_positions - 1
     for number, other, another in _TOKENS:
-        near, far = min(3, num_positions - 1), num_positions - 1
         token, first, second = (each % vocab_size for each in (number, other, another))
         is_long = torch.tensor([[False, True]], device=device)
         with nullcontext() if rope is None else rope.choosing(is_long):
             one = _noted(model, device, [token, first], [near, far], row=0)
         two = _noted(model, device, [second, token], [0, near], row=1)
-        reason = _difference(one, two)
+        reason = _difference(one, two, _TOLERANCES.get(model.dtype, 0.25))
         if not reason:
             return
     raise UnsupportedModelError(
@@ -286,13 +289,11 @@ def _noted(
     return alone.noted
 
 
-def _difference(one: dict[int, tuple[Tensor, ...]], two: dict[int, tuple[Tensor, ...]]) -> str:
+def _difference(
+    one: dict[int, tuple[Tensor, ...]], two: dict[int, tuple[Tensor, ...]], tolerance: float
+) -> str:
     for layer in sorted(one):
         for name, left, right in zip(_PARTS, one[layer], two[layer], strict=True):
-            limit = _TOLERANCE * float(left.norm())
-            if float((left - right).norm()) > limit:
+            if float((left - right).norm()) > tolerance * float(left.norm()):
                 return f"the {name} of layer {layer} follow other tokens too"
     return ""
-
-
-_TOLERANCE = 0.02
