@@ -40,7 +40,8 @@ _KINDS = (  # a part of the name of a layer's type or class, and what that is
     ("conv", "a convolution, whose last inputs are not paged"),
     ("hybrid", "attention beside another state, which is not paged"),
     ("index", "sparse attention, whose index is not paged"),
-    ("sparse", "sparse attention over what is not paged"),
+    ("sparse_attention", "sparse attention over what is not paged"),
+    ("sparseattention", "sparse attention over what is not paged"),
     ("compressed", "attention over compressed keys, which are not paged"),
     ("hashing", "attention over buckets of hashes"),
 )
@@ -105,7 +106,7 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
     names: dict[str, list[int]] = {}
     failure = ""
     try:
-        for path, module in _build(config, None).named_modules():
+        for path, module in network_without_weights(config, None).named_modules():
             place = re.search(r"\.(\d+)\.", f".{path}.")
             if place is not None:
                 names.setdefault(type(module).__name__, []).append(int(place[1]))
@@ -162,35 +163,42 @@ def _numbers(places: Sequence[int]) -> str:
     return f"layers {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
-def check_layers(config: PreTrainedConfig) -> None:
-    """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
+def network_without_weights(
+    config: PreTrainedConfig, attention: str | None = IMPLEMENTATION
+) -> PreTrainedModel:
+    """The network of a configuration on PyTorch's meta device: tensors of shapes and no content.
 
-    The network is built on PyTorch's meta device, where tensors have shapes and no content. A few
-    networks cannot run there; about them this says nothing.
+    Args:
+        config: of the network.
+        attention: which one its layers call; None: the one that Transformers would choose.
 
     Raises:
-        UnsupportedModelError: with the architecture's name and the reason.
+        Exception: of any kind: what Transformers makes of values that describe no network.
     """
-    try:
-        network = _build(config, IMPLEMENTATION)
-        probe_layers(network.train(mode=False), torch.device("meta"))
-    except (RuntimeError, NotImplementedError):  # the meta device's; ours are no RuntimeErrors
-        return
-    except UnsupportedModelError:
-        raise
-    except Exception as error:  # a class of Transformers raises what it likes
-        name = (config.architectures or [type(config).__name__])[0]
-        raise UnsupportedModelError(
-            f"{name}: Transformers' own class fails on this configuration: {_line(error)}"
-        ) from error
-
-
-def _build(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
     with torch.device("meta"):
         network: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention
         )
+    network.train(mode=False)
     return network
+
+
+def check_layers(network: PreTrainedModel) -> None:
+    """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
+
+    A few networks cannot run without weights; about them this says nothing.
+
+    Args:
+        network: of `network_without_weights`.
+
+    Raises:
+        UnsupportedModelError: with the architecture's name and the reason.
+        Exception: of any kind: what Transformers makes of values that describe no network.
+    """
+    try:
+        probe_layers(network, torch.device("meta"))
+    except (RuntimeError, NotImplementedError):  # the meta device's; ours are no RuntimeErrors
+        return
 
 
 def _line(error: Exception) -> str:
