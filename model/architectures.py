@@ -40,7 +40,8 @@ _KINDS = (  # a part of the name of a layer's type or class, and what that is
     ("conv", "a convolution, whose last inputs are not paged"),
     ("hybrid", "attention beside another state, which is not paged"),
     ("index", "sparse attention, whose index is not paged"),
-    ("sparse", "sparse attention over what is not paged"),
+    ("sparse_attention", "sparse attention over what is not paged"),
+    ("sparseattention", "sparse attention over what is not paged"),
     ("compressed", "attention over compressed keys, which are not paged"),
     ("hashing", "attention over buckets of hashes"),
 )
@@ -105,7 +106,7 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
     names: dict[str, list[int]] = {}
     failure = ""
     try:
-        for path, module in _build(config, None).named_modules():
+        for path, module in network_without_weights(config, None).named_modules():
             place = re.search(r"\.(\d+)\.", f".{path}.")
             if place is not None:
                 names.setdefault(type(module).__name__, []).append(int(place[1]))
@@ -162,6 +163,26 @@ def _numbers(places: Sequence[int]) -> str:
     return f"layers {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
+def network_without_weights(
+    config: PreTrainedConfig, attention: str | None = IMPLEMENTATION
+) -> PreTrainedModel:
+    """The network of a configuration on PyTorch's meta device: tensors of shapes and no content.
+
+    Args:
+        config: of the network.
+        attention: which one its layers call; None: the one that Transformers would choose.
+
+    Raises:
+        Exception: of any kind: what Transformers makes of values that describe no network.
+    """
+    with torch.device("meta"):
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention
+        )
+    network.train(mode=False)
+    return network
+
+
 def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
     """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
 
@@ -175,8 +196,7 @@ def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
             a class of Transformers failed by itself.
     """
     try:
-        network = _build(config, IMPLEMENTATION)
-        network.train(mode=False)
+        network = network_without_weights(config)
     except Exception as error:
         raise _own_failure(config, error) from error
     try:
@@ -196,14 +216,6 @@ def _own_failure(config: PreTrainedConfig, error: Exception) -> UnsupportedModel
     return UnsupportedModelError(
         f"{name}: Transformers' own class fails on this configuration: {_line(error)}"
     )
-
-
-def _build(config: PreTrainedConfig, attention: str | None) -> PreTrainedModel:
-    with torch.device("meta"):
-        network: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention
-        )
-    return network
 
 
 def _line(error: Exception) -> str:

@@ -44,8 +44,9 @@ def peak_alone(groups, block_size, num_tokens):
 class SimulatedModel:
     """A device: it knows the tokens that it has drawn before anybody has read them."""
 
-    def __init__(self, kv):
+    def __init__(self, kv, long_above=None):
         self.kv = kv
+        self.long_above = long_above
         self.ghost = {}
         self.drawn = {}  # request_id -> its newest token
 
@@ -76,7 +77,8 @@ class SimulatedModel:
         return tokens
 
     def digest(self, request, position):
-        return crc32(self.tokens(request)[: position + 1].tobytes()), position
+        is_long = self.long_above is not None and len(request.tokens) > self.long_above
+        return crc32(self.tokens(request)[: position + 1].tobytes()), position, is_long
 
     def copy(self, orders):
         """Carry copy orders out, last to first: their order must not matter."""

@@ -8,7 +8,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import kvcore
 from model import Chunk, ModelError, Request, Scheduler, Status, Step
-from tests.model.test_scheduler_machine import BusyMachine, SchedulerMachine, SwappingMachine
+from tests.model.test_scheduler_machine import (
+    BusyMachine,
+    GrowingMachine,
+    SchedulerMachine,
+    SwappingMachine,
+)
 
 HUNT = settings(
     max_examples=400,
@@ -177,6 +182,17 @@ class TakesTheBlocksOfOneGroupForThoseOfAnother(Scheduler):
         return step
 
 
+class GoesOnWithTheKeysOfAShortText(Scheduler):
+    def _begin_again(self):
+        pass
+
+
+class FindsShortTextsForLongOnes(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._room._namespace = lambda _: kvcore.DEFAULT_NAMESPACE
+
+
 class ForgetsToCopyForks(Scheduler):
     def update(self, step, sampled):
         super().update(step, sampled)
@@ -317,6 +333,8 @@ SWAPPING = {
     TakesTheBlocksOfOneGroupForThoseOfAnother,
 }
 MACHINES = dict.fromkeys(SWAPPING, SwappingMachine) | {
+    GoesOnWithTheKeysOfAShortText: GrowingMachine,
+    FindsShortTextsForLongOnes: GrowingMachine,
     KeepsNoTokenForTheFirst: BusyMachine,
     KeepsTheTokenForOneThatHasAll: BusyMachine,
 }

@@ -183,7 +183,7 @@ def tables(found: dict[tuple[str, str], str]) -> str:
         if outcome == "equal":
             served.setdefault(name, []).append(variant)
         else:
-            reason = re.sub(r"^refused: \w+: ", "", outcome)
+            reason = re.sub(r"^refused: (\w+: )?", "", outcome)
             refused.setdefault(name, {}).setdefault(reason, []).append(variant)
     lines = [TABLES, "", f"{len(served)} of {len({name for name, _ in found})} kinds.", ""]
     lines += ["| configuration | variants |", "|---|---|"]
