@@ -55,7 +55,7 @@ def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
     seen = testing.check_allocator(OurAllocator, settings=quick(max_examples=40))
     wanted = {
         "aborted", "cut", "evictions", "forks", "full hits", "hits", "kept apart", "misuse",
-        "no space", "resets", "shared blocks",
+        "no space", "resets", "shared blocks", "expected", "told later",
     }  # fmt: skip
     assert {what for what, count in seen.items() if count} == wanted
     assert seen["hits"] > 30
