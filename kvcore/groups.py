@@ -141,11 +141,15 @@ def longest_servable(
         paths: for each group, the block of every node along the prefix, None where it has none.
         max_tokens: the longest prefix wanted.
     """
-    step = lcm(*(group.block_size for group in groups))
+    step = lcm(*[group.block_size for group in groups])
+    longest = max_tokens
+    for group, path in zip(groups, paths, strict=True):
+        longest = min(longest, len(path) * group.block_size)
+    longest -= longest % step
+    if longest == 0:
+        return 0
     runs = [_runs(path) for path in paths]
-    longest = min(len(path) * group.block_size for group, path in zip(groups, paths, strict=True))
-    longest = min(longest, max_tokens)
-    for num_tokens in range(longest - longest % step, 0, -step):
+    for num_tokens in range(longest, 0, -step):
         for group, run in zip(groups, runs, strict=True):
             end = num_tokens // group.block_size
             if run[end - 1] < end - first_kept_block(group, group.block_size, num_tokens):

@@ -95,7 +95,7 @@ def index(manager: KVCacheManager) -> None:
 
 
 def visibility(manager: KVCacheManager) -> None:
-    """P9, P27: published is exactly what is committed and told: whole blocks, from the first on."""
+    """P9: published is exactly what is settled: whole blocks, from the first token on."""
     for seq, table in _tables(manager):
         cached = seq.namespace_key is not None
         wanted = seq.num_settled_tokens // table.block_size if cached else 0
@@ -225,6 +225,19 @@ def settled(manager: KVCacheManager) -> None:
             _fail("P19", f"{seq!r}: gave back {table.num_null} blocks, {kept} are out of sight")
 
 
+def told(manager: KVCacheManager) -> None:
+    """P27: of expected tokens nothing is visible, named or out of a window's sight."""
+    for seq, table in _tables(manager):
+        length = len(seq.packed)
+        kept = first_kept_block(table.group, table.block_size, length)
+        if seq.num_untold_tokens < 0 or seq.num_tokens != length + seq.num_untold_tokens:
+            _fail("P27", f"{seq!r}: {length} tokens told, {seq.num_untold_tokens} expected")
+        if table.num_published * table.block_size > length or table.num_null > kept:
+            _fail("P27", f"{seq!r}: {table.num_published} blocks published, {length} tokens told")
+        if any(item.start + item.length > length for item in seq.items):
+            _fail("P27", f"{seq!r}: an item reaches beyond the told tokens")
+
+
 def copies(node: Node) -> list[Block]:
     """Return the blocks that hold a node's content, oldest first. O(copies).
 
@@ -267,6 +280,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P18": tables,
     "P19": settled,
     "P21": folded,
+    "P27": told,
 }
 """The properties that one state can show, by number."""
 

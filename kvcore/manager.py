@@ -13,12 +13,13 @@ every process. A manager is not thread-safe, and does not know what a block's me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import SupportsIndex, final
+from typing import NoReturn, SupportsIndex, final
 
 from kvcore.advance import advance, grow, grow_groups
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
 from kvcore.doubt import distrust_from
+from kvcore.errors import MisuseError
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
@@ -155,7 +156,7 @@ class KVCacheManager(StepVerbs):
         known: object = seq  # callers are not all typed
         if type(num_tokens) is int and type(known) is KVSequence and num_tokens >= 0:
             total = seq.num_computed_tokens + num_tokens
-            if total <= seq.room and self.sequences.get(seq.seq_id) is seq:
+            if total <= seq.room and seq.is_open and seq.owner is self:
                 return self._no_growth
         return self._grow(seq, self._room_wanted(seq, num_tokens))
 
@@ -200,7 +201,7 @@ class KVCacheManager(StepVerbs):
         if type(token) is not int or not 0 <= token <= MAX_TOKEN:
             token = as_int("token", token, 0, MAX_TOKEN)
         known: object = seq  # callers are not all typed
-        if type(known) is not KVSequence or self.sequences.get(known.seq_id) is not known:
+        if type(known) is not KVSequence or not known.is_open or known.owner is not self:
             self._check_open(seq)
         if seq.num_untold_tokens:
             self._check_told(seq)
@@ -288,7 +289,8 @@ class KVCacheManager(StepVerbs):
                 computed < seq.due
                 and computed <= seq.room
                 and computed <= len(seq.packed)
-                and self.sequences.get(seq.seq_id) is seq
+                and seq.is_open
+                and seq.owner is self
             ):
                 seq.num_computed_tokens = computed
                 seq.stop = 0
@@ -448,6 +450,16 @@ class KVCacheManager(StepVerbs):
         for seq in self.sequences.values():
             seq.forget_identity()
         return report
+
+    def __copy__(self) -> NoReturn:
+        raise MisuseError(f"{self!r} is one cache: a copy would hand out the same blocks")
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCacheManager({self.num_blocks} blocks of {self.block_size} tokens, "
+            f"{self.num_free_blocks} free, {len(self.sequences)} sequences, "
+            f"{len(self.leases.active)} leases)"
+        )
 
     def _admit(self, seq: KVSequence, hits: list[Block]) -> None:
         """Let a new sequence hold its hits and keep them as it wishes, and count it among all."""

@@ -46,6 +46,8 @@ def find_prefix(
         size = group.block_size
         encoded = _items_by_block(items, size, longest)
         paths.append(pool.path(namespace_key, content, longest // size, number, encoded))
+        if not paths[-1]:
+            return 0, [[] for _ in groups]
     cached = longest_servable(groups, paths, longest)
     needed: list[list[Block]] = []
     for group, path in zip(groups, paths, strict=True):

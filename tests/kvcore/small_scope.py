@@ -22,6 +22,7 @@ SCOPES = {
     "full and window": SMALL,
     "six before four": (8, ([0] * 13, [0] * 4 + [1] * 6)),
     "uneven three": (13, ([0] * 13, [0] * 4 + [1] * 6)),
+    "window, told later": (5, ([0] * 3, [0] * 4 + [1] * 5)),
 }
 """By layout: how many blocks, the null block included, and the prompts."""
 MAX_LIVE = 2
@@ -35,7 +36,7 @@ def operations(machine):
             yield f"open {number}", lambda m, p=prompt: m.begin(p, DEFAULT, packed=False)
     for index in range(len(machine.live)):
         for verb in VERBS:
-            if verb == "cut to 10" and len(machine.prompts[0]) <= 10:
+            if verb in LEFT_OUT and not LEFT_OUT[verb](machine):
                 continue
             yield f"{verb} {index}", lambda m, v=verb, i=index: VERBS[v](m, m.live[i])
     for number in machine.naive.leases:
@@ -86,8 +87,16 @@ VERBS = {
     "fork": fork,
     "lease": lease,
     "fail the load of": lambda m, e: m.fail_load(e, min(2, e[1].computed)),
+    "expect one of": lambda m, e: m.expect(e, [1]),
+    "tell": lambda m, e: m.tell(e, 1),
     "close": close,
 }
+LEFT_OUT = {
+    "cut to 10": lambda m: len(m.prompts[0]) > 10,
+    "expect one of": lambda m: len(m.prompts[0]) < 5,
+    "tell": lambda m: len(m.prompts[0]) < 5,
+}
+"""Verbs that only some scopes have, so that they can go deeper."""
 
 
 def start(layout="full"):
@@ -96,7 +105,7 @@ def start(layout="full"):
     num_blocks, machine.prompts = SCOPES[layout]
     machine.start(
         num_blocks=num_blocks,
-        layout=machine.layouts.index(layout),
+        layout=machine.layouts.index(layout.partition(",")[0]),
         caching=True,
         events=False,
     )

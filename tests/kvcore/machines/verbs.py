@@ -251,10 +251,16 @@ class ManagerVerbs(ManagerChecks):
     @rule(entry=SEQUENCES, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6), image=IMAGES)
     def append(self, entry, tokens, image=None):
         real, naive, _ = entry
+        if not real.is_open or len(naive.all_tokens()) >= 40:
+            return
+        if naive.future:
+            call = functools.partial(self.kv.extend, real, tokens)
+            refused("P27", kvcore.UntoldTokensError, self.view, call)
+            call = functools.partial(self.kv.append, real, tokens[0])
+            refused("P27", kvcore.UntoldTokensError, self.view, call)
+            self.tell(entry, len(naive.future))
         tokens = with_image(tokens, image)
         plain, items = lowered(tokens, len(naive.tokens))
-        if not real.is_open or len(naive.tokens) >= 40:
-            return
         one = len(tokens) == 1 and not items
 
         def join():
@@ -263,9 +269,6 @@ class ManagerVerbs(ManagerChecks):
             else:
                 self.kv.extend(real, plain, items=items)
 
-        if naive.future:
-            refused("P27", kvcore.UntoldTokensError, self.view, join)
-            self.tell(entry, len(naive.future))
         if self.too_long(len(naive.tokens) + len(tokens)):
             refused("P14", kvcore.SequenceTooLongError, self.view, join)
             return
