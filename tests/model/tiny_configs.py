@@ -127,7 +127,11 @@ EXTRA |= {
             "is_decoder": True,
         },
     },
-    "DeepseekV3Config": {"": {}, "wide values": {"v_head_dim": 32}},
+    "DeepseekV3Config": {
+        "": {},
+        "wide values": {"v_head_dim": 32},
+        "a wrong head_dim": {"head_dim": 16},  # 8 are rotated
+    },
     "LongcatFlashConfig": {"": {"head_dim": 8, "qk_rope_head_dim": 8}},
     "Gemma4Config": {"": {"text_config": {"pad_token_id": 0}}},
     "Gemma4AssistantConfig": {
