@@ -71,7 +71,8 @@ def check_architecture(
             f"{architecture}: wanted a decoder-only language model, it is an encoder and a decoder"
         )
     if network_type is None or architecture not in (type(config).__name__, own_name):
-        raise UnsupportedModelError(f"{architecture}: wanted a decoder-only language model")
+        known = "" if network_type is None else f"; of model_type {config.model_type}: {own_name}"
+        raise UnsupportedModelError(f"{architecture}: wanted a decoder-only language model{known}")
     try:
         text_config = config.get_text_config()
     except ValueError as error:

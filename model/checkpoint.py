@@ -12,6 +12,7 @@ Does not know: architectures, where a folder came from, devices.
 """
 
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -105,6 +106,8 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
     """
     for name in _JSON_FILES:
         path = folder / name
+        if os.path.lexists(path) and not path.is_file():
+            raise ModelNotFoundError(f"model: {path} is no file")
         if path.is_file():
             content = read_object(path)
             if name == _GENERATION:
@@ -117,7 +120,7 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
 
 def check_stored(
     config: Path, stored: Mapping[str, StoredTensor], network: PreTrainedModel
-) -> None:
+) -> list[str]:
     """Refuse weights that a network cannot take, before it takes memory. O(tensors).
 
     Args:
@@ -125,11 +128,18 @@ def check_stored(
         stored: what `check_files` gave; where it is empty, nothing is known and nothing refused.
         network: without weights.
 
+    Returns:
+        Which tensors of its names have another shape there, in words. A conversion may give them
+        the right one, so that they are refused only if it does not load.
+
     Raises:
         UnsupportedModelError: quantised weights.
-        ModelNotFoundError: the network is far larger than its weights.
+        ModelNotFoundError: the network is far larger than its weights, or one tensor is there twice
+            under names that differ in the network's own prefix.
     """
-    floats = {name for name, tensor in network.state_dict().items() if tensor.is_floating_point()}
+    state = network.state_dict()
+    floats = {name for name, tensor in state.items() if tensor.is_floating_point()}
+    _check_single(config, stored, f"{network.base_model_prefix}.")
     for name, tensor in stored.items():
         if tensor.dtype not in _FLOATS and (name in floats or name.endswith("weight")):
             raise UnsupportedModelError(
@@ -145,21 +155,48 @@ def check_stored(
             f"model: {config} describes a network of {wanted:,} parameters, and its weights have "
             f"{found:,}"
         )
+    return [
+        f"{name} is {_shape(tensor.shape)} and the network wants {_shape(state[name].shape)}"
+        for name, tensor in sorted(stored.items())
+        if name in state and tuple(state[name].shape) != tensor.shape
+    ]
 
 
-def check_loaded(name: str, info: Mapping[str, Collection[object]]) -> None:
+def _check_single(config: Path, stored: Mapping[str, StoredTensor], prefix: str) -> None:
+    """Refuse a tensor that is stored with and without the prefix: which one counts is chance."""
+    known: dict[str, str] = {}
+    for name, tensor in stored.items():
+        bare = name
+        while len(prefix) > 1 and bare.startswith(prefix):
+            bare = bare.removeprefix(prefix)
+        if bare in known:
+            raise ModelNotFoundError(
+                f"model: {config.with_name(tensor.file)}: one tensor is stored as {known[bare]} "
+                f"and as {name}"
+            )
+        known[bare] = name
+
+
+def check_loaded(
+    name: str, info: Mapping[str, Collection[object]], stored: Mapping[str, StoredTensor]
+) -> None:
     """Refuse a network that is not exactly what its checkpoint holds. O(tensors).
+
+    Constants that older versions of Transformers stored beside the weights, masks, are no tensors
+    too many.
 
     Args:
         name: of the model.
         info: what Transformers gives for `output_loading_info`: tied weights and those that a class
             declares to be optional are not in it.
+        stored: its tensors, as far as they are known.
 
     Raises:
         ModelNotFoundError: tensors are missing, unexpected or of another shape; they are named.
     """
     faults = []
     missing, unexpected = _names(info["missing_keys"]), _names(info["unexpected_keys"])
+    unexpected = [key for key in unexpected if not _is_mask(key, stored.get(key))]
     if missing:
         faults.append(f"{_counted(missing)} missing")
     if unexpected:
@@ -221,7 +258,11 @@ def _weight_files(folder: Path) -> Iterable[str]:
             )
     files = sorted(set(weight_map.values()))
     for file in files:
-        if not (folder / file).is_file():
+        try:
+            is_there = (folder / file).is_file()
+        except OSError as error:  # a name that is too long
+            raise ModelNotFoundError(f"model: {index}: {shown(file)}: {error.strerror}") from error
+        if not is_there:
             raise ModelNotFoundError(f"model: {index} names {file}, which is not there")
     return files
 
@@ -238,6 +279,14 @@ def _header(path: Path) -> dict[str, StoredTensor]:
         raise ModelNotFoundError(
             f"model: {path} is no whole safetensors file: {reason(error)}"
         ) from error
+
+
+def _is_mask(name: str, tensor: StoredTensor | None) -> bool:
+    """Whether a tensor is the causal mask, or its value, that attention once kept as a buffer."""
+    if tensor is None or not name.endswith(("attn.bias", "attention.bias", ".masked_bias")):
+        return False
+    *ones, rows, columns = (1, 1, *tensor.shape)
+    return rows == columns and all(size == 1 for size in ones)
 
 
 def _names(keys: Iterable[object]) -> list[str]:

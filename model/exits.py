@@ -1,7 +1,7 @@
 """How a process of the command line ends: its exit code, and the one line that says why.
 
-Decides: what SIGINT and SIGTERM do. They end the process at once, with one line; where the body
-said that it can stop by itself (`stopping`), the first one only asks it to, so that nothing
+Decides: what SIGINT, SIGTERM and SIGHUP do. They end the process at once, with one line; where the
+body said that it can stop by itself (`stopping`), the first one only asks it to, so that nothing
 finished is lost, and the second ends it.
 
 Invariants: 1 is never given here, so that it can only mean what the run says it means; stdout is
@@ -25,9 +25,9 @@ from model.errors import ModelError
 
 BAD_INPUT = 2
 FAILED = 3
-INTERRUPTED = 130
 READER_GONE = 141
-TERMINATED = 143
+_WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "hung up"}
+_MAX_LINE = 2000
 
 _REPORT = "This is a bug in kvcore: please report the lines above, and the command, to its authors."
 
@@ -78,7 +78,7 @@ def exits() -> Iterator[None]:
         code = _code(error.number)
     except KeyboardInterrupt:
         _say(_word(signal.SIGINT))
-        code = INTERRUPTED
+        code = _code(signal.SIGINT)
     except BrokenPipeError:
         _drop_output()
         code = READER_GONE
@@ -102,7 +102,7 @@ def leaves() -> Iterator[None]:
     anything. For the same reason a signal unwinds nothing; an exception raised in the middle of
     loading a C++ library would abort the process.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _signals():
         if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job, nohup
             signal.signal(number, _end)
     code: object = 0
@@ -135,7 +135,7 @@ def stopping() -> Iterator[Asked]:
         else:
             raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in _signals()}
     heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in heeded:
         signal.signal(number, ask)
@@ -161,12 +161,17 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _signals() -> list[signal.Signals]:
+    """The signals that ask for an end, as far as this system has them."""
+    return [signal.Signals[name] for name in _WORDS if hasattr(signal, name)]
+
+
 def _word(number: int) -> str:
-    return "interrupted" if number == signal.SIGINT else "terminated"
+    return _WORDS[signal.Signals(number).name]
 
 
 def _code(number: int) -> int:
-    return INTERRUPTED if number == signal.SIGINT else TERMINATED
+    return 128 + number
 
 
 @contextlib.contextmanager
@@ -182,7 +187,10 @@ def _flushed_output() -> Iterator[None]:
 def _say(text: str, *, is_one_line: bool = True) -> None:
     if sys.stderr is not None:  # print takes None for stdout
         with contextlib.suppress(OSError, RuntimeError):  # there is nowhere left to complain
-            print(" ".join(text.split()) if is_one_line else text, file=sys.stderr, flush=True)
+            if is_one_line:
+                line = " ".join(text.split())
+                text = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
+            print(text, file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:

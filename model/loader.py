@@ -11,6 +11,7 @@ answer is asked once; no code that comes with a checkpoint is run.
 Does not know: backends, caches, requests.
 """
 
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,6 +38,7 @@ from transformers import __version__ as transformers_version
 
 from model.architectures import check_architecture, check_layers
 from model.checkpoint import (
+    StoredTensor,
     check_files,
     check_loaded,
     check_stored,
@@ -55,7 +57,10 @@ from model.errors import (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_TIMEOUT_S = 5.0
 _SAMPLE_TEXT = "a text"
+_LAYERS = re.compile(r"(^|_)layers?$")  # num_hidden_layers, n_layer
 _MAX_LAYERS = 10_000
+_NAMED_SHAPES = 3
+_UNBLAMED = {"model_type", "architectures", "transformers_version"}
 _LoadingInfo = Mapping[str, Collection[object]]
 _BLAME_S = 5.0  # the longest that is spent on finding the field that is wrong
 
@@ -144,10 +149,10 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None
     source = _resolve(name)
     config = _load_config(source)
     check_architecture(config)
-    _check_network(source, config)
+    stored, shapes = _check_network(source, config)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    network = _load_network(source, config, dtype)
+    network = _load_network(source, config, dtype, stored, shapes)
     codec = _load_codec(source, _max_positions(config))
     return wrap_network(name, nn.Module.to(network, device), codec)
 
@@ -205,11 +210,17 @@ def _resolve(name: str) -> _Source:
             f"model: wanted a path or id that UTF-8 can encode, got {name!r}"
         ) from error
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"model: {name!r} has no config.json: it is no model")
+    try:
+        is_folder, is_other = path.is_dir(), path.exists()
+    except OSError as error:  # a name that is too long
+        raise ModelNotFoundError(f"model: {shown(name)}: {error.strerror}") from error
+    if is_folder:
+        config = path / "config.json"
+        if not config.is_file():
+            there = "is no file" if os.path.lexists(config) else "is not there: it is no model"
+            raise ModelNotFoundError(f"model: {config} {there}")
         return _Source(str(path), is_local=True)
-    if path.exists():
+    if is_other:
         raise ModelNotFoundError(f"model: wanted a folder, {name!r} is a file")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
@@ -298,7 +309,7 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
             f"{shown(method)}"
         )
     for name, value in content.items():  # each layer is an object, even without weights
-        if "layer" in name and isinstance(value, int) and value > _MAX_LAYERS:
+        if _LAYERS.search(name) and isinstance(value, int) and value > _MAX_LAYERS:
             raise ModelNotFoundError(
                 f"model: {path}: {name}: wanted at most {_MAX_LAYERS:,}, got {shown(value)}"
             )
@@ -309,8 +320,15 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
         )
 
 
-def _check_network(source: _Source, config: PreTrainedConfig) -> None:
-    """Refuse what cannot run, or cannot be what its files hold, before it takes memory."""
+def _check_network(
+    source: _Source, config: PreTrainedConfig
+) -> tuple[Mapping[str, StoredTensor], list[str]]:
+    """Refuse what cannot run, or cannot be what its files hold, before it takes memory.
+
+    Returns:
+        The stored tensors, where its files are known, and which of them the network has in another
+        shape, in words.
+    """
     path = source.path("config.json")
     try:
         network = check_layers(config)
@@ -321,8 +339,10 @@ def _check_network(source: _Source, config: PreTrainedConfig) -> None:
             if field:
                 raise ModelNotFoundError(f"model: {path}: {field}: {reason(cause)}") from error
         raise
-    if source.is_folder:
-        check_stored(path, check_files(Path(source.name)), network)
+    if not source.is_folder:
+        return {}, []
+    stored = check_files(Path(source.name))
+    return stored, check_stored(path, stored, network)
 
 
 def _network_of(**fields: object) -> PreTrainedModel:
@@ -334,21 +354,32 @@ def _field_without_which(content: Mapping[str, object], build: Callable[..., obj
 
     Found by leaving out one after the other.
     """
-    started = time.monotonic()
-    for field in content:
-        if field == "model_type":
-            continue
-        if time.monotonic() - started > _BLAME_S:
-            break
+
+    def builds(fields: Mapping[str, object]) -> bool:
         try:
-            build(**{name: value for name, value in content.items() if name != field})
-        except Exception:  # noqa: BLE001, S112  # it is not this one alone
-            continue
-        return f"{field}: no network can be made with {shown(content[field])}"
+            build(**fields)
+        except Exception:  # noqa: BLE001  # whatever Transformers makes of it
+            return False
+        return True
+
+    started = time.monotonic()
+    if not builds(content):  # else it is something that this way does not read
+        for field in [name for name in content if name not in _UNBLAMED]:
+            rest = {name: value for name, value in content.items() if name != field}
+            if builds(rest):
+                return f"{field}: no network can be made with {shown(content[field])}"
+            if time.monotonic() - started > _BLAME_S:
+                break
     return ""
 
 
-def _load_network(source: _Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load_network(
+    source: _Source,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    stored: Mapping[str, StoredTensor],
+    shapes: Sequence[str],
+) -> PreTrainedModel:
     try:
         loaded: tuple[PreTrainedModel, _LoadingInfo] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
             source.name,
@@ -359,11 +390,10 @@ def _load_network(source: _Source, config: PreTrainedConfig, dtype: torch.dtype)
             output_loading_info=True,
         )
     except Exception as error:  # whatever its files made of Transformers
-        raise ModelNotFoundError(
-            f"model: {source.name!r} does not load: {reason(error)}"
-        ) from error
+        why = "; ".join(shapes[:_NAMED_SHAPES]) or reason(error)
+        raise ModelNotFoundError(f"model: {source.name!r} does not load: {why}") from error
     network, info = loaded
-    check_loaded(source.name, info)
+    check_loaded(source.name, info, stored)
     return network
 
 

@@ -8,6 +8,7 @@ flag, or the file and the line; a prompt is text that UTF-8 can encode.
 Does not know: tokens, models.
 """
 
+import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ _BESIDE = frozenset({"n", "priority"})  # fields of a line that are no sampling 
 _MAX_SAMPLES = 1024
 _MAX_PRIORITY = 1_000_000
 _MAX_BYTES = 256 << 20
+_MAX_PROMPTS = 100_000
+_MAX_LINES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,8 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
             raise UsageError(f"{where}: wanted a prompt with some text in it, got {shown(text)}")
         _check_encodable(where, text)
         params, beside = _params(where, index, options, entry)
+        for stop in params.stop:
+            _check_encodable(f"{where}: stop", stop)
         specs.append(
             PromptSpec(
                 where,
@@ -119,12 +124,20 @@ def _file_entries(name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
         raise UsageError(f"--prompts-file: cannot read {name!r}: {error.strerror}") from error
     except ValueError as error:  # a NUL in the name
         raise UsageError(f"--prompts-file: cannot read {name!r}: {error}") from error
-    lines = _decoded(f"--prompts-file: {name!r}", data).split("\n")
-    numbered = [(f"{name} line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
+    num_prompts = 0
+    lines = io.StringIO(_decoded(f"--prompts-file: {name!r}", data), newline="\n")
+    for number, line in enumerate(lines, 1):
+        num_prompts += bool(line.strip())
+        if number > _MAX_LINES or num_prompts > _MAX_PROMPTS:
+            raise UsageError(
+                f"--prompts-file: {name!r}: wanted at most {_MAX_PROMPTS:,} prompts in "
+                f"{_MAX_LINES:,} lines, there are more"
+            )
+        if line.strip():
+            where, text = f"{name} line {number}", line.removesuffix("\n")
+            yield where, {"prompt": text} if path.suffix == ".txt" else _parsed(where, text)
+    if not num_prompts:
         raise UsageError(f"--prompts-file: {name!r} has no prompts")
-    for where, line in numbered:
-        yield where, {"prompt": line} if path.suffix == ".txt" else _parsed(where, line)
 
 
 def _stdin_text(where: str, stdin: BinaryIO | None) -> str:

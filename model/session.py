@@ -25,7 +25,7 @@ import kvcore
 from model.args import Options
 from model.engine import Engine
 from model.errors import InvalidArgumentError, UsageError
-from model.exits import FAILED, Stopped, stopping
+from model.exits import FAILED, Asked, Stopped, stopping
 from model.loader import LoadedModel, load_model
 from model.memory import show_bytes
 from model.output import Completion, Output
@@ -37,7 +37,7 @@ from model.report import document, measure, table
 from model.request import FinishReason, Request
 from model.step_table import StepStats, step_table, summarize_steps
 from model.trace import trace_file, write_trace
-from model.verify import Mismatch, find_mismatches
+from model.verify import Mismatch, find_mismatch
 from model.writer import StreamWriter, show
 
 BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
@@ -100,15 +100,19 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         how, seconds = _warm_up(model, backend, engine, prompts)
     say(f"network: {how}; compiled and warm in {seconds:.1f} s")
     recorder = engine.record() if options.stats or trace is not None else None
-    generated = _generate(options, engine, specs, requests)
-    if recorder is not None and trace is not None:
-        write_trace(trace, recorder)
-    is_whole = generated.fault is None
-    mismatches = _verified(model, requests) if options.verify and is_whole else None
-    steps = summarize_steps(recorder) if recorder is not None and options.stats else None
-    _report(options, engine, specs, about, generated, mismatches, steps)
+    with stopping() as asked:  # until all that is finished is printed
+        generated = _generate(options, engine, specs, requests, asked)
+        if recorder is not None and trace is not None:
+            write_trace(trace, recorder)
+        mismatches = None
+        if options.verify and generated.fault is None:
+            mismatches = _verified(model, requests, asked)
+        steps = summarize_steps(recorder) if recorder is not None and options.stats else None
+        _report(options, engine, specs, about, generated, mismatches, steps)
     if generated.fault is not None:
         raise generated.fault
+    if asked.number is not None:
+        raise Stopped(asked.number, f"{len(requests)} of {len(requests)} texts are finished")
     num_failed = _tell_failed(specs, requests)
     return FAILED if num_failed else 1 if mismatches else 0
 
@@ -235,7 +239,11 @@ def _heads(specs: Sequence[PromptSpec]) -> list[tuple[str, str]]:
 
 
 def _generate(
-    options: Options, engine: Engine, specs: Sequence[PromptSpec], requests: Sequence[Request]
+    options: Options,
+    engine: Engine,
+    specs: Sequence[PromptSpec],
+    requests: Sequence[Request],
+    asked: Asked,
 ) -> _Generated:
     """Step until all have ended, a signal asks for an end, or a step fails."""
     texts: dict[int, str] = {request.request_id: "" for request in requests}
@@ -243,10 +251,7 @@ def _generate(
     writer = StreamWriter(_heads(specs), sys.stdout) if options.stream else None
     fault: BaseException | None = None
     started = time.perf_counter()
-    with (
-        stopping() as asked,
-        Progress("generated", len(requests), is_wanted=not writer) as progress,
-    ):
+    with Progress("generated", len(requests), is_wanted=not writer) as progress:
         try:
             while engine.has_unfinished and not asked:
                 for output in engine.step():
@@ -259,15 +264,15 @@ def _generate(
                     progress.advance(is_last)
         except Exception as error:  # noqa: BLE001  # raised again, once what is finished is printed
             fault = error
-        elapsed_s = time.perf_counter() - started
+    elapsed_s = time.perf_counter() - started
+    if asked.number is not None and engine.has_unfinished:
         num_finished = sum(request.is_finished for request in requests)
-        if asked.number is not None and engine.has_unfinished:
-            report = f"{num_finished} of {len(requests)} texts are finished"
-            fault = fault or Stopped(asked.number, report)
-        for request in requests:
-            engine.abort(request)
-        if writer is None:
-            texts |= {number: output.text for number, output in latest.items()}
+        report = f"{num_finished} of {len(requests)} texts are finished"
+        fault = fault or Stopped(asked.number, report)
+    for request in requests:
+        engine.abort(request)
+    if writer is None:
+        texts |= {number: output.text for number, output in latest.items()}
     completions = [Completion(request, texts[request.request_id]) for request in requests]
     return _Generated(completions, elapsed_s, fault)
 
@@ -293,16 +298,22 @@ def _warm_up(
     return how, time.perf_counter() - started
 
 
-def _verified(model: LoadedModel, requests: Sequence[Request]) -> list[Mismatch]:
-    mismatches = find_mismatches(model, requests)
-    for mismatch in mismatches:
-        paged, dense = (
-            "the end" if token is None else f"{token} {model.codec.decode([token])!r}"
-            for token in (mismatch.paged, mismatch.dense)
-        )
-        say(
-            f"request {mismatch.index + 1}, token {mismatch.position}: paged {paged}, dense {dense}"
-        )
+def _verified(
+    model: LoadedModel, requests: Sequence[Request], asked: Asked
+) -> list[Mismatch] | None:
+    """Compare with the dense network, as long as nobody asks for an end; None: somebody did."""
+    mismatches = []
+    for index, request in enumerate(requests):
+        mismatch = find_mismatch(model, index, request)
+        if asked:
+            return None
+        if mismatch is not None:
+            mismatches.append(mismatch)
+            paged, dense = (
+                "the end" if token is None else f"{token} {model.codec.decode([token])!r}"
+                for token in (mismatch.paged, mismatch.dense)
+            )
+            say(f"request {index + 1}, token {mismatch.position}: paged {paged}, dense {dense}")
     if not mismatches:
         total = sum(request.num_output_tokens for request in requests)
         say(f"verified: {total} tokens of {len(requests)} requests equal generate's")

@@ -110,6 +110,20 @@ class _Calling:
         return (os.system, ("echo never",))
 
 
+def both(*edits):
+    return lambda folder: [edit(folder) for edit in edits]
+
+
+def folder_for(name):
+    """Put a folder where a file should be."""
+
+    def edit(folder):
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return edit
+
+
 WEIGHTS = (
     Broken(
         "every tensor has another name",
@@ -136,6 +150,24 @@ WEIGHTS = (
         "a tensor is a scalar",
         f"{WEIGHT} is a scalar and the network wants 64x48",
         one(lambda _: torch.zeros(())),
+    ),
+    Broken(
+        "a tensor is stored twice, with the network's prefix and without",
+        "one tensor is stored as layers.0.input_layernorm.weight and as model.layers.0.input",
+        weights(
+            lambda tensors: {
+                **tensors,
+                **{k.removeprefix("model."): v * 0 for k, v in tensors.items() if ".0." in k},
+            }
+        ),
+    ),
+    Broken(
+        "tied weights, and another shape of the second",
+        "lm_head.weight is 3x5 and the network wants 320x48",
+        both(
+            field("config.json", "tie_word_embeddings", True),
+            weights(lambda tensors: {**tensors, "lm_head.weight": torch.zeros(3, 5)}),
+        ),
     ),
     Broken("no tensors", "22 more are missing", weights(lambda _: {})),
     *(
@@ -237,7 +269,14 @@ FILES = (
         "config.json is not JSON",
         write("config.json", "[" * 100_000),
     ),
-    Broken("no config.json", "has no config.json", remove("config.json")),
+    Broken("no config.json", "config.json is not there", remove("config.json")),
+    Broken("config.json is a folder", "config.json is no file", folder_for("config.json")),
+    Broken("tokenizer.json is a folder", "tokenizer.json is no file", folder_for("tokenizer.json")),
+    Broken(
+        "the index names a file of 5,000 characters",
+        f"{INDEX}: 'xxx",
+        index({"metadata": {}, "weight_map": {"a": "x" * 5000}}),
+    ),
     *(
         Broken(
             f"generation_config.json: eos_token_id is {value}",
@@ -308,6 +347,10 @@ CONFIG = (
     config("model_type", ["x"], "config.json: model_type: wanted the name of one"),
     config("architectures", 3, "config.json: architectures: wanted names, got 3"),
     config("architectures", ["x"], "x: wanted a decoder-only language model"),
+    config("architectures", ["LlamaForCausalLM"], "of model_type qwen3: Qwen3ForCausalLM"),
+    config("auto_map", 3, "config.json: argument of type 'int' is not"),
+    config("sub_configs", {}, "config.json: sub_configs: no network can be made with {}"),
+    config("is_causal", False, "wanted causal attention, its mask is bidirectional"),
     config("dtype", "x", "config.json: dtype: no network can be made with 'x'"),
     config("hidden_size", "x", "config.json: Field 'hidden_size' expected int, got str"),
     config("hidden_size", 10**9, "describes a network of 1,413,000,000,064 parameters"),
@@ -379,6 +422,8 @@ FLAGS = (
         "wanted a .txt or .jsonl",
         argv=("--prompts-file", "x.csv"),
     ),
+    Broken("--stop that is not UTF-8", "stop: wanted text that UTF-8", argv=("--stop", "\udcff")),
+    Broken("--model of a name too long", "File name too long", argv=("--model", "a" * 9999)),
     Broken("--stream with --json", "give one of them", argv=("--stream", "--json")),
     Broken("--verify with --seed", "--seed cannot be given too", argv=("--verify", "--seed", "1")),
     Broken(
@@ -443,12 +488,13 @@ end it was. A traceback is a bug of ours, and says so.
 | 1 | `--verify` found a difference, and nothing else |
 | 2 | bad input |
 | 3 | it failed otherwise: a full disk, no memory, logits that are no numbers, a bug |
+| 129 | hung up (SIGHUP) |
 | 130 | interrupted with Ctrl-C (SIGINT) |
 | 141 | the reader of stdout went away |
 | 143 | terminated (SIGTERM) |
 
-**Nothing finished is lost.** The first SIGINT or SIGTERM ends the run after the step under way:
-finished texts are printed, `--json` prints its document (unfinished requests have the reason
+**Nothing finished is lost.** The first SIGINT, SIGTERM or SIGHUP ends the run after the step under
+way: finished texts are printed, `--json` prints its document (unfinished requests have the reason
 `aborted`, and the text so far), `--trace` is written, and the last line counts what is finished. A
 second signal ends the process at once. A request whose logits are no numbers ends alone, with the
 reason `error`; the others go on.

@@ -1,5 +1,6 @@
 """Broken input: one line, its exit code, and nothing that runs and answers wrongly."""
 
+import contextlib
 import io
 import json
 import re
@@ -11,9 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from model import exits as exits_module
 from model import loader, prompts, session
 from model.engine import Engine
+from model.errors import UsageError
 from model.exits import exits
 from model.session import execute
 from tests.model import broken_inputs
@@ -186,6 +190,55 @@ def test_an_interrupted_run_prints_finished_texts_and_no_others(
         assert 0 < len(requests[1]["tokens"]) < 4
     else:
         assert re.findall(r"^\[\d\]", out, re.MULTILINE) == ["[1]"]
+
+
+def test_a_signal_while_it_verifies_leaves_what_was_generated(checkpoint, capsys, monkeypatch):
+    asked = exits_module.Asked()
+
+    @contextlib.contextmanager
+    def stopping():
+        yield asked
+
+    def slow(model, index, request):
+        asked.number = signal.SIGTERM
+
+    monkeypatch.setattr(session, "stopping", stopping)
+    monkeypatch.setattr(session, "find_mismatch", slow)
+    code = code_of("--model", str(checkpoint), *USUAL, *MANY, "--verify", "--json")
+    out, err = capsys.readouterr()
+    assert (code, err.splitlines()[-1]) == (143, "terminated: 6 of 6 texts are finished")
+    document = json.loads(out)
+    assert (len(document["requests"]), document["verified"]) == (6, None)
+
+
+def test_a_constant_mask_of_an_old_checkpoint_is_not_one_too_many(outcome):
+    masks = {"attn.masked_bias": torch.tensor(-1e4), "attn.bias": torch.ones(1, 1, 8, 8).bool()}
+    edit = broken_inputs.weights(
+        lambda tensors: tensors | {f"model.layers.0.{name}": mask for name, mask in masks.items()}
+    )
+    assert outcome(Broken("a mask", "", edit), "--verify")[0] == 0
+    other = broken_inputs.weights(
+        lambda tensors: {**tensors, "model.layers.0.attn.bias": torch.zeros(8)}
+    )
+    code, _, err = outcome(Broken("a bias", "", other))
+    assert code == 2
+    assert "model.layers.0.attn.bias is not in the network" in err
+
+
+def test_a_file_of_too_many_prompts_is_refused_before_they_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(prompts, "_MAX_PROMPTS", 3)
+    monkeypatch.setattr(prompts, "_MAX_LINES", 6)
+    file = tmp_path / "many.txt"
+    for content, is_refused in (("a\n" * 3, False), ("a\n" * 4, True), ("\n" * 5 + "a", False)):
+        file.write_text(content, encoding="utf-8")
+        if is_refused:
+            with pytest.raises(UsageError, match="at most 3 prompts in 6 lines"):
+                prompts.read_command_line(["--prompts-file", str(file)])
+        else:
+            assert prompts.read_command_line(["--prompts-file", str(file)])[1]
+    file.write_text("\n" * 7, encoding="utf-8")
+    with pytest.raises(UsageError, match="there are more"):
+        prompts.read_command_line(["--prompts-file", str(file)])
 
 
 def test_a_fault_in_a_step_prints_what_was_finished_before(checkpoint, capsys, monkeypatch):
