@@ -58,7 +58,11 @@ class BlockTable:
         return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
 
     def first_kept(self, num_tokens: int) -> int:
-        """Return `first_kept_block` of its group, spelled out: a third of its price. O(1)."""
+        """Return `first_kept_block` of its group. O(1).
+
+        Spelled out on plain ints: compiled, a decode step with a window takes three quarters of the
+        time that it takes with the other.
+        """
         size = self.block_size
         visible = 0
         if self.window:

@@ -225,8 +225,8 @@ class StepVerbs(CacheState):
 
         The forward pass has written the KV of all tokens that each sequence has: they are
         committed. A sampled token joins each, and gets room; the room is taken first. What `step`
-        does where all have computed all that they have, in a loop that counts nothing else: two
-        thirds of its price. O(sequences + new blocks).
+        does where all have computed all that they have, in a loop that counts nothing else: 0.6
+        of its price in Python, 0.9 compiled. O(sequences + new blocks).
 
         Args:
             seqs: open sequences, each once.
