@@ -52,6 +52,11 @@ class Lease:
         self.blocks = blocks
         self.is_active = True
 
+    @property
+    def num_exclusive_blocks(self) -> int:
+        """How many of its blocks nothing else holds: free when it ends; 0 then. O(blocks)."""
+        return sum([block.ref_count == 1 for block in self.blocks]) if self.is_active else 0
+
     def end(self) -> bool:
         """End it; the blocks that nobody else holds are free now. O(blocks).
 

@@ -92,6 +92,46 @@ class CacheState:
         """Blocks that could be handed out now. O(1)."""
         return self.pool.num_free_blocks
 
+    @property
+    def num_evicted_blocks(self) -> int:
+        """How many blocks were handed out although they held content, since it was made. O(1)."""
+        return self.pool.num_evicted_blocks
+
+    def num_missing_blocks(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
+        """How many free blocks `reserve(seq, num_tokens)` would take. O(groups)."""
+        count = as_int("num_tokens", num_tokens, 0)
+        self._check_open(seq)
+        total = seq.num_computed_tokens + count
+        return sum([table.num_missing(total) for table in seq.tables])
+
+    def num_exclusive_blocks(self, seq: KVSequence) -> int:
+        """How many blocks nobody but this sequence holds: free when it is closed. O(num_blocks)."""
+        self._check_open(seq)
+        return sum(
+            [
+                block.ref_count == 1
+                for table in seq.tables
+                for block in table.blocks[table.num_null :]
+            ]
+        )
+
+    def num_shared_blocks(self, seq: KVSequence, *, group: SupportsIndex = 0) -> int:
+        """How many leading blocks of a group others hold too, a lease or a sequence. O(those).
+
+        What another sequence holds can be found again after this one has given it up.
+
+        Raises:
+            InvalidArgumentError: no such group.
+        """
+        table = seq.tables[as_int("group", group, 0, len(self.groups) - 1)]
+        self._check_open(seq)
+        count = 0
+        for block in table.blocks[table.num_null :]:
+            if block.ref_count < 2:
+                break
+            count += 1
+        return count
+
     def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: SupportsIndex = 0) -> int:
         """Count the leading blocks that all these sequences share. O(len(seqs) * blocks shared).
 

@@ -50,7 +50,7 @@ def missing_blocks(sequence: kvcore.KVSequence, num_tokens: int, chunk: int = 1)
     """
     missing = 0
     for table in sequence.tables:
-        room = -(-num_tokens // table.block_size) - len(table.blocks)
-        held = len(table.blocks) - table.num_null
+        room = -(-num_tokens // table.block_size) - len(table.block_ids)
+        held = len(table.block_ids) - table.num_null
         missing += max(0, min(room, peak_blocks(table.group, num_tokens, chunk) - held))
     return missing

@@ -84,13 +84,7 @@ class Room:
 
     def num_exclusive(self, request: Request) -> int:
         """Blocks that nobody else has: free when it is preempted. O(its blocks)."""
-        return sum(
-            [
-                block.ref_count == 1
-                for table in request.running_sequence.tables
-                for block in table.blocks[table.num_null :]
-            ]
-        )
+        return self._kv.num_exclusive_blocks(request.running_sequence)
 
     def num_reservable(self, request: Request, wanted: int) -> int:
         """The most next tokens, at most `wanted`, that the free blocks have room for.
@@ -111,9 +105,7 @@ class Room:
 
     def is_coming(self, request: Request) -> bool:
         """Whether there is room for one more token once this step's transfers are done. O(1)."""
-        sequence = request.running_sequence
-        room = sequence.num_computed_tokens + 1
-        missing = sum([table.num_missing(room) for table in sequence.tables])
+        missing = self._kv.num_missing_blocks(request.running_sequence, 1)
         return missing <= self._kv.num_free_blocks + self.num_freeing
 
     def give_up(self, request: Request) -> Transfer | None:
@@ -127,7 +119,7 @@ class Room:
         request.preempt()
         self._kv.close(sequence)
         if transfer is not None:
-            self.num_freeing += sum([block.ref_count == 1 for block in transfer.lease.blocks])
+            self.num_freeing += transfer.lease.num_exclusive_blocks
         return transfer
 
     def enter(self, request: Request) -> Transfer | None:
@@ -181,7 +173,7 @@ class Room:
             kv.commit(sequence, count)
         blocks: list[int] = []
         for table, (first, stop) in zip(sequence.tables, copy.places, strict=True):
-            if table.num_null != first or len(table.blocks) != stop:
+            if table.num_null != first or len(table.block_ids) != stop:
                 raise SchedulerStateError(f"loads: {request!r} has other blocks than were stored")
             blocks += table.block_ids[first:]
         request.is_loading = True
@@ -223,11 +215,8 @@ class Room:
             for table in sequence.tables
         ]
         if self._keeps_all and self._kv.enable_caching:  # what others have too can be found again
-            first, stop = places[0]
-            table = sequence.tables[0]
-            while first < stop and table.blocks[first].ref_count > 1:
-                first += 1
-            places = [(first, stop)]
+            _, stop = places[0]
+            places = [(min(stop, self._kv.num_shared_blocks(sequence)), stop)]
         copy = HostCopy(sequence.num_computed_tokens, tuple(places))
         if request.is_loading or not 0 < copy.num_blocks <= self.num_host_blocks_left:
             return None

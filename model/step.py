@@ -39,14 +39,14 @@ class Transfer:
 
     Attributes:
         request: whose they are.
-        blocks: ids in the cache.
+        block_ids: in the cache.
         copy: the other end; entry `first` and those after it are meant.
         first: as above, 0 unless the request has found its beginning in the cache.
         lease: holds the blocks until the step is updated.
     """
 
     request: Request
-    blocks: tuple[int, ...]
+    block_ids: tuple[int, ...]
     copy: HostCopy
     first: int
     lease: kvcore.Lease

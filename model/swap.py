@@ -53,10 +53,10 @@ class BlockMover:
     def transfer(self, stores: Sequence[Transfer], loads: Sequence[Transfer]) -> None:
         """Store, then load. O(their blocks); on a GPU it returns before it is done."""
         for transfer in stores:
-            blocks = self._ids(transfer.blocks)
+            blocks = self._ids(transfer.block_ids)
             transfer.copy.payload = [self._to_host(storage[blocks]) for storage in self._storages]
         for transfer in loads:
-            blocks, stored = self._ids(transfer.blocks), transfer.copy.payload
+            blocks, stored = self._ids(transfer.block_ids), transfer.copy.payload
             if not isinstance(stored, list):
                 raise InvalidArgumentError(f"loads: nothing was stored of {transfer.request!r}")
             for storage, content in zip(self._storages, stored, strict=True):

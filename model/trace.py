@@ -195,7 +195,7 @@ class StepRecorder:
                 num_waiting=len(self._schedule.waiting),
                 num_preemptions=stats.num_preemptions,
                 num_hit_tokens=stats.num_hit_tokens,
-                num_evicted_blocks=self._kv.pool.num_evicted_blocks,
+                num_evicted_blocks=self._kv.num_evicted_blocks,
             )
         )
 

@@ -53,10 +53,10 @@ class SimulatedModel:
     def compute(self, step):
         """Carry a step out and draw its tokens; raises if one would see what is not its own."""
         for transfer in step.stores:
-            transfer.copy.payload = [self.block(block_id) for block_id in transfer.blocks]
+            transfer.copy.payload = [self.block(block_id) for block_id in transfer.block_ids]
         for transfer in step.loads:
             stored = transfer.copy.payload[transfer.first :]
-            for block_id, content in zip(transfer.blocks, stored, strict=True):
+            for block_id, content in zip(transfer.block_ids, stored, strict=True):
                 self.set_block(block_id, content)
         for chunk in step.chunks:
             if not chunk.request.is_finished:

@@ -153,7 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not step.is_empty or not before or self.may_wait(before, running)
         for transfer in (*step.stores, *step.loads):
             assert transfer.lease.is_active
-            assert set(transfer.blocks) <= {block.block_id for block in transfer.lease.blocks}
+            assert set(transfer.block_ids) <= {block.block_id for block in transfer.lease.blocks}
         self.check_order(before, running)
         self.check_progress(step, before)
 

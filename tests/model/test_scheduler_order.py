@@ -214,7 +214,7 @@ def swapping(num_host_blocks=8):
 def test_blocks_are_leased_while_they_are_stored_and_free_afterwards():
     kv, scheduler, old, new, step = swapping()
     (store,) = step.stores
-    assert (store.blocks, store.first, store.request) == ((2, 4, 6), 0, new)
+    assert (store.block_ids, store.first, store.request) == ((2, 4, 6), 0, new)
     assert (new.host_copy.num_tokens, new.host_copy.num_blocks) == (6, 3)
     assert step.chunks == ()  # the older one waits for a step: its block is on its way out
     assert (kv.leases.counts(), kv.num_free_blocks) == ({"store": 1}, 0)
@@ -242,8 +242,8 @@ def test_what_was_stored_is_loaded_and_computed_no_more():
     step = scheduler.schedule()
     (load,) = step.loads
     # The first block is found in the cache still; the other two come from the host.
-    assert (step.chunks, load.first, len(load.blocks)) == ((), 1, 2)
-    assert load.blocks == new.sequence.block_table[1:]
+    assert (step.chunks, load.first, len(load.block_ids)) == ((), 1, 2)
+    assert load.block_ids == new.sequence.block_table[1:]
     assert (new.is_loading, new.sequence.num_computed_tokens) == (True, 2)
     assert kv.leases.counts() == {"load": 1}
     scheduler.update(step, {})
@@ -288,7 +288,7 @@ def test_a_prefix_that_others_have_is_not_stored():
         step = scheduler.schedule()
         scheduler.update(step, {c.request.request_id: 9 for c in step.chunks if c.samples})
     assert new.host_copy.places[0][0] == 2
-    assert set(step.stores[0].blocks).isdisjoint(old.sequence.block_table)
+    assert set(step.stores[0].block_ids).isdisjoint(old.sequence.block_table)
     assert kv.num_free_blocks > 0
 
 
@@ -303,7 +303,7 @@ def test_of_a_window_what_is_in_sight_is_stored_and_comes_back_unshared():
     first_seen = new.host_copy.num_tokens - 3 + 1
     assert (full[0], window[0]) == (0, first_seen // 2)
     assert full[1] == window[1] == -(-new.host_copy.num_tokens // 2)
-    assert len(step.stores[0].blocks) == new.host_copy.num_blocks == 2 * full[1] - window[0]
+    assert len(step.stores[0].block_ids) == new.host_copy.num_blocks == 2 * full[1] - window[0]
     while not old.is_finished:
         run(scheduler)
     kv.reset()  # else all of it would be found again
@@ -311,7 +311,7 @@ def test_of_a_window_what_is_in_sight_is_stored_and_comes_back_unshared():
     (load,) = step.loads
     tables = new.sequence.tables
     assert [table.num_null for table in tables] == [0, window[0]]
-    assert list(load.blocks) == [n for t in tables for n in t.block_ids[t.num_null :]]
+    assert list(load.block_ids) == [n for t in tables for n in t.block_ids[t.num_null :]]
     scheduler.update(step, {})
     assert new.num_computed_tokens == load.copy.num_tokens
     while not new.is_finished:
