@@ -210,11 +210,14 @@ def _change_pool(
     last_event = pool.last_event
     published: list[Block] = []
     growths: list[Growth] = []
+    assigned: list[tuple[list[Block], int]] = []
     start = 0
     try:
         for index, (table, count) in enumerate(wanted):
             appended = table.grow(new[start : start + count])
             growths.append(Growth(*places[index], appended))
+            if pool.is_uneven:
+                assigned.append((new[start : start + count], places[index][1]))
             start += count
         for seq, number, full in filled:
             table = seq.tables[number]
@@ -228,6 +231,8 @@ def _change_pool(
         for (table, _), length in zip(wanted, lengths, strict=True):
             table.cut(length)
         raise
+    for blocks, group in assigned:
+        pool.assign(blocks, group)
     return answer
 
 

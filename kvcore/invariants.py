@@ -131,6 +131,12 @@ def capacity(manager: KVCacheManager) -> None:
         _fail("P13", f"{free} blocks are free, the manager says {manager.num_free_blocks}")
     if pool.num_used_blocks + free != pool.num_usable_blocks:
         _fail("P13", f"{pool.num_used_blocks} used and {free} free of {pool.num_usable_blocks}")
+    slots = sum([pool.block_sizes[b.group] for b in pool.blocks if b.ref_count])
+    if slots != pool.num_used_slots:
+        _fail("P13", f"{slots} slots are used, the pool says {pool.num_used_slots}")
+    cached = sum([block.node is not None for block in pool.blocks])
+    if cached != pool.num_cached_blocks:
+        _fail("P13", f"{cached} blocks hold content, the pool says {pool.num_cached_blocks}")
     if pool.num_used_blocks > pool.peak_used_blocks:
         _fail("P13", f"{pool.num_used_blocks} used, the peak is {pool.peak_used_blocks}")
 

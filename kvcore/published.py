@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import SupportsIndex
 
-from kvcore.arguments import as_int
 from kvcore.block import Block, Node
 from kvcore.content_tree import ContentTree
 from kvcore.errors import BlockStateError, InvalidArgumentError
@@ -23,26 +22,21 @@ class PublishedBlocks(FreeBlocks):
     """All blocks, and the trees of what they hold.
 
     Attributes:
-        block_sizes: tokens a block, for each layer group.
         trees: the published content of each layer group.
+        num_cached_blocks: how many blocks hold published content, held or free.
     """
 
-    __slots__ = ("_log", "block_sizes", "trees")
+    __slots__ = ("_log", "num_cached_blocks", "trees")
 
     def __init__(
         self, num_blocks: SupportsIndex, *block_sizes: SupportsIndex, log: EventLog | None = None
     ) -> None:
-        super().__init__(num_blocks)
-        self.block_sizes = tuple(as_int("block_size", size, 1, 2**20) for size in block_sizes)
+        super().__init__(num_blocks, *block_sizes)
         self.trees = tuple(
             [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
         )
         self._log = log
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """How many blocks hold published content. O(blocks that were ever held)."""
-        return sum([block.node is not None for block in self._made])
+        self.num_cached_blocks = 0
 
     def match(
         self,
@@ -117,11 +111,14 @@ class PublishedBlocks(FreeBlocks):
         `above` is the content before the first; None at the beginning.
         """
         mark = 0 if self._log is None else self._log.number
+        if self.is_uneven:
+            self.assign(blocks, group)
         try:
             self.trees[group].attach(blocks, namespace_key, above, contents)
         except BaseException:
             self.unpublish((), mark)  # the tree has undone the rest
             raise
+        self.num_cached_blocks += len(blocks)
         if self.lifetimes is not None:
             for block in blocks:
                 self.lifetimes.published(block.block_id, self.step)
@@ -137,6 +134,8 @@ class PublishedBlocks(FreeBlocks):
         Blocks that were not published yet are left alone.
         """
         for block in reversed(blocks):
+            if block.node is not None:
+                self.num_cached_blocks -= 1
             self.trees[block.group].detach(block)
             self.shelf.drop(block)
         if self._log is not None:

@@ -128,7 +128,7 @@ class CacheState:
         )
 
     def stats(self) -> Stats:
-        """Return a snapshot of the counters. O(num_blocks)."""
+        """Return a snapshot of the counters. O(open sequences)."""
         return Stats(
             num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_used_blocks,
@@ -142,19 +142,9 @@ class CacheState:
             num_resumed_tokens=self._num_resumed_tokens,
             num_resumed_hit_tokens=self._num_resumed_hit_tokens,
             num_computed_tokens=sum([s.num_computed_tokens for s in self.sequences.values()]),
-            num_slots=self._num_slots(),
+            num_slots=self.pool.num_used_slots,
             lifetimes=None if self.pool.lifetimes is None else self.pool.lifetimes.stats(),
         )
-
-    def _num_slots(self) -> int:
-        """Count the slots of the blocks that open sequences hold, each block once."""
-        slots = {
-            block_id: table.block_size
-            for seq in self.sequences.values()
-            for table in seq.tables
-            for block_id in table.block_ids[table.num_null :]
-        }
-        return sum(slots.values())
 
     def _described(
         self, tokens: Tokens, namespace: Namespace | None, items: Sequence[Item]

@@ -13,7 +13,7 @@ from tests.kvcore.views import PropertyError
 
 pytestmark = pytest.mark.source_build  # it copies whole managers
 
-REACHED = {"full": [1, 2, 16, 100, 530, 2590], "full and window": [1, 2, 15, 86, 404]}
+REACHED = {"full": [1, 2, 16, 100, 527, 2560], "full and window": [1, 2, 15, 86, 404]}
 
 
 @pytest.mark.parametrize("layout", REACHED)
