@@ -51,6 +51,7 @@ class CacheState:
         max_model_len: SupportsIndex | None = None,
         record_events: NameAlgorithm | None = None,
         record_lifetimes: bool = False,
+        prefault: bool = False,
     ) -> None:
         self.block_size = as_int("block_size", block_size, 1, 2**20)
         self.groups = resolve(groups, self.block_size)
@@ -60,6 +61,8 @@ class CacheState:
         self._is_plain = len(sizes) == 1 and isinstance(self.groups[0], FullAttention)
         if record_lifetimes:
             self.pool.lifetimes = LifetimeRecorder(self.pool.num_blocks)
+        if prefault:
+            self.pool.prefault()
         self.enable_caching = bool(enable_caching)
         self.max_model_len = (
             None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
