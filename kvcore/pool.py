@@ -128,14 +128,12 @@ class BlockPool(PublishedBlocks):
             self._note_lost(blocks)
         self._unqueue_front(blocks)
         if len(self.trees) == 1:
-            self.trees[0].evict(blocks)
+            self.trees[0].evict(blocks, 0, len(blocks))
         else:
+            for index, block in enumerate(blocks):
+                self.trees[block.group].evict(blocks, index, index + 1)
+        if self.is_uneven:
             for block in blocks:
-                self.trees[block.group].evict((block,))
-        for block in blocks:
-            block.ref_count = 1
-            block.prev_free = block.next_free = None
-            if self.is_uneven:
                 block.group = 0
         if self.lifetimes is not None:
             for block in blocks:
