@@ -21,7 +21,16 @@ from kvcore.errors import (
     SequenceTooLongError,
     StaleSequenceError,
 )
-from kvcore.events import AllCleared, BlockRemoved, BlockStored, Event, EventLog, Snapshot, fold
+from kvcore.events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    EventLog,
+    EventsLost,
+    Snapshot,
+    fold,
+)
 from kvcore.free_queue import FreeQueue
 from kvcore.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
 from kvcore.hashing import (
@@ -59,16 +68,17 @@ __all__ = [
     "BlockHash",
     "BlockId",
     "BlockPool",
-    "BlockRemoved",
     "BlockStateError",
-    "BlockStored",
     "BlockTable",
+    "BlocksRemoved",
+    "BlocksStored",
     "ChunkedLocal",
     "ContentTree",
     "CopyOrder",
     "DoubleFreeError",
     "Event",
     "EventLog",
+    "EventsLost",
     "ForeignBlockError",
     "ForeignSequenceError",
     "FreeQueue",

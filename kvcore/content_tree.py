@@ -115,8 +115,8 @@ class ContentTree:
 
         Args:
             blocks: blocks that hold no content yet.
-            namespace_key: the encoded namespace; read where `parent` is None.
-            parent: the content before the first; None: the root.
+            namespace_key: the encoded namespace.
+            parent: the content before the first, in that namespace; None: the root.
             contents: for each block its tokens, then its encoded items.
         """
         if parent is None:
@@ -124,7 +124,7 @@ class ContentTree:
             if parent is None:
                 parent = self._roots[namespace_key] = Node(None, namespace_key)
         start = node = parent
-        log, group = self._log, self._group
+        group = self._group
         try:
             for index, block in enumerate(blocks):
                 content = contents[index]
@@ -143,15 +143,28 @@ class ContentTree:
                 block.tokens = content
                 block.node = block.first_copy = block.last_copy = block
                 block.group = group
-                if log is not None:
-                    log.stored(block, group)
                 parent = block
+            if self._log is not None:
+                self._tell(self._log, blocks, namespace_key)
         except BaseException:
             self._prune(node)  # if it was made for a block that has not joined it
             for block in reversed(blocks):
                 self.detach(block)
             self._prune(start)
             raise
+
+    def _tell(self, log: EventLog, blocks: list[Block], namespace_key: bytes) -> None:
+        """Note which contents have got their first blocks: a run ends where one had some before."""
+        new: list[Node] = []
+        for block in blocks:
+            node = block.node
+            if node is not None and node.first_copy is block:
+                new.append(node)
+            elif new:
+                log.stored(new, namespace_key, self._group)
+                new = []
+        if new:
+            log.stored(new, namespace_key, self._group)
 
     def detach(self, block: Block) -> None:
         """Forget that `block` holds its content; with the last copy the content is gone.
@@ -271,8 +284,6 @@ class ContentTree:
         node.last_copy = block
         if before is None:
             node.first_copy = block
-            if self._log is not None:
-                self._log.stored(node, self._group)
         else:
             block.prev_copy = before
             before.next_copy = block

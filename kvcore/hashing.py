@@ -171,6 +171,31 @@ def encode_block(parent: bytes, content: bytes, block_size: int) -> bytes:
     return b"".join((_BLOCK_MAGIC, head, content))
 
 
+def names_after(
+    parent: bytes, contents: Sequence[bytes], block_size: int, algorithm: NameAlgorithm
+) -> list[BlockHash]:
+    """Return the names of contents that follow each other, the first after `parent`. O(tokens).
+
+    `digest(encode_block(...))` of each in turn, in one loop: an eighth of a microsecond a block in
+    place of half a one (compiled).
+
+    Raises:
+        InvalidArgumentError: an unknown algorithm.
+    """
+    names: list[BlockHash] = []
+    if sys.byteorder == "big" or algorithm != "xxh3-128":
+        for content in contents:
+            parent = digest(encode_block(parent, content, block_size), algorithm)
+            names.append(BlockHash(parent))
+        return names
+    head = _BLOCK_MAGIC + struct.pack("<B", len(parent))
+    size = struct.pack("<I", block_size)
+    for content in contents:
+        parent = xxhash.xxh3_128_digest(head + parent + size + content)
+        names.append(BlockHash(parent))
+    return names
+
+
 class NameChain:
     """The names of a sequence's full blocks, extended and cut together with its tokens.
 
@@ -198,9 +223,8 @@ class NameChain:
         size = self._block_size
         first = len(self._names)
         parent = self._names[-1] if first else self._root
-        for content in block_contents(tokens, items, first, max(first, num_blocks), size):
-            parent = digest(encode_block(parent, content, size), self.algorithm)
-            self._names.append(parent)
+        contents = block_contents(tokens, items, first, max(first, num_blocks), size)
+        self._names += names_after(parent, contents, size, self.algorithm)
         return tuple(self._names[:num_blocks])
 
     def cut(self, num_blocks: int) -> None:

@@ -198,7 +198,9 @@ def folded(manager: KVCacheManager) -> None:
         node.first_copy is not None for tree in manager.pool.trees for node in tree.nodes()
     )
     if len(fold((), snapshot)) != contents:
-        _fail("P21", f"{contents} contents can be hit, the snapshot names {len(snapshot.stored)}")
+        _fail(
+            "P21", f"{contents} contents can be hit, the snapshot names {len(fold((), snapshot))}"
+        )
     for tree in manager.pool.trees:
         for node in tree.nodes():
             if node.name is not None and node.parent is not None and node.parent.name is None:

@@ -140,6 +140,8 @@ class BlockPool(PublishedBlocks):
                 self.lifetimes.evicted(block.block_id, self.step)
         self.num_evicted_blocks += len(blocks)
         self.num_cached_blocks -= len(blocks)
+        if self._log is not None:
+            self._log.trim()
 
     def _unqueue_front(self, blocks: list[Block]) -> None:
         """Take the blocks with content that are reused next from where they wait. Cannot fail."""
@@ -241,6 +243,8 @@ class BlockPool(PublishedBlocks):
             block.group = 0
         self._count_emptied(empty)
         self._put_back(content)
+        if self._log is not None:
+            self._log.trim()
 
     def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
         """Keep a held, published block longer than others, once it is free. O(wishes).
@@ -306,4 +310,6 @@ class BlockPool(PublishedBlocks):
         for block in idle:
             block.group = 0
         self.num_cached_blocks = 0
+        if self._log is not None:
+            self._log.trim()
         return num_published

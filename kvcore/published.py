@@ -74,7 +74,7 @@ class PublishedBlocks(FreeBlocks):
     ) -> None:
         """Let others hit a run of blocks: each holds its content after that of the one before.
 
-        O(len(blocks)).
+        O(len(blocks)), and with a parent O(its depth).
 
         Args:
             blocks: held blocks, all of whose tokens are written, each once.
@@ -96,6 +96,7 @@ class PublishedBlocks(FreeBlocks):
             above = parent.node
             if above is None or parent.group != group:
                 raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
+            namespace_key = above.root().tokens
         self.attach(list(blocks), namespace_key, above, list(contents), group)
 
     def attach(
@@ -108,7 +109,7 @@ class PublishedBlocks(FreeBlocks):
     ) -> None:
         """Do what `publish` does, without its checks, for new blocks of a table. O(len(blocks)).
 
-        `above` is the content before the first; None at the beginning.
+        `above` is the content before the first, in the same namespace; None at the beginning.
         """
         mark = 0 if self._log is None else self._log.number
         if self.is_uneven:
@@ -143,19 +144,27 @@ class PublishedBlocks(FreeBlocks):
 
     def _note_lost(self, blocks: Sequence[Block]) -> None:
         """Note which contents are lost if these blocks lose theirs, all or none. O(copies)."""
-        if self._log is None:
+        log = self._log
+        if log is None:
             return
-        mark = self._log.number
+        mark = log.number
         copies: dict[Node, int] = {}
+        lost: list[list[Node]] = [[] for _ in self.trees]
         try:
             for block in blocks:
                 node = block.node
-                if node is not None:
+                if node is None:
+                    continue
+                if node.first_copy is not block or node.last_copy is not block:
                     copies[node] = copies.get(node, len(node.copies())) - 1
-                    if copies[node] == 0:
-                        self._log.removed(node, block.group)
+                    if copies[node]:
+                        continue
+                lost[block.group].append(node)
+            for group, nodes in enumerate(lost):
+                if nodes:
+                    log.removed(nodes, group)
         except BaseException:
-            self._log.take_back(mark)
+            log.take_back(mark)
             raise
 
     def _check_unpublished(

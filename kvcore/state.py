@@ -58,6 +58,8 @@ class CacheState:
         sizes = [group.block_size for group in self.groups]
         self.events = None if record_events is None else EventLog(sizes, record_events)
         self.pool = BlockPool(num_blocks, *sizes, log=self.events)
+        if self.events is not None:
+            self.events.max_names = max(self.events.max_names, self.pool.num_blocks)
         self._is_plain = len(sizes) == 1 and isinstance(self.groups[0], FullAttention)
         if record_lifetimes:
             self.pool.lifetimes = LifetimeRecorder(self.pool.num_blocks)
@@ -122,12 +124,7 @@ class CacheState:
         if self.events is None:
             raise InvalidArgumentError("snapshot: wanted a manager with record_events, got none")
         return self.events.snapshot(
-            [
-                (group, node)
-                for group, tree in enumerate(self.pool.trees)
-                for node in tree.nodes()
-                if node.first_copy is not None
-            ]
+            [(group, root) for group, tree in enumerate(self.pool.trees) for root in tree.roots()]
         )
 
     def stats(self) -> Stats:

@@ -29,6 +29,7 @@ LINKS = {
     "BlockTable.cut",
     "BlockTable.forget",
     "EventLog.take_back",
+    "EventLog.trim",
     "LeaseBook.forget",
     "NameChain.cut",
     "Node.clear",
