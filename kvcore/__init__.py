@@ -33,22 +33,13 @@ from kvcore.events import (
 )
 from kvcore.free_queue import FreeQueue
 from kvcore.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
-from kvcore.hashing import (
-    DEFAULT_NAMESPACE,
-    BlockHash,
-    NameAlgorithm,
-    NameChain,
-    Namespace,
-    decode_namespace,
-    digest,
-    encode_block,
-    encode_namespace,
-)
+from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, decode_namespace, encode_namespace
 from kvcore.invariants import PROPERTIES, check
 from kvcore.items import Item
 from kvcore.leases import Lease, LeaseBook
 from kvcore.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.manager import KVCacheManager
+from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, digest, encode_block
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.retention import Retention
@@ -113,6 +104,7 @@ __all__ = [
     "StaleSequenceError",
     "Stats",
     "Tokens",
+    "block_names",
     "check",
     "decode_namespace",
     "digest",

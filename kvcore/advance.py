@@ -13,7 +13,7 @@ from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError, NotReservedError
 from kvcore.groups import first_kept_block
-from kvcore.hashing import block_contents
+from kvcore.names import block_contents
 from kvcore.pool import BlockPool
 from kvcore.reports import Growth
 from kvcore.retention import wishes_for

@@ -23,7 +23,7 @@ from typing import Final, final
 
 from kvcore.block import Node
 from kvcore.errors import InvalidArgumentError
-from kvcore.hashing import BlockHash, NameAlgorithm, digest, names_after
+from kvcore.names import BlockHash, NameAlgorithm, digest, names_after
 from kvcore.tokens import BYTES_PER_TOKEN
 
 MAX_NAMES: Final = 65_536

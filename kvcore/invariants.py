@@ -18,8 +18,8 @@ from kvcore.block_table import BlockTable
 from kvcore.errors import InvariantError
 from kvcore.events import fold
 from kvcore.groups import first_kept_block
-from kvcore.hashing import block_contents
 from kvcore.manager import KVCacheManager
+from kvcore.names import block_contents
 from kvcore.sequence import KVSequence
 from kvcore.tokens import BYTES_PER_TOKEN
 

@@ -18,10 +18,11 @@ from kvcore.errors import (
 )
 from kvcore.events import EventLog, Snapshot
 from kvcore.groups import FullAttention, LayerGroup, resolve
-from kvcore.hashing import DEFAULT_NAMESPACE, NameAlgorithm, Namespace, encode_namespace
+from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
 from kvcore.items import Item, as_items, check_items
 from kvcore.leases import LeaseBook
 from kvcore.lifetimes import LifetimeRecorder
+from kvcore.names import NameAlgorithm
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
 from kvcore.stats import Stats
