@@ -93,7 +93,10 @@ class Node:
             node = pending.pop()
             if node is not self:
                 found.append(node)
-            pending += node.child_nodes()
+            if node.children is not None:
+                pending += node.children.values()
+            elif node.last_child is not None:
+                pending.append(node.last_child)
         return found
 
 
