@@ -234,7 +234,6 @@ class ContentTree:
                 after = block.next_copy
                 block.node = block.prev_copy = block.next_copy = None
                 block = after
-        for node in nodes:
             self._set_aside(node)
         self._roots.clear()
 

@@ -9,12 +9,13 @@ Does not know: tokens, models.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
-from model.args import Options
+from model.args import Options, parse_args
 from model.errors import InvalidArgumentError, UsageError, shown
 from model.params import MAX_INT, SamplingParams
 from model.tiny import DEMO_PROMPTS
@@ -24,6 +25,7 @@ _DRAWS = ("top_k", "top_p", "seed", "n")
 _BESIDE = frozenset({"n", "priority"})  # fields of a line that are no sampling parameters
 _MAX_SAMPLES = 1024
 _MAX_PRIORITY = 1_000_000
+_MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,18 @@ class PromptSpec:
     params: SamplingParams
     num_samples: int = 1
     priority: int = 0
+
+
+def read_command_line(
+    argv: Sequence[str] | None = None,
+) -> tuple[Options, list[PromptSpec]]:
+    """Read a command line, the process's own if None, and the prompts it names.
+
+    Raises:
+        ModelError: it does not say what to do.
+    """
+    options = parse_args(argv)
+    return options, read_prompts(options, sys.stdin.buffer if sys.stdin else None)
 
 
 def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
@@ -99,7 +113,8 @@ def _file_entries(name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     if path.suffix not in {".txt", ".jsonl"}:
         raise UsageError(f"--prompts-file: wanted a .txt or .jsonl file, got {name!r}")
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = _bounded(f"--prompts-file: {name!r}", file)
     except OSError as error:
         raise UsageError(f"--prompts-file: cannot read {name!r}: {error.strerror}") from error
     except ValueError as error:  # a NUL in the name
@@ -116,10 +131,18 @@ def _stdin_text(where: str, stdin: BinaryIO | None) -> str:
     if stdin is None:
         raise UsageError(f"{where}: wanted a prompt, and stdin is closed")
     try:
-        data = stdin.read()
+        data = _bounded(where, stdin)
     except OSError as error:
         raise UsageError(f"{where}: cannot read: {error.strerror or error}") from error
     return _decoded(where, data)
+
+
+def _bounded(what: str, file: BinaryIO) -> bytes:
+    """All of a file that may have no end."""
+    data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{what}: wanted at most {_MAX_BYTES >> 20} MiB, there is more")
+    return data
 
 
 def _decoded(what: str, data: bytes) -> str:

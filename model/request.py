@@ -40,6 +40,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     STOP = "stop"
     ABORTED = "aborted"
+    ERROR = "error"
 
 
 @dataclass(slots=True)

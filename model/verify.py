@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from model.attention import IMPLEMENTATION
 from model.loader import LoadedModel
-from model.request import Request
+from model.request import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,15 @@ def dense_tokens(
 def find_mismatches(model: LoadedModel, requests: Sequence[Request]) -> list[Mismatch]:
     """Compare finished greedy requests with the dense network; the first difference of each.
 
+    Those that were ended from outside are left out.
+
     A request that ended at a stop string is compared as far as it goes. Costs a dense generation
     of every request.
     """
     found = []
     for index, request in enumerate(requests):
+        if request.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+            continue
         paged = request.output_tokens
         stops = set(request.params.stop_token_ids)
         if not request.params.ignore_eos:
