@@ -33,9 +33,13 @@ def w10(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
         for name, share in _QUANTILES:
             runs = [Run(each.subject, each.reading(kind, share)) for each in played]
             yield Case("W10", f"{kind}, {name}", "us", runs, 1, 0)
+    count, num_rounds = (8, 2) if quick else (256, 5)
     for size in (4_096,) if quick else (100_000, 1_000_000):
-        runs = [Run(subject, _sliding(subject, size, 8 if quick else 256)) for subject in able]
-        yield Case("W10", f"a step, windows move, {size:,} blocks", "us", runs, 2 if quick else 5)
+        for how, by_request in (("", False), (" by request", True)):
+            options = Options(windows=(64,), caching=False, by_request=by_request)
+            runs = [Run(subject, _sliding(subject, size, count, options)) for subject in able]
+            name = f"a step, windows move{how}, {size:,} blocks"
+            yield Case("W10", name, "us", runs, num_rounds)
     calls: list[tuple[str, Callable[[Cache, Tokens], object], bool]] = [
         ("4k tokens into a fresh pool", lambda cache, prompt: cache.start(prompt), False),
         ("reset of a fresh pool", lambda cache, _: cache.reset(), False),
@@ -97,13 +101,15 @@ def _ready(subject: Subject, num_blocks: int, options: Options = PLAIN) -> Cache
     return subject.peer.make_cache(num_blocks, BLOCK_SIZE, **given)
 
 
-def _sliding(subject: Subject, num_blocks: int, count: int) -> Callable[[], Round]:
+def _sliding(
+    subject: Subject, num_blocks: int, count: int, options: Options
+) -> Callable[[], Round]:
     """Return what times the step in which all requests' windows move, where nothing is cached.
 
     Every block was held once, so whatever an allocator keeps of free blocks is as long as it gets.
     """
     rng = seeded(10)
-    cache = _ready(subject, num_blocks, Options(windows=(64,), caching=False))
+    cache = _ready(subject, num_blocks, options)
     half = in_format(random_tokens(rng, num_blocks // 3 * BLOCK_SIZE), subject.tokens)
     cache.finish(cache.start(half))
     prompts = [random_tokens(rng, 128) for _ in range(count)]
