@@ -23,25 +23,25 @@ from kvcore.errors import (
     StaleSequenceError,
     UntoldTokensError,
 )
-from kvcore.events import AllCleared, BlockRemoved, BlockStored, Event, EventLog, Snapshot, fold
+from kvcore.events import (
+    AllCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Event,
+    EventLog,
+    EventsLost,
+    Snapshot,
+    fold,
+)
 from kvcore.free_queue import FreeQueue
 from kvcore.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
-from kvcore.hashing import (
-    DEFAULT_NAMESPACE,
-    BlockHash,
-    NameAlgorithm,
-    NameChain,
-    Namespace,
-    decode_namespace,
-    digest,
-    encode_block,
-    encode_namespace,
-)
+from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, decode_namespace, encode_namespace
 from kvcore.invariants import PROPERTIES, check
 from kvcore.items import Item
 from kvcore.leases import Lease, LeaseBook
 from kvcore.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.manager import KVCacheManager
+from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, digest, encode_block
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.retention import Retention
@@ -61,16 +61,17 @@ __all__ = [
     "BlockHash",
     "BlockId",
     "BlockPool",
-    "BlockRemoved",
     "BlockStateError",
-    "BlockStored",
     "BlockTable",
+    "BlocksRemoved",
+    "BlocksStored",
     "ChunkedLocal",
     "ContentTree",
     "CopyOrder",
     "DoubleFreeError",
     "Event",
     "EventLog",
+    "EventsLost",
     "ForeignBlockError",
     "ForeignSequenceError",
     "FreeQueue",
@@ -107,6 +108,7 @@ __all__ = [
     "Stats",
     "Tokens",
     "UntoldTokensError",
+    "block_names",
     "check",
     "decode_namespace",
     "digest",

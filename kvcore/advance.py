@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError, NotReservedError
-from kvcore.hashing import block_contents
+from kvcore.names import block_contents
 from kvcore.pool import BlockPool
 from kvcore.reports import Growth
 from kvcore.retention import wishes_for
@@ -52,18 +52,30 @@ def grow_groups(
     missing = [table.num_missing(num_tokens) for table in seq.tables]
     new = pool.next_blocks(sum(missing))
     appended: list[tuple[BlockId, ...]] = []
+    assigned: list[tuple[list[Block], int]] = []
     start = 0
     try:
-        for table, count in zip(seq.tables, missing, strict=True):
-            appended.append(table.grow(new[start : start + count]))
-            start += count
+        for group, table in enumerate(seq.tables):
+            own = new[start : start + missing[group]]
+            appended.append(table.grow(own))
+            if group:
+                assigned.append((own, group))
+            start += missing[group]
         answer = tuple(appended)
         pool.hand_out(new)
     except BaseException:
         for table, length in zip(seq.tables, lengths, strict=True):
             table.cut(length)
         raise
+    _assign(pool, assigned)
     return answer
+
+
+def _assign(pool: BlockPool, assigned: Sequence[tuple[list[Block], int]]) -> None:
+    """Let the pool know which new blocks are another group's than the first. Cannot fail."""
+    if pool.is_uneven:
+        for blocks, group in assigned:
+            pool.assign(blocks, group)
 
 
 def committable(seq: KVSequence, num_tokens: int) -> int:
@@ -155,9 +167,10 @@ def advance_step(
     published: list[Block] = []
     passed: list[tuple[BlockTable, int]] = []
     growths: list[Growth] = []
+    assigned: list[tuple[list[Block], int]] = []
     try:
         if num_new:
-            _grow_all(seqs, places, totals, new, growths)
+            _grow_all(seqs, places, totals, new, growths, assigned)
         for index, seq in enumerate(seqs):
             count = len(seq.packed)
             count = min(count, computed[index])
@@ -173,6 +186,7 @@ def advance_step(
         pool.unpublish(published, last_event)
         _shrink_all(seqs, places, growths)
         raise
+    _assign(pool, assigned)
     for index, seq in enumerate(seqs):
         _set(seq, computed[index], settled[index])
     for table, kept in passed:
@@ -250,6 +264,7 @@ def _grow_all(
     totals: Sequence[int],
     new: list[Block],
     growths: list[Growth],
+    assigned: list[tuple[list[Block], int]],
 ) -> None:
     """Let tables have new blocks, and note which. `_shrink_all` undoes what is noted."""
     start = 0
@@ -261,6 +276,8 @@ def _grow_all(
                 growth = Growth(places[index], group, ())
                 growths.append(growth)
                 growth.block_ids = table.grow(own)
+                if group:
+                    assigned.append((own, group))
                 start += count
 
 

@@ -59,6 +59,13 @@ class Node:
         self.first_copy = self.last_copy = self.name = None
         self.tokens = b""
 
+    def root(self) -> Node:
+        """Return the root above it: its namespace. O(depth)."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node
+
     def has_children(self) -> bool:
         """Say whether any content follows it. O(1)."""
         return self.last_child is not None or self.children is not None
@@ -86,7 +93,10 @@ class Node:
             node = pending.pop()
             if node is not self:
                 found.append(node)
-            pending += node.child_nodes()
+            if node.children is not None:
+                pending += node.children.values()
+            elif node.last_child is not None:
+                pending.append(node.last_child)
         return found
 
 

@@ -1,10 +1,17 @@
 """What was stored and removed, for whoever keeps an index of this cache from outside.
 
 Events name content, never blocks: a content is stored with its first copy and removed with its
-last. Each has a sequence number, one more than the one before, so a reader sees a gap. At every
-moment `fold(all events so far)` is exactly what can be hit, and so is `fold(snapshot, later
-events)`. A parent is stored before its child, and a content is removed before it is stored again.
-Nothing here is done unless the manager was made with `record_events`.
+last. An event speaks of a *run*: contents that became findable together, each after the one before,
+or that went together; so a prompt is one event, and so is what its blocks held before. Each event
+has a sequence number, one more than the one before, so a reader sees a gap. At every moment
+`fold(all events so far)` is exactly what can be hit, and so is `fold(snapshot, later events)`. A
+parent is stored before its child, and a content is removed before it is stored again.
+
+An event says all that a message to the outside needs, so nobody has to remember what was stored
+before in order to send one. It refers to what blocks held, and unpacks it when somebody reads.
+Events that nobody takes are given up, all at once, when they name more contents than `max_names`:
+a reader that late is told so, and begins again from a snapshot. Nothing here is done unless the
+manager was made with `record_events`.
 """
 
 from __future__ import annotations
@@ -12,43 +19,65 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from kvcore.block import Node
-from kvcore.hashing import BlockHash, NameAlgorithm, digest, encode_block
+from kvcore.errors import InvalidArgumentError
+from kvcore.names import BlockHash, NameAlgorithm, digest, names_after
 from kvcore.tokens import BYTES_PER_TOKEN
+
+MAX_NAMES: Final = 65_536
+"""So many contents may be named by events that nobody takes, or as many as there are blocks."""
 
 
 @dataclass(frozen=True, slots=True)
-class BlockStored:
-    """A content can be hit now.
+class BlocksStored:
+    """A run of contents can be hit now, each after the one before.
 
     Attributes:
         number: its sequence number.
         group: the layer group.
-        name: the content's name.
-        parent: the name of what stands before it: of a block, or of the namespace.
-        namespace_key: the encoded namespace for a first block; None: that of its parent.
-        tokens: the block's token ids.
-        items: the encoded items that reach into the block; empty for text.
+        names: the contents' names, in the order of the prefix.
+        parent: the name of the content before the first; None: they begin their namespace, whose
+            name is the digest of its key.
+        namespace_key: the encoded namespace.
+        block_size: tokens a block.
+        contents: for each its tokens, packed, then its encoded items.
     """
 
     number: int
     group: int
-    name: BlockHash
-    parent: BlockHash
-    namespace_key: bytes | None
-    tokens: tuple[int, ...]
-    items: bytes
+    names: tuple[BlockHash, ...]
+    parent: BlockHash | None
+    namespace_key: bytes
+    block_size: int
+    contents: tuple[bytes, ...]
+
+    @property
+    def packed(self) -> bytes:
+        """The tokens of the whole run, 4 bytes each. O(tokens)."""
+        size = self.block_size * BYTES_PER_TOKEN
+        return b"".join([content[:size] for content in self.contents])
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The token ids of the whole run. O(tokens)."""
+        return tuple(array("I", self.packed))
+
+    @property
+    def items(self) -> tuple[bytes, ...]:
+        """For each content the encoded items that reach into it; empty for text. O(contents)."""
+        size = self.block_size * BYTES_PER_TOKEN
+        return tuple([content[size:] for content in self.contents])
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRemoved:
-    """A content cannot be hit any more: its last copy is gone."""
+class BlocksRemoved:
+    """Contents cannot be hit any more: their last copies are gone, in this order."""
 
     number: int
     group: int
-    name: BlockHash
+    names: tuple[BlockHash, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +87,14 @@ class AllCleared:
     number: int
 
 
-Event = BlockStored | BlockRemoved | AllCleared
+@dataclass(frozen=True, slots=True)
+class EventsLost:
+    """The events up to this number that were not taken are gone: begin again from a snapshot."""
+
+    number: int
+
+
+Event = BlocksStored | BlocksRemoved | AllCleared | EventsLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,31 +103,41 @@ class Snapshot:
 
     Attributes:
         number: the sequence number of the last event before it, 0 if there was none.
-        stored: what is cached, a parent before its children.
+        stored: what is cached, in runs, a parent before its children.
     """
 
     number: int
-    stored: tuple[BlockStored, ...]
+    stored: tuple[BlocksStored, ...]
 
 
 def fold(
     events: Iterable[Event], start: Snapshot | None = None
 ) -> frozenset[tuple[int, BlockHash]]:
-    """Return what can be hit after these events, as (group, name). O(events).
+    """Return what can be hit after these events, as (group, name). O(names in them).
 
     Args:
         events: in order; those that a snapshot already knows are skipped.
         start: where to begin; None: from nothing.
+
+    Raises:
+        InvalidArgumentError: events after the start were lost, so nobody knows.
     """
     known = 0 if start is None else start.number
-    found = set() if start is None else {(event.group, event.name) for event in start.stored}
+    found: set[tuple[int, BlockHash]] = set()
+    for run in () if start is None else start.stored:
+        found.update([(run.group, name) for name in run.names])
     for event in events:
         if event.number <= known:
             continue
-        if isinstance(event, BlockStored):
-            found.add((event.group, event.name))
-        elif isinstance(event, BlockRemoved):
-            found.discard((event.group, event.name))
+        if isinstance(event, BlocksStored):
+            found.update([(event.group, name) for name in event.names])
+        elif isinstance(event, BlocksRemoved):
+            found.difference_update([(event.group, name) for name in event.names])
+        elif isinstance(event, EventsLost):
+            raise InvalidArgumentError(
+                f"start: wanted a snapshot at event {event.number} or later, got one at {known}: "
+                "the events between were lost"
+            )
         else:
             found.clear()
     return frozenset(found)
@@ -104,64 +150,113 @@ class EventLog:
     Args:
         block_sizes: tokens a block, for each layer group.
         algorithm: how contents are named.
+
+    Attributes:
+        number: the sequence number of the last event, 0 before the first.
+        max_names: how many contents the events that wait may name. The owner of the log may set it.
     """
 
-    __slots__ = ("_algorithm", "_block_sizes", "_pending", "number")
+    __slots__ = ("_algorithm", "_block_sizes", "_lost", "_num_names", "_pending", "max_names",
+                 "number")  # fmt: skip
 
     def __init__(self, block_sizes: Sequence[int], algorithm: NameAlgorithm) -> None:
         digest(b"", algorithm)  # refuses an unknown algorithm now
         self._algorithm: NameAlgorithm = algorithm
         self._block_sizes = tuple(block_sizes)
         self._pending: list[Event] = []
+        self._num_names = 0
+        self._lost = 0
         self.number = 0
+        self.max_names = MAX_NAMES
 
     def take(self) -> tuple[Event, ...]:
-        """Return the events since the last call, oldest first, and forget them. O(events)."""
+        """Return the events since the last call, oldest first, and forget them. O(events).
+
+        The first is an `EventsLost` if too many have waited.
+        """
         events = tuple(self._pending)
+        if self._lost:
+            events = (EventsLost(self._lost), *events)
         self._pending.clear()
+        self._num_names = self._lost = 0
         return events
 
-    def stored(self, node: Node, group: int) -> None:
-        """Note that a content has got its first block. O(1)."""
-        event = self._describe(node, group, self.number + 1)
+    def stored(self, nodes: list[Node], namespace_key: bytes, group: int) -> None:
+        """Note that a run of contents has got its first blocks. O(nodes)."""
+        event = self._describe(nodes, namespace_key, group, self.number + 1)
         self._pending.append(event)
+        self._num_names += len(nodes)
         self.number += 1
 
-    def removed(self, node: Node, group: int) -> None:
-        """Note that a content has lost its last block. O(1)."""
-        event = BlockRemoved(self.number + 1, group, self._name(node, group))
-        self._pending.append(event)
+    def removed(self, nodes: list[Node], group: int) -> None:
+        """Note that contents have lost their last blocks. O(nodes)."""
+        names = tuple([BlockHash(node.name or self._name(node, group)) for node in nodes])
+        self._pending.append(BlocksRemoved(self.number + 1, group, names))
+        self._num_names += len(nodes)
         self.number += 1
 
     def cleared(self) -> None:
         """Note that all contents are gone. O(1)."""
         self._pending.append(AllCleared(self.number + 1))
+        self._num_names += 1
         self.number += 1
+
+    def trim(self) -> None:
+        """Give up the events that wait if they name too much. Cannot fail.
+
+        For the end of calls that take content away: without those, no more contents are named than
+        there are blocks. O(1) for each event that goes.
+        """
+        if self._num_names > self.max_names:
+            self._pending.clear()
+            self._num_names = 0
+            self._lost = self.number
 
     def take_back(self, number: int) -> None:
         """Forget the events after `number`, which nobody has taken: what they say did not happen.
 
         Cannot fail. O(events forgotten).
         """
-        del self._pending[len(self._pending) - (self.number - number) :]
-        self.number = number
+        while self.number > number:
+            event = self._pending.pop()
+            named = isinstance(event, (BlocksStored, BlocksRemoved))
+            self._num_names -= len(event.names) if named else 1  # type: ignore[union-attr]
+            self.number -= 1
 
-    def snapshot(self, contents: Iterable[tuple[int, Node]]) -> Snapshot:
-        """Return (group, node) pairs, parents first, as a snapshot of this moment. O(contents)."""
-        stored = [self._describe(node, group, self.number) for group, node in contents]
-        return Snapshot(self.number, tuple(stored))
+    def snapshot(self, roots: Iterable[tuple[int, Node]]) -> Snapshot:
+        """Return what stands below (group, root) pairs, as a snapshot of this moment. O(nodes)."""
+        runs: list[BlocksStored] = []
+        for group, root in roots:
+            run: list[Node] = []
+            for node in root.descendants():
+                if run and node.parent is not run[-1]:
+                    runs.append(self._describe(run, root.tokens, group, self.number))
+                    run = []
+                if node.first_copy is not None:
+                    run.append(node)
+            if run:
+                runs.append(self._describe(run, root.tokens, group, self.number))
+        return Snapshot(self.number, tuple(runs))
 
-    def _describe(self, node: Node, group: int, number: int) -> BlockStored:
-        parent = node if node.parent is None else node.parent
-        size = self._block_sizes[group] * BYTES_PER_TOKEN
-        return BlockStored(
-            number=number,
-            group=group,
-            name=self._name(node, group),
-            parent=self._name(parent, group),
-            namespace_key=parent.tokens if parent.parent is None else None,
-            tokens=tuple(array("I", node.tokens[:size])),
-            items=node.tokens[size:],
+    def _describe(
+        self, nodes: list[Node], namespace_key: bytes, group: int, number: int
+    ) -> BlocksStored:
+        """Return an event for a run of contents, which has at least one; they get their names."""
+        above = nodes[0].parent or nodes[0]
+        parent = self._name(above, group)
+        size = self._block_sizes[group]
+        contents = [node.tokens for node in nodes]
+        names = names_after(parent, contents, size, self._algorithm)
+        for node, name in zip(nodes, names, strict=True):
+            node.name = name
+        return BlocksStored(
+            number,
+            group,
+            tuple(names),
+            None if above.parent is None else parent,
+            namespace_key,
+            size,
+            tuple(contents),
         )
 
     def _name(self, node: Node, group: int) -> BlockHash:
@@ -175,6 +270,7 @@ class EventLog:
             if child.parent is None or child.parent.name is None:
                 child.name = digest(child.tokens, self._algorithm)
             else:
-                block = encode_block(child.parent.name, child.tokens, self._block_sizes[group])
-                child.name = digest(block, self._algorithm)
+                (child.name,) = names_after(
+                    child.parent.name, [child.tokens], self._block_sizes[group], self._algorithm
+                )
         return BlockHash(node.name or b"")

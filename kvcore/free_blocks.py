@@ -28,6 +28,8 @@ class FreeBlocks:
 
     Attributes:
         num_blocks: how many there are, the null block included.
+        block_sizes: tokens a block, for each layer group.
+        is_uneven: whether they differ.
         null: block 0.
         empty_blocks: the free ones that were held once and have no content, the one reused next
             last: they go first, and after them those that were never held, by their ids.
@@ -41,9 +43,12 @@ class FreeBlocks:
 
     __slots__ = (
         "_made",
+        "_num_extra_slots",
         "_num_seen",
+        "block_sizes",
         "empty_blocks",
         "free_queue",
+        "is_uneven",
         "lifetimes",
         "null",
         "num_blocks",
@@ -53,8 +58,11 @@ class FreeBlocks:
         "step",
     )
 
-    def __init__(self, num_blocks: SupportsIndex) -> None:
+    def __init__(self, num_blocks: SupportsIndex, *block_sizes: SupportsIndex) -> None:
         self.num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
+        self.block_sizes = tuple([as_int("block_size", size, 1, 2**20) for size in block_sizes])
+        self.is_uneven = len(set(self.block_sizes)) > 1
+        self._num_extra_slots = 0  # of held blocks, beyond the first group's block size for each
         self.null = Block(NULL_BLOCK)
         self._made = [self.null]  # a block is made when it is looked at or handed out first
         self._num_seen = 1  # the null block, and those that were held once
@@ -81,6 +89,19 @@ class FreeBlocks:
     def num_free_blocks(self) -> int:
         """How many blocks `take` could hand out now. O(1)."""
         return self.num_blocks - 1 - self.num_used_blocks
+
+    @property
+    def num_used_slots(self) -> int:
+        """How many slots the held blocks have. O(1)."""
+        return self.num_used_blocks * self.block_sizes[0] + self._num_extra_slots
+
+    def prefault(self) -> None:
+        """Make every block now, where otherwise each is made when it is first handed out.
+
+        O(num_blocks). A collector that is told to freeze what there is (`gc.freeze()`) never walks
+        a block after that.
+        """
+        self._make(self.num_blocks)
 
     def free_blocks(self) -> Iterator[Block]:
         """Yield the free blocks in the order of their reuse. O(num_free_blocks)."""
@@ -144,7 +165,7 @@ class FreeBlocks:
         self.empty_blocks += empty
         for block in empty:
             block.ref_count = 0
-        self.num_used_blocks -= len(empty)
+        self._count_emptied(empty)
         for block in shared:
             block.ref_count -= 1
         if freed:
@@ -161,11 +182,44 @@ class FreeBlocks:
         else:
             self.free_queue.remove_run(idle)
         self._count_used(len(idle))
+        if self.is_uneven:
+            self._num_extra_slots += self._extra_slots(idle)
 
     def _count_used(self, count: int) -> None:
         """Note that so many more blocks are held. Cannot fail. O(1)."""
         self.num_used_blocks += count
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+
+    def _count_emptied(self, blocks: list[Block]) -> None:
+        """Note that blocks without content, or that have just lost it, are held no more. O(blocks).
+
+        Cannot fail.
+        """
+        self.num_used_blocks -= len(blocks)
+        if self.is_uneven:
+            self._num_extra_slots -= self._extra_slots(blocks)
+            for block in blocks:
+                block.group = 0
+
+    def assign(self, blocks: Sequence[Block], group: int) -> None:
+        """Note for which layer group held blocks are. Cannot fail.
+
+        Wanted of blocks that were handed out where the groups' block sizes differ: what is not
+        assigned counts as the first group's. O(len(blocks)) there, otherwise O(1).
+        """
+        if self.is_uneven:
+            self._num_extra_slots -= self._extra_slots(blocks)
+            for block in blocks:
+                block.group = group
+            self._num_extra_slots += self._extra_slots(blocks)
+
+    def _extra_slots(self, blocks: Sequence[Block]) -> int:
+        """Count the slots of blocks, those beyond the first group's block size. O(len(blocks))."""
+        sizes = self.block_sizes
+        extra = 0
+        for block in blocks:
+            extra += sizes[block.group] - sizes[0]
+        return extra
 
     def _make(self, num_blocks: int) -> None:
         """Let the first `num_blocks` blocks be there. O(those that are new)."""
@@ -213,6 +267,8 @@ class FreeBlocks:
     def _put_back(self, freed: list[Block]) -> None:
         """Queue blocks with content that nobody holds any more. Cannot fail."""
         self.num_used_blocks -= len(freed)
+        if self.is_uneven:
+            self._num_extra_slots -= self._extra_slots(freed)
         if self.lifetimes is not None:
             for block in freed:
                 self.lifetimes.freed(block.block_id, self.step)

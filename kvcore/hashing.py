@@ -1,44 +1,25 @@
-"""Who may share a block (namespaces), and what a block is called outside (names).
+"""Who may share a block: namespaces, and their canonical encoding.
 
-A prefix hit never looks at anything in this file but the encoding of a namespace, which is
-compared whole: identity is exact. A *name* is derived, for the world outside the process (events,
-other tiers, routers), and computed only when asked for:
+A prefix hit compares the encoding whole, so identity is exact:
 
-    root     = H("KVN1" | fields of the namespace)
-    name[i]  = H("KVB1" | size of name[i-1] | name[i-1] | number of tokens | tokens | items)
+    "KVN1" | fields of the namespace
 
-Integers are little-endian: 1 byte for a tag or a name's size, 4 for a length or a token, 8 for a
-number. A field is (tag, length, value); fields stand in ascending order of their tags and one that
-has its default is left out, so equal values give equal bytes in every process, and
-`decode_namespace(encode_namespace(x)) == x` proves that different values give different bytes.
-Items are encoded as `items.py` says; text has none.
-H is xxh3-128, or sha256 where a name leaves the trust domain.
+A field is (tag, length, value): 1 byte, 4 bytes little-endian, and the bytes; a number is 8 bytes.
+Fields stand in ascending order of their tags and one that has its default is left out, so equal
+values give equal bytes in every process, and `decode_namespace(encode_namespace(x)) == x` proves
+that different values give different bytes. What blocks are called outside is said in `names.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import struct
-import sys
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NewType
-
-import xxhash
+from typing import Final
 
 from kvcore.arguments import as_int
 from kvcore.errors import InvalidArgumentError
-from kvcore.items import Item, encode_items
-from kvcore.tokens import BYTES_PER_TOKEN, slices
-
-BlockHash = NewType("BlockHash", bytes)
-"""A block's name: 16 bytes of xxh3-128 or 32 bytes of sha256."""
-
-NameAlgorithm = Literal["xxh3-128", "sha256"]
 
 _NAMESPACE_MAGIC: Final = b"KVN1"
-_BLOCK_MAGIC: Final = b"KVB1"
 _TAG_SALT: Final = 1
 _TAG_LORA_NAME: Final = 2
 _TAG_LORA_VERSION: Final = 3
@@ -140,83 +121,6 @@ def decode_namespace(data: bytes) -> Namespace:
     if encode_namespace(namespace) != data:
         raise InvalidArgumentError("data: wanted the canonical encoding, got another")
     return namespace
-
-
-def digest(data: bytes, algorithm: NameAlgorithm) -> BlockHash:
-    """Return the digest that names `data`: 16 bytes for xxh3-128, 32 for sha256. O(len(data)).
-
-    Raises:
-        InvalidArgumentError: an unknown algorithm.
-    """
-    if algorithm == "xxh3-128":
-        return BlockHash(xxhash.xxh3_128_digest(data))
-    if algorithm == "sha256":
-        return BlockHash(hashlib.sha256(data).digest())
-    raise InvalidArgumentError(f"algorithm: wanted 'xxh3-128' or 'sha256', got {algorithm!r}")
-
-
-def encode_block(parent: bytes, content: bytes, block_size: int) -> bytes:
-    """Return the bytes that a block's name is the digest of.
-
-    Args:
-        parent: the name of what stands before it.
-        content: its tokens in native byte order, 4 bytes each, then its encoded items.
-        block_size: how many tokens that is.
-    """
-    if sys.byteorder == "big":
-        swapped = array("I", content[: block_size * BYTES_PER_TOKEN])
-        swapped.byteswap()
-        content = swapped.tobytes() + content[block_size * BYTES_PER_TOKEN :]
-    head = struct.pack("<B", len(parent)) + parent + struct.pack("<I", block_size)
-    return b"".join((_BLOCK_MAGIC, head, content))
-
-
-class NameChain:
-    """The names of a sequence's full blocks, extended and cut together with its tokens.
-
-    Args:
-        namespace_key: `encode_namespace(...)` of the sequence's namespace.
-        block_size: tokens a block.
-        algorithm: "xxh3-128", or "sha256" for names that leave the trust domain.
-
-    Raises:
-        InvalidArgumentError: an unknown algorithm.
-    """
-
-    __slots__ = ("_block_size", "_names", "_root", "algorithm")
-
-    def __init__(self, namespace_key: bytes, block_size: int, algorithm: NameAlgorithm) -> None:
-        self.algorithm: NameAlgorithm = algorithm
-        self._block_size = block_size
-        self._root = digest(namespace_key, algorithm)
-        self._names: list[BlockHash] = []
-
-    def names(
-        self, tokens: array[int], num_blocks: int, items: Sequence[Item] = ()
-    ) -> tuple[BlockHash, ...]:
-        """Return the names of the first `num_blocks` blocks. O(blocks not named before)."""
-        size = self._block_size
-        first = len(self._names)
-        parent = self._names[-1] if first else self._root
-        for content in block_contents(tokens, items, first, max(first, num_blocks), size):
-            parent = digest(encode_block(parent, content, size), self.algorithm)
-            self._names.append(parent)
-        return tuple(self._names[:num_blocks])
-
-    def cut(self, num_blocks: int) -> None:
-        """Forget every name after the first `num_blocks`: their tokens may change."""
-        del self._names[num_blocks:]
-
-
-def block_contents(
-    tokens: array[int], items: Sequence[Item], first: int, stop: int, block_size: int
-) -> list[bytes]:
-    """Return what stands in the blocks from number `first` to `stop - 1`. O(their tokens)."""
-    contents = slices(tokens, first * block_size, stop * block_size, block_size)
-    if items:
-        extra = encode_items(items, first, stop, block_size)
-        return [content + more for content, more in zip(contents, extra, strict=True)]
-    return contents
 
 
 def _field(tag: int, value: bytes) -> bytes:

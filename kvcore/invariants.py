@@ -18,8 +18,8 @@ from kvcore.block_table import BlockTable
 from kvcore.errors import InvariantError
 from kvcore.events import fold
 from kvcore.groups import first_kept_block
-from kvcore.hashing import block_contents
 from kvcore.manager import KVCacheManager
+from kvcore.names import block_contents
 from kvcore.sequence import KVSequence
 from kvcore.tokens import BYTES_PER_TOKEN
 
@@ -131,6 +131,12 @@ def capacity(manager: KVCacheManager) -> None:
         _fail("P13", f"{free} blocks are free, the manager says {manager.num_free_blocks}")
     if pool.num_used_blocks + free != pool.num_usable_blocks:
         _fail("P13", f"{pool.num_used_blocks} used and {free} free of {pool.num_usable_blocks}")
+    slots = sum([pool.block_sizes[b.group] for b in pool.blocks if b.ref_count])
+    if slots != pool.num_used_slots:
+        _fail("P13", f"{slots} slots are used, the pool says {pool.num_used_slots}")
+    cached = sum([block.node is not None for block in pool.blocks])
+    if cached != pool.num_cached_blocks:
+        _fail("P13", f"{cached} blocks hold content, the pool says {pool.num_cached_blocks}")
     if pool.num_used_blocks > pool.peak_used_blocks:
         _fail("P13", f"{pool.num_used_blocks} used, the peak is {pool.peak_used_blocks}")
 
@@ -195,7 +201,9 @@ def folded(manager: KVCacheManager) -> None:
         node.first_copy is not None for tree in manager.pool.trees for node in tree.nodes()
     )
     if len(fold((), snapshot)) != contents:
-        _fail("P21", f"{contents} contents can be hit, the snapshot names {len(snapshot.stored)}")
+        _fail(
+            "P21", f"{contents} contents can be hit, the snapshot names {len(fold((), snapshot))}"
+        )
     for tree in manager.pool.trees:
         for node in tree.nodes():
             if node.name is not None and node.parent is not None and node.parent.name is None:

@@ -51,6 +51,8 @@ class KVCacheManager(StepVerbs):
         max_model_len: the most tokens a sequence may have, and the most it may reserve for.
         record_events: name contents so, and note in `events` what can be hit; None: note nothing.
         record_lifetimes: keep in the stats how long blocks live, lie idle and wait for a hit.
+        prefault: make every block now, not when it is first handed out; `gc.freeze()` after that
+            spares the garbage collector all of them.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
@@ -435,10 +437,12 @@ class KVCacheManager(StepVerbs):
         """Make all cached content unreachable at once, as after a change of weights.
 
         Open sequences keep their blocks and go on, but nothing that they have computed or still
-        compute is ever shared: it belongs to before. O(num_blocks).
+        compute is ever shared: it belongs to before. What loses its content is reused first.
+        O(contents + open sequences).
 
         Args:
-            canonical_order: also put the free blocks in the order of their ids, as when new.
+            canonical_order: also put the free blocks in the order of their ids, as when new;
+                O(n log n) of the blocks that were ever held.
 
         Returns:
             How many blocks lost content, and how many are still held by open sequences.

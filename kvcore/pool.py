@@ -70,25 +70,27 @@ class BlockPool(PublishedBlocks):
         self.hand_out(taken)
         return taken
 
-    def hand_out(self, blocks: list[Block]) -> None:
+    def hand_out(self, blocks: list[Block], num_returned: int = 0) -> None:
         """Do what `take` does, for the blocks that `next_blocks` has just named. O(blocks).
 
-        Whatever is raised, nothing has changed.
+        The last `num_returned` empty blocks have come back since then, and stay. Whatever is
+        raised, nothing has changed.
         """
         count = len(blocks)
         empty = self.empty_blocks
-        if count <= len(empty):
-            del empty[len(empty) - count :]
+        size = len(empty) - num_returned
+        if count <= size:
+            del empty[size - count : size]
             for block in blocks:
                 block.ref_count = 1
         else:
-            fresh = min(count - len(empty), self.num_blocks - self._num_seen)
-            others = blocks[: len(empty) + fresh]
+            fresh = min(count - size, self.num_blocks - self._num_seen)
+            others = blocks[: size + fresh]
             with_content = blocks[len(others) :]
             if with_content:
                 self._evict(with_content)
             self._num_seen += fresh
-            empty.clear()
+            del empty[:size]
             for block in others:
                 block.ref_count = 1
         self.num_allocated_blocks += count
@@ -103,62 +105,43 @@ class BlockPool(PublishedBlocks):
             self.hand_out(blocks)
             return
         freed = self._let_go(released)
+        size = len(self.empty_blocks)
         try:
             content = [block for block in freed if block.node is not None]
             empty = [block for block in freed if block.node is None]
-            stack = empty
-            if empty:
-                left = self.empty_blocks[: -len(blocks)] if blocks else self.empty_blocks
-                stack = left + empty
-            self.hand_out(blocks)
+            self.empty_blocks += empty
+            self.hand_out(blocks, len(empty))
         except BaseException:
+            del self.empty_blocks[size:]
             hold_again(released)
             raise
-        if empty:
-            self.empty_blocks = stack
-            self.num_used_blocks -= len(empty)
+        self._count_emptied(empty)
         if content:
             self._put_back(content)
 
     def _evict(self, blocks: list[Block]) -> None:
         """Hand out free blocks that hold content, those reused next. Fails before it changes them.
 
-        Tail first, as a sequence gives its blocks back, each is the last of its branch, and the
-        only copy of what stands in its own node.
+        Tail first, as a sequence gives its blocks back, each is the last of its branch.
         """
         if self._log is not None:
             self._note_lost(blocks)
         self._unqueue_front(blocks)
-        trees = self.trees
-        for block in blocks:
-            block.ref_count = 1
-            block.prev_free = block.next_free = None
-            above = block.parent
-            if (
-                above is None
-                or block.last_child is not None
-                or block.children is not None
-                or block.first_copy is not block
-                or block.last_copy is not block
-            ):
-                trees[block.group].detach(block)
-                continue
-            siblings = above.children
-            if siblings is None and above.first_copy is not None:
-                above.last_child = None
-            elif siblings is not None and len(siblings) > 2:
-                del siblings[block.tokens]
-                if above.last_child is block:
-                    above.last_child = None
-            else:
-                trees[block.group].detach(block)
-                continue
-            block.node = block.parent = block.first_copy = block.last_copy = block.name = None
-            block.tokens = b""
+        if len(self.trees) == 1:
+            self.trees[0].evict(blocks, 0, len(blocks))
+        else:
+            for index, block in enumerate(blocks):
+                self.trees[block.group].evict(blocks, index, index + 1)
+        if self.is_uneven:
+            for block in blocks:
+                block.group = 0
         if self.lifetimes is not None:
             for block in blocks:
                 self.lifetimes.evicted(block.block_id, self.step)
         self.num_evicted_blocks += len(blocks)
+        self.num_cached_blocks -= len(blocks)
+        if self._log is not None:
+            self._log.trim()
 
     def _unqueue_front(self, blocks: list[Block]) -> None:
         """Take the blocks with content that are reused next from where they wait. Cannot fail."""
@@ -203,6 +186,7 @@ class BlockPool(PublishedBlocks):
             if (
                 block.ref_count == 1
                 and block.node is None
+                and block.group == 0
                 and block.block_id < len(self._made)
                 and self._made[block.block_id] is block
             ):
@@ -213,21 +197,22 @@ class BlockPool(PublishedBlocks):
         freed = self._let_go(blocks)
         try:
             content = [block for block in freed if block.node is not None]
-            if not content:
-                self.empty_blocks += freed
-            elif len(content) < len(freed):
-                self.empty_blocks += [block for block in freed if block.node is None]
+            empty = freed
+            if content:
+                empty = [block for block in freed if block.node is None]
+            self.empty_blocks += empty
         except BaseException:
             hold_again(blocks)
             raise
-        self.num_used_blocks -= len(freed) - len(content)
+        if empty:
+            self._count_emptied(empty)
         if content:
             self._put_back(content)
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Take their content from blocks: it is wrong. Then drop one holder of each released block.
 
-        Free ones are reused first now. O(blocks of the pool).
+        Free ones are reused first now. O(blocks and their copies).
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
@@ -236,24 +221,30 @@ class BlockPool(PublishedBlocks):
         self._check_own(blocks)
         losing = [block for block in dict.fromkeys(blocks) if block.node is not None]
         freed = self._let_go(released)
+        size = len(self.empty_blocks)
         try:
             lost = set(losing)
-            empty = [block for block in losing if block.next_free is not None]
-            empty += [block for block in freed if block.node is None or block in lost]
-            empty = self.empty_blocks + empty
+            idle = [block for block in losing if block.next_free is not None]
+            empty = [block for block in freed if block.node is None or block in lost]
             content = [block for block in freed if block.node is not None and block not in lost]
+            self.empty_blocks += idle + empty
             self._note_lost(losing)
         except BaseException:
+            del self.empty_blocks[size:]
             hold_again(released)
             raise
-        self.empty_blocks = empty
-        self.num_used_blocks -= len(freed) - len(content)
+        self.num_cached_blocks -= len(losing)
+        for block in idle:
+            self._unqueue(block)
         for block in losing:
-            if block.next_free is not None:
-                self._unqueue(block)
             self.trees[block.group].detach(block)
             self.shelf.drop(block)
+        for block in idle:
+            block.group = 0
+        self._count_emptied(empty)
         self._put_back(content)
+        if self._log is not None:
+            self._log.trim()
 
     def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
         """Keep a held, published block longer than others, once it is free. O(wishes).
@@ -276,39 +267,49 @@ class BlockPool(PublishedBlocks):
         size = len(self.empty_blocks)
         try:
             content = [block for block in freed if block.node is not None]
-            self.empty_blocks += [block for block in freed if block.node is None]
+            empty = [block for block in freed if block.node is None]
+            self.empty_blocks += empty
             fallen = self.shelf.expire(self.step + num_steps)
         except BaseException:
             del self.empty_blocks[size:]
             hold_again(released)
             raise
         self.step += num_steps
-        self.num_used_blocks -= len(freed) - len(content)
+        self._count_emptied(empty)
         for block in fallen:
             self.free_queue.push_back(block)
         self._put_back(content)
 
     def clear(self, *, canonical_order: bool = False) -> int:
-        """Forget all published content at once; return how many blocks held some. O(num_blocks).
+        """Forget all published content at once; return how many blocks held some.
 
-        Held blocks stay held; free ones stay free, in the order of their reuse, or by id if
-        `canonical_order` is asked for.
+        Held blocks stay held. Free ones stay free, those that lose content foremost, in the order
+        of their reuse; or all by id if `canonical_order` is asked for. O(contents), and with
+        `canonical_order` O(n log n) of the blocks that were ever held.
         """
-        free = list(self.free_blocks())
+        idle = [*self.free_queue, *self.shelf]
+        idle.reverse()
+        contents = [list(tree.nodes()) for tree in self.trees]
+        num_published = self.num_cached_blocks
+        size = len(self.empty_blocks)
+        by_id = self.empty_blocks + idle if canonical_order else []
+        by_id.sort(key=lambda block: -block.block_id)
+        try:
+            self.empty_blocks += idle
+            if self._log is not None:
+                self._log.cleared()
+        except BaseException:
+            del self.empty_blocks[size:]
+            raise
         if canonical_order:
-            free.sort(key=lambda block: block.block_id)
-        free.reverse()
-        num_published = sum([block.node is not None for block in self.blocks])
-        if self._log is not None:
-            self._log.cleared()
-        while self.free_queue.length:
-            self.free_queue.pop_front()
+            self.empty_blocks = by_id
+        self.free_queue.clear()
         self.shelf.clear()
-        for tree in self.trees:
-            tree.clear()
-        for block in self._made:
-            block.node = block.prev_copy = block.next_copy = None
-            block.clear()
-        self.empty_blocks = free
-        self._num_seen = self.num_blocks
+        for tree, nodes in zip(self.trees, contents, strict=True):
+            tree.clear(nodes)
+        for block in idle:
+            block.group = 0
+        self.num_cached_blocks = 0
+        if self._log is not None:
+            self._log.trim()
         return num_published

@@ -122,6 +122,8 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
     except BaseException:
         pool.drop(held)  # the parent holds them too, so none becomes free
         raise
+    for block, order in zip(own, found, strict=True):
+        pool.assign((block,), order.group)
     return found
 
 

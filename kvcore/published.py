@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import SupportsIndex
 
-from kvcore.arguments import as_int
 from kvcore.block import Block, Node
 from kvcore.content_tree import ContentTree
 from kvcore.errors import BlockStateError, InvalidArgumentError
@@ -23,26 +22,21 @@ class PublishedBlocks(FreeBlocks):
     """All blocks, and the trees of what they hold.
 
     Attributes:
-        block_sizes: tokens a block, for each layer group.
         trees: the published content of each layer group.
+        num_cached_blocks: how many blocks hold published content, held or free.
     """
 
-    __slots__ = ("_log", "block_sizes", "trees")
+    __slots__ = ("_log", "num_cached_blocks", "trees")
 
     def __init__(
         self, num_blocks: SupportsIndex, *block_sizes: SupportsIndex, log: EventLog | None = None
     ) -> None:
-        super().__init__(num_blocks)
-        self.block_sizes = tuple(as_int("block_size", size, 1, 2**20) for size in block_sizes)
+        super().__init__(num_blocks, *block_sizes)
         self.trees = tuple(
             [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
         )
         self._log = log
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """How many blocks hold published content. O(blocks that were ever held)."""
-        return sum([block.node is not None for block in self._made])
+        self.num_cached_blocks = 0
 
     def match(
         self,
@@ -80,7 +74,7 @@ class PublishedBlocks(FreeBlocks):
     ) -> None:
         """Let others hit a run of blocks: each holds its content after that of the one before.
 
-        O(len(blocks)).
+        O(len(blocks)), and with a parent O(its depth).
 
         Args:
             blocks: held blocks, all of whose tokens are written, each once.
@@ -102,6 +96,7 @@ class PublishedBlocks(FreeBlocks):
             above = parent.node
             if above is None or parent.group != group:
                 raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
+            namespace_key = above.root().tokens
         self.attach(list(blocks), namespace_key, above, list(contents), group)
 
     def attach(
@@ -114,14 +109,17 @@ class PublishedBlocks(FreeBlocks):
     ) -> None:
         """Do what `publish` does, without its checks, for new blocks of a table. O(len(blocks)).
 
-        `above` is the content before the first; None at the beginning.
+        `above` is the content before the first, in the same namespace; None at the beginning.
         """
         mark = 0 if self._log is None else self._log.number
+        if self.is_uneven:
+            self.assign(blocks, group)
         try:
             self.trees[group].attach(blocks, namespace_key, above, contents)
         except BaseException:
             self.unpublish((), mark)  # the tree has undone the rest
             raise
+        self.num_cached_blocks += len(blocks)
         if self.lifetimes is not None:
             for block in blocks:
                 self.lifetimes.published(block.block_id, self.step)
@@ -137,6 +135,8 @@ class PublishedBlocks(FreeBlocks):
         Blocks that were not published yet are left alone.
         """
         for block in reversed(blocks):
+            if block.node is not None:
+                self.num_cached_blocks -= 1
             self.trees[block.group].detach(block)
             self.shelf.drop(block)
         if self._log is not None:
@@ -144,19 +144,27 @@ class PublishedBlocks(FreeBlocks):
 
     def _note_lost(self, blocks: Sequence[Block]) -> None:
         """Note which contents are lost if these blocks lose theirs, all or none. O(copies)."""
-        if self._log is None:
+        log = self._log
+        if log is None:
             return
-        mark = self._log.number
+        mark = log.number
         copies: dict[Node, int] = {}
+        lost: list[list[Node]] = [[] for _ in self.trees]
         try:
             for block in blocks:
                 node = block.node
-                if node is not None:
+                if node is None:
+                    continue
+                if node.first_copy is not block or node.last_copy is not block:
                     copies[node] = copies.get(node, len(node.copies())) - 1
-                    if copies[node] == 0:
-                        self._log.removed(node, block.group)
+                    if copies[node]:
+                        continue
+                lost[block.group].append(node)
+            for group, nodes in enumerate(lost):
+                if nodes:
+                    log.removed(nodes, group)
         except BaseException:
-            self._log.take_back(mark)
+            log.take_back(mark)
             raise
 
     def _check_unpublished(

@@ -172,8 +172,7 @@ class RetentionShelf:
     def clear(self) -> None:
         """Keep nothing any more; whatever waits is free elsewhere. Cannot fail. O(num_free)."""
         for queue in self._queues.values():
-            while queue.length:
-                queue.pop_front()
+            queue.clear()
         self.kept.clear()
         self.num_free = 0
 

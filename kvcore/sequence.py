@@ -18,8 +18,8 @@ from kvcore.block import BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import MisuseError, NotReservedError, StaleSequenceError
 from kvcore.groups import NEVER, LayerGroup
-from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
 from kvcore.items import Item
+from kvcore.names import BlockHash, NameAlgorithm, NameChain
 from kvcore.retention import Retention
 from kvcore.slots import int_view, put_ints, slots_of
 

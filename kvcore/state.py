@@ -21,10 +21,11 @@ from kvcore.errors import (
 )
 from kvcore.events import EventLog, Snapshot
 from kvcore.groups import FullAttention, LayerGroup, resolve
-from kvcore.hashing import DEFAULT_NAMESPACE, NameAlgorithm, Namespace, encode_namespace
+from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
 from kvcore.items import Item, as_items, check_items
 from kvcore.leases import LeaseBook
 from kvcore.lifetimes import LifetimeRecorder
+from kvcore.names import NameAlgorithm
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
 from kvcore.stats import Stats
@@ -54,15 +55,20 @@ class CacheState:
         max_model_len: SupportsIndex | None = None,
         record_events: NameAlgorithm | None = None,
         record_lifetimes: bool = False,
+        prefault: bool = False,
     ) -> None:
         self.block_size = as_int("block_size", block_size, 1, 2**20)
         self.groups = resolve(groups, self.block_size)
         sizes = [group.block_size for group in self.groups]
         self.events = None if record_events is None else EventLog(sizes, record_events)
         self.pool = BlockPool(num_blocks, *sizes, log=self.events)
+        if self.events is not None:
+            self.events.max_names = max(self.events.max_names, self.pool.num_blocks)
         self._is_plain = len(sizes) == 1 and isinstance(self.groups[0], FullAttention)
         if record_lifetimes:
             self.pool.lifetimes = LifetimeRecorder(self.pool.num_blocks)
+        if prefault:
+            self.pool.prefault()
         self.enable_caching = bool(enable_caching)
         self.max_model_len = (
             None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
@@ -163,16 +169,11 @@ class CacheState:
         if self.events is None:
             raise InvalidArgumentError("snapshot: wanted a manager with record_events, got none")
         return self.events.snapshot(
-            [
-                (group, node)
-                for group, tree in enumerate(self.pool.trees)
-                for node in tree.nodes()
-                if node.first_copy is not None
-            ]
+            [(group, root) for group, tree in enumerate(self.pool.trees) for root in tree.roots()]
         )
 
     def stats(self) -> Stats:
-        """Return a snapshot of the counters. O(num_blocks)."""
+        """Return a snapshot of the counters. O(open sequences)."""
         return Stats(
             num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_used_blocks,
@@ -186,19 +187,9 @@ class CacheState:
             num_resumed_tokens=self._num_resumed_tokens,
             num_resumed_hit_tokens=self._num_resumed_hit_tokens,
             num_computed_tokens=sum([s.num_computed_tokens for s in self.sequences.values()]),
-            num_slots=self._num_slots(),
+            num_slots=self.pool.num_used_slots,
             lifetimes=None if self.pool.lifetimes is None else self.pool.lifetimes.stats(),
         )
-
-    def _num_slots(self) -> int:
-        """Count the slots of the blocks that open sequences hold, each block once."""
-        slots = {
-            block_id: table.block_size
-            for seq in self.sequences.values()
-            for table in seq.tables
-            for block_id in table.block_ids[table.num_null :]
-        }
-        return sum(slots.values())
 
     def _described(
         self, tokens: Tokens, namespace: Namespace | None, items: Sequence[Item]

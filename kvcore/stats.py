@@ -26,7 +26,7 @@ class Stats:
         num_resumed_hit_tokens: those of them that were found computed.
         num_computed_tokens: tokens of the open sequences whose KV is written, shared ones counted
             for each.
-        num_slots: slots of the used blocks: what those tokens really take.
+        num_slots: slots of the used blocks, leased ones included: what those tokens really take.
         lifetimes: durations of blocks, None unless recorded.
     """
 

@@ -17,6 +17,7 @@ KVCORE_LAYERS = (
     ("tokens",),
     ("items", "block"),
     ("hashing",),
+    ("names",),
     ("events",),
     ("lifetimes",),
     ("free_queue", "content_tree", "groups", "slots", "stats", "reports"),

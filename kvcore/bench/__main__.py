@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from kvcore.bench.engines import w7, w8, w9, w11
 from kvcore.bench.measure import Case, Row, measure
 from kvcore.bench.ours import our_subjects
 from kvcore.bench.peer import WORKLOADS, PeerError, Subject, Workload, load_peer
@@ -16,6 +17,7 @@ from kvcore.bench.pools import w1, w2, w6
 from kvcore.bench.profiling import profile
 from kvcore.bench.report import HEADER, as_json, line
 from kvcore.bench.requests import w3, w4, w5
+from kvcore.bench.tail import w10
 
 _CASES: Final[dict[Workload, Callable[..., Iterator[Case]]]] = {
     "W1": w1,
@@ -24,6 +26,11 @@ _CASES: Final[dict[Workload, Callable[..., Iterator[Case]]]] = {
     "W4": w4,
     "W5": w5,
     "W6": w6,
+    "W7": w7,
+    "W8": w8,
+    "W9": w9,
+    "W10": w10,
+    "W11": w11,
 }
 
 
@@ -47,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kvcore.bench",
         description="Speed of the allocator, alone or in turns with others. W1: a block; W2: many "
-        "blocks; W3: the life of a request; W4: a decode step; W5: a chat trace; W6: a new pool.",
+        "blocks; W3: the life of a request; W4: a decode step; W5: a chat trace; W6: a new pool; "
+        "W7: window groups; "
+        "W8: events; W9: request by request; W10: the slowest calls; W11: larger blocks.",
     )
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W1"

@@ -7,21 +7,39 @@ driver of a trace costs, and is subtracted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Unpack, cast
 
 import kvcore
-from kvcore.bench.peer import WORKLOADS, Cache, Release, Subject, Take, TokenFormat, Tokens
+from kvcore.bench.peer import WORKLOADS, Cache, Options, Release, Subject, Take, TokenFormat, Tokens
 
 
 class OurCache:
-    """A `KVCacheManager` of one full-attention group.
+    """A `KVCacheManager`, of one full-attention group unless there are windows.
 
     Attributes:
         manager: what is measured.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.manager = kvcore.KVCacheManager(num_blocks, block_size)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        windows: Sequence[int] = (),
+        events: bool = False,
+        by_request: bool = False,
+        caching: bool = True,
+        prefault: bool = False,
+    ) -> None:
+        self.manager = kvcore.KVCacheManager(
+            num_blocks,
+            block_size,
+            groups=[kvcore.FullAttention(), *[kvcore.SlidingWindow(span) for span in windows]],
+            record_events="xxh3-128" if events else None,
+            enable_caching=caching,
+            prefault=prefault,
+        )
+        self._by_request = by_request
 
     def start(self, tokens: Tokens) -> kvcore.KVSequence:
         """Open, reserve and commit a whole prompt."""
@@ -34,7 +52,14 @@ class OurCache:
 
     def decode(self, requests: Sequence[kvcore.KVSequence], tokens: Sequence[int]) -> None:
         """Commit what was computed, append a token to each, and make room for it."""
-        self.manager.decode_step(requests, tokens)
+        manager = self.manager
+        if not self._by_request:
+            manager.decode_step(requests, tokens)
+            return
+        for request, token in zip(requests, tokens, strict=True):
+            manager.commit(request, request.num_tokens - request.num_computed_tokens)
+            manager.append(request, token)
+            manager.reserve(request, 1)
 
     def finish(self, request: kvcore.KVSequence) -> None:
         """Close."""
@@ -43,6 +68,14 @@ class OurCache:
     def num_hit_tokens(self) -> int:
         """Return the manager's own count."""
         return self.manager.stats().num_hit_tokens
+
+    def take_events(self) -> tuple[kvcore.Event, ...]:
+        """Return the events, names made and tokens packed."""
+        return () if self.manager.events is None else self.manager.events.take()
+
+    def reset(self) -> None:
+        """Reset."""
+        self.manager.reset()
 
 
 class OurPeer:
@@ -59,10 +92,10 @@ class OurPeer:
         pool = kvcore.BlockPool(num_blocks, block_size)
         return pool.take, cast("Release", pool.release)  # it is given only what `take` returned
 
-    def make_cache(self, num_blocks: int, block_size: int) -> Cache:
+    def make_cache(self, num_blocks: int, block_size: int, **options: Unpack[Options]) -> Cache:
         """Return an `OurCache`."""
         # The protocol cannot name each allocator's own type of request; it only hands them back.
-        return cast("Cache", OurCache(num_blocks, block_size))
+        return cast("Cache", OurCache(num_blocks, block_size, **options))
 
 
 class EmptyCache:
@@ -81,6 +114,12 @@ class EmptyCache:
     def num_hit_tokens(self) -> int:
         """Return 0: nothing is ever found."""
         return 0
+
+    def take_events(self) -> object:
+        """Return nothing: there are none."""
+
+    def reset(self) -> object:
+        """Do nothing."""
 
 
 def our_subjects() -> list[Subject]:

@@ -12,11 +12,11 @@ import importlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias, cast, get_args
+from typing import Final, Literal, Protocol, TypeAlias, TypedDict, Unpack, cast, get_args
 
 import kvcore
 
-Workload = Literal["W1", "W2", "W3", "W4", "W5", "W6"]
+Workload = Literal["W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W9", "W10", "W11"]
 WORKLOADS: Final[tuple[Workload, ...]] = get_args(Workload)
 
 Tokens: TypeAlias = "array[int] | list[int]"
@@ -29,6 +29,29 @@ Take = Callable[[int], object]
 
 Release = Callable[[object], object]
 """Gives back what one call of `Take` returned; what it returns is ignored."""
+
+
+class Options(TypedDict, total=False):
+    """What a cache of W7 to W11 is beside a pool of one full-attention group; W1 to W6 give none.
+
+    Attributes:
+        windows: a layer group of its own, beside the full one, for each of these window sizes.
+        events: what is stored and removed is recorded, as a router wants it.
+        by_request: where there are calls for whole steps, they are not used: each request is
+            decoded by calls of its own.
+        caching: whether anything is published and found.
+        prefault: all blocks are made at once. Given to ours alone, which makes them later.
+    """
+
+    windows: tuple[int, ...]
+    events: bool
+    by_request: bool
+    caching: bool
+    prefault: bool
+
+
+PLAIN: Final[Options] = {}
+"""What W1 to W6 give."""
 
 
 class PeerError(kvcore.KVCoreError):
@@ -58,7 +81,13 @@ class Cache(Protocol):
         """End a request: its blocks are free, and can be hit until they are reused."""
 
     def num_hit_tokens(self) -> int:
-        """Return how many prompt tokens were found cached so far. Not timed."""
+        """Return how many prompt tokens were found cached so far. Not timed, but in W10."""
+
+    def take_events(self) -> object:
+        """Return what was stored and removed since the last call. Wanted by W8."""
+
+    def reset(self) -> object:
+        """Forget all cached content. Wanted by W10."""
 
 
 class Peer(Protocol):
@@ -77,10 +106,11 @@ class Peer(Protocol):
     def make_pool(self, num_blocks: int, block_size: int) -> tuple[Take, Release]:
         """Return the functions of a new pool with caching on, best unwrapped. For W1 and W2."""
 
-    def make_cache(self, num_blocks: int, block_size: int) -> Cache:
-        """Return a new cache of `num_blocks` blocks, all of them free. For W3 to W6; W6 times it.
+    def make_cache(self, num_blocks: int, block_size: int, **options: Unpack[Options]) -> Cache:
+        """Return a new cache of `num_blocks` blocks, all of them free. For W3 on; W6 times it.
 
-        One block may be set aside, as a null block is.
+        One block may be set aside, as a null block is. `options` are fields of `Options`, and none
+        are given in W1 to W6.
         """
 
 
@@ -105,10 +135,19 @@ class Subject:
         _require(self.label, "peer", self.peer, ("make_pool",), "W1 and W2")
         return self.peer.make_pool(num_blocks, block_size)
 
-    def make_cache(self, num_blocks: int, block_size: int, *, decodes: bool = False) -> Cache:
+    def make_cache(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        decodes: bool = False,
+        options: Options = PLAIN,
+    ) -> Cache:
         """Make a cache. Raises PeerError where it, or one of its methods, is missing."""
         _require(self.label, "peer", self.peer, ("make_cache",), "W3 to W6")
-        cache = self.peer.make_cache(num_blocks, block_size)
+        cache = self.peer.make_cache(num_blocks, block_size, **options)
+        if options.get("events"):
+            _require(self.label, "cache", cache, ("take_events",), "W8")
         _require(self.label, "cache", cache, ("start", "finish", "num_hit_tokens"), "W3 to W6")
         if decodes:
             _require(self.label, "cache", cache, ("decode",), "W4 and W5")

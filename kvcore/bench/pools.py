@@ -14,7 +14,7 @@ from itertools import repeat
 from time import thread_time_ns
 
 from kvcore.bench.measure import Case, Round, Run, ran_ns
-from kvcore.bench.peer import Release, Subject, Take, Workload
+from kvcore.bench.peer import Options, Release, Subject, Take, Workload
 from kvcore.bench.prompts import in_format, random_tokens, seeded
 
 BLOCK_SIZE = 16
@@ -40,9 +40,13 @@ def w6(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
     able = once_each(subjects, "W6")
     rounds = 2 if quick else 5
     make = [Run(subject, _making(subject, num_blocks)) for subject in able]
-    yield Case("W6", f"make {num_blocks:,} blocks", "ms", make, rounds, 0)
+    made = [
+        Run(subject, _making(subject, num_blocks, prefault=subject.is_ours)) for subject in able
+    ]
+    yield Case("W6", f"make {num_blocks:,} blocks (ours: later)", "ms", make, rounds, 0)
+    yield Case("W6", f"make {num_blocks:,} blocks, all of them", "ms", made, rounds, 0)
     for name, fill in (("empty", False), ("full", True)):
-        weigh = [Run(subject, _weighing(subject, num_blocks, fill=fill)) for subject in able]
+        weigh = [Run(subject, weighing(subject, num_blocks, fill=fill)) for subject in able]
         yield Case("W6", f"{num_blocks:,} blocks, {name}", "bytes/block", weigh, 1, 0)
 
 
@@ -76,11 +80,13 @@ def _taking(take: Take, release: Release, count: int, repeats: int) -> Callable[
     return measure
 
 
-def _making(subject: Subject, num_blocks: int) -> Callable[[], Round]:
+def _making(subject: Subject, num_blocks: int, *, prefault: bool = False) -> Callable[[], Round]:
+    options: Options = {"prefault": True} if prefault else {}
+
     def measure() -> Round:
         gc.collect()  # the one before: linked lists are cycles
         begin = thread_time_ns()
-        cache = subject.make_cache(num_blocks, BLOCK_SIZE)
+        cache = subject.peer.make_cache(num_blocks, BLOCK_SIZE, **options)
         cost = ran_ns(begin) / 1e6
         del cache
         return Round(cost)
@@ -88,17 +94,21 @@ def _making(subject: Subject, num_blocks: int) -> Callable[[], Round]:
     return measure
 
 
-def _weighing(subject: Subject, num_blocks: int, *, fill: bool) -> Callable[[], Round]:
+def weighing(
+    subject: Subject, num_blocks: int, *, fill: bool, block_size: int = BLOCK_SIZE
+) -> Callable[[], Round]:
+    """Return what counts the bytes a block of a new cache, or of one full of content."""
+
     def measure() -> Round:
         gc.collect()
         tracemalloc.start()
         try:
             before = tracemalloc.get_traced_memory()[0]
-            cache = subject.make_cache(num_blocks, BLOCK_SIZE)
+            cache = subject.make_cache(num_blocks, block_size)
             if fill:
                 rng = seeded(6)
                 for _ in range(num_blocks // 256):
-                    prompt = in_format(random_tokens(rng, 256 * BLOCK_SIZE), subject.tokens)
+                    prompt = in_format(random_tokens(rng, 256 * block_size), subject.tokens)
                     cache.finish(cache.start(prompt))
                     del prompt
             gc.collect()

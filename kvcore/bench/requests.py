@@ -14,7 +14,7 @@ from time import thread_time_ns
 
 from kvcore.bench.measure import Case, Round, Run, ran_ns, settled
 from kvcore.bench.ours import EmptyCache
-from kvcore.bench.peer import Cache, Subject, Tokens, Workload
+from kvcore.bench.peer import PLAIN, Cache, Options, Subject, Tokens, Workload
 from kvcore.bench.pools import BLOCK_SIZE, once_each
 from kvcore.bench.prompts import in_format, random_tokens, seeded, shared_prompts
 from kvcore.bench.trace import ChatShape, Trace, chat_trace
@@ -29,7 +29,7 @@ _WITNESS = 1  # the request whose prompt is one token past a block
 
 def w3(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
     """Yield W3: microseconds for the life of one request."""
-    able = _able(subjects, "W3")
+    able = able_subjects(subjects, "W3")
     for length in (20, 256, 1024) if quick else _PER_ROUND:
         for fill in dict.fromkeys((length, 256) if quick else (length, 256, 32)):
             for share in _SHARES:
@@ -37,9 +37,17 @@ def w3(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
 
 
 def life_case(
-    subjects: list[Subject], length: int, share: int, fill: int, *, quick: bool = False
+    subjects: list[Subject],
+    length: int,
+    share: int,
+    fill: int,
+    *,
+    quick: bool = False,
+    workload: Workload = "W3",
+    block_size: int = BLOCK_SIZE,
+    options: Options = PLAIN,
 ) -> Case:
-    """Return one case of W3.
+    """Return one case of W3, or of a workload that differs in what the cache is.
 
     Args:
         subjects: what is measured.
@@ -47,29 +55,33 @@ def life_case(
         share: how much of it all prompts have in common, in %.
         fill: tokens of the prompts that the pool was filled with.
         quick: fewer of them, in a smaller pool.
+        workload: which one it is a case of.
+        block_size: tokens a block.
+        options: what the cache has beside.
     """
     num_rounds, per_round = (2, 8) if quick else (7, _PER_ROUND[length])
     rng = seeded(length * 1000 + share * 7 + fill)
     prompts = shared_prompts(rng, length, share, num_rounds + 1, per_round)
-    blocks = -(-length // BLOCK_SIZE)
+    num_groups = 1 + len(options.get("windows", ()))
+    blocks = -(-length // block_size)
     # Enough idle content for every round to evict: rounds + 1 and the first prompt, and some.
     num_blocks = max(1 if quick else _LEAST_POOL, (num_rounds + 2) * per_round * blocks)
-    content = [random_tokens(rng, fill) for _ in range(num_blocks // max(1, fill // BLOCK_SIZE))]
+    content = [random_tokens(rng, fill) for _ in range(num_blocks // max(1, fill // block_size))]
     runs: list[Run] = []
     for subject in subjects:
-        cache = subject.make_cache(num_blocks + 1, BLOCK_SIZE)
+        cache = subject.make_cache(num_groups * num_blocks + 1, block_size, options=options)
         fill_cache(cache, subject, [*content, prompts.first])
         rounds = [[in_format(each, subject.tokens) for each in some] for some in prompts.rounds]
-        runs.append(Run(subject, _living(cache, rounds)))
+        runs.append(Run(subject, _living(cache, rounds, events=options.get("events", False))))
     return Case(
-        workload="W3",
-        name=f"{_short(length)} tokens, {share} % shared, pool of {_short(fill)}",
+        workload=workload,
+        name=f"{_short(length)} tokens, {share} % shared, {_named(block_size, options, fill)}",
         unit="us",
         runs=runs,
         num_rounds=num_rounds,
         num_queried_tokens=length * per_round,
         num_possible_hits=min(prompts.num_shared, length - 1) * per_round,
-        num_wanted_hits=prompts.hits(BLOCK_SIZE) * per_round,
+        num_wanted_hits=prompts.hits(block_size) * per_round,
     )
 
 
@@ -79,24 +91,32 @@ def w4(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
         yield decode_case(once_each(subjects, "W4"), count, num_rounds=2 if quick else 7)
 
 
-def decode_case(subjects: list[Subject], count: int, num_rounds: int) -> Case:
-    """Return one case of W4: `count` running requests of 256 tokens and some."""
+def decode_case(
+    subjects: list[Subject],
+    count: int,
+    num_rounds: int,
+    *,
+    workload: Workload = "W4",
+    options: Options = PLAIN,
+) -> Case:
+    """Return one case of W4, or of W7 or W9: `count` running requests of 256 tokens and some."""
     rng = seeded(count)
     prompts = [random_tokens(rng, 256 + index % BLOCK_SIZE) for index in range(count)]
     num_steps = (num_rounds + 1) * _DECODE_STEPS
     steps = [random_tokens(rng, count).tolist() for _ in range(num_steps)]
     # Twice what the requests need in the end, half of it idle content.
     needed = count * (-(-(256 + BLOCK_SIZE + num_steps) // BLOCK_SIZE) + 1)
+    needed *= 1 + len(options.get("windows", ()))
     content = [random_tokens(rng, 256) for _ in range(2 * needed // BLOCK_SIZE)]
     runs: list[Run] = []
     for subject in subjects:
-        cache = subject.make_cache(2 * needed + 1, BLOCK_SIZE, decodes=True)
+        cache = subject.make_cache(2 * needed + 1, BLOCK_SIZE, decodes=True, options=options)
         fill_cache(cache, subject, content)
         requests = [cache.start(in_format(prompt, subject.tokens)) for prompt in prompts]
         runs.append(Run(subject, _Decoding(subject, cache, requests, prompts[_WITNESS], steps)))
     return Case(
-        workload="W4",
-        name=f"{count:,} running",
+        workload=workload,
+        name=f"{count:,} running{_beside(options)}",
         unit="ms",
         runs=runs,
         num_rounds=num_rounds,
@@ -111,7 +131,7 @@ def w5(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
     shape = ChatShape(num_requests=60, num_open=20, max_running=8) if quick else ChatShape()
     num_blocks = 2048 if quick else 32_768
     trace = chat_trace(5, shape)
-    able = _able(subjects, "W5")
+    able = able_subjects(subjects, "W5")
     prompts = {
         wanted: [in_format(turn.prompt, wanted) for turn in trace.turns]
         for wanted in dict.fromkeys([subject.tokens for subject in able])
@@ -152,11 +172,14 @@ def play(cache: Cache, trace: Trace, prompts: Sequence[Tokens]) -> float:
     return ran_ns(begin) / 1e9
 
 
-def _able(subjects: list[Subject], workload: Workload) -> list[Subject]:
+def able_subjects(subjects: list[Subject], workload: Workload) -> list[Subject]:
+    """Return the subjects that can do a workload."""
     return [subject for subject in subjects if workload in subject.peer.workloads]
 
 
-def _living(cache: Cache, rounds: list[list[Tokens]]) -> Callable[[], Round]:
+def _living(
+    cache: Cache, rounds: list[list[Tokens]], *, events: bool = False
+) -> Callable[[], Round]:
     start, finish = cache.start, cache.finish
     pending = iter(rounds)
 
@@ -166,6 +189,8 @@ def _living(cache: Cache, rounds: list[list[Tokens]]) -> Callable[[], Round]:
         begin = thread_time_ns()
         for prompt in prompts:
             finish(start(prompt))
+            if events:
+                cache.take_events()
         cost = ran_ns(begin) / len(prompts) / 1e3
         return Round(cost, cache.num_hit_tokens() - before)
 
@@ -223,3 +248,19 @@ def _chatting(
 
 def _short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+
+
+def _beside(options: Options) -> str:
+    """Say what a cache has beside one group of full attention."""
+    windows = [str(span) for span in options.get("windows", ())]
+    found = [f", window {' + '.join(windows)}"] if windows else []
+    found += [", events"] if options.get("events") else []
+    found += [", by request"] if options.get("by_request") else []
+    return "".join(found)
+
+
+def _named(block_size: int, options: Options, fill: int) -> str:
+    """Say what is special about a case of a request's life."""
+    if block_size != BLOCK_SIZE:
+        return f"blocks of {block_size}"
+    return _beside(options)[2:] or f"pool of {_short(fill)}"

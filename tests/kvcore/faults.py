@@ -19,15 +19,17 @@ from types import FunctionType, SimpleNamespace
 # else. They let nothing grow, so nothing can fail in them; and that is checked, too.
 LINKS = {
     *(f"FreeQueue.{name}" for name in ("push_back", "pop_front", "remove")),
-    *(f"FreeQueue.{name}" for name in ("push_run", "remove_run", "cut_front")),
+    *(f"FreeQueue.{name}" for name in ("push_run", "remove_run", "cut_front", "clear")),
     *(f"RetentionShelf.{name}" for name in ("push", "remove", "drop", "clear")),
-    *(f"ContentTree.{name}" for name in ("detach", "_prune", "clear")),
+    *(f"ContentTree.{name}" for name in ("detach", "evict", "_prune", "_set_aside", "clear")),
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
     *(f"FreeBlocks.{name}" for name in ("_unqueue", "_put_back", "_leave", "_count_used")),
+    *(f"FreeBlocks.{name}" for name in ("_count_emptied", "assign", "_extra_slots")),
     *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity", "find_limits")),
     "BlockTable.cut",
     "BlockTable.forget",
     "EventLog.take_back",
+    "EventLog.trim",
     "LeaseBook.forget",
     "NameChain.cut",
     "Node.clear",
@@ -37,6 +39,7 @@ LINKS = {
     "hold_again",
     "StepVerbs._take_back",
     "BlockTable.next_pass",
+    "_assign",
     "_set",
     "cut_tables",
 }

@@ -186,6 +186,7 @@ class NaiveManager:
         self.num_queried = self.num_hit = self.num_resumed = self.num_resumed_hit = 0
         self.leases = {}  # id: (blocks in the order of release, deadline)
         self.num_leases = 0
+        self.leased_sizes = {}  # block_id: the block size of the group that it was leased for
 
     @staticmethod
     def blocks_for(num_tokens, size):
@@ -269,6 +270,8 @@ class NaiveManager:
             for group, table in zip(self.groups, seq.tables, strict=True)
             for block_id in table.held()
         }
+        leased = [block_id for blocks, _ in self.leases.values() for block_id in blocks]
+        slots |= {block_id: self.leased_sizes[block_id] for block_id in leased}
         free = len(self.pool.order())
         return {
             "num_blocks": self.pool.num_blocks,
@@ -405,6 +408,8 @@ class NaiveManager:
 
     def lease(self, seq, max_steps, num_tokens=None):
         blocks = self.tail_first(seq, num_tokens)
+        for (_, _, size), table in zip(self.groups, seq.tables, strict=True):
+            self.leased_sizes |= dict.fromkeys(table.held(), size)
         self.pool.hold(blocks)
         deadline = None if max_steps is None else self.pool.now + max_steps
         self.leases[self.num_leases] = (blocks, deadline)
@@ -499,9 +504,9 @@ class NaiveManager:
         return child, orders
 
     def reset(self, sequences, canonical):
-        self.pool.published = []
-        self.pool.wishes = {}
-        self.pool.free, self.pool.shelves = self.pool.order(), {}
+        kept = [content for content in self.pool.order() if self.pool.content_of(content)]
+        self.pool.free = kept + [b for b in self.pool.order() if b not in kept]
+        self.pool.published, self.pool.wishes, self.pool.shelves = [], {}, {}
         if canonical:
             self.pool.free.sort()
         for seq in sequences:

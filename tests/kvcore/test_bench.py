@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore.bench import PeerError
 from kvcore.bench.__main__ import main
+from kvcore.bench.engines import w7, w8, w9, w11
 from kvcore.bench.measure import Case, Round, Run, measure
-from kvcore.bench.ours import OurCache, our_subjects
+from kvcore.bench.ours import OurCache, OurPeer, our_subjects
 from kvcore.bench.peer import WORKLOADS, load_peer, subject_of
 from kvcore.bench.pools import w1, w2, w6
 from kvcore.bench.prompts import VOCABULARY, random_tokens, seeded, shared_prompts
 from kvcore.bench.requests import decode_case, life_case, play, w5
+from kvcore.bench.tail import w10
 from kvcore.bench.trace import ChatShape, chat_trace
 
 SMALL_CHAT = ChatShape(num_requests=40, num_open=8, max_running=4)
@@ -146,7 +148,7 @@ def test_the_quick_run_prints_json_with_every_documented_key(capsys, toys):
 def test_the_table_has_a_line_for_each_subject_of_each_case(capsys):
     assert main(["--quick", "--workload", "W2", "W6"]) == 0
     _, *lines = capsys.readouterr().out.splitlines()
-    assert [line[:3].strip() for line in lines] == ["W2"] * 3 + ["W6"] * 3
+    assert [line[:3].strip() for line in lines] == ["W2"] * 3 + ["W6"] * 4
     assert all("kvcore" in line for line in lines)
 
 
@@ -162,8 +164,8 @@ def test_the_profile_times_every_verb_and_names_functions(capsys):
 
 def test_an_unknown_workload_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["--workload", "W7"])
-    assert "W7" in capsys.readouterr().err
+        main(["--workload", "W99"])
+    assert "W99" in capsys.readouterr().err
 
 
 # Peers.
@@ -191,8 +193,8 @@ def test_a_peer_with_a_wrong_attribute_is_refused():
     peer.tokens = "bytes"
     with pytest.raises(PeerError, match="tokens: wanted 'packed' or 'list', got 'bytes'"):
         subject_of(peer, "toy")
-    peer.tokens, peer.workloads = "list", {"W3", "W9"}
-    with pytest.raises(PeerError, match=r"workloads: .* got \['W9'\]"):
+    peer.tokens, peer.workloads = "list", {"W3", "W99"}
+    with pytest.raises(PeerError, match=r"workloads: .* got \['W99'\]"):
         subject_of(peer, "toy")
 
 
@@ -386,5 +388,89 @@ def test_each_new_block_of_a_life_evicts_one():
 
 
 def test_a_pool_costs_some_bytes_a_block_and_more_when_it_is_full():
-    _, empty, full = [measure(case)[0].cost.median for case in w6(our_subjects(), quick=True)]
+    costs = [measure(case)[0].cost.median for case in w6(our_subjects(), quick=True)]
+    later, at_once, empty, full = costs
+    assert 0 < later < at_once
     assert 0 < empty < full
+
+
+class Watched(OurPeer):
+    """kvcore, and the caches that it was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def make_cache(self, num_blocks, block_size, **options):
+        cache = super().make_cache(num_blocks, block_size, **options)
+        self.made.append((options, cache, block_size))
+        return cache
+
+
+def watched(cases):
+    """Measure our part of some cases; return what was asked for, and the rows."""
+    peer = Watched()
+    subject = replace(our_subjects()[0], peer=peer)
+    rows = [row for case in cases([subject], quick=True) for row in measure(case)]
+    return peer.made, rows
+
+
+def test_window_groups_are_groups_of_their_own():
+    made, rows = watched(w7)
+    assert {options["windows"] for options, *_ in made} == {(1024,), (1024, 4096)}
+    for options, cache, _ in made:
+        assert len(cache.manager.groups) == 1 + len(options["windows"])
+        assert cache.manager.stats().num_evicted_blocks > 0
+    assert all(row.hit_rate == row.wanted_hit_rate for row in rows)
+
+
+def test_events_are_recorded_and_taken():
+    made, _ = watched(w8)
+    for options, cache, _ in made:
+        assert options == {"events": True}
+        assert cache.manager.events.number > 50
+        assert cache.take_events() == ()
+
+
+def test_requests_are_decoded_by_their_own_calls_and_come_out_the_same():
+    made, rows = watched(w9)
+    assert [row.hit_rate for row in rows] == [1, 1]
+    (_, by_request, _), *_ = made
+    step = OurCache(by_request.manager.num_blocks, 16)
+    alone = OurCache(by_request.manager.num_blocks, 16, by_request=True)
+    for cache in (step, alone):
+        requests = [cache.start(list(range(n, n + 20))) for n in range(3)]
+        for _ in range(40):
+            cache.decode(requests, [1, 2, 3])
+    tables = [[seq.block_table for seq in c.manager.sequences.values()] for c in (step, alone)]
+    assert tables[0] == tables[1]
+
+
+def test_the_slowest_calls_are_at_least_the_median_ones():
+    made, rows = watched(w10)
+    costs = {row.case: row.cost.median for row in rows}
+    for kind in ("start", "decode", "finish"):
+        assert costs[f"{kind}, median"] <= costs[f"{kind}, 99 %"] <= costs[f"{kind}, slowest"]
+    assert all(options["prefault"] for options, *_ in made)
+    slide = [cache.manager for options, cache, _ in made if options.get("caching") is False]
+    assert [len(manager.groups) for manager in slide] == [2, 2]
+    assert len(slide[0].pool.empty_blocks) > slide[0].num_blocks / 2  # what an exchange might copy
+
+
+def test_larger_blocks_are_as_large():
+    made, rows = watched(w11)
+    assert {size for _, _, size in made} == {16, 32, 64}
+    assert all(row.hit_rate == row.wanted_hit_rate for row in rows)
+    weights = [row.cost.median for row in rows if row.unit == "bytes/block"]
+    assert weights[0] < weights[1]
+
+
+def test_a_peer_that_promises_events_and_has_none_is_told():
+    class Mute(Toy):
+        workloads = frozenset({"W8"})
+
+        def make_cache(self, num_blocks, block_size, **_):
+            return ToyCache(block_size)
+
+    with pytest.raises(PeerError, match="W8 need a method 'take_events'"):
+        list(w8([subject_of(Mute(), "here")], quick=True))

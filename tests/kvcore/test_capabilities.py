@@ -19,7 +19,7 @@ CAPABILITIES = {
     "planning": [".plan(", "fits_above("],
     "retention": ["Retention(", '"pin"', ".advance("],
     "identity": ["Namespace(salt=", "lora_version=", "Item(", "namespace=None", ".reset()"],
-    "events and snapshot": ["BlockRemoved", "AllCleared", ".snapshot()", "fold("],
+    "events and snapshot": ["BlocksRemoved", "AllCleared", ".snapshot()", "fold("],
     "statistics": [".stats()", "resumed=True", "num_slots", ".lifetimes."],
     "step batch": [".reserve_step(", ".commit_step(", ".write_step(", "row_stride="],
     "whole step": [".step(", "num_joining=", "room=", ".decode_step("],
@@ -445,21 +445,80 @@ def test_a_cut_through_an_image_keeps_its_first_rows():
 def test_events_name_contents_and_a_late_reader_needs_only_a_snapshot():
     kv = kvcore.KVCacheManager(4, 2, record_events="sha256")
     seq = filled(kv, [1, 2, 3, 4, 5])
-    first, second = kv.events.take()
-    assert first.parent == kvcore.digest(first.namespace_key, "sha256")
-    assert (second.parent, second.namespace_key) == (first.name, None)
-    assert (first.number, second.number) == (1, 2)
-    assert (first.name, second.name) == seq.block_names("sha256")
-    assert (first.tokens, second.tokens) == ((1, 2), (3, 4))
+    (run,) = kv.events.take()
+    first, second = names = seq.block_names("sha256")
+    assert (run.number, run.group, run.names, run.parent) == (1, 0, names, None)
+    assert run.namespace_key == kvcore.encode_namespace(kvcore.DEFAULT_NAMESPACE)
+    assert (run.tokens, run.items, run.block_size) == ((1, 2, 3, 4), (b"", b""), 2)
+    assert run.packed == kvcore.pack([1, 2, 3, 4]).tobytes()
     snapshot = kv.snapshot()
+    assert snapshot == kvcore.Snapshot(1, (run,))
     kv.close(seq)
     kv.reserve(kv.open([7]), 4)  # takes the block without content, and the tail's
     (removed,) = kv.events.take()
-    assert removed == kvcore.BlockRemoved(3, 0, second.name)
-    assert kvcore.fold([first, second, removed]) == {(0, first.name)}
-    assert kvcore.fold([first, second, removed], snapshot) == {(0, first.name)}
+    assert removed == kvcore.BlocksRemoved(2, 0, (second,))
+    assert kvcore.fold([run, removed]) == {(0, first)}
+    assert kvcore.fold([run, removed], snapshot) == {(0, first)}
     kv.reset()
-    assert kv.events.take() == (kvcore.AllCleared(4),)
+    assert kv.events.take() == (kvcore.AllCleared(3),)
+
+
+def test_what_becomes_findable_or_goes_together_is_one_event():
+    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(4)]
+    kv = kvcore.KVCacheManager(23, 2, groups=groups, record_events="xxh3-128")
+    seq = filled(kv, range(11))
+    runs = kv.events.take()
+    assert [(run.group, len(run.names), run.parent) for run in runs] == [(0, 5, None), (1, 5, None)]
+    kv.extend(seq, range(5))
+    kv.reserve(seq, 5)
+    kv.commit(seq, 5)
+    more = kv.events.take()
+    assert [(run.group, len(run.names), run.parent) for run in more] == [
+        (0, 3, runs[0].names[-1]),
+        (1, 3, runs[1].names[-1]),
+    ]
+    assert {run.namespace_key for run in more} == {runs[0].namespace_key}
+    told = kvcore.fold([*runs, *more])
+    assert told >= kvcore.fold((), kv.snapshot())
+    kv.close(seq)
+    assert [(run.group, len(run.names)) for run in kv.snapshot().stored] == [(0, 8), (1, 8)]
+    kv.reserve(kv.open([99]), 22)  # eleven blocks of each group: all is evicted
+    gone = kv.events.take()
+    assert [(run.group, len(run.names)) for run in gone] == [(0, 8), (1, 8)]
+    assert kvcore.fold([*runs, *more, *gone]) == frozenset()
+
+
+def test_a_run_is_broken_by_what_others_have_published():
+    kv = kvcore.KVCacheManager(20, 2, record_events="xxh3-128")
+    twin = kv.open([1, 2, 3, 4, 5, 6, 9])
+    seq = filled(kv, [1, 2, 3, 4])
+    kv.reserve(twin, 7)
+    kv.commit(twin, 7)  # its first two blocks are copies
+    first, second = kv.events.take()
+    assert (len(first.names), len(second.names)) == (2, 1)
+    assert (second.parent, second.tokens) == (first.names[1], (5, 6))
+    kv.close(seq)
+    kv.reset()
+    assert [type(event) for event in kv.events.take()] == [kvcore.AllCleared]
+
+
+def test_events_that_nobody_takes_have_an_end():
+    kv = kvcore.KVCacheManager(6, 2, record_events="xxh3-128")
+    assert kv.events.max_names == 65_536  # or as many as there are blocks
+    kv.events.max_names = 12
+    late = kvcore.fold(kv.events.take(), kv.snapshot())
+    for number in range(9):
+        kv.close(filled(kv, range(10 * number, 10 * number + 8)))
+    lost, *known = kv.events.take()
+    assert lost == kvcore.EventsLost(16)  # each request but the first takes four names away
+    assert [event.number for event in known] == [17]
+    with pytest.raises(kvcore.InvalidArgumentError, match="snapshot at event 16 or later"):
+        kvcore.fold([lost, *known], kvcore.Snapshot(15, ()))
+    assert late == frozenset() != kvcore.fold([lost, *known], kv.snapshot())
+    kv.close(filled(kv, range(8)))
+    assert not any(isinstance(event, kvcore.EventsLost) for event in kv.events.take())
+    big = kvcore.KVCacheManager(100_000, 2, record_events="xxh3-128")
+    assert big.events.max_names == 100_000
 
 
 def test_without_events_there_is_no_snapshot_to_give():

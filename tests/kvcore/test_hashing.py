@@ -14,7 +14,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import kvcore
-from kvcore import hashing
+from kvcore import names as naming
 
 NAMESPACES = st.builds(
     lambda salt, name, version, epoch: kvcore.Namespace(
@@ -227,10 +227,11 @@ def test_a_version_without_an_adapter_is_named():
         kvcore.Namespace(lora_version=7)
 
 
+@pytest.mark.source_build
 def test_names_that_were_asked_for_once_are_not_made_again(monkeypatch):
     made = []
-    real = hashing.digest
-    monkeypatch.setattr(hashing, "digest", lambda *given: made.append(given) or real(*given))
+    real = naming.digest
+    monkeypatch.setattr(naming, "digest", lambda *given: made.append(given) or real(*given))
     chain = kvcore.NameChain(b"key", 2, "sha256")
     tokens = kvcore.pack(range(10))
     all_names = chain.names(tokens, 5)
@@ -243,15 +244,54 @@ def test_names_that_were_asked_for_once_are_not_made_again(monkeypatch):
     assert len(made) == 1 + 5 + 2
 
 
+@given(
+    st.lists(st.integers(0, 5), max_size=13),
+    st.sampled_from([kvcore.DEFAULT_NAMESPACE, kvcore.Namespace(salt=b"s")]),
+    st.sampled_from(["xxh3-128", "sha256"]),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_names_before_and_after_it_is_computed_are_the_same(tokens, space, algorithm, size, seen):
+    items = [kvcore.Item(b"cat", 1, 2)] if seen and len(tokens) > 2 else []
+    options = {"namespace": space, "items": items}
+    before = kvcore.block_names(tokens, size, algorithm=algorithm, **options)
+    kv = kvcore.KVCacheManager(20, size)
+    seq = kv.open([*tokens, 9], **options)
+    kv.reserve(seq, len(tokens))
+    kv.commit(seq, len(tokens))
+    assert before == seq.block_names(algorithm)
+    parent = kvcore.digest(kvcore.encode_namespace(space), algorithm)
+    contents = naming.block_contents(kvcore.pack(tokens), items, 0, len(tokens) // size, size)
+    for name, content in zip(before, contents, strict=True):  # as the page spells it
+        assert name == kvcore.digest(kvcore.encode_block(parent, content, size), algorithm)
+        parent = name
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("namespace: wanted a Namespace, got", {"namespace": None}),
+        ("block_size: wanted at least 1|block_size: wanted 1", {"block_size": 0}),
+        ("tokens: wanted", {"tokens": "text"}),
+        ("items: wanted them apart", {"items": [kvcore.Item(b"x", 3, 9)]}),
+        ("algorithm: wanted", {"algorithm": "md5"}),
+    ],
+)
+def test_what_cannot_be_named_is_refused(message, change):
+    given = {"tokens": [1, 2, 3, 4], "block_size": 2, **change}
+    with pytest.raises(kvcore.InvalidArgumentError, match=message):
+        kvcore.block_names(given.pop("tokens"), given.pop("block_size"), **given)
+
+
 def test_what_stands_in_blocks_is_their_tokens_and_then_their_items():
     tokens = kvcore.pack(range(8))
-    plain = hashing.block_contents(tokens, (), 1, 3, 2)
+    plain = naming.block_contents(tokens, (), 1, 3, 2)
     assert plain == [kvcore.pack([2, 3]).tobytes(), kvcore.pack([4, 5]).tobytes()]
     items = (kvcore.Item(b"cat", 3, 2),)
-    pictured = hashing.block_contents(tokens, items, 1, 3, 2)
+    pictured = naming.block_contents(tokens, items, 1, 3, 2)
     assert pictured[0] == plain[0] + struct.pack("<IQIBI", 1, 0, 1, 0, 3) + b"cat"
     assert pictured[1] == plain[1] + struct.pack("<IQIBI", 0, 1, 1, 0, 3) + b"cat"
-    assert hashing.block_contents(tokens, items, 0, 1, 2) == [kvcore.pack([0, 1]).tobytes()]
+    assert naming.block_contents(tokens, items, 0, 1, 2) == [kvcore.pack([0, 1]).tobytes()]
 
 
 SCRIPT = """

@@ -101,7 +101,7 @@ def test_publishing_is_undone_without_a_trace():
     more = pool.take(2)
     pool.publish(more, b"n", first[0], [token(2), token(3)])
     pool.keep(more[0], [(1, 9)])
-    assert pool.last_event == 3
+    assert pool.last_event == 2
     pool.unpublish([*more, pool.blocks[7]], mark)
     pool.release(more[::-1])
     after = pool_view(pool)
@@ -123,7 +123,7 @@ def test_a_content_is_removed_with_its_last_copy_however_many_go_at_once():
     pool.release(third)
     pool.take(1)
     (removed,) = log.take()
-    assert removed == kvcore.BlockRemoved(2, 0, stored.name)
+    assert removed == kvcore.BlocksRemoved(2, 0, stored.names)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
@@ -134,13 +134,24 @@ def test_copies_that_go_together_are_one_removal(count):
         pool.release(published(pool, 1))  # the free ones without content go first
     log.take()
     pool.take(5)
-    assert [type(event) for event in log.take()] == [kvcore.BlockRemoved]
+    assert [type(event) for event in log.take()] == [kvcore.BlocksRemoved]
 
 
 def test_forgetting_tells_who_reads_the_events():
     log = kvcore.EventLog([1], "xxh3-128")
     pool = kvcore.BlockPool(5, 1, log=log)
     blocks = published(pool, 1, 2)
-    stored = log.take()
+    (stored,) = log.take()
     pool.forget(blocks[::-1])
-    assert [event.name for event in log.take()] == [stored[1].name, stored[0].name]
+    assert log.take() == (kvcore.BlocksRemoved(2, 0, stored.names[::-1]),)
+
+
+def test_what_is_published_below_a_parent_has_its_namespace():
+    log = kvcore.EventLog([1], "xxh3-128")
+    pool = kvcore.BlockPool(5, 1, log=log)
+    (first,) = published(pool, 1)
+    more = pool.take(1)
+    pool.publish(more, b"ignored", first, [token(2)])
+    stored, below = log.take()
+    assert (stored.namespace_key, below.namespace_key) == (b"n", b"n")
+    assert below.parent == stored.names[0]

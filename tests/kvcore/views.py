@@ -41,6 +41,8 @@ def pool_view(pool):
             for node in tree.nodes()
         },
         "kept": dict(pool.shelf.kept),
+        "cached": pool.num_cached_blocks,
+        "slots": pool.num_used_slots,
         "evicted": pool.num_evicted_blocks,
         "allocated": pool.num_allocated_blocks,
         "peak": pool.peak_used_blocks,

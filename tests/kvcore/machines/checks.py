@@ -21,6 +21,9 @@ CLOSED = Bundle("closed")
 LEASES = Bundle("leases")
 
 
+PATIENT = 10**6  # events that wait are never too many
+
+
 class ManagerChecks(RuleBasedStateMachine):
     """A manager, a naive one beside it, and a ghost of the KV memory.
 
@@ -41,8 +44,11 @@ class ManagerChecks(RuleBasedStateMachine):
         events=st.booleans(),
         longest=st.sampled_from([None, None, None, 13, 16]),
         lifetimes=st.booleans(),
+        patience=st.sampled_from([PATIENT, PATIENT, 2]),
     )
-    def start(self, num_blocks, layout, caching, events, longest=None, lifetimes=False):
+    def start(
+        self, num_blocks, layout, caching, events, longest=None, lifetimes=False, patience=PATIENT
+    ):
         self.groups = GROUPS[self.layouts[layout % len(self.layouts)]]
         self.kv = self.make_manager(
             num_blocks,
@@ -54,6 +60,10 @@ class ManagerChecks(RuleBasedStateMachine):
             record_lifetimes=lifetimes,
         )
         self.folded, self.last_event = set(), 0
+        self.spaces = {}  # (group, name): the namespace that it was told with, for ever
+        self.patience = patience
+        if self.kv.events is not None:
+            self.kv.events.max_names = patience
         self.naive = NaiveManager(num_blocks, self.groups, caching)
         self.other = kvcore.KVCacheManager(4, BLOCK_SIZE)
         self.longest = longest
@@ -142,41 +152,80 @@ class ManagerChecks(RuleBasedStateMachine):
         before = kvcore.Snapshot(self.last_event, ())
         ever = set(self.folded)
         events = self.kv.events.take()
-        for event in events:
-            expect("P21", event.number, self.last_event + 1, "the sequence number")
-            self.last_event = event.number
-            if isinstance(event, kvcore.BlockStored):
-                self.check_stored(event)
-                self.folded.add((event.group, event.name))
-                ever.add((event.group, event.name))
-            elif isinstance(event, kvcore.BlockRemoved):
-                if (event.group, event.name) not in self.folded:
-                    raise PropertyError("P21", "removed without having been stored")
-                self.folded.discard((event.group, event.name))
-            else:
-                self.folded.clear()
+        lost = any(isinstance(event, kvcore.EventsLost) for event in events)
+        if lost:
+            self.begin_again(events)
+        else:
+            for event in events:
+                expect("P21", event.number, self.last_event + 1, "the sequence number")
+                self.last_event = event.number
+                self.follow(event)
+                ever |= self.folded
         wanted = {
             (number, self.names(namespace, prefix, self.groups[number][2])[-1])
             for (number, namespace, prefix), _ in self.naive.pool.published
         }
         expect("P21", self.folded, wanted, "what the events add up to")
         expect("P21", kvcore.fold((), self.kv.snapshot()), wanted, "the snapshot")
-        later = kvcore.fold(events, before)
-        expect("P21", later <= ever, True, "events folded on an empty snapshot")
+        if not lost:
+            later = kvcore.fold(events, before)
+            expect("P21", later <= ever, True, "events folded on an empty snapshot")
 
-    def check_stored(self, event):
-        """An event says enough to compute the name again, and comes after its parent's."""
-        if (event.group, event.name) in self.folded:
-            raise PropertyError("P21", "stored twice without a removal")
-        content = kvcore.pack(event.tokens).tobytes() + event.items
-        encoded = kvcore.encode_block(event.parent, content, self.groups[event.group][2])
-        expect("P21", event.name, kvcore.digest(encoded, "xxh3-128"), "a name, from its event")
-        if event.namespace_key is not None:
-            root = kvcore.digest(event.namespace_key, "xxh3-128")
-            expect("P21", event.parent, root, "the name of a namespace")
-        elif self.groups[event.group][0] == "full":
-            known = (event.group, event.parent) in self.folded
-            expect("P21", known, True, "whether the parent was stored before")
+    def begin_again(self, events):
+        """Events were lost because they waited too long: the reader needs a snapshot."""
+        expect("P21", self.patience < PATIENT, True, "whether too many events were waiting")
+        expect("P21", events[0].number > self.last_event, True, "whether any were lost")
+        try:
+            kvcore.fold(events, kvcore.Snapshot(self.last_event, ()))
+        except kvcore.InvalidArgumentError:
+            pass
+        else:
+            raise PropertyError("P21", "what was lost is passed over in silence")
+        numbers = [event.number for event in events]
+        expect("P21", numbers, [*range(numbers[0], numbers[0] + len(numbers))], "the numbers")
+        snapshot = self.kv.snapshot()
+        expect("P21", numbers[-1], snapshot.number, "the last event")
+        self.last_event, self.folded = numbers[-1], set()
+        for run in snapshot.stored:
+            self.check_stored(run)
+        expect("P21", self.folded, kvcore.fold(events, snapshot), "events that a snapshot knows")
+
+    def follow(self, event):
+        """An outside index is told what has changed."""
+        if isinstance(event, kvcore.BlocksStored):
+            self.check_stored(event)
+        elif isinstance(event, kvcore.BlocksRemoved):
+            for name in event.names:
+                if (event.group, name) not in self.folded:
+                    raise PropertyError("P21", "removed without having been stored")
+                self.folded.discard((event.group, name))
+        else:
+            self.folded.clear()
+
+    def check_stored(self, run):
+        """A run says enough to compute its names again, and comes after what it follows."""
+        kind, _, size = self.groups[run.group]
+        expect("P21", (run.block_size, len(run.names)), (size, len(run.contents)), "the sizes")
+        root = kvcore.digest(run.namespace_key, "xxh3-128")
+        self.spaces[run.group, root] = run.namespace_key
+        if run.parent is not None:
+            space = self.spaces.get((run.group, run.parent))
+            if space is not None:  # a window's run may follow what was gone before a snapshot
+                expect("P21", space, run.namespace_key, "the namespace of what a run follows")
+            if kind == "full":
+                known = (run.group, run.parent) in self.folded
+                expect("P21", known, True, "whether the parent was stored before")
+        above = root if run.parent is None else run.parent
+        for index, name in enumerate(run.names):
+            if (run.group, name) in self.folded:
+                raise PropertyError("P21", "stored twice without a removal")
+            tokens = run.tokens[index * size : (index + 1) * size]
+            content = kvcore.pack(tokens).tobytes() + run.items[index]
+            encoded = kvcore.encode_block(above, content, size)
+            expect("P21", name, kvcore.digest(encoded, "xxh3-128"), "a name, from its event")
+            self.spaces[run.group, name] = run.namespace_key
+            self.folded.add((run.group, name))
+            above = name
 
     def check_sequence(self, entry):
         real, naive, _ = entry

@@ -1,0 +1,148 @@
+"""W10: the slowest calls, which a median hides and a user meets.
+
+The chat trace of W5 is played once on a pool of a million blocks, ours made at once, with the
+collector kept away from what exists then; every call is timed, and what is read is the median, the
+99th percentile and the slowest of each kind. Then single calls: one step in which windows move in
+a pool where nothing is cached, a request that fills a part of a fresh pool, a reset of a fresh pool
+and of a full one, and reading the counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import repeat
+from time import thread_time_ns
+
+from kvcore.bench.measure import Case, Round, Run, ran_ns, settled
+from kvcore.bench.peer import PLAIN, Cache, Options, Subject, Tokens
+from kvcore.bench.pools import BLOCK_SIZE, once_each
+from kvcore.bench.prompts import in_format, random_tokens, seeded
+from kvcore.bench.trace import ChatShape, Trace, chat_trace
+
+_KINDS = ("start", "decode", "finish")
+_QUANTILES = (("median", 0.5), ("99 %", 0.99), ("slowest", 1.0))
+
+
+def w10(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
+    """Yield W10: microseconds for one call."""
+    able = once_each(subjects, "W10")
+    shape = ChatShape(num_requests=60, num_open=20, max_running=8) if quick else ChatShape()
+    num_blocks = 4_096 if quick else 1_000_000
+    played = [_Played(subject, chat_trace(5, shape), num_blocks) for subject in able]
+    for kind in _KINDS:
+        for name, share in _QUANTILES:
+            runs = [Run(each.subject, each.reading(kind, share)) for each in played]
+            yield Case("W10", f"{kind}, {name}", "us", runs, 1, 0)
+    count, num_rounds = (8, 2) if quick else (256, 5)
+    for size in (4_096,) if quick else (100_000, 1_000_000):
+        for how, by_request in (("", False), (" by request", True)):
+            options = Options(windows=(64,), caching=False, by_request=by_request)
+            runs = [Run(subject, _sliding(subject, size, count, options)) for subject in able]
+            name = f"a step, windows move{how}, {size:,} blocks"
+            yield Case("W10", name, "us", runs, num_rounds)
+    calls: list[tuple[str, Callable[[Cache, Tokens], object], bool]] = [
+        ("4k tokens into a fresh pool", lambda cache, prompt: cache.start(prompt), False),
+        ("reset of a fresh pool", lambda cache, _: cache.reset(), False),
+        ("reset of a full pool", lambda cache, _: cache.reset(), True),
+        ("reading the counters, full", lambda cache, _: cache.num_hit_tokens(), True),
+    ]
+    for name, call, is_full in calls:
+        runs = [Run(subject, _once(subject, num_blocks, call, is_full=is_full)) for subject in able]
+        yield Case("W10", name, "us", runs, 1 if is_full else 3, 0)
+
+
+class _Played:
+    """The times of every call of a trace, once it has been played."""
+
+    def __init__(self, subject: Subject, trace: Trace, num_blocks: int) -> None:
+        self.subject = subject
+        self._trace = trace
+        self._num_blocks = num_blocks
+        self._times: dict[str, list[int]] = {}
+
+    def reading(self, kind: str, share: float) -> Callable[[], Round]:
+        """Return what says which time so large a share of the calls of a kind do not exceed."""
+
+        def measure() -> Round:
+            if not self._times:
+                self._play()
+            times = self._times[kind]
+            return Round(times[round(share * (len(times) - 1))] / 1e3)
+
+        return measure
+
+    def _play(self) -> None:
+        subject, trace = self.subject, self._trace
+        cache = _ready(subject, self._num_blocks)
+        prompts = [in_format(turn.prompt, subject.tokens) for turn in trace.turns]
+        times: dict[str, list[int]] = {kind: [] for kind in _KINDS}
+        clock = thread_time_ns
+        running: list[object] = []
+        with settled():
+            for step in trace.steps:
+                for turn in step.started:
+                    begin = clock()
+                    running.append(cache.start(prompts[turn]))
+                    times["start"].append(ran_ns(begin))
+                begin = clock()
+                cache.decode(running, step.tokens)
+                times["decode"].append(ran_ns(begin))
+                for place in step.finished:
+                    request = running.pop(place)
+                    begin = clock()
+                    cache.finish(request)
+                    times["finish"].append(ran_ns(begin))
+        self._times = {kind: sorted(spent) for kind, spent in times.items()}
+
+
+def _ready(subject: Subject, num_blocks: int, options: Options = PLAIN) -> Cache:
+    """Return a cache for an engine that must not pause."""
+    given: Options = {**options, "prefault": True} if subject.is_ours else options
+    return subject.peer.make_cache(num_blocks, BLOCK_SIZE, **given)
+
+
+def _sliding(
+    subject: Subject, num_blocks: int, count: int, options: Options
+) -> Callable[[], Round]:
+    """Return what times the step in which all requests' windows move, where nothing is cached.
+
+    Every block was held once, so whatever an allocator keeps of free blocks is as long as it gets.
+    """
+    rng = seeded(10)
+    cache = _ready(subject, num_blocks, options)
+    half = in_format(random_tokens(rng, num_blocks // 3 * BLOCK_SIZE), subject.tokens)
+    cache.finish(cache.start(half))
+    prompts = [random_tokens(rng, 128) for _ in range(count)]
+    requests = [cache.start(in_format(prompt, subject.tokens)) for prompt in prompts]
+
+    def measure() -> Round:
+        slowest = 0
+        for _ in repeat(None, BLOCK_SIZE):
+            tokens = random_tokens(rng, count).tolist()
+            begin = thread_time_ns()
+            cache.decode(requests, tokens)
+            slowest = max(slowest, ran_ns(begin))
+        return Round(slowest / 1e3)
+
+    return measure
+
+
+def _once(
+    subject: Subject, num_blocks: int, call: Callable[[Cache, Tokens], object], *, is_full: bool
+) -> Callable[[], Round]:
+    """Return what times one call on a new cache, which is full of content or not."""
+
+    def measure() -> Round:
+        rng = seeded(11)
+        cache = _ready(subject, num_blocks)
+        if is_full:
+            for _ in range(num_blocks // 256):
+                prompt = in_format(random_tokens(rng, 256 * BLOCK_SIZE), subject.tokens)
+                cache.finish(cache.start(prompt))
+        prompt = in_format(random_tokens(rng, 4096), subject.tokens)
+        with settled():
+            begin = thread_time_ns()
+            call(cache, prompt)
+            return Round(ran_ns(begin) / 1e3)
+
+    return measure

@@ -1,0 +1,344 @@
+"""P28: what a call costs depends on what it takes, gives back or finds, never on the pool's size.
+
+Counted, not timed. Each verb runs in equal situations in a small and in a large pool; the bytecodes
+that kvcore executes must be equal in number, and so, but for what a growing list keeps in reserve,
+the most memory that the call needs at once, which is where a copied list or slice shows.
+"""
+
+import gc
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+import kvcore
+
+HOME = str(Path(kvcore.__file__).parent)
+SMALL, LARGE = 512, 512 + 6 * 600  # the same remainder when they are filled
+SPARE_BYTES = 6000  # a list of so many entries as the large pool has blocks grows by an eighth
+
+GROUPS = {
+    "full": [kvcore.FullAttention()],
+    "full and window": [kvcore.FullAttention(), kvcore.SlidingWindow(6)],
+    "wide, window": [kvcore.FullAttention(8), kvcore.SlidingWindow(6)],
+}
+
+
+def never_used(kv):
+    """Most blocks were never held."""
+
+
+def empty(kv):
+    """Most blocks were held once, and hold nothing."""
+    kv.close(filled(kv, 4 * (kv.num_free_blocks // len(kv.groups) - 2), namespace=None))
+
+
+def idle(kv):
+    """Most blocks hold content that nobody uses."""
+    for number in range(kv.num_free_blocks // (3 * len(kv.groups))):
+        kv.close(filled(kv, 12, first=1000 * (number + 1)))
+
+
+def filled(kv, length, *, first=0, **options):
+    seq = kv.open(range(first, first + length), **options)
+    kv.reserve(seq, length - seq.num_computed_tokens)
+    kv.commit(seq, length - seq.num_computed_tokens)
+    return seq
+
+
+class Situation:
+    """A pool of a size, most of it in one state, and the same few sequences in each."""
+
+    def __init__(self, layout, most, num_blocks, **options):
+        self.kv = kvcore.KVCacheManager(num_blocks, 4, groups=GROUPS[layout], **options)
+        most(self.kv)
+        self.one = filled(self.kv, 30)
+        self.other = filled(self.kv, 21, first=100)
+        self.uncached = filled(self.kv, 24, first=500, namespace=None)
+        self.kv.append(self.uncached, 1)
+        self.kv.reserve(self.uncached, 1)
+        self.loaded = filled(self.kv, 16, first=700)
+        self.lease = self.kv.lease(self.other)
+        self.hit = kvcore.pack([*range(30), 1])
+
+    def decode(self):
+        for _ in range(9):
+            self.kv.decode_step([self.one, self.other], [1, 2])
+
+
+VERBS = {
+    "open, a miss": lambda s: s.kv.open([9, 9, 9, 9, 9]),
+    "open, a hit": lambda s: s.kv.open(s.hit),
+    "plan": lambda s: s.kv.plan(s.hit),
+    "reserve": lambda s: s.kv.reserve(s.one, 40),
+    "can reserve": lambda s: s.kv.can_reserve(s.one, 40),
+    "append": lambda s: s.kv.append(s.one, 1),
+    "commit, a window moves": lambda s: s.kv.commit(s.uncached, 1),
+    "decode": Situation.decode,
+    "reserve and commit of a step": lambda s: (
+        s.kv.reserve_step([s.one, s.uncached], [8, 8]),
+        s.kv.commit_step([s.one, s.uncached], [0, 1]),
+    ),
+    "a step, a window moves": lambda s: s.kv.step([s.uncached], [1], [7], room=[8]),
+    "a step ahead": lambda s: (
+        s.kv.step([s.one, s.uncached], [0, 1], None),
+        s.kv.tell_step([s.one, s.uncached], [7, 8]),
+    ),
+    "expect and tell": lambda s: (s.kv.expect(s.one, 3), s.kv.tell(s.one, [1, 2, 3])),
+    "what is missing, exclusive, shared": lambda s: (
+        s.kv.num_missing_blocks(s.one, 40),
+        s.kv.num_exclusive_blocks(s.one),
+        s.kv.num_shared_blocks(s.one),
+    ),
+    "truncate": lambda s: s.kv.truncate(s.one, 5),
+    "fork": lambda s: s.kv.fork(s.one),
+    "close": lambda s: s.kv.close(s.one),
+    "close, nothing of it cached": lambda s: s.kv.close(s.uncached),
+    "lease": lambda s: s.kv.lease(s.one),
+    "end a lease": lambda s: s.lease.end(),
+    "advance": lambda s: s.kv.advance(),
+    "fail a load": lambda s: s.kv.fail_load(s.loaded, 0),
+    "statistics": lambda s: s.kv.stats(),
+    "names": lambda s: s.one.block_names(),
+}
+
+
+def codes_run(call, *args):
+    """How many bytecodes of kvcore a call executes."""
+    count = 0
+
+    def local(frame, event, _):
+        nonlocal count
+        count += event == "opcode"
+        return local
+
+    def enter(frame, event, _):
+        if not frame.f_code.co_filename.startswith(HOME):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call(*args)
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def bytes_needed(call, *args):
+    """How many bytes a call has allocated at most at once."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        call(*args)
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def bytes_left(call, *args):
+    """How many bytes a call leaves behind when it is made a second time."""
+    tracemalloc.start()
+    try:
+        call(*args)  # what the second one frees has been allocated while it was watched
+        gc.collect()  # Python keeps freed tuples for later; a collection lets them go
+        before = tracemalloc.get_traced_memory()[0]
+        call(*args)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def excess(layout, most, verb, **options):
+    """What a verb costs in the large pool beyond what it costs in the small one, in words."""
+    small, large = (Situation(layout, most, size, **options) for size in (SMALL, LARGE))
+    codes = codes_run(verb, small), codes_run(verb, large)
+    found = [] if codes[0] == codes[1] else [f"bytecodes: {codes[0]} and {codes[1]}"]
+    small, large = (Situation(layout, most, size, **options) for size in (SMALL, LARGE))
+    needed = bytes_needed(verb, small), bytes_needed(verb, large)
+    if needed[1] > needed[0] + SPARE_BYTES:
+        found.append(f"bytes at once: {needed[0]} and {needed[1]}")
+    return found
+
+
+source_build = pytest.mark.source_build  # compiled functions run no bytecode
+
+
+@source_build
+@pytest.mark.parametrize("most", [never_used, empty, idle])
+@pytest.mark.parametrize("layout", GROUPS)
+def test_no_verb_costs_more_in_a_larger_pool(layout, most):
+    costs = {name: excess(layout, most, verb) for name, verb in VERBS.items()}
+    if most is idle:  # it looks at all that begins as the failed block did, and next to it
+        assert costs.pop("fail a load") != []
+    assert {name: cost for name, cost in costs.items() if cost} == {}
+
+
+@source_build
+def test_nor_with_events_and_lifetimes():
+    options = {"record_events": "xxh3-128", "record_lifetimes": True}
+    for name, verb in VERBS.items():
+        assert excess("full and window", empty, verb, **options) == [], name
+
+
+@source_build
+@pytest.mark.parametrize("most", [never_used, empty])
+def test_a_reset_costs_what_it_forgets(most):
+    assert excess("full", most, lambda s: s.kv.reset()) == []
+
+
+def test_a_reset_of_a_pool_that_was_never_used_makes_no_block():
+    kv = kvcore.KVCacheManager(10**9, 16)
+    kv.reset()
+    assert bytes_needed(kv.reset) < 2000
+
+
+def test_a_verb_needs_no_memory_for_blocks_that_it_does_not_touch():
+    """On both builds."""
+    for name, verb in VERBS.items():
+        for most in (empty, idle):
+            needed = [
+                bytes_needed(verb, Situation("full and window", most, size))
+                for size in (SMALL, LARGE)
+            ]
+            assert needed[1] <= needed[0] + SPARE_BYTES, (name, needed)
+
+
+def live_again(kv, times):
+    for _ in range(times):
+        kv.close(filled(kv, 12, first=10**6 + 100 * kv._next_seq_id))  # never the same prompt
+        kv.advance()
+
+
+def test_requests_that_come_and_go_leave_nothing_behind():
+    kv = Situation("full and window", idle, SMALL).kv
+    assert bytes_left(live_again, kv, 300) < 1000
+
+
+# The checker is checked: one bug of each kind.
+
+
+def copies_the_stack(pool, blocks, released):
+    freed = pool._let_go(released)
+    left = pool.empty_blocks[: -len(blocks)] if blocks else pool.empty_blocks
+    stack = left + [block for block in freed if block.node is None]
+    pool.hand_out(blocks)
+    pool.empty_blocks = stack
+    pool._count_emptied([block for block in freed if block.node is None])
+    pool._put_back([block for block in freed if block.node is not None])
+
+
+def walks_the_blocks(pool):
+    return pool.num_usable_blocks - sum(1 for _ in pool.free_blocks())
+
+
+def makes_all_blocks(pool, *, canonical_order=False):
+    pool.empty_blocks = list(pool.free_blocks())[::-1]
+    return 0
+
+
+def keeps_a_journal(drop):
+    journal = []
+
+    def noting(pool, blocks):
+        journal.extend([object() for _ in blocks])
+        drop(pool, blocks)
+
+    return noting
+
+
+@source_build
+def test_a_copied_list_is_seen(monkeypatch):
+    monkeypatch.setattr(kvcore.BlockPool, "exchange", copies_the_stack)
+    (told,) = excess("full and window", empty, VERBS["a step, a window moves"])
+    assert told.startswith("bytes at once")
+
+
+@source_build
+def test_a_walk_is_seen(monkeypatch):
+    monkeypatch.setattr(kvcore.BlockPool, "num_used_slots", property(walks_the_blocks))
+    told = excess("full", empty, VERBS["statistics"])
+    assert told[0].startswith("bytecodes")
+
+
+@source_build
+def test_a_pool_that_is_made_by_its_reset_is_seen(monkeypatch):
+    monkeypatch.setattr(kvcore.BlockPool, "clear", makes_all_blocks)
+    assert len(excess("full", never_used, lambda s: s.kv.reset())) == 2
+
+
+@source_build
+def test_a_list_that_grows_for_ever_is_seen(monkeypatch):
+    kv = Situation("full and window", idle, SMALL).kv
+    monkeypatch.setattr(kvcore.BlockPool, "drop", keeps_a_journal(kvcore.BlockPool.drop))
+    assert bytes_left(live_again, kv, 300) > 1000
+
+
+# The collector.
+
+
+def collections(call):
+    """How many objects the garbage collector found to free while a call ran, and how often it ran.
+
+    And of the blocks and nodes of kvcore, how many it had to walk.
+    """
+    found, runs, walked = 0, 0, 0
+
+    def note(phase, info):
+        nonlocal found, runs, walked
+        if phase == "start":
+            young = gc.get_objects(generation=info["generation"])
+            walked += sum([isinstance(thing, kvcore.Node) for thing in young])
+        else:
+            found += info["collected"]
+            runs += 1
+
+    gc.collect()
+    gc.freeze()
+    gc.callbacks.append(note)
+    try:
+        call()
+    finally:
+        gc.callbacks.remove(note)
+        gc.unfreeze()
+    return found, runs, walked
+
+
+def busy(kv):
+    """Chats of growing histories over a system prompt, until the pool has evicted much."""
+    for turn in range(40):
+        running = [filled(kv, 40 + 8 * turn, first=1000 * chat) for chat in range(12)]
+        for step in range(20):
+            kv.decode_step(running, [step] * len(running))
+        for seq in running:
+            kv.close(seq)
+
+
+def test_the_collector_finds_no_garbage_and_meets_no_block_of_a_prefaulted_pool():
+    kv = kvcore.KVCacheManager(1200, 4, prefault=True)
+    found, runs, walked = collections(lambda: busy(kv))
+    assert kv.stats().num_evicted_blocks > 1200
+    assert (found, walked) == (0, 0)
+    assert runs < 60
+
+
+def test_without_it_the_collector_meets_the_blocks_that_are_made():
+    kv = kvcore.KVCacheManager(1200, 4)
+    found, _, walked = collections(lambda: busy(kv))
+    assert found == 0
+    assert walked > 500
+
+
+def test_a_prefaulted_pool_gives_the_same_ids():
+    told = []
+    for prefault in (False, True):
+        kv = kvcore.KVCacheManager(40, 4, prefault=prefault)
+        kv.close(filled(kv, 30))
+        told.append((filled(kv, 50, first=7).block_table, kv.stats()))
+        assert len(kv.pool._made) == (40 if prefault else 21)
+    assert told[0] == told[1]
