@@ -36,7 +36,7 @@ from backends.contract import PagedBatch
 from backends.triton_gpu.hopper_consume import consume
 from backends.triton_gpu.hopper_items import gluon_function, gluon_kernel
 from backends.triton_gpu.hopper_load import load_tiles
-from backends.triton_gpu.place import Place, power_of_two
+from backends.triton_gpu.place import Place, ceil_div, power_of_two
 from backends.triton_gpu.prefill_order import order_tiles
 
 ROWS = 128
@@ -162,6 +162,12 @@ def shape_for(head_dim: int) -> Shape:
 def heads_an_item(group: int) -> int:
     """Query heads of a KV head that share an item: the largest power of two in the group."""
     return min(group & -group, ROWS // 2)
+
+
+def items_a_kv_head(group: int, query_len: int) -> int:
+    """Items that so many query tokens of a sequence make."""
+    pack = heads_an_item(group)
+    return group // pack * ceil_div(query_len, ROWS // pack)
 
 
 def can_attend(

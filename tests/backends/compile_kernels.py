@@ -111,6 +111,7 @@ class Decode:
     vector: int = 16
     features: bool = False
     shared: bool = False
+    many: bool = False
     alike: bool = False
     e4m3: bool = False
 
@@ -124,6 +125,8 @@ DECODES = (  # of which the older capability takes every third
     Decode("bf16", 64, 8, registers=192, vector=16, features=True, block_size=5),
     Decode("bf16", 128, 4, registers=192, vector=16, shared=True),
     Decode("fp16", 80, 5, registers=192, vector=0, features=True),
+    Decode("bf16", 128, 4, registers=255, vector=16, many=True, features=True),
+    Decode("bf16", 128, 4, registers=255, vector=64, many=True, e4m3=True),
     Decode("bf16", 256, 16, registers=255, vector=128, features=True),
 )
 
@@ -148,7 +151,7 @@ def check_decode(case, capability):
     kind = "u8" if case.e4m3 else case.element
     rows = {
         "HAS_SINKS": case.features, "ROW_ALIGN": 16, "WARPS": warps,
-        "ROWS": decode.rows_a_program(group, head_dim),
+        "ROWS": decode.rows_a_program(group, head_dim, many=case.many), "MANY": case.many,
     }  # fmt: skip
     made = make(
         decode._attend_chunk, capability, case.element, plan | caches | rows, cache=kind,
@@ -162,9 +165,9 @@ def check_decode(case, capability):
     assert made.count("HMMA")
     if case.vector or case.alike:
         parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 64}
-        parts["STEP"] = merge.chunks_at_once(64, head_dim)
+        parts["STEP"] = merge.parts_at_once(64, head_dim)
         made = make(
-            merge._merge_chunks, capability, case.element, plan | parts, num_warps=merge.WARPS
+            merge._merge_parts, capability, case.element, plan | parts, num_warps=merge.WARPS
         )
         bound(made, registers=255, shared=8 << 10)
     if case.shared:
