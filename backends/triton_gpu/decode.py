@@ -139,15 +139,6 @@ def _attend_chunk(
         HAS_WINDOW, HAS_SHARED, TILE, VECTOR, ALIKE,
     )  # fmt: skip
     kv_head = tl.program_id(0) // slices
-    row = tl.program_id(0) % slices * ROWS + tl.arange(0, ROWS)
-    token = row * 0
-    head = kv_head * GROUP + row
-    if MANY:
-        token = row // GROUP
-        head = kv_head * GROUP + row % GROUP
-    q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + head * Q_HEAD
-    o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + head * O_HEAD
-    dim = tl.arange(0, WIDTH)
     if K_SCALE >= 0:
         scale *= tl.load(k_scale + kv_head * K_SCALE)
     for ahead in range(last - first):
@@ -162,11 +153,21 @@ def _attend_chunk(
             item, s, tiles, before, size, extra, target, TILE, VECTOR, ALIKE
         )
         before += tl.where(tiles > 0, tiles + extra, 0)
-        live = row < GROUP
         if MANY:
-            live = token < query_len
             end = tl.where(tl.program_id(0) % slices * ROWS // GROUP < query_len, end, begin)
         if end > begin:
+            nothing = tl.multiple_of(tl.minimum(query_len, 0), 16)
+            dim = tl.arange(0, WIDTH) + nothing
+            row = tl.program_id(0) % slices * ROWS + tl.arange(0, ROWS) + nothing
+            token = row * 0
+            head = kv_head * GROUP + row
+            live = row < GROUP
+            if MANY:
+                token = row // GROUP
+                head = kv_head * GROUP + row % GROUP
+                live = token < query_len
+            q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + head * Q_HEAD
+            o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + head * O_HEAD
             q_at = tl.multiple_of(start.to(tl.int64) * q_stride, ROW_ALIGN)
             at = q_at + q_row[:, None] + dim[None, :]
             q = tl.load(query + at, mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
