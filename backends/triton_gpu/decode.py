@@ -1,13 +1,13 @@
-"""Attention of few query tokens a sequence on a GPU, with the keys shared out among programs.
+"""Attention of few query tokens a sequence on a GPU, with long sequences split over programs.
 
     out[h] = sum_c 2^(lse_c - top) part_c / sum_c 2^(lse_c - top),  top = max_c lse_c
     part_c = sum_k p_k v[k] / sum_k p_k, lse_c = log2 sum_k 2^logit_k,  k in part c
 
-Grid: (KV head, num_seqs + target), one program a range of keys; `splits` holds the plan, which
-every program works out by itself from `seq_lens`. The grid depends on the batch's shape alone, so
-that a CUDA graph may be replayed with other lengths and tables; surplus programs return at once. A
-program walks what its range has of each sequence, one after the other. A sequence in one range is
-written directly, the others by `merge`, and so are those whose prefix `cascade` has read for them.
+Grid: (KV head, parts at most), one program a part; `splits` holds the plan, which every program
+works out by itself from `seq_lens`. The grid depends on the batch's shape alone, so that a CUDA
+graph may be replayed with other lengths and tables; surplus programs return at once. A sequence in
+one part is written directly, the others by `merge`, and so are those whose prefix `cascade` has
+read for them.
 
 A row is a query head of a KV head, or if MANY a pair of query token and head: a few tokens that
 are verified, or the end of a prompt, read the keys together. A program takes 8 or 16 rows and walks
@@ -37,13 +37,7 @@ from backends.triton_gpu.chunk import walk_chunk
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.soft_cap import LOG2E
-from backends.triton_gpu.splits import (
-    alike_grid,
-    count_tiles,
-    cut_sequence,
-    find_work,
-    plan_grid,
-)
+from backends.triton_gpu.splits import alike_grid, count_tiles, find_part, plan_grid
 from backends.triton_gpu.terms import Terms
 
 WARPS = 2
@@ -71,7 +65,7 @@ def _write(
 
 @launcher(
     integers=(
-        "q_stride", "o_stride", "num_seqs", "table_stride", "parts", "slices", "most", "window", "target",
+        "q_stride", "o_stride", "num_seqs", "table_stride", "slices", "most", "window", "target",
         "shared_first", "shared_last", "shared_tokens",
     ),
     indices=("query_start_loc", "seq_lens", "tables", "k_scale", "v_scale"),
@@ -93,8 +87,7 @@ def _attend_chunk(
     o_stride: tl.tensor,
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
-    parts: tl.tensor,  # at most
-    slices: tl.tensor,  # programs that a KV head's rows take
+    slices: tl.tensor,  # programs that a KV head's rows take, used if MANY
     most: tl.tensor,  # query tokens of a sequence that this kernel takes; 1 unless MANY
     window: tl.tensor,  # used if HAS_WINDOW
     target: tl.tensor,  # see splits
@@ -130,80 +123,81 @@ def _attend_chunk(
     CHAINED: tl.constexpr,
 ) -> None:
     TILE: tl.constexpr = WARPS * 16
+    SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     if CHAINED:
         gdc_launch_dependents()
     item = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     shared = (shared_first, shared_last, shared_tokens)
-    first, last, before, size, extra = find_work(
+    s, split, splits = find_part(
         query_start_loc, seq_lens, num_seqs, item, target, most, window, shared,
         HAS_WINDOW, HAS_SHARED, TILE, VECTOR, ALIKE,
     )  # fmt: skip
-    kv_head = tl.program_id(0) // slices
+    if s >= num_seqs:
+        return
+    start = tl.load(query_start_loc + s)
+    query_len = tl.load(query_start_loc + s + 1) - start
+    length = tl.load(seq_lens + s)
+    seen, tiles = count_tiles(
+        s, query_len, length, most, window, shared, HAS_WINDOW, HAS_SHARED, TILE
+    )
+    if MANY:
+        kv_head = tl.program_id(0) // slices
+        first_row = tl.program_id(0) % slices * ROWS
+        row = first_row + tl.arange(0, ROWS)
+        token, member = row // GROUP, row % GROUP
+        live = token < query_len
+        tiles = tl.where(first_row // GROUP < query_len, tiles, 0)
+        q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + (kv_head * GROUP + member) * Q_HEAD
+        o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + (kv_head * GROUP + member) * O_HEAD
+    else:
+        kv_head = tl.program_id(0) // SLICES
+        member = tl.program_id(0) % SLICES * ROWS + tl.arange(0, ROWS)
+        token = member * 0
+        live = member < GROUP
+        q_row = (kv_head * GROUP + member) * Q_HEAD
+        o_row = (kv_head * GROUP + member) * O_HEAD
+    if tiles == 0:
+        return
+    begin = (seen // TILE + split * tiles // splits) * TILE
+    end = tl.minimum((seen // TILE + (split + 1) * tiles // splits) * TILE, length)
+    head = kv_head * GROUP + member
+    dim = tl.arange(0, WIDTH)
+    q_at = tl.multiple_of(start.to(tl.int64) * q_stride, ROW_ALIGN)
+    at = q_at + q_row[:, None] + dim[None, :]
+    q = tl.load(query + at, mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    if E4M3:
+        q = q.to(tl.float16)
     if K_SCALE >= 0:
         scale *= tl.load(k_scale + kv_head * K_SCALE)
-    for ahead in range(last - first):
-        s = first + ahead
-        start = tl.load(query_start_loc + s)
-        query_len = tl.load(query_start_loc + s + 1) - start
-        length = tl.load(seq_lens + s)
-        seen, tiles = count_tiles(
-            s, query_len, length, most, window, shared, HAS_WINDOW, HAS_SHARED, TILE
-        )
-        begin, end, part = cut_sequence(
-            item, s, tiles, before, size, extra, target, TILE, VECTOR, ALIKE
-        )
-        before += tl.where(tiles > 0, tiles + extra, 0)
-        if MANY:
-            end = tl.where(tl.program_id(0) % slices * ROWS // GROUP < query_len, end, begin)
-        if end > begin:
-            nothing = tl.multiple_of(tl.minimum(query_len, 0), 16)
-            dim = tl.arange(0, WIDTH) + nothing
-            row = tl.program_id(0) % slices * ROWS + tl.arange(0, ROWS) + nothing
-            token = row * 0
-            head = kv_head * GROUP + row
-            live = row < GROUP
-            if MANY:
-                token = row // GROUP
-                head = kv_head * GROUP + row % GROUP
-                live = token < query_len
-            q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + head * Q_HEAD
-            o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + head * O_HEAD
-            q_at = tl.multiple_of(start.to(tl.int64) * q_stride, ROW_ALIGN)
-            at = q_at + q_row[:, None] + dim[None, :]
-            q = tl.load(query + at, mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-            if E4M3:
-                q = q.to(tl.float16)
-            base = seen // TILE
-            highest, total, sums = walk_chunk(
-                q, k_cache + kv_head * K_STRIDES[2], v_cache + kv_head * V_STRIDES[2],
-                tables + s.to(tl.int64) * table_stride,
-                (base + begin) * TILE, tl.minimum((base + end) * TILE, length), seen,
-                length - query_len + 1 + token, window, scale, soft_cap,
-                K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM, HAS_CAP, HAS_WINDOW, ALIGN,
-                WARPS, ROWS, WIDTH, E4M3, NATIVE, MANY,
-            )  # fmt: skip
-            if V_SCALE >= 0:
-                sums *= tl.load(v_scale + kv_head * V_SCALE)
-            if HAS_SINKS:  # one more logit, in the first part alone
-                sink = tl.load(sinks + head, mask=live & (begin == 0), other=float("-inf"))
-                sink = sink.to(tl.float32) * LOG2E
-                top = tl.maximum(highest, sink)
-                total = total * tl.exp2(highest - top) + tl.exp2(sink - top)
-                sums = sums * tl.exp2(highest - top)[None, :]
-                highest = top
-            final = (begin == 0) & (end == tiles)
-            if HAS_SHARED:
-                final = final & ((s < shared_first) | (s >= shared_last))
-            share = total
-            if MANY:  # a row that sees nothing of this part
-                share = tl.where(total > 0, total, 1.0)
-            o_at = tl.multiple_of(start.to(tl.int64) * o_stride, ROW_ALIGN)
-            _write(
-                tl.permute(sums / share[None, :], (1, 0)), highest + tl.log2(total), out,
-                o_at + o_row, partial,
-                (part * most + token) * NUM_HEADS + head, parts * most * NUM_HEADS, live, final,
-                HEAD_DIM, WIDTH,
-            )  # fmt: skip
+    highest, total, sums = walk_chunk(
+        q, k_cache + kv_head * K_STRIDES[2], v_cache + kv_head * V_STRIDES[2],
+        tables + s.to(tl.int64) * table_stride, begin, end, seen,
+        length - query_len + 1 + token, window, scale, soft_cap,
+        K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM, HAS_CAP, HAS_WINDOW, ALIGN,
+        WARPS, ROWS, WIDTH, E4M3, NATIVE, MANY,
+    )  # fmt: skip
+    if V_SCALE >= 0:
+        sums *= tl.load(v_scale + kv_head * V_SCALE)
+    if HAS_SINKS:  # one more logit, in the first part alone
+        sink = tl.load(sinks + head, mask=live & (split == 0), other=float("-inf"))
+        sink = sink.to(tl.float32) * LOG2E
+        top = tl.maximum(highest, sink)
+        total = total * tl.exp2(highest - top) + tl.exp2(sink - top)
+        sums = sums * tl.exp2(highest - top)[None, :]
+        highest = top
+    final = splits == 1
+    if HAS_SHARED:
+        final = final & ((s < shared_first) | (s >= shared_last))
+    share = total
+    if MANY:  # a row that sees nothing of this part
+        share = tl.where(total > 0, total, 1.0)
+    items = tl.num_programs(1) * tl.num_programs(2)
+    _write(
+        tl.permute(sums / share[None, :], (1, 0)), highest + tl.log2(total), out,
+        tl.multiple_of(start.to(tl.int64) * o_stride, ROW_ALIGN) + o_row, partial,
+        (item * most + token) * NUM_HEADS + head, items * most * NUM_HEADS, live, final,
+        HEAD_DIM, WIDTH,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +209,7 @@ class Plan:
     parts_size: int
     """float32 numbers that the parts need."""
     numbers: tuple[int, ...]
-    """Those that come first: strides, num_seqs, parts, slices, most."""
+    """Those that come first: strides, num_seqs, slices, most."""
     target: int
     merge: merging.Plan | None
 
@@ -246,7 +240,7 @@ def plan_decode(
     if batch_invariant:
         grid = alike_grid(batch.num_seqs, batch.max_seq_len)
     else:
-        grid = plan_grid(place, out.device, batch.num_seqs, programs, e4m3=terms.e4m3)
+        grid = plan_grid(place, out.device, batch.num_seqs, programs, slow=terms.e4m3 or most > 1)
     (q_stride, q_head, _), (o_stride, o_head, _) = query.stride(), out.stride()
     k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
     constants = (
@@ -265,10 +259,10 @@ def plan_decode(
     return Plan(
         variant,
         (programs, *grid.shape),
-        grid.parts * most * num_heads * (head_dim + 1),
+        grid.items * most * num_heads * (head_dim + 1) if grid.splits else 0,
         (
             q_stride, o_stride, batch.num_seqs, batch.block_table.stride(0),
-            grid.parts, slices, most,
+            slices, most,
         ),
         grid.target,
         merging.plan_merge(

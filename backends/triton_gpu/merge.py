@@ -54,7 +54,7 @@ def _add_parts(
 
 @launcher(
     integers=(
-        "o_stride", "num_seqs", "most", "parts", "window", "target",
+        "o_stride", "num_seqs", "most", "items", "window", "target",
         "shared_first", "shared_last", "shared_tokens", "shared_chunks",
     ),
     indices=("query_start_loc", "seq_lens"),
@@ -69,7 +69,7 @@ def _merge_parts(
     o_stride: tl.tensor,  # from token to token
     num_seqs: tl.tensor,
     most: tl.tensor,  # query tokens of a sequence that decode takes
-    parts: tl.tensor,  # at most
+    items: tl.tensor,  # parts at most, of all sequences
     window: tl.tensor,
     target: tl.tensor,
     shared_first: tl.tensor,  # used if HAS_SHARED, as the others
@@ -81,6 +81,7 @@ def _merge_parts(
     HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    MANY: tl.constexpr,  # query tokens of a sequence, otherwise one
     TILE: tl.constexpr,
     VECTOR: tl.constexpr,
     ALIKE: tl.constexpr,
@@ -109,8 +110,11 @@ def _merge_parts(
         return
     dim = tl.arange(0, WIDTH)
     part = tl.arange(0, MOST)
-    rows = most * NUM_HEADS
-    lses = partial + parts * rows * HEAD_DIM
+    if MANY:
+        rows = most * NUM_HEADS
+    else:
+        rows: tl.constexpr = NUM_HEADS
+    lses = partial + items * rows * HEAD_DIM
     sharing = shared_last - shared_first
     shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
     for h in range(HEADS):
@@ -145,7 +149,7 @@ class Plan:
     variant: Variant
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
-    """Those that come first: the output's stride, num_seqs, most, parts."""
+    """Those that come first: the output's stride, num_seqs, most, items."""
     target: int
 
 
@@ -170,14 +174,14 @@ def plan_merge(
     step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
     chained = place.can_chain(out.device)
     constants = (
-        out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, tile,
+        out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
         grid.vector, grid.alike, heads, parts, step, power_of_two(head_dim), chained,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(
         place, out.device, (out.dtype,), constants, num_warps=WARPS, **options
     )
-    numbers = (out.stride(0), batch.num_seqs, most, grid.parts)
+    numbers = (out.stride(0), batch.num_seqs, most, grid.items)
     return Plan(variant, (most * num_heads // heads, batch.num_seqs, 1), numbers, grid.target)
 
 

@@ -1,6 +1,6 @@
 """Attention over the paged cache on a GPU: which kernel takes which sequence.
 
-Sequences with one query token go to `decode`, which shares their keys out among programs, the
+Sequences with one query token go to `decode`, which splits long ones over programs, the
 others to `prefill`; a batch none of whose sequences has more than a few (`longest_decoded`) is
 decode's whole. A batch of decode alone or of one sequence is told by what the host knows,
 max_query_len and num_seqs, and launches one of the two; any other batch launches both, and each

@@ -139,7 +139,8 @@ def check_decode(case, capability):
     strides = (case.block_size * 8 * head_dim, 8 * head_dim, head_dim)
     plan = {
         "O_HEAD": head_dim, "NUM_HEADS": 8 * group, "HEAD_DIM": head_dim,
-        "HAS_WINDOW": case.features, "HAS_SHARED": case.shared, "VECTOR": case.vector,
+        "HAS_WINDOW": case.features, "HAS_SHARED": case.shared, "MANY": case.many,
+        "VECTOR": case.vector,
         "ALIKE": case.alike, "WIDTH": width, "CHAINED": capability >= 90,
     }  # fmt: skip
     caches = {
@@ -151,7 +152,7 @@ def check_decode(case, capability):
     kind = "u8" if case.e4m3 else case.element
     rows = {
         "HAS_SINKS": case.features, "ROW_ALIGN": 16, "WARPS": warps,
-        "ROWS": decode.rows_a_program(group, head_dim, many=case.many), "MANY": case.many,
+        "ROWS": decode.rows_a_program(group, head_dim, many=case.many),
     }  # fmt: skip
     made = make(
         decode._attend_chunk, capability, case.element, plan | caches | rows, cache=kind,
