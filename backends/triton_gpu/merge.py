@@ -1,4 +1,4 @@
-"""Merge the parts of split sequences into their output rows on a GPU.
+"""Merge the parts of split sequences into their output rows on a GPU, after decode and prefill.
 
     out[h] = sum_c 2^(lse_c - top) part_c / sum_c 2^(lse_c - top),  top = max_c lse_c
 
@@ -23,9 +23,13 @@ from backends.contract import PagedBatch
 from backends.triton_gpu.cascade import MOST_CHUNKS, Shared
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, device_function, power_of_two
+from backends.triton_gpu.prefill_order import RECORD, Items
 from backends.triton_gpu.splits import Grid, find_parts
 
 WARPS = 2
+PIECE_WARPS = 4
+PIECE_ROWS = 4
+"""Of a tile of prefill, a program."""
 MANY_SEQS = 64
 MANY_PROGRAMS = 4096
 """Programs that start at once; more than these take several heads each."""
@@ -201,3 +205,101 @@ def merge(
 def parts_at_once(most: int, head_dim: int) -> int:
     """Parts that a program loads together: 128 registers a thread hold them."""
     return min(most, 128 * 32 * WARPS // max(128, power_of_two(head_dim)))
+
+
+@launcher(
+    integers=("o_stride", "records", "items"),
+    indices=("query_start_loc", "work"),
+    pointers=("out",),
+)
+def _merge_pieces(
+    partial: tl.tensor,  # float32 [items, PACK * TOKENS, head_dim] parts, then without head_dim
+    work: tl.tensor,  # int32, of prefill_order
+    out: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
+    query_start_loc: tl.tensor,  # int32 [num_seqs + 1], read unless PLANNED
+    o_stride: tl.tensor,  # from token to token
+    records: tl.tensor,  # where they begin in work
+    items: tl.tensor,  # at most
+    O_HEAD: tl.constexpr,  # from head to head
+    HEAD_DIM: tl.constexpr,
+    SLICES: tl.constexpr,
+    PACK: tl.constexpr,  # heads an item
+    TOKENS: tl.constexpr,  # an item
+    PLANNED: tl.constexpr,
+    ROWS: tl.constexpr,  # a program
+    STEP: tl.constexpr,  # parts loaded at once
+    WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    if CHAINED:
+        gdc_wait()
+    tile = tl.program_id(1)
+    if not PLANNED:  # then there is a record for each tile of the only sequence
+        query_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
+        if tile * TOKENS >= query_len:
+            return
+    record = work + records + tile * RECORD
+    rank = tl.load(record)
+    pieces = tl.load(record + 1)
+    start = tl.load(record + 2)
+    tokens = tl.load(record + 3)
+    chunks: tl.constexpr = PACK * TOKENS // ROWS
+    begin = tl.program_id(0) % chunks * ROWS
+    if (pieces <= 1) | (begin // PACK >= tokens):
+        return
+    part = tl.program_id(0) // chunks
+    r = begin + tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    inside = (dim < HEAD_DIM)[None, None, :]
+    live = r // PACK < tokens
+    highest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(0, pieces, STEP):
+        piece = first + tl.arange(0, STEP)
+        entry = ((rank + piece) * SLICES + part)[:, None] * (PACK * TOKENS) + r[None, :]
+        there = (piece < pieces)[:, None] & live[None, :]
+        lse = tl.load(
+            partial + items * (PACK * TOKENS * HEAD_DIM) + entry, mask=there, other=float("-inf")
+        )
+        now = tl.maximum(highest, tl.max(lse, 0))
+        weight = tl.exp2(lse - now[None, :])
+        rescale = tl.exp2(highest - now)
+        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
+        parts = tl.load(at, mask=there[:, :, None] & inside, other=0.0)
+        sums = sums * rescale[:, None] + tl.sum(parts * weight[:, :, None], 0)
+        total = total * rescale + tl.sum(weight, 0)
+        highest = now
+    to = (start + r // PACK).to(tl.int64) * o_stride + (part * PACK + r % PACK) * O_HEAD
+    result = sums / tl.where(live, total, 1.0)[:, None]
+    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out + to[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def merge_pieces(
+    place: Place,
+    partial: Tensor,
+    work: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    items: Items,
+    *,
+    pack: int,
+) -> None:
+    """Write the rows of prefill's tiles whose keys were cut; one launch."""
+    head_dim = out.shape[2]
+    chained = place.can_chain(out.device)
+    width = power_of_two(head_dim)
+    rows = min(PIECE_ROWS, pack * items.tokens)
+    constants = (
+        out.stride(1), head_dim, items.slices, pack, items.tokens, batch.num_seqs > 1,
+        rows, max(1, 128 * 32 * PIECE_WARPS // (2 * rows * width)), width, chained,
+    )  # fmt: skip
+    options = {"launch_pdl": True} if chained else {}
+    variant = _merge_pieces.variant(
+        place, out.device, (out.dtype,), constants, num_warps=PIECE_WARPS, **options
+    )
+    tensors = (partial, work, out, batch.query_start_loc)
+    numbers = (out.stride(0), items.records, items.ranks * items.slices)
+    grid = (items.slices * (pack * items.tokens // rows), items.tiles, 1)
+    variant.launch(grid, tensors, numbers)

@@ -171,6 +171,16 @@ def check_decode(case, capability):
             merge._merge_parts, capability, case.element, plan | parts, num_warps=merge.WARPS
         )
         bound(made, registers=255, shared=8 << 10)
+    if case.vector == 1:
+        pieces = {
+            "O_HEAD": head_dim, "HEAD_DIM": head_dim, "SLICES": 8, "PACK": 4, "TOKENS": 32,
+            "PLANNED": True, "ROWS": merge.PIECE_ROWS, "STEP": 16, "WIDTH": width,
+            "CHAINED": capability >= 90,
+        }  # fmt: skip
+        made = make(
+            merge._merge_pieces, capability, case.element, pieces, num_warps=merge.PIECE_WARPS
+        )
+        bound(made, registers=168, shared=8 << 10)
     if case.shared:
         parts = {
             "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "ROWS": cascade.ROWS,
