@@ -68,9 +68,7 @@ def load_tiles(
             seen = gl.maximum(first - window + 1, 0)
             low = gl.maximum(position - window + 1, 0) // BLOCK_SIZE
         high = (position + tokens - 1) // BLOCK_SIZE
-        begin, end, _, _ = find_span(
-            position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT
-        )
+        begin, end, _, _ = find_span(position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT)
         ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
         end_of_keys = length
         first_live = gl.maximum(seen, low * BLOCK_SIZE)

@@ -147,9 +147,7 @@ def _choose_chunk(
 
 
 @device_function
-def _steps(
-    items: tl.tensor, work: tl.tensor, top: tl.tensor, programs: tl.tensor
-) -> tl.tensor:
+def _steps(items: tl.tensor, work: tl.tensor, top: tl.tensor, programs: tl.tensor) -> tl.tensor:
     """Steps until the last program is done with so many items, `top` the longest."""
     rounds = ((items + programs - 1) // programs).to(tl.float32)
     mean = work.to(tl.float32) / tl.maximum(items, 1).to(tl.float32)

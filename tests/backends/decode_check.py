@@ -106,8 +106,7 @@ def plan(seqs, target, most, window, *, alike):
 def tiles_of(seqs, most, window):
     """Tiles of keys that decode visits of each sequence."""
     return [
-        -(-length // TILE)
-        - (0 if window is None else max(length - count + 1 - window, 0) // TILE)
+        -(-length // TILE) - (0 if window is None else max(length - count + 1 - window, 0) // TILE)
         if 0 < count <= most
         else 0
         for count, length in seqs
