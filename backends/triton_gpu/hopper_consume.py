@@ -244,8 +244,7 @@ def _record(
 
 @gluon_function
 def consume(
-    out: gl.tensor, partial: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor,
-    work: gl.tensor, most_items: gl.tensor, records: gl.tensor,
+    out: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor, work: gl.tensor,
     sinks: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
     q_tiles: gl.tensor, q_full: gl.tensor, q_empty: gl.tensor,
     k_tiles: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
@@ -253,9 +252,9 @@ def consume(
     SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
     TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Half the rows of every item of this program, in order."""
+    """Half the rows of every item of this program, in order; items are whole."""
     BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
     V_DEPTH: gl.constexpr = v_tiles.shape[0]
@@ -264,7 +263,7 @@ def consume(
     ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
     tiles, pieces = count_tiles(
         query_start_loc, seq_lens, work, window, SLICES, TOKENS, k_tiles.shape[1],
-        HAS_WINDOW, PLANNED, SPLIT,
+        HAS_WINDOW, PLANNED, SPLIT=False,
     )  # fmt: skip
     items = count_items(tiles * SLICES)
     j = tiles * 0
@@ -277,7 +276,6 @@ def consume(
         j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
     )
     row, tokens, position, part = item[1], item[2], item[3], item[6]
-    piece, of, number = item[7], item[8], item[9]
     for n in range(items):
         item = read_item(
             n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
@@ -290,17 +288,12 @@ def consume(
         highest = gl.full([HALF], -1e30, gl.float32, ROW)
         total = gl.full([HALF], 0.0, gl.float32, ROW)
         if HAS_SINKS:
-            sink = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
-            if SPLIT:  # one more logit, in the first piece alone
-                highest = gl.where(piece == 0, sink, highest)
-                total += gl.where(piece == 0, 1.0, 0.0)
-            else:
-                highest = sink
-                total += 1.0
+            highest = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
+            total += 1.0
         weights, sums, highest, total, j = _attend_item(
-            logits, highest, total, q_tiles, slot, ring, j, position, tokens, piece, of,
+            logits, highest, total, q_tiles, slot, ring, j, position, tokens, pieces, pieces,
             scale, soft_cap, window,
-            PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT, GROUP_ID,
+            PACK, TOKENS, HAS_CAP, HAS_WINDOW, False, GROUP_ID,
         )  # fmt: skip
         if BUFFERS > 1:
             logits = _begin(q_tiles, q_full, ring, n + 1, j, n + 1 < items, GROUP_ID)
@@ -310,9 +303,65 @@ def consume(
         else:
             sums = warpgroup_mma_wait(0, deps=[_multiply_values(weights, sums, ring, j - 1)])
         mbarrier.arrive(v_empty.index((j - 1) % V_DEPTH), count=1)
-        if SPLIT:
-            if not PLANNED and GROUP_ID == 0:
-                _record(work + records, number, row, tokens, part, of, SLICES)
+        _store(
+            sums, total, q_tiles.index(slot).reshape([HALF, q_tiles.shape[3]]), out,
+            row, tokens, part,
+            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
+        )  # fmt: skip
+        mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)
+        row, tokens, position, part = item[1], item[2], item[3], item[6]
+
+
+@gluon_function
+def consume_pieces(
+    out: gl.tensor, partial: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor,
+    work: gl.tensor, most_items: gl.tensor, records: gl.tensor,
+    sinks: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
+    q_tiles: gl.tensor, q_full: gl.tensor, q_empty: gl.tensor,
+    k_tiles: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
+    v_tiles: gl.tensor, v_full: gl.tensor, v_empty: gl.tensor,
+    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Half the rows of every item of this program, in order; items may be pieces.
+
+    They are few, so that none starts before the last has ended. The second group passes by an item
+    whose rows are all the first one's, and leaves the matrix unit to it.
+    """
+    TILE: gl.constexpr = k_tiles.shape[1]
+    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
+    tiles, pieces = count_tiles(
+        query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE,
+        HAS_WINDOW, PLANNED, SPLIT=True,
+    )  # fmt: skip
+    items = count_items(tiles * SLICES)
+    j = tiles * 0
+    for n in range(items):
+        _, row, tokens, position, _, _, part, piece, of, number = read_item(
+            n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+        )
+        if not PLANNED and GROUP_ID == 0:
+            _record(work + records, number, row, tokens, part, of, SLICES)
+        if GROUP_ID * (TOKENS // 2) < tokens:
+            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
+            logits = warpgroup_mma_wait(0, deps=[logits])
+            mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
+            ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
+            highest = gl.full([HALF], -1e30, gl.float32, ROW)
+            total = gl.full([HALF], 0.0, gl.float32, ROW)
+            if HAS_SINKS:  # one more logit, in the first piece alone
+                sink = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
+                highest = gl.where(piece == 0, sink, highest)
+                total += gl.where(piece == 0, 1.0, 0.0)
+            weights, sums, highest, total, j = _attend_item(
+                logits, highest, total, q_tiles, n * 0 + GROUP_ID, ring, j, position, tokens,
+                piece, of, scale, soft_cap, window,
+                PACK, TOKENS, HAS_CAP, HAS_WINDOW, True, GROUP_ID,
+            )  # fmt: skip
+            sums = warpgroup_mma_wait(0, deps=[_multiply_values(weights, sums, ring, j - 1)])
+            mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
             if of > 1:
                 _store_part(
                     sums, highest, total, partial, number, most_items, tokens,
@@ -320,16 +369,28 @@ def consume(
                 )  # fmt: skip
             else:
                 _store(
-                    sums, total, q_tiles.index(slot).reshape([HALF, q_tiles.shape[3]]), out,
+                    sums, total, q_tiles.index(GROUP_ID).reshape([HALF, q_tiles.shape[3]]), out,
                     row, tokens, part,
                     PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
                 )  # fmt: skip
         else:
-            _store(
-                sums, total, q_tiles.index(slot).reshape([HALF, q_tiles.shape[3]]), out,
-                row, tokens, part,
-                PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
-            )  # fmt: skip
-        mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)
-        row, tokens, position, part = item[1], item[2], item[3], item[6]
-        piece, of, number = item[7], item[8], item[9]
+            begin, end, _, _ = find_span(
+                position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT=True
+            )
+            mbarrier.wait(q_full.index(0), n & 1)
+            j = _pass_by(ring, j, end - begin)
+        mbarrier.arrive(q_empty.index(0), count=1)
+
+
+@gluon_function
+def _pass_by(ring: gl.tensor, j: gl.tensor, steps: gl.tensor) -> gl.tensor:
+    """Let so many tiles go unread; the next one's number."""
+    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = ring
+    for _ in range(steps):
+        k_at, v_at = j % k_tiles.shape[0], j % v_tiles.shape[0]
+        mbarrier.wait(k_full.index(k_at), j // k_tiles.shape[0] & 1)
+        mbarrier.arrive(k_empty.index(k_at), count=1)
+        mbarrier.wait(v_full.index(v_at), j // v_tiles.shape[0] & 1)
+        mbarrier.arrive(v_empty.index(v_at), count=1)
+        j += 1
+    return j

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.hopper_consume import consume
+from backends.triton_gpu.hopper_consume import consume, consume_pieces
 from backends.triton_gpu.hopper_items import gluon_function, gluon_kernel
 from backends.triton_gpu.hopper_load import load_tiles
 from backends.triton_gpu.merge import merge_pieces
@@ -117,33 +117,58 @@ def _attend(
     k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, 2)
     v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, 2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (consume, (
-                out, partial, query_start_loc, seq_lens, work, most_items, records,
-                sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 0,
-            )),
-            (consume, (
-                out, partial, query_start_loc, seq_lens, work, most_items, records,
-                sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 1,
-            )),
-            (load_tiles, (
-                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
-                table_stride, window, q_tiles, k_tiles, v_tiles,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT,
-            )),
-        ],
-        [4, 1],
-        [REGISTERS, LOADER_REGISTERS],
-    )  # fmt: skip
+    if SPLIT:
+        gl.warp_specialize(
+            [
+                (consume_pieces, (
+                    out, partial, query_start_loc, seq_lens, work, most_items, records,
+                    sinks, scale, soft_cap, window,
+                    q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                    SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                    HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+                )),
+                (consume_pieces, (
+                    out, partial, query_start_loc, seq_lens, work, most_items, records,
+                    sinks, scale, soft_cap, window,
+                    q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                    SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                    HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+                )),
+                (load_tiles, (
+                    q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
+                    table_stride, window, q_tiles, k_tiles, v_tiles,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW, PLANNED, SPLIT,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (
+                    out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
+                    q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                    SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                    HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+                )),
+                (consume, (
+                    out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
+                    q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                    SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                    HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+                )),
+                (load_tiles, (
+                    q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
+                    table_stride, window, q_tiles, k_tiles, v_tiles,
+                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                    BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW, PLANNED, SPLIT,
+                )),
+            ],
+            [4, 1],
+            [REGISTERS, LOADER_REGISTERS],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +187,16 @@ class Shape:
     """Tiles of V, which are freed later."""
 
 
-def shape_for(head_dim: int) -> Shape:
-    """The largest tiles that leave two of each in 227 KiB and the sums in registers."""
+def shape_for(head_dim: int, *, split: bool) -> Shape:
+    """The largest tiles that leave two of each in 227 KiB and the sums in registers.
+
+    Pieces have one item's rows there, and more keys on the way instead.
+    """
     width = max(64, power_of_two(head_dim))
     if width == 256:
         return Shape(width, 64, 1, 2, 2)
+    if split:
+        return Shape(width, 128, 1, 3, 3) if width == 128 else Shape(width, 128, 1, 5, 5)
     return Shape(width, 128, 2, 2, 3) if width == 128 else Shape(width, 128, 2, 4, 4)
 
 
@@ -247,13 +277,13 @@ def attend(
     """
     num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
     block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
-    shape = shape_for(head_dim)
     pack = heads_an_item(num_heads // num_kv_heads)
     planned = batch.num_seqs > 1
     items = cut_batch(
-        batch, ROWS // pack, num_heads // pack, shape.tile,
+        batch, ROWS // pack, num_heads // pack, shape_for(head_dim, split=False).tile,
         place.num_multiprocessors(query.device), may_split=may_split,
     )  # fmt: skip
+    shape = shape_for(head_dim, split=items.split)
     work, partial = batch.seq_lens, out
     if planned:
         work = order_tiles(place, batch, items, shortest=shortest, window=window)

@@ -31,9 +31,9 @@ PIECE_WARPS = 4
 PIECE_ROWS = 4
 """Of a tile of prefill, a program."""
 MANY_SEQS = 64
-MANY_PROGRAMS = 4096
-"""Programs that start at once; more than these take several heads each."""
-FEW_PARTS = 16
+MANY_PROGRAMS = 1800
+"""More would start one after the other; then a program takes several heads."""
+FEW_PARTS = 32
 """Loaded together where there are many sequences, most of which have few."""
 
 
@@ -171,8 +171,9 @@ def plan_merge(
 ) -> Plan:
     """How the sequences in several parts are merged; a tile is as many keys as in `decode`."""
     num_heads, head_dim = out.shape[1:]
-    programs = grid.vector * num_heads * (1 if most == 1 else FEW_PARTS)
-    heads = group if programs > MANY_PROGRAMS and not shared.chunks else 1
+    heads = 1
+    if not (grid.alike or shared.chunks):
+        heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
     at_once = parts_at_once(parts, head_dim)
     step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
@@ -187,6 +188,14 @@ def plan_merge(
     )
     numbers = (out.stride(0), batch.num_seqs, most, grid.items)
     return Plan(variant, (most * num_heads // heads, batch.num_seqs, 1), numbers, grid.target)
+
+
+def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> int:
+    """Heads that a program merges one after the other: few where programs are few."""
+    if many:
+        return 1 if vector < MANY_SEQS else group
+    fits = (n for n in range(1, group + 1) if vector * num_heads // n <= MANY_PROGRAMS)
+    return next((n for n in fits if group % n == 0), group)
 
 
 def merge(

@@ -198,8 +198,8 @@ def _rank(
         after = (counts > 0) & ~before & (s != mine)
         behind += tl.sum(after.to(tl.int32), 0)
         if SPLIT:
-            longest, most = _count_steps(lengths, query_lens, window, TILE, HAS_WINDOW)
-            counts *= _count_pieces(longest, most, chunk)
+            sizes, limits = _count_steps(lengths, query_lens, window, TILE, HAS_WINDOW)
+            counts *= _count_pieces(sizes, limits, chunk)
         rank += tl.sum(tl.where(before, counts, 0), 0)
         ranks += tl.sum(counts, 0)
     falling = behind % 2 == 0

@@ -7,7 +7,7 @@ many as the GPU runs at a time, and never more than num_seqs + FINER * target:
     splits of a sequence = ceil(its tiles / chunk - 1/8);  split i owns the tiles from
     i * tiles // splits
 
-Where lengths differ much, a program that has a long part would end long after the others. There
+Where sequences are many (from a planning vector of MANY_SEQS on) and lengths differ much, a program that has a long part would end long after the others. There
 chunks are FINER times smaller, though not below SHORT tiles, and the parts of the long sequences,
 more than half a chunk, come first, in the sequences' order, before those of the others: whoever is
 done takes a smaller part. Parts are numbered in this order.
@@ -39,7 +39,8 @@ PROGRAMS_A_MULTIPROCESSOR = 2
 MORE_PROGRAMS = 4
 """Likewise over a quantised cache, whose tiles are half as large, or of several query tokens, whose
 steps take longer."""
-FINER = tl.constexpr(4)
+FINER = tl.constexpr(2)
+MANY_SEQS = tl.constexpr(64)
 SHORT = tl.constexpr(16)
 ALIKE_KEYS = tl.constexpr(256)
 ALIKE_MOST = tl.constexpr(32)
@@ -68,7 +69,7 @@ class Grid:
         """Parts that one sequence gets at most."""
         if self.alike:
             return ALIKE_MOST.value
-        return self.target if self.vector == 1 else FINER.value * self.target
+        return self.target * (FINER.value if self.vector >= MANY_SEQS.value else 1)
 
     @property
     def splits(self) -> bool:
@@ -86,7 +87,7 @@ def plan_grid(
     slots = each * place.num_multiprocessors(device)
     target = max(1, slots // programs_a_part)
     vector = next(size for size in VECTORS if size >= num_seqs)
-    most = target if vector == 1 else FINER.value * target
+    most = target * (FINER.value if vector >= MANY_SEQS.value else 1)
     return Grid(target, shape=(num_seqs + most, 1), vector=vector, alike=False)
 
 
@@ -137,7 +138,7 @@ def count_splits(
     )
     total = tl.sum(tiles, 0)
     chunk = tl.maximum((total + target - 1) // target, 1)
-    if VECTOR > 1:
+    if VECTOR >= MANY_SEQS:
         live = tl.sum((tiles > 0).to(tl.int32), 0)
         uneven = tl.max(tiles, 0).to(tl.float32) * live > 1.25 * total.to(tl.float32)
         finer = tl.maximum((chunk + FINER - 1) // FINER, tl.minimum(chunk, SHORT))

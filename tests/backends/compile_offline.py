@@ -176,7 +176,7 @@ def check_portable(case, capability, shared):
 
 def check_hopper(case, *, planned):
     """Loads by the copy engine alone, nothing spills in a loop, softmax and products overlap."""
-    shape = hopper_prefill.shape_for(case.head_dim)
+    shape = hopper_prefill.shape_for(case.head_dim, split=case.split)
     pack = hopper_prefill.heads_an_item(case.group)
     copy = min(case.block_size, shape.tile)
     layout = hopper_prefill.LAYOUT
