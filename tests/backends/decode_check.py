@@ -89,7 +89,7 @@ def plan(seqs, target, most, window, *, alike):
     """For each program (sequence, split, splits), for each sequence (first part, how many)."""
     starts = torch.tensor([0, *(count for count, _ in seqs)], dtype=torch.int32).cumsum(0).int()
     lengths = torch.tensor([length for _, length in seqs], dtype=torch.int32)
-    vector = 1 if len(seqs) == 1 else 16
+    vector = 1 if len(seqs) == 1 else splits.MANY_SEQS.value
     programs = len(seqs) + (target if vector == 1 else splits.FINER.value * target)
     if alike:
         target = splits.alike_grid(len(seqs), max(length for _, length in seqs)).target
