@@ -329,6 +329,6 @@ def cut_batch(
 ) -> Items:
     """How a batch is cut, as far as its shape says: keys only where items are few."""
     whole = batch.num_tokens // tokens * slices
-    split = may_split and whole < 2 * programs and batch.max_seq_len >= LONG_ENOUGH * tile
+    split = may_split and whole < programs and batch.max_seq_len >= LONG_ENOUGH * tile
     tiles = batch.num_tokens // tokens + batch.num_seqs
     return Items(tokens, slices, tile, tiles, programs, split)
