@@ -6,7 +6,8 @@ rows, because a matrix instruction has at least 16 rows but only 8 columns, and 
 Entries of the block table are loaded a tile ahead and carried, one for 16 keys if block_size
 allows, so that the loads of K and V can be pipelined as 16-byte copies. K is read unmasked within
 its blocks, since whatever an unseen key brings is replaced; V is masked, since 0 * NaN is NaN. Rows
-of several query tokens (MANY) see keys up to a limit of their own. Only `block_id * stride` is int64.
+of several query tokens (MANY) see keys up to a limit of their own. Only `block_id * stride` is
+int64.
 """
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
@@ -55,14 +56,7 @@ def walk_chunk(
             k_at = k_at + (lane * K_STRIDES[1])[None, :, None]
             v_at = v_at + (lane * V_STRIDES[1])[None, None, :]
         key = tile_start + tl.arange(0, WARPS)[:, None, None] * 16 + lane[None, :, None]
-        if MANY:
-            live = key < limit[None, None, :]
-            if SKIPS:
-                live = live & (key >= limit[None, None, :] - window)
-        else:
-            live = key < end
-            if SKIPS:
-                live = live & (key >= seen)
+        live = _see(key, seen, end, limit, window, SKIPS, MANY)
         column_key = tile_start + tl.arange(0, WARPS)[:, None, None] * 16 + lane[None, None, :]
         column_live = column_key < end
         if SKIPS:
@@ -96,6 +90,21 @@ def walk_chunk(
     weight = tl.exp2(highest - top)
     total = tl.sum(tl.sum(totals, 1, keep_dims=True) * weight, 0)
     return tl.reshape(top, (ROWS,)), tl.reshape(total, (ROWS,)), tl.sum(sums * weight, 0)
+
+
+@device_function
+def _see(
+    key: tl.tensor, seen: tl.tensor, end: tl.tensor, limit: tl.tensor, window: tl.tensor,
+    SKIPS: tl.constexpr, MANY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Which of the keys a row sees: the same for all rows, unless MANY."""
+    if MANY:
+        seen = limit[None, None, :] - window
+        end = limit[None, None, :]
+    live = key < end
+    if SKIPS:
+        live = live & (key >= seen)
+    return live
 
 
 @device_function

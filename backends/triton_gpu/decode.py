@@ -63,6 +63,16 @@ def _write(
         tl.store(partial + rows * HEAD_DIM + row, lse, mask=live)
 
 
+@device_function
+def _add_sink(
+    sink: tl.tensor, highest: tl.tensor, total: tl.tensor, sums: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One more logit a row, in the denominator alone."""
+    top = tl.maximum(highest, sink)
+    rescale = tl.exp2(highest - top)
+    return top, total * rescale + tl.exp2(sink - top), sums * rescale[None, :]
+
+
 @launcher(
     integers=(
         "q_stride", "o_stride", "num_seqs", "table_stride", "slices", "most", "window", "target",
@@ -140,6 +150,12 @@ def _attend_chunk(
     seen, tiles = count_tiles(
         s, query_len, length, most, window, shared, HAS_WINDOW, HAS_SHARED, TILE
     )
+    kv_head = tl.program_id(0) // SLICES
+    member = tl.program_id(0) % SLICES * ROWS + tl.arange(0, ROWS)
+    token = member * 0
+    live = member < GROUP
+    q_row = (kv_head * GROUP + member) * Q_HEAD
+    o_row = (kv_head * GROUP + member) * O_HEAD
     if MANY:
         kv_head = tl.program_id(0) // slices
         first_row = tl.program_id(0) % slices * ROWS
@@ -149,13 +165,6 @@ def _attend_chunk(
         tiles = tl.where(first_row // GROUP < query_len, tiles, 0)
         q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + (kv_head * GROUP + member) * Q_HEAD
         o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + (kv_head * GROUP + member) * O_HEAD
-    else:
-        kv_head = tl.program_id(0) // SLICES
-        member = tl.program_id(0) % SLICES * ROWS + tl.arange(0, ROWS)
-        token = member * 0
-        live = member < GROUP
-        q_row = (kv_head * GROUP + member) * Q_HEAD
-        o_row = (kv_head * GROUP + member) * O_HEAD
     if tiles == 0:
         return
     begin = (seen // TILE + split * tiles // splits) * TILE
@@ -178,19 +187,13 @@ def _attend_chunk(
     )  # fmt: skip
     if V_SCALE >= 0:
         sums *= tl.load(v_scale + kv_head * V_SCALE)
-    if HAS_SINKS:  # one more logit, in the first part alone
+    if HAS_SINKS:  # in the first part alone
         sink = tl.load(sinks + head, mask=live & (split == 0), other=float("-inf"))
-        sink = sink.to(tl.float32) * LOG2E
-        top = tl.maximum(highest, sink)
-        total = total * tl.exp2(highest - top) + tl.exp2(sink - top)
-        sums = sums * tl.exp2(highest - top)[None, :]
-        highest = top
+        highest, total, sums = _add_sink(sink.to(tl.float32) * LOG2E, highest, total, sums)
     final = splits == 1
     if HAS_SHARED:
         final = final & ((s < shared_first) | (s >= shared_last))
-    share = total
-    if MANY:  # a row that sees nothing of this part
-        share = tl.where(total > 0, total, 1.0)
+    share = tl.where(total > 0, total, 1.0)  # a row of several may see nothing of this part
     items = tl.num_programs(1) * tl.num_programs(2)
     _write(
         tl.permute(sums / share[None, :], (1, 0)), highest + tl.log2(total), out,
@@ -227,8 +230,9 @@ def plan_decode(
     shared: Shared = NOBODY,
     batch_invariant: bool = False,
 ) -> Plan:
-    """How to decode the sequences of up to `most` query tokens of this batch, and of others of the
-    same shape; arguments have been checked.
+    """How to decode this batch's sequences of up to `most` query tokens, and others of its shape.
+
+    Arguments have been checked.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = k_cache.shape[2]

@@ -293,7 +293,7 @@ def consume(
         weights, sums, highest, total, j = _attend_item(
             logits, highest, total, q_tiles, slot, ring, j, position, tokens, pieces, pieces,
             scale, soft_cap, window,
-            PACK, TOKENS, HAS_CAP, HAS_WINDOW, False, GROUP_ID,
+            PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=False, GROUP_ID=GROUP_ID,
         )  # fmt: skip
         if BUFFERS > 1:
             logits = _begin(q_tiles, q_full, ring, n + 1, j, n + 1 < items, GROUP_ID)
@@ -344,7 +344,7 @@ def consume_pieces(
         )
         if not PLANNED and GROUP_ID == 0:
             _record(work + records, number, row, tokens, part, of, SLICES)
-        if GROUP_ID * (TOKENS // 2) < tokens:
+        if tokens > GROUP_ID * (TOKENS // 2):
             logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
             logits = warpgroup_mma_wait(0, deps=[logits])
             mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
@@ -358,7 +358,7 @@ def consume_pieces(
             weights, sums, highest, total, j = _attend_item(
                 logits, highest, total, q_tiles, n * 0 + GROUP_ID, ring, j, position, tokens,
                 piece, of, scale, soft_cap, window,
-                PACK, TOKENS, HAS_CAP, HAS_WINDOW, True, GROUP_ID,
+                PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=True, GROUP_ID=GROUP_ID,
             )  # fmt: skip
             sums = warpgroup_mma_wait(0, deps=[_multiply_values(weights, sums, ring, j - 1)])
             mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)

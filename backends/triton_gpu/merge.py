@@ -114,10 +114,9 @@ def _merge_parts(
         return
     dim = tl.arange(0, WIDTH)
     part = tl.arange(0, MOST)
+    rows = NUM_HEADS  # known to the compiler, unless MANY
     if MANY:
         rows = most * NUM_HEADS
-    else:
-        rows: tl.constexpr = NUM_HEADS
     lses = partial + items * rows * HEAD_DIM
     sharing = shared_last - shared_first
     shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)

@@ -62,8 +62,9 @@ def paged_attention(
     """
     signature = (
         "attention", sign(query), sign(k_cache), sign(v_cache), sign(out), sign(batch.block_table),
-        batch.num_tokens, min(batch.max_query_len, MOST_ROWS + 1), window is None, soft_cap is None, sign(sinks), sign(k_scale),
-        sign(v_scale), batch.max_seq_len if batch_invariant else -1,
+        batch.num_tokens, min(batch.max_query_len, MOST_ROWS + 1), window is None,
+        soft_cap is None, sign(sinks), sign(k_scale), sign(v_scale), batch.max_seq_len if
+        batch_invariant else -1,
     )  # fmt: skip
     known = cast("_Known | None", place.plan(signature))
     if known is None or batch.max_seq_len > known.room:
@@ -83,17 +84,9 @@ def paged_attention(
     e4m3 = k_cache.dtype == torch.float8_e4m3fn
     terms = Terms(float(scale), window, soft_cap, sinks, e4m3, k_scale, v_scale)
     if known is None:
-        most = 1
-        if not batch_invariant and batch.shared_prefix is None:
-            most = longest_decoded(place, query, k_cache, v_cache, out, batch, scale)
-        known = _Known(
-            batch.block_table.shape[1] * k_cache.shape[1],
-            most,
-            plan_decode(
-                place, query, k_cache, v_cache, batch, out, terms,
-                most=most, batch_invariant=batch_invariant,
-            ),
-        )  # fmt: skip
+        known = _know(
+            place, query, k_cache, v_cache, batch, out, terms, batch_invariant=batch_invariant
+        )
         place.keep(signature, known)
     alone = batch.num_seqs == 1 and not batch_invariant
     decodes = query.element_size() == 2 and (batch.max_query_len <= known.most or not alone)
@@ -123,6 +116,28 @@ class _Known(NamedTuple):
     most: int
     """Query tokens of a sequence that decode takes."""
     plan: Plan
+
+
+def _know(
+    place: Place,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    terms: Terms,
+    *,
+    batch_invariant: bool,
+) -> _Known:
+    """Plan a call whose arguments have been checked."""
+    most = 1
+    if not batch_invariant and batch.shared_prefix is None:
+        most = longest_decoded(place, query, k_cache, v_cache, out, batch, terms.scale)
+    plan = plan_decode(
+        place, query, k_cache, v_cache, batch, out, terms,
+        most=most, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return _Known(batch.block_table.shape[1] * k_cache.shape[1], most, plan)
 
 
 def longest_decoded(

@@ -246,12 +246,13 @@ class Items:
     @property
     def ranks(self) -> int:
         """At most: each wave has room for one item a program, and each tile has one rank."""
-        return self.tiles + self.split * WAVES.value * self.programs // self.slices
+        waves = int(WAVES.value) if self.split else 0
+        return self.tiles + waves * self.programs // self.slices
 
     @property
     def records(self) -> int:
         """Where they begin in the list of work."""
-        return ENTRY.value * (1 + self.ranks)
+        return int(ENTRY.value) * (1 + self.ranks)
 
 
 def order_tiles(

@@ -7,10 +7,11 @@ many as the GPU runs at a time, and never more than num_seqs + FINER * target:
     splits of a sequence = ceil(its tiles / chunk - 1/8);  split i owns the tiles from
     i * tiles // splits
 
-Where sequences are many (from a planning vector of MANY_SEQS on) and lengths differ much, a program that has a long part would end long after the others. There
-chunks are FINER times smaller, though not below SHORT tiles, and the parts of the long sequences,
-more than half a chunk, come first, in the sequences' order, before those of the others: whoever is
-done takes a smaller part. Parts are numbered in this order.
+Where sequences are many (from a planning vector of MANY_SEQS on) and lengths differ much, a program
+that has a long part would end long after the others. There chunks are FINER times smaller, though
+not below SHORT tiles, and the parts of the long sequences, more than half a chunk, come first, in
+the sequences' order, before those of the others: whoever is done takes a smaller part. Parts are
+numbered in this order.
 
 Batch-invariant (ALIKE), by the sequence's own length alone: ceil(tiles / ALIKE_KEYS keys) parts,
 at most ALIKE_MOST, with `target` places kept for each sequence.
@@ -68,8 +69,8 @@ class Grid:
     def most(self) -> int:
         """Parts that one sequence gets at most."""
         if self.alike:
-            return ALIKE_MOST.value
-        return self.target * (FINER.value if self.vector >= MANY_SEQS.value else 1)
+            return int(ALIKE_MOST.value)
+        return self.target * (int(FINER.value) if self.vector >= MANY_SEQS.value else 1)
 
     @property
     def splits(self) -> bool:
@@ -87,7 +88,7 @@ def plan_grid(
     slots = each * place.num_multiprocessors(device)
     target = max(1, slots // programs_a_part)
     vector = next(size for size in VECTORS if size >= num_seqs)
-    most = target * (FINER.value if vector >= MANY_SEQS.value else 1)
+    most = target * (int(FINER.value) if vector >= MANY_SEQS.value else 1)
     return Grid(target, shape=(num_seqs + most, 1), vector=vector, alike=False)
 
 
@@ -102,8 +103,9 @@ def count_tiles(
     s: tl.tensor, query_len: tl.tensor, length: tl.tensor, most: tl.tensor, window: tl.tensor,
     shared: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SHARED: tl.constexpr, TILE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """(first key, tiles of keys) that decode visits of a sequence; the keys before are out of
-    sight, or shared. None where it has no query token, or more than `most`.
+    """(first key, tiles of keys) that decode visits of a sequence.
+
+    Keys before are out of sight, or shared. No tiles where it has no query token, or too many.
     """
     seen = length * 0
     if HAS_WINDOW:
