@@ -16,10 +16,12 @@ from kvcore.errors import (
     InvariantError,
     KVCoreError,
     MisuseError,
+    NotExpectedError,
     NotReservedError,
     OutOfBlocksError,
     SequenceTooLongError,
     StaleSequenceError,
+    UntoldTokensError,
 )
 from kvcore.events import AllCleared, BlockRemoved, BlockStored, Event, EventLog, Snapshot, fold
 from kvcore.free_queue import FreeQueue
@@ -91,6 +93,7 @@ __all__ = [
     "NameChain",
     "Namespace",
     "Node",
+    "NotExpectedError",
     "NotReservedError",
     "OutOfBlocksError",
     "Plan",
@@ -103,6 +106,7 @@ __all__ = [
     "StaleSequenceError",
     "Stats",
     "Tokens",
+    "UntoldTokensError",
     "check",
     "decode_namespace",
     "digest",

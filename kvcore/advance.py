@@ -1,8 +1,9 @@
-"""How sequences go forward: room, then computed tokens, then what that makes visible.
+"""How sequences go forward: room, then computed and told tokens, then what that makes visible.
 
 Many sequences and all layer groups together, all or nothing: what can fail is asked and allocated
-first, then the pool changes, and then only what is there already is set. What a call is for, and
-whether it is allowed, the manager has decided.
+first, then the pool changes, and then only what is there already is set. What others can see, and
+what a window gives back, follows from the settled tokens alone: those that are both computed and
+told. What a call is for, and whether it is allowed, the manager has decided.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Sequence
 from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError, NotReservedError
-from kvcore.groups import first_kept_block
 from kvcore.hashing import block_contents
 from kvcore.pool import BlockPool
 from kvcore.reports import Growth
@@ -44,6 +44,28 @@ def grow(pool: BlockPool, table: BlockTable, num_tokens: int) -> tuple[BlockId, 
     return appended
 
 
+def grow_groups(
+    pool: BlockPool, seq: KVSequence, num_tokens: int
+) -> tuple[tuple[BlockId, ...], ...]:
+    """Do what `grow` does, for all groups of a sequence. O(groups + new blocks)."""
+    lengths = [len(table.blocks) for table in seq.tables]
+    missing = [table.num_missing(num_tokens) for table in seq.tables]
+    new = pool.next_blocks(sum(missing))
+    appended: list[tuple[BlockId, ...]] = []
+    start = 0
+    try:
+        for table, count in zip(seq.tables, missing, strict=True):
+            appended.append(table.grow(new[start : start + count]))
+            start += count
+        answer = tuple(appended)
+        pool.hand_out(new)
+    except BaseException:
+        for table, length in zip(seq.tables, lengths, strict=True):
+            table.cut(length)
+        raise
+    return answer
+
+
 def committable(seq: KVSequence, num_tokens: int) -> int:
     """Return how many tokens are computed once `num_tokens` more are. O(groups).
 
@@ -52,9 +74,9 @@ def committable(seq: KVSequence, num_tokens: int) -> int:
         NotReservedError: more than it has room for.
     """
     computed = seq.num_computed_tokens + num_tokens
-    if computed > len(seq.packed):
+    if computed > len(seq.packed) + seq.num_untold_tokens:
         raise InvalidArgumentError(
-            f"num_tokens: wanted at most the {len(seq.packed) - seq.num_computed_tokens} "
+            f"num_tokens: wanted at most the {seq.num_tokens - seq.num_computed_tokens} "
             f"tokens that are not computed, got {num_tokens}"
         )
     for table in seq.tables:
@@ -64,29 +86,98 @@ def committable(seq: KVSequence, num_tokens: int) -> int:
     return computed
 
 
-def advance(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
-    """Count more tokens as computed; publish what that fills, give back what nobody sees any more.
+def advance(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
+    """Count more tokens as computed; publish what is settled, give back what nobody sees any more.
 
     O(blocks filled and given back). Raises like `committable`.
+
+    Returns:
+        Whether anything was published or given back.
     """
-    computed = seq.num_computed_tokens + num_tokens
-    table = seq.tables[0]
-    full, size = table.num_published, table.block_size
-    if (
-        len(seq.tables) > 1
-        or table.forgets
-        or seq.wishes
-        or not computed <= len(seq.packed)
-        or not computed <= len(table.blocks) * size
-    ):
-        advance_all(pool, [(seq, committable(seq, num_tokens))])
-        return
-    if computed >= (full + 1) * size and seq.namespace_key is not None:
-        full = computed // size
-        _publish(pool, seq, seq.namespace_key, 0, full)
-        table.num_published = full
-    seq.num_computed_tokens = computed
-    seq.stop = 0
+    computed = committable(seq, num_tokens)
+    settled = min(computed, len(seq.packed))
+    key = seq.namespace_key
+    if len(seq.tables) == 1 and not seq.tables[0].forgets and not seq.wishes:
+        table = seq.tables[0]  # nothing can fail after the one run that is published
+        full = settled // table.block_size
+        is_due = full > table.num_published and key is not None
+        if is_due and key is not None:
+            _publish(pool, seq, key, 0, full)
+            table.num_published = full
+        seq.num_computed_tokens = computed
+        seq.stop = 0
+        return is_due
+    last_event = pool.last_event
+    published: list[Block] = []
+    passed: list[tuple[BlockTable, int]] = []
+    try:
+        _settle(pool, seq, settled, published, passed)
+        released = _before(passed)
+        if released:
+            pool.drop(released)
+    except BaseException:
+        pool.unpublish(published, last_event)
+        raise
+    _set(seq, computed, settled)
+    for table, kept in passed:
+        table.forget(pool.null, kept)
+    return bool(published or passed)
+
+
+def advance_step(
+    pool: BlockPool,
+    seqs: Sequence[KVSequence],
+    places: Sequence[int],
+    computed: Sequence[int],
+    totals: Sequence[int],
+) -> tuple[Growth, ...]:
+    """Give sequences room, and set how much of each is computed; all of it or nothing.
+
+    Otherwise like `grow`, and then `advance`. O(sequences + blocks).
+
+    Args:
+        pool: the pool of all.
+        seqs: each once.
+        places: by what number each is known to the caller.
+        computed: for each how many of its tokens are computed now; it has them, and room for them.
+        totals: for each for how many tokens it is to have room.
+
+    Returns:
+        What was appended.
+
+    Raises:
+        OutOfBlocksError: too few blocks are free for all tables.
+    """
+    num_new = _num_missing(seqs, totals)
+    new = pool.next_blocks(num_new) if num_new else []
+    last_event = pool.last_event
+    settled: list[int] = []
+    published: list[Block] = []
+    passed: list[tuple[BlockTable, int]] = []
+    growths: list[Growth] = []
+    try:
+        if num_new:
+            _grow_all(seqs, places, totals, new, growths)
+        for index, seq in enumerate(seqs):
+            count = len(seq.packed)
+            count = min(count, computed[index])
+            settled.append(count)
+            if count >= seq.due:
+                _settle(pool, seq, count, published, passed)
+        answer = tuple(growths)
+        if passed:
+            pool.exchange(new, _before(passed))
+        elif num_new:
+            pool.hand_out(new)
+    except BaseException:
+        pool.unpublish(published, last_event)
+        _shrink_all(seqs, places, growths)
+        raise
+    for index, seq in enumerate(seqs):
+        _set(seq, computed[index], settled[index])
+    for table, kept in passed:
+        table.forget(pool.null, kept)
+    return answer
 
 
 def advance_decodes(
@@ -94,16 +185,15 @@ def advance_decodes(
 ) -> tuple[Growth, ...]:
     """Let sequences be computed to their last token but one, and have room for that; or nothing.
 
-    What `advance_all` does with more calls and objects, where one group of full attention is all
-    there is. O(len(due) + blocks filled).
+    `advance_step`, spelled out where one group of full attention is all there is: a fifth less for
+    a whole decode step. O(len(due) + blocks filled).
 
     Args:
         pool: the pool of all.
-        seqs: a step's, without wishes.
+        seqs: a step's, without wishes; each has room for all its tokens but the last.
         due: the places of those that are meant.
 
     Raises:
-        NotReservedError: one has tokens without room, so nobody can have computed them.
         OutOfBlocksError: too few blocks are free for all.
     """
     growing = [index for index in due if _lacks_a_block(seqs[index])]
@@ -138,97 +228,91 @@ def advance_decodes(
 
 
 def _lacks_a_block(seq: KVSequence) -> bool:
-    """Say whether the only table has no room for the last token; it has for all before. O(1).
-
-    Raises:
-        NotReservedError: it has not.
-    """
+    """Say whether the only table has no room for the last token; it has for all before. O(1)."""
     table = seq.tables[0]
-    missing = len(seq.packed) - len(table.blocks) * table.block_size
-    if missing > 1:
-        committable(seq, len(seq.packed) - 1 - seq.num_computed_tokens)
-    return missing > 0
+    return len(seq.packed) > len(table.blocks) * table.block_size
 
 
-def advance_all(
-    pool: BlockPool,
-    targets: Sequence[tuple[KVSequence, int]],
-    wanted: Sequence[tuple[BlockTable, int]] = (),
-    places: Sequence[tuple[int, int]] = (),
-) -> tuple[Growth, ...]:
-    """Give tables room, and set how much of sequences is computed; all of it or nothing.
-
-    Otherwise like `grow`, and then `advance`. O(sequences + blocks).
-
-    Args:
-        pool: the pool of all.
-        targets: sequences, each once, and how many of their tokens are computed now.
-        wanted: tables, each once, and how many blocks each is to get.
-        places: for each of these the sequence and the group that it belongs to, by number.
-
-    Returns:
-        What was appended.
-
-    Raises:
-        OutOfBlocksError: too few blocks are free for all tables.
-    """
-    filled: list[tuple[KVSequence, int, int]] = []
-    passed: list[tuple[BlockTable, int]] = []
-    for seq, computed in targets:
-        for number, table in enumerate(seq.tables):
-            full = computed // table.block_size
-            if full > table.num_published and seq.namespace_key is not None:
-                filled.append((seq, number, full))
-            if table.forgets:
-                kept = first_kept_block(table.group, table.block_size, computed)
-                if kept > table.num_null:
-                    passed.append((table, kept))
-    growths = _change_pool(pool, filled, passed, wanted, places)
-    for seq, computed in targets:
-        seq.num_computed_tokens = computed
-        seq.stop = 0
-    for seq, number, full in filled:
-        seq.tables[number].num_published = full
-    for table, kept in passed:
-        table.forget(pool.null, kept)
-    return growths
+def _num_missing(seqs: Sequence[KVSequence], totals: Sequence[int]) -> int:
+    """Return how many blocks all tables lack to hold so many tokens each. O(sequences)."""
+    missing = 0
+    for index, seq in enumerate(seqs):
+        for table in seq.tables:
+            count = -(-totals[index] // table.block_size) - len(table.blocks)
+            if count > 0:
+                missing += count
+    return missing
 
 
-def _change_pool(
-    pool: BlockPool,
-    filled: Sequence[tuple[KVSequence, int, int]],
-    passed: Sequence[tuple[BlockTable, int]],
-    wanted: Sequence[tuple[BlockTable, int]],
-    places: Sequence[tuple[int, int]],
-) -> tuple[Growth, ...]:
-    """Let the pool know what is full now, out of sight, and wanted; or nothing of it.
-
-    Published blocks are kept as their sequences wish.
-    """
-    new = pool.next_blocks(sum([count for _, count in wanted]))
-    lengths = [len(table.blocks) for table, _ in wanted]
-    last_event = pool.last_event
-    published: list[Block] = []
-    growths: list[Growth] = []
+def _grow_all(
+    seqs: Sequence[KVSequence],
+    places: Sequence[int],
+    totals: Sequence[int],
+    new: list[Block],
+    growths: list[Growth],
+) -> None:
+    """Let tables have new blocks, and note which. `_shrink_all` undoes what is noted."""
     start = 0
-    try:
-        for index, (table, count) in enumerate(wanted):
-            appended = table.grow(new[start : start + count])
-            growths.append(Growth(*places[index], appended))
-            start += count
-        for seq, number, full in filled:
-            table = seq.tables[number]
+    for index, seq in enumerate(seqs):
+        for group, table in enumerate(seq.tables):
+            count = -(-totals[index] // table.block_size) - len(table.blocks)
+            if count > 0:
+                own = new[start : start + count]
+                growth = Growth(places[index], group, ())
+                growths.append(growth)
+                growth.block_ids = table.grow(own)
+                start += count
+
+
+def _shrink_all(
+    seqs: Sequence[KVSequence], places: Sequence[int], growths: Sequence[Growth]
+) -> None:
+    """Take back from tables what is noted. Cannot fail."""
+    at = 0
+    for growth in growths:
+        while places[at] != growth.index:
+            at += 1
+        table = seqs[at].tables[growth.group]
+        table.cut(len(table.blocks) - len(growth.block_ids))
+
+
+def _settle(
+    pool: BlockPool,
+    seq: KVSequence,
+    settled: int,
+    published: list[Block],
+    passed: list[tuple[BlockTable, int]],
+) -> None:
+    """Publish what is settled, and find what nobody sees any more; note both. O(published)."""
+    key = seq.namespace_key
+    for number, table in enumerate(seq.tables):
+        if key is not None and settled >= (table.num_published + 1) * table.block_size:
+            full = settled // table.block_size
             published += table.blocks[table.num_published : full]
-            _publish(pool, seq, seq.namespace_key or b"", number, full)
-        released = [block for table, kept in passed for block in table.before(kept)]
-        answer = tuple(growths)
-        pool.exchange(new, released)
-    except BaseException:
-        pool.unpublish(published, last_event)
-        for (table, _), length in zip(wanted, lengths, strict=True):
-            table.cut(length)
-        raise
-    return answer
+            _publish(pool, seq, key, number, full)
+        if table.forgets:
+            kept = table.first_kept(settled)
+            if kept > table.num_null:
+                passed.append((table, kept))
+
+
+def _before(passed: Sequence[tuple[BlockTable, int]]) -> list[Block]:
+    """Return the blocks that tables give back, in the order of release. O(blocks)."""
+    if len(passed) == 1:
+        table, kept = passed[0]
+        return table.before(kept)
+    return [block for table, kept in passed for block in table.before(kept)]
+
+
+def _set(seq: KVSequence, computed: int, settled: int) -> None:
+    """Set what the pool knows already. Cannot fail. O(groups)."""
+    seq.num_computed_tokens = computed
+    seq.stop = 0
+    if settled < seq.due:
+        return
+    if seq.namespace_key is not None:
+        for table in seq.tables:
+            table.num_published = settled // table.block_size
 
 
 def _publish(pool: BlockPool, seq: KVSequence, key: bytes, number: int, full: int) -> None:

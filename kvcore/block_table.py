@@ -12,7 +12,7 @@ from array import array
 from typing import final
 
 from kvcore.block import Block, BlockId
-from kvcore.groups import FullAttention, LayerGroup
+from kvcore.groups import NEVER, ChunkedLocal, LayerGroup, SlidingWindow
 
 
 @final
@@ -23,6 +23,8 @@ class BlockTable:
         group: what its layers see.
         block_size: tokens a block.
         forgets: whether its layers lose sight of anything.
+        window: what a sliding window sees, in tokens; 0: it is none.
+        chunk: likewise of chunked local attention.
         blocks: its blocks in order, the null block where one was given back.
         num_null: how many entries from the start are the null block.
         num_published: how many entries from the start have been published, null ones included.
@@ -32,16 +34,20 @@ class BlockTable:
         "_ids",
         "block_size",
         "blocks",
+        "chunk",
         "forgets",
         "group",
         "num_null",
         "num_published",
+        "window",
     )
 
     def __init__(self, group: LayerGroup) -> None:
         self.group = group
         self.block_size = group.block_size
-        self.forgets = not isinstance(group, FullAttention)
+        self.window = group.window if isinstance(group, SlidingWindow) else 0
+        self.chunk = group.chunk if isinstance(group, ChunkedLocal) else 0
+        self.forgets = self.window + self.chunk > 0
         self.blocks: list[Block] = []
         self._ids: array[int] | None = None
         self.num_null = 0
@@ -50,6 +56,31 @@ class BlockTable:
     def num_missing(self, num_tokens: int) -> int:
         """Return how many blocks it lacks to hold `num_tokens` tokens. O(1)."""
         return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
+
+    def first_kept(self, num_tokens: int) -> int:
+        """Return `first_kept_block` of its group. O(1).
+
+        Spelled out on plain ints: compiled, a decode step with a window takes three quarters of the
+        time that it takes with the other.
+        """
+        size = self.block_size
+        visible = 0
+        if self.window:
+            visible = (num_tokens - self.window + 1) // size
+        elif self.chunk:
+            visible = num_tokens // self.chunk * self.chunk // size
+        return max(0, min(visible, num_tokens // size - 1))
+
+    def next_pass(self) -> int:
+        """Return the least number of tokens of which `first_kept` is more than `num_null`. O(1)."""
+        begin = (self.num_null + 1) * self.block_size
+        if self.window:
+            visible = begin + self.window - 1
+        elif self.chunk:
+            visible = -(-begin // self.chunk) * self.chunk
+        else:
+            return NEVER
+        return max(visible, begin + self.block_size)
 
     @property
     def block_ids(self) -> array[int]:
@@ -104,9 +135,13 @@ class BlockTable:
 
     def forget(self, null: Block, before: int) -> None:
         """Make the entries before `before` null. Cannot fail."""
-        known = 0 if self._ids is None else len(self._ids)
-        for index in range(self.num_null, before):
+        first = self.num_null
+        if before <= first:
+            return
+        ids = self._ids
+        known = 0 if ids is None else len(ids)
+        for index in range(first, before):
             self.blocks[index] = null
-            if index < known and self._ids is not None:
-                self._ids[index] = null.block_id
-        self.num_null = max(self.num_null, before)
+            if index < known and ids is not None:
+                ids[index] = null.block_id
+        self.num_null = before

@@ -36,7 +36,7 @@ def distrust_from(
         The sequences that were set back.
     """
     suspects = [seq]
-    if num_tokens < seq.num_computed_tokens:
+    if num_tokens < seq.num_settled_tokens:
         suspects = [other for other in sequences if _agree(seq, other, num_tokens + 1)]
     doubtful = [block for suspect in suspects for block in _doubtful(pool, suspect, num_tokens)]
     return _take_from_all(pool, doubtful, sequences)
@@ -45,7 +45,7 @@ def distrust_from(
 def _agree(one: KVSequence, other: KVSequence, num_tokens: int) -> bool:
     """Say whether two sequences have computed the same first tokens for the same namespace."""
     return (
-        other.num_computed_tokens >= num_tokens
+        other.num_settled_tokens >= num_tokens
         and other.namespace_key == one.namespace_key
         and other.packed[:num_tokens] == one.packed[:num_tokens]
         and cut_items(other.items, num_tokens) == cut_items(one.items, num_tokens)
@@ -63,8 +63,10 @@ def _doubtful(pool: BlockPool, seq: KVSequence, num_tokens: int) -> list[Block]:
         first = num_tokens // table.block_size
         present = max(first, table.num_null)
         found += table.blocks[present : -(-seq.num_computed_tokens // table.block_size)]
+        if num_tokens >= seq.num_settled_tokens:
+            continue  # nobody else can have what is not told
         above = _content_before(pool, seq, number, first)
-        if above is not None and num_tokens < seq.num_computed_tokens:
+        if above is not None:
             for node in _spelling(above, seq, num_tokens + 1, table.block_size):
                 for below in [node, *node.descendants()]:
                     found += below.copies()

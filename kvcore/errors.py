@@ -66,11 +66,19 @@ class NotReservedError(MisuseError):
     """KV was committed, or a slot asked for, where the sequence has no block."""
 
 
+class UntoldTokensError(MisuseError):
+    """A known token cannot follow tokens that are expected and not told yet."""
+
+
+class NotExpectedError(MisuseError):
+    """Tokens were told that nobody expects: told before, cut since, or never expected."""
+
+
 class InvariantError(KVCoreError):
     """A property of the allocator does not hold: a bug in kvcore, or memory was overwritten.
 
     Attributes:
-        prop: the number of the property, "P1" to "P26", as docs/invariants.md lists them.
+        prop: the number of the property, "P1" to "P27", as docs/invariants.md lists them.
     """
 
     def __init__(self, prop: str, message: str) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block
@@ -79,6 +80,9 @@ class ChunkedLocal:
 
 LayerGroup = FullAttention | SlidingWindow | ChunkedLocal
 
+NEVER: Final = 2**62
+"""More tokens than there ever are."""
+
 
 def first_kept_block(group: LayerGroup, block_size: int, num_computed_tokens: int) -> int:
     """Return the first block that a group must keep after so many computed tokens. O(1).
@@ -137,11 +141,15 @@ def longest_servable(
         paths: for each group, the block of every node along the prefix, None where it has none.
         max_tokens: the longest prefix wanted.
     """
-    step = lcm(*(group.block_size for group in groups))
+    step = lcm(*[group.block_size for group in groups])
+    longest = max_tokens
+    for group, path in zip(groups, paths, strict=True):
+        longest = min(longest, len(path) * group.block_size)
+    longest -= longest % step
+    if longest == 0:
+        return 0
     runs = [_runs(path) for path in paths]
-    longest = min(len(path) * group.block_size for group, path in zip(groups, paths, strict=True))
-    longest = min(longest, max_tokens)
-    for num_tokens in range(longest - longest % step, 0, -step):
+    for num_tokens in range(longest, 0, -step):
         for group, run in zip(groups, runs, strict=True):
             end = num_tokens // group.block_size
             if run[end - 1] < end - first_kept_block(group, group.block_size, num_tokens):

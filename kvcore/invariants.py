@@ -95,10 +95,10 @@ def index(manager: KVCacheManager) -> None:
 
 
 def visibility(manager: KVCacheManager) -> None:
-    """P9: published is exactly what is committed: whole blocks, from the first token on."""
+    """P9: published is exactly what is settled: whole blocks, from the first token on."""
     for seq, table in _tables(manager):
         cached = seq.namespace_key is not None
-        wanted = seq.num_computed_tokens // table.block_size if cached else 0
+        wanted = seq.num_settled_tokens // table.block_size if cached else 0
         published = [block.node is not None for block in _owned(table)]
         if table.num_published != wanted or published != [
             place < wanted for place in range(table.num_null, len(table.blocks))
@@ -144,10 +144,13 @@ def coverage(manager: KVCacheManager) -> None:
             _fail("P14", f"{seq!r}: its lengths are out of order")
         if seq.num_computed_tokens > room:
             _fail("P14", f"{seq!r}: room for {room} tokens")
-        full = (table.num_published + 1) * table.block_size if seq.namespace_key else room
-        if seq.stop > (0 if table.forgets else min(room, full)):
-            _fail("P14", f"{seq!r}: a decode step would pass over the end of a block")
-        if seq.stop and seq.num_computed_tokens != seq.num_tokens - 1:
+        edge = (table.num_published + 1) * table.block_size if seq.namespace_key else seq.due
+        kept = first_kept_block(table.group, table.block_size, max(0, seq.due - 1))
+        is_late = seq.due > edge or (seq.due > 0 and kept > table.num_null)
+        if seq.room > room or is_late or seq.stop > min(seq.room, seq.due):
+            _fail("P14", f"{seq!r}: a step would pass over the end of a block")
+        is_decoding = seq.num_computed_tokens == seq.num_tokens - 1 == len(seq.packed) - 1
+        if seq.stop and not is_decoding:
             _fail("P14", f"{seq!r}: a decode step would count more than one token")
         if longest is not None and (
             seq.num_tokens > longest or len(table.blocks) > -(-longest // table.block_size)
@@ -217,9 +220,22 @@ def shelved(manager: KVCacheManager) -> None:
 def settled(manager: KVCacheManager) -> None:
     """P19: what a query after the committed tokens can see is still there."""
     for seq, table in _tables(manager):
-        kept = first_kept_block(table.group, table.block_size, seq.num_computed_tokens)
+        kept = first_kept_block(table.group, table.block_size, seq.num_settled_tokens)
         if table.num_null > kept:
             _fail("P19", f"{seq!r}: gave back {table.num_null} blocks, {kept} are out of sight")
+
+
+def told(manager: KVCacheManager) -> None:
+    """P27: of expected tokens nothing is visible, named or out of a window's sight."""
+    for seq, table in _tables(manager):
+        length = len(seq.packed)
+        kept = first_kept_block(table.group, table.block_size, length)
+        if seq.num_untold_tokens < 0 or seq.num_tokens != length + seq.num_untold_tokens:
+            _fail("P27", f"{seq!r}: {length} tokens told, {seq.num_untold_tokens} expected")
+        if table.num_published * table.block_size > length or table.num_null > kept:
+            _fail("P27", f"{seq!r}: {table.num_published} blocks published, {length} tokens told")
+        if any(item.start + item.length > length for item in seq.items):
+            _fail("P27", f"{seq!r}: an item reaches beyond the told tokens")
 
 
 def copies(node: Node) -> list[Block]:
@@ -264,6 +280,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P18": tables,
     "P19": settled,
     "P21": folded,
+    "P27": told,
 }
 """The properties that one state can show, by number."""
 

@@ -13,12 +13,13 @@ every process. A manager is not thread-safe, and does not know what a block's me
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import SupportsIndex, final
+from typing import NoReturn, SupportsIndex, final
 
-from kvcore.advance import advance, advance_all, grow
+from kvcore.advance import advance, grow, grow_groups
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
 from kvcore.doubt import distrust_from
+from kvcore.errors import MisuseError
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
@@ -152,15 +153,33 @@ class KVCacheManager(StepVerbs):
             OutOfBlocksError: too few blocks are free.
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
-        total = self._room_wanted(seq, num_tokens)
+        known: object = seq  # callers are not all typed
+        if type(num_tokens) is int and type(known) is KVSequence and num_tokens >= 0:
+            total = seq.num_computed_tokens + num_tokens
+            if total <= seq.room and seq.is_open and seq.owner is self:
+                return self._no_growth
+        return self._grow(seq, self._room_wanted(seq, num_tokens))
+
+    def reserve_to(
+        self, seq: KVSequence, num_tokens: SupportsIndex
+    ) -> tuple[tuple[BlockId, ...], ...]:
+        """Make room for the first `num_tokens` tokens in all; otherwise as `reserve`."""
+        total = as_int("num_tokens", num_tokens, 0)
+        self._check_open(seq)
+        self._check_length(total)
+        return self._grow(seq, total)
+
+    def _grow(self, seq: KVSequence, total: int) -> tuple[tuple[BlockId, ...], ...]:
+        """Give a sequence room for so many tokens, and say what was appended."""
+        for table in seq.tables:
+            if total > len(table.blocks) * table.block_size:
+                break
+        else:
+            seq.find_limits(self.max_model_len)
+            return self._no_growth
         if len(seq.tables) == 1:
-            table = seq.tables[0]
-            if total <= len(table.blocks) * table.block_size:
-                return ((),)
-            return (grow(self.pool, table, total),)
-        wanted = [(table, table.num_missing(total)) for table in seq.tables]
-        growths = advance_all(self.pool, (), wanted, [(0, g) for g in range(len(wanted))])
-        return tuple([growth.block_ids for growth in growths])
+            return (grow(self.pool, seq.tables[0], total),)
+        return grow_groups(self.pool, seq, total)
 
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
         """Say whether enough blocks are free for `reserve` with the same arguments. O(groups).
@@ -177,10 +196,17 @@ class KVCacheManager(StepVerbs):
         Raises:
             InvalidArgumentError: not a token id.
             SequenceTooLongError: the sequence has `max_model_len` tokens already.
+            UntoldTokensError: tokens before it are expected and not told yet.
         """
-        token = as_int("token", token, 0, MAX_TOKEN)
-        self._check_open(seq)
-        self._check_length(len(seq.packed) + 1)
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN:
+            token = as_int("token", token, 0, MAX_TOKEN)
+        known: object = seq  # callers are not all typed
+        if type(known) is not KVSequence or not known.is_open or known.owner is not self:
+            self._check_open(seq)
+        if seq.num_untold_tokens:
+            self._check_told(seq)
+        if self.max_model_len is not None:
+            self._check_length(len(seq.packed) + 1)
         seq.packed.append(token)
         seq.stop = 0
 
@@ -193,6 +219,7 @@ class KVCacheManager(StepVerbs):
         packed = pack(tokens)
         given = as_items(items)
         self._check_open(seq)
+        self._check_told(seq)
         length = len(seq.packed)
         self._check_length(length + len(packed))
         together = seq.items + check_items(given, length, length + len(packed))
@@ -200,27 +227,87 @@ class KVCacheManager(StepVerbs):
         seq.stop = 0
         seq.items = together
 
+    def expect(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
+        """Let tokens join the end whose ids are told later: sampled, or drafted, on the device.
+
+        They count like any other, and can be given room and committed; what they fill can be hit
+        once they are told. Only expected tokens may follow them until then. O(1).
+
+        Raises:
+            SequenceTooLongError: the sequence would have more than `max_model_len` tokens.
+        """
+        count = as_int("num_tokens", num_tokens, 0, MAX_STEP)
+        self._check_open(seq)
+        self._check_length(seq.num_tokens + count)
+        seq.num_untold_tokens += count
+        seq.stop = 0
+
+    def tell(self, seq: KVSequence, tokens: Tokens, *, start: SupportsIndex | None = None) -> None:
+        """Say which tokens the first expected ones are.
+
+        What this settles can be hit from now on, and what it puts out of a window's sight is given
+        back. O(len(tokens) + blocks filled and given back).
+
+        Args:
+            seq: an open sequence.
+            tokens: at most as many as it expects.
+            start: the position of the first of them, where the caller knows it: tokens that were
+                told before, or cut and expected anew, are then found out.
+
+        Raises:
+            InvalidArgumentError: not token ids.
+            NotExpectedError: more tokens than are expected, or other positions.
+        """
+        packed = pack(tokens)
+        first = None if start is None else as_int("start", start, 0)
+        self._check_open(seq)
+        self._check_expected(seq, len(packed), first)
+        length = len(seq.packed)
+        seq.packed.extend(packed)
+        try:
+            advance(self.pool, seq, 0)
+        except BaseException:
+            del seq.packed[length:]
+            raise
+        seq.num_untold_tokens -= len(packed)
+
     def commit(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """State that the KV of the next `num_tokens` tokens is written.
 
-        Blocks that this fills can be hit by others from now on; blocks of window and chunk groups
-        that no query can see any more are given back. O(blocks filled and given back).
+        Blocks that this fills can be hit by others from now on, or once their last token is told;
+        blocks of window and chunk groups that no query after the settled tokens can see any more
+        are given back. O(blocks filled and given back).
 
         Raises:
             InvalidArgumentError: more tokens than the sequence has.
             NotReservedError: more tokens than it has room for.
         """
+        known: object = seq  # callers are not all typed
+        if type(num_tokens) is int and type(known) is KVSequence and num_tokens >= 0:
+            computed = seq.num_computed_tokens + num_tokens
+            if (
+                computed < seq.due
+                and computed <= seq.room
+                and computed <= len(seq.packed)
+                and seq.is_open
+                and seq.owner is self
+            ):
+                seq.num_computed_tokens = computed
+                seq.stop = 0
+                return
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        advance(self.pool, seq, count)
+        if not advance(self.pool, seq, count):
+            seq.find_limits(self.max_model_len)
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
 
-        Rejected drafts leave so, and room that was reserved beyond. Where the cut goes through a
-        block that is published or shared, that block is given back too (it still holds its content
-        for others) and `num_computed_tokens` falls to its first token. Where it goes below what a
-        window group still has, everything is given back and `num_computed_tokens` falls to 0.
+        Rejected drafts leave so, expected tokens, and room that was reserved beyond. Where the cut
+        goes through a block that is published or shared, that block is given back too (it still
+        holds its content for others) and `num_computed_tokens` falls to its first token. Where it
+        goes below what a window group still has, everything is given back and
+        `num_computed_tokens` falls to 0.
         O(blocks released).
 
         Raises:
@@ -228,26 +315,29 @@ class KVCacheManager(StepVerbs):
         """
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        count = as_int("num_tokens", count, 0, len(seq.packed))
+        count = as_int("num_tokens", count, 0, seq.num_tokens)
         computed = computed_after_cut(seq, count)
         kept = count if computed == min(count, seq.num_computed_tokens) else computed
-        items = cut_items(seq.items, count)
+        told = min(count, len(seq.packed))
+        items = cut_items(seq.items, told)
         seq.packed.append(0)  # a view that somebody holds of it stops the cut here
         seq.packed.pop()
         self.pool.drop(leaving(seq, kept))
         cut_tables(seq, kept)
-        del seq.packed[count:]
+        del seq.packed[told:]
+        seq.num_untold_tokens = count - told
         seq.items = items
         seq.num_computed_tokens = computed
         seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
-        seq.cut_names(count)
+        seq.cut_names(told)
 
     def fork(self, seq: KVSequence) -> tuple[KVSequence, tuple[CopyOrder, ...]]:
-        """Begin a second sequence with the same tokens and the same computed KV.
+        """Begin a second sequence with the same told tokens and the same computed KV.
 
-        Full blocks are shared. A block that is computed in part cannot be: the child gets a block
-        of its own, and the caller must carry out the copy orders before either sequence is written
-        to. O(num_blocks).
+        What is expected and not told yet stays the parent's, with the KV computed for it. Full
+        blocks are shared. A block that is computed in part cannot be: the child gets a block of its
+        own, and the caller must carry out the copy orders before either sequence is written to.
+        O(num_blocks).
 
         Returns:
             The child, and one copy order for each group whose last block is half full.
@@ -360,6 +450,16 @@ class KVCacheManager(StepVerbs):
         for seq in self.sequences.values():
             seq.forget_identity()
         return report
+
+    def __copy__(self) -> NoReturn:
+        raise MisuseError(f"{self!r} is one cache: a copy would hand out the same blocks")
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCacheManager({self.num_blocks} blocks of {self.block_size} tokens, "
+            f"{self.num_free_blocks} free, {len(self.sequences)} sequences, "
+            f"{len(self.leases.active)} leases)"
+        )
 
     def _admit(self, seq: KVSequence, hits: list[Block]) -> None:
         """Let a new sequence hold its hits and keep them as it wishes, and count it among all."""

@@ -46,6 +46,8 @@ def find_prefix(
         size = group.block_size
         encoded = _items_by_block(items, size, longest)
         paths.append(pool.path(namespace_key, content, longest // size, number, encoded))
+        if not paths[-1]:
+            return 0, [[] for _ in groups]
     cached = longest_servable(groups, paths, longest)
     needed: list[list[Block]] = []
     for group, path in zip(groups, paths, strict=True):
@@ -82,12 +84,12 @@ def _items_by_block(items: Sequence[Item], size: int, num_tokens: int) -> list[b
 
 
 def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tuple[CopyOrder, ...]:
-    """Give a new sequence all that another has computed, or nothing. O(num_blocks).
+    """Give a new sequence all that another has settled, or nothing. O(num_blocks).
 
     Args:
         pool: the pool of both.
         parent: the sequence to share with.
-        child: a sequence with the same tokens and empty tables, that nobody knows yet.
+        child: a sequence with the same told tokens and empty tables, that nobody knows yet.
 
     Returns:
         What has to be copied into the blocks of its own: one for each group whose last is half
@@ -96,11 +98,11 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
     Raises:
         OutOfBlocksError: too few blocks are free for those.
     """
-    computed = parent.num_computed_tokens
+    computed = parent.num_settled_tokens
     half_full = [table for table in parent.tables if computed % table.block_size]
     own = pool.next_blocks(len(half_full))
     held: list[Block] = []
-    child.num_computed_tokens = parent.num_computed_tokens
+    child.num_computed_tokens = computed
     child.wishes, child.opened_at = parent.wishes, parent.opened_at
     orders: list[CopyOrder] = []
     for number, (mine, its) in enumerate(zip(parent.tables, child.tables, strict=True)):

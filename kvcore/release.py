@@ -29,7 +29,7 @@ def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Bl
 def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
     """Return every block that the first `num_tokens` tokens do not need, tail first.
 
-    O(blocks returned), with several groups O(n log n).
+    O(blocks returned).
     """
     if len(seq.tables) == 1:
         only = seq.tables[0]
@@ -45,7 +45,7 @@ def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
 
 def cut_tables(seq: KVSequence, num_tokens: int) -> None:
     """Let what `leaving` returns, and the pool has got back, leave the tables. Cannot fail."""
-    seq.stop = 0
+    seq.room = seq.due = seq.stop = 0
     for table in seq.tables:
         table.cut(-(-num_tokens // table.block_size))
 
@@ -54,14 +54,36 @@ def _tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
     """Order runs of blocks, (first place, block size, blocks) for each group, by where they end.
 
     The tails of all groups come before the heads of any: what is reused first is what the fewest
-    prefixes need.
+    prefixes need. Of blocks that end together that of the last group comes first. O(blocks).
     """
-    if len(runs) == 1:
-        return runs[0][2][::-1]
-    placed = [
-        ((first + index + 1) * size, number, block)
-        for number, (first, size, blocks) in enumerate(runs)
-        for index, block in enumerate(blocks)
-    ]
-    placed.sort(key=lambda entry: (entry[0], entry[1]), reverse=True)
-    return [block for _, _, block in placed]
+    found: list[Block] = runs[0][2][::-1]
+    start, size = runs[0][0], runs[0][1]
+    ends = [] if len(runs) == 1 else [(start + n) * size for n in range(len(found), 0, -1)]
+    for first, width, blocks in runs[1:]:
+        if blocks:
+            found, ends = _merged(found, ends, first, width, blocks)
+    return found
+
+
+def _merged(
+    one: list[Block], ends: list[int], first: int, size: int, blocks: list[Block]
+) -> tuple[list[Block], list[int]]:
+    """Merge blocks that end at `ends`, the last first, with the run of a later group. O(blocks)."""
+    found: list[Block] = []
+    found_ends: list[int] = []
+    place = len(blocks)
+    end = (first + place) * size
+    for index, its_end in enumerate(ends):
+        while place and end >= its_end:
+            place -= 1
+            found.append(blocks[place])
+            found_ends.append(end)
+            end -= size
+        if not place:
+            return found + one[index:], found_ends + ends[index:]
+        found.append(one[index])
+        found_ends.append(its_end)
+    for left in range(place - 1, -1, -1):
+        found.append(blocks[left])
+        found_ends.append((first + left + 1) * size)
+    return found, found_ends

@@ -2,26 +2,26 @@
 
 It stores its lengths, and nothing ever infers one from another:
 `num_cached_tokens <= num_computed_tokens <= num_tokens`, and its tables cover the computed and the
-reserved ones. The manager alone changes it; after `close` every call with it is a typed error.
+reserved ones. Its last tokens may be expected only: they count, and may be computed, but their ids
+are told later. What is *settled* is both computed and told; others can see that alone. The manager
+alone changes it; after `close` every call with it is a typed error.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final, NoReturn, SupportsIndex, final
+from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import MisuseError, NotReservedError, StaleSequenceError
-from kvcore.groups import LayerGroup
+from kvcore.groups import NEVER, LayerGroup
 from kvcore.hashing import BlockHash, NameAlgorithm, NameChain
 from kvcore.items import Item
 from kvcore.retention import Retention
 from kvcore.slots import int_view, put_ints, slots_of
-
-_NEVER: Final = 2**62
 
 
 @final
@@ -33,28 +33,35 @@ class KVSequence:
         num_computed_tokens: tokens whose KV is written; the next step computes from here.
         num_cached_tokens: how many of them were found in the cache when it was opened.
         is_open: False once it is closed.
-        packed: its tokens, as `array("I")`. Read it, do not write it.
+        packed: its told tokens, as `array("I")`. Read it, do not write it.
+        num_untold_tokens: how many more are expected after those.
         items: content that is not tokens, in order.
         tables: its block table for each layer group. Read them, do not write them.
         namespace_key: the encoded namespace, or None: not cached, or not any more.
         wishes: which ranges of it are to be kept longer.
         opened_at: the step at which it was opened.
         chain: its blocks' names, once somebody has asked for them.
-        stop: below so many computed tokens a decode step has nothing to do for it but to count; 0:
-            not known. Whoever changes its tables sets it to 0.
+        room: up to so many tokens nothing has to be made room for; less than the tables have where
+            nobody has asked since they grew.
+        due: below so many settled tokens nothing is published or given back. Both are 0 where they
+            are not known: whoever takes from its tables sets them to 0.
+        stop: below so many tokens a decode step has nothing to do but to count; 0: not known.
         owner: the manager that opened it.
     """
 
     __slots__ = (
         "chain",
+        "due",
         "is_open",
         "items",
         "namespace_key",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_untold_tokens",
         "opened_at",
         "owner",
         "packed",
+        "room",
         "seq_id",
         "stop",
         "tables",
@@ -80,11 +87,12 @@ class KVSequence:
             self.tables = tuple([BlockTable(group) for group in groups])
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
+        self.num_untold_tokens = 0
         self.is_open = True
         self.wishes: tuple[Retention, ...] = ()
         self.opened_at = 0
         self.chain: NameChain | None = None
-        self.stop = 0
+        self.room = self.due = self.stop = 0
 
     def __eq__(self, other: object) -> bool:
         """A sequence equals itself alone, whatever the other says of it: steps are told by that."""
@@ -96,8 +104,13 @@ class KVSequence:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has, computed or not. O(1)."""
-        return len(self.packed)
+        """How many tokens it has, computed or not, told or not. O(1)."""
+        return len(self.packed) + self.num_untold_tokens
+
+    @property
+    def num_settled_tokens(self) -> int:
+        """How many tokens are both computed and told. O(1)."""
+        return min(self.num_computed_tokens, len(self.packed))
 
     @property
     def num_blocks(self) -> int:
@@ -106,7 +119,7 @@ class KVSequence:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """A copy of its tokens. O(num_tokens)."""
+        """A copy of its told tokens. O(num_tokens)."""
         return tuple(self.packed)
 
     @property
@@ -191,30 +204,36 @@ class KVSequence:
         """From now on nothing of it is published; what was is not its any more. O(groups)."""
         self.namespace_key = None
         self.chain = None
-        self.stop = 0
+        self.room = self.due = self.stop = 0
         for table in self.tables:
             table.num_published = 0
 
-    def find_stop(self, longest: int | None) -> None:
-        """Note up to how many computed tokens a decode step only counts. Cannot fail. O(groups).
+    def find_limits(self, longest: int | None) -> None:
+        """Note up to where there is nothing to do but to count. Cannot fail. O(groups).
 
-        Its caller has just made room for all tokens that it has, and has published what is full.
+        Its caller has just published what is settled, and given back what that puts out of sight.
         """
-        stop = _NEVER if longest is None else longest
+        room = NEVER if longest is None else longest
+        due = NEVER
+        is_cached = self.namespace_key is not None
         for table in self.tables:
-            full = len(table.blocks)
-            if table.num_published < full and self.namespace_key is not None:
-                full = table.num_published + 1
-            stop = min(stop, 0 if table.forgets else full * table.block_size)
-        self.stop = stop
+            size = table.block_size
+            room = min(room, len(table.blocks) * size)
+            if is_cached:
+                due = min(due, (table.num_published + 1) * size)
+            if table.forgets:
+                due = min(due, table.next_pass())
+        self.room = room
+        self.due = due
 
     def __copy__(self) -> NoReturn:
         raise MisuseError(f"{self!r} is a handle: wanted the one that was opened, not a copy")
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
+        untold = f" ({self.num_untold_tokens} untold)" if self.num_untold_tokens else ""
         return (
-            f"KVSequence({self.seq_id}, {state}, {self.num_tokens} tokens, "
+            f"KVSequence({self.seq_id}, {state}, {self.num_tokens} tokens{untold}, "
             f"{self.num_computed_tokens} computed, {self.num_blocks} blocks)"
         )
 

@@ -10,11 +10,14 @@ from collections.abc import Sequence
 from typing import Final, SupportsIndex
 
 from kvcore.arguments import as_int
+from kvcore.block import BlockId
 from kvcore.errors import (
     ForeignSequenceError,
     InvalidArgumentError,
+    NotExpectedError,
     SequenceTooLongError,
     StaleSequenceError,
+    UntoldTokensError,
 )
 from kvcore.events import EventLog, Snapshot
 from kvcore.groups import FullAttention, LayerGroup, resolve
@@ -66,6 +69,7 @@ class CacheState:
         )
         self.leases = LeaseBook(self.pool)
         self.sequences: dict[int, KVSequence] = {}
+        self._no_growth: tuple[tuple[BlockId, ...], ...] = ((),) * len(sizes)
         self._last_step: list[KVSequence] = []
         self._next_seq_id = 0
         self._num_queried_tokens = 0
@@ -201,6 +205,23 @@ class CacheState:
         total = seq.num_computed_tokens + count
         self._check_length(total)
         return total
+
+    @staticmethod
+    def _check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
+        """Raise where so many tokens, from position `start` on, are not what a sequence expects."""
+        length = len(seq.packed)
+        if num_tokens > seq.num_untold_tokens or (start is not None and start != length):
+            raise NotExpectedError(
+                f"{seq!r}: wanted at most {seq.num_untold_tokens} tokens from position {length} "
+                f"on, got {num_tokens}" + ("" if start is None else f" from {start} on")
+            )
+
+    def _check_told(self, seq: KVSequence) -> None:
+        if seq.num_untold_tokens:
+            raise UntoldTokensError(
+                f"{seq!r}: wanted all tokens told before known ones join, "
+                f"{seq.num_untold_tokens} are not"
+            )
 
     def _check_length(self, num_tokens: int) -> None:
         if self.max_model_len is not None and num_tokens > self.max_model_len:

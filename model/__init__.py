@@ -1,23 +1,29 @@
 """The runner: requests, schedule, batch, forward, sample; `python -m model.run` is its front door.
 
-Importing this package loads no torch. `model.engine` and `model.loader` do, and Transformers too.
+Importing this package loads nothing of it: a name is loaded when it is asked for, so that a command
+line is there for a signal from its first moment. None of the names here loads torch;
+`model.engine` and `model.loader` do, and Transformers too.
 """
 
-from model.config import EngineConfig, SchedulerConfig
-from model.errors import (
-    InvalidArgumentError,
-    ModelError,
-    ModelNotFoundError,
-    RequestStateError,
-    RequestTooLongError,
-    SchedulerStateError,
-    StalledError,
-    UnsupportedModelError,
-)
-from model.params import SamplingParams
-from model.request import FinishReason, Request, Status
-from model.scheduler import Scheduler
-from model.step import Chunk, SchedulerStats, Step
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from model.config import EngineConfig, SchedulerConfig
+    from model.errors import (
+        InvalidArgumentError,
+        ModelError,
+        ModelNotFoundError,
+        RequestStateError,
+        RequestTooLongError,
+        SchedulerStateError,
+        StalledError,
+        UnsupportedModelError,
+    )
+    from model.params import SamplingParams
+    from model.request import FinishReason, Request, Status
+    from model.scheduler import Scheduler
+    from model.step import Chunk, SchedulerStats, Step
 
 __all__ = [
     "Chunk",
@@ -39,3 +45,15 @@ __all__ = [
     "Step",
     "UnsupportedModelError",
 ]
+
+_HOMES = ("errors", "config", "params", "request", "step", "scheduler")
+
+
+def __getattr__(name: str) -> object:
+    """Load a name of `__all__` from the module that has it."""
+    for home in _HOMES if name in __all__ else ():
+        module = import_module(f"{__name__}.{home}")
+        if hasattr(module, name):
+            value: object = getattr(module, name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

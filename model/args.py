@@ -38,7 +38,7 @@ second after the kernels are compiled; prompt tokens found in the prefix cache; 
 bytes that hold keys and values, against a flat cache with room for the longest request in each row.
 
 Exit codes: 0 done; 1 --verify found a difference; 2 bad input; 3 failed otherwise, such as a full
-disk; 130 interrupted; 141 output closed.
+disk; 130 interrupted; 141 output closed; 143 terminated.
 """
 
 

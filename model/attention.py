@@ -1,36 +1,39 @@
 """Our attention inside Transformers' models.
 
 Decides: what an attention layer of any decoder means in the terms of a backend: its scale, its
-window, its soft cap, its sinks. Transformers calls `attend` from each layer because it is
-registered under `IMPLEMENTATION`; the keyword argument `paged` of a pass travels down to it.
+soft cap, its sinks; heads whose values are of another size than their keys are filled up with
+zeros. Transformers calls `attend` from each layer because it is registered under `IMPLEMENTATION`;
+the keyword argument `paged` of a pass travels down to it.
 
-Invariants: a layer that asks for something a paged cache cannot give is refused by name; a window
-or a soft cap that the configuration declares is one that the layer asked for, or the model is
-refused; no mask is ever built, because the batch says who sees whom (an implementation without a
-registered mask function gets none from Transformers, and no synchronisation with the GPU).
+Invariants: a layer that asks for something a paged cache cannot give is refused by name, and an
+argument that is not known is refused, never passed over; no mask is ever built, because the batch
+says who sees whom (an implementation without a registered mask function gets none from
+Transformers, and no synchronisation with the GPU).
 
 Does not know: requests, tables, which backend runs.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface
 
 import backends
 from model.caches import KVCaches
 from model.errors import UnsupportedModelError
-from model.layout import CacheLayout, LayerShape
+from model.layout import CacheLayout
 
 IMPLEMENTATION = "kvcore_paged"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTerms:
-    """One layer's attention: logit = scale * q.k, then soft cap, window and sinks."""
+    """What one layer asks for: logit = scale * q.k, then soft cap, window and sinks.
+
+    The window is what it says, and may say nothing where a mask would cut it; what holds stands in
+    the layout.
+    """
 
     scale: float
     window: int | None
@@ -88,96 +91,21 @@ class PagedPass:
             v_cache,
             batch,
             scale=terms.scale,
-            window=terms.window,
+            window=self.layout.layers[layer].window,
             soft_cap=terms.soft_cap,
             sinks=terms.sinks,
         )
 
 
-@dataclass(slots=True)
-class Probe:
-    """A pass that stores nothing and notes what each layer would store."""
-
-    shapes: dict[int, LayerShape] = field(default_factory=dict)
-    soft_caps: dict[int, float | None] = field(default_factory=dict)
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
-    ) -> Tensor:
-        """Note the layer's shape; zeros."""
-        if key.shape != value.shape or key.shape[-1] != query.shape[-1]:
-            raise UnsupportedModelError(
-                f"layer {layer}: wanted queries, keys and values of one head_dim, got "
-                f"{query.shape[-1]}, {key.shape[-1]} and {value.shape[-1]}"
-            )
-        if layer in self.shapes:
-            raise UnsupportedModelError(f"layer {layer} attends twice in one pass")
-        self.shapes[layer] = LayerShape(key.shape[1], key.shape[2], key.dtype, terms.window)
-        self.soft_caps[layer] = terms.soft_cap
-        return torch.zeros_like(query)
-
-
-def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
-    """Run one token through the model and note what every layer stores. One forward pass.
-
-    This is also the proof that every layer comes through here; a model with a layer that keeps
-    another kind of state (Mamba, linear attention, latent KV) is refused.
-
-    Args:
-        model: its attention is switched to ours.
-        device: where it is; the meta device will do, for a model without weights.
-
-    Raises:
-        UnsupportedModelError: the model cannot run with a paged cache, and why.
-    """
-    name = type(model).__name__
-    probe = Probe()
-    token = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    try:
-        with torch.inference_mode():
-            model(input_ids=token, position_ids=token, use_cache=False, paged=probe)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{name}: {error}") from error
-    config = model.config.get_text_config()
-    num_layers: int = config.num_hidden_layers
-    if sorted(probe.shapes) != list(range(num_layers)):
-        missing = sorted(set(range(num_layers)) - set(probe.shapes))
-        raise UnsupportedModelError(
-            f"{name}: wanted every one of {num_layers} layers to attend through "
-            f"Transformers' AttentionInterface with a cache of its own, layers {missing} do not"
-        )
-    shapes = tuple(probe.shapes[layer] for layer in range(num_layers))
-    declared = declared_windows(config)
-    soft_cap = getattr(config, "attn_logit_softcapping", None)
-    for layer, shape in enumerate(shapes):
-        if shape.window != declared[layer]:
-            raise UnsupportedModelError(
-                f"{name}: layer {layer} is configured for {_window(declared[layer])} and "
-                f"asks its attention for {_window(shape.window)}"
-            )
-        if probe.soft_caps[layer] != soft_cap:
-            raise UnsupportedModelError(
-                f"{name}: layer {layer} is configured for a soft cap of {soft_cap} and "
-                f"asks its attention for {probe.soft_caps[layer]}"
-            )
-    return shapes
-
-
-def declared_windows(config: PreTrainedConfig) -> list[int | None]:
-    """What a configuration says of each layer: its window, or None for all. O(num_layers).
-
-    Where a mask alone would cut the window, a layer would not ask its attention for it, and would
-    see too much here: so the two are compared.
-    """
-    window: int | None = getattr(config, "sliding_window", None)
-    types: Sequence[str] | None = getattr(config, "layer_types", None)
-    if types is None:
-        return [window] * int(config.num_hidden_layers)
-    return [window if kind == "sliding_attention" else None for kind in types]
-
-
-def _window(window: int | None) -> str:
-    return "full attention" if window is None else f"a window of {window}"
+_HARMLESS = {
+    "position_ids": "queries and keys are rotated already",
+    "cache_position": "the batch says where tokens are",
+    "use_cache": "the cache is ours",
+    "output_attentions": "nobody asks for the weights",
+    "output_hidden_states": "nothing for attention to do",
+    "output_router_logits": "nothing for attention to do",
+}
+"""Keyword arguments that an attention function may pass over, each for its reason."""
 
 
 def attend(
@@ -192,7 +120,9 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: object,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls in each layer.
 
@@ -200,27 +130,44 @@ def attend(
         module: the attention layer; has `layer_idx`.
         query: [1, num_q_heads, num_tokens, head_dim].
         key: [1, num_kv_heads, num_tokens, head_dim].
-        value: like `key`.
+        value: like `key`; its head_dim may be another one.
         attention_mask: None: the batch says who sees whom.
         paged: the pass, as it was given to the model.
         scaling: of the logits; None: 1 / sqrt(head_dim).
         sliding_window: keys a query sees, itself included; None: all.
         softcap: Gemma 2's cap on the logits.
         s_aux: [num_q_heads], GPT-OSS's sinks.
+        dropout: 0: a network in evaluation drops nothing.
+        is_causal: not False; None: what the layer says of itself.
+        others: refused, unless they are None, False or known to be harmless.
 
     Returns:
-        [1, num_tokens, num_q_heads, head_dim], and None in place of the weights.
+        [1, num_tokens, num_q_heads, head_dim of values], and None in place of the weights.
 
     Raises:
-        UnsupportedModelError: the model did not pass `paged` on, built a mask, or has no
-            `layer_idx`.
+        UnsupportedModelError: the model did not pass `paged` on, built a mask, has no `layer_idx`,
+            or asks for what a paged cache does not do.
     """
     layer = getattr(module, "layer_idx", None)
-    if paged is None or attention_mask is not None or layer is None:
+    name = type(module).__name__
+    if paged is None or layer is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__}: wanted an attention layer that has layer_idx, passes "
-            f"keyword arguments on and makes no mask of its own"
+            f"{name}: wanted an attention layer that has layer_idx and is given the keyword "
+            f"arguments of a pass, {'those do not reach it' if paged is None else 'it has none'}"
         )
+    if attention_mask is not None:
+        raise UnsupportedModelError(f"{name}: wanted no mask, it is given one that is its own")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if is_causal is False:
+        raise UnsupportedModelError(f"{name}: wanted causal attention, it is bidirectional")
+    if dropout:
+        raise UnsupportedModelError(f"{name}: wanted a network in evaluation, got {dropout=}")
+    for argument, given in others.items():
+        if given is not None and given is not False and argument not in _HARMLESS:
+            raise UnsupportedModelError(
+                f"{name}: its attention is given {argument}, which a paged cache does nothing with"
+            )
     terms = AttentionTerms(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
@@ -228,12 +175,22 @@ def attend(
         sinks=s_aux,
     )
     # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim]: views, the kernels take any stride.
-    out = paged.attend(layer, _tokens_first(query), _tokens_first(key), _tokens_first(value), terms)
-    return out.unsqueeze(0), None
+    query, key, states = _tokens_first(query), _tokens_first(key), _tokens_first(value)
+    size = value.shape[-1]
+    if size != query.shape[-1]:
+        # A zero in queries and keys adds nothing to a logit, one in values a zero to the output.
+        widest = max(size, query.shape[-1])
+        query, key, states = (_widened(part, widest) for part in (query, key, states))
+    out = paged.attend(layer, query, key, states, terms)
+    return out[..., :size].unsqueeze(0), None
 
 
 def _tokens_first(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
+
+
+def _widened(states: Tensor, size: int) -> Tensor:
+    return nn.functional.pad(states, (0, size - states.shape[-1]))
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

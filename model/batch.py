@@ -23,6 +23,7 @@ from torch import Tensor
 
 import backends
 import kvcore
+from model.chunks import chunked_batch
 from model.request import Request
 from model.step import Chunk, Step
 
@@ -37,9 +38,11 @@ class StepTensors:
         logit_rows: int64 [num_sampled], the last token of each chunk that samples, once for each
             request that samples from it.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
-            the group is the same tensor in all of them.
+            the group is the same tensor in all of them. For a group with chunks a sequence there is
+            a piece of one (`chunks.py`).
         sources: int64 [1, num_tokens]; where it is not negative, the token is that entry of what
             the step before has drawn, and `input_ids` has another; None: it is negative everywhere.
+        is_long: bool [1, num_tokens], whether the token's request is long; None: none is.
     """
 
     input_ids: Tensor
@@ -47,30 +50,36 @@ class StepTensors:
     logit_rows: Tensor
     paged: tuple[backends.PagedBatch, ...]
     sources: Tensor | None = None
+    is_long: Tensor | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
         """The same on a device, where it may arrive later than this returns. O(its bytes)."""
         if device.type == "cpu":
             return self
-        first = self.paged[0]
-        query_start_loc = first.query_start_loc.to(device, non_blocking=True)
-        seq_lens = first.seq_lens.to(device, non_blocking=True)
+        sent: dict[int, Tensor] = {}  # what several groups share is sent once
+
+        def send(tensor: Tensor) -> Tensor:
+            if id(tensor) not in sent:
+                sent[id(tensor)] = tensor.to(device, non_blocking=True)
+            return sent[id(tensor)]
+
         return StepTensors(
             input_ids=self.input_ids.to(device, non_blocking=True),
             position_ids=self.position_ids.to(device, non_blocking=True),
             logit_rows=self.logit_rows.to(device, non_blocking=True),
             paged=tuple(
                 backends.PagedBatch(
-                    query_start_loc=query_start_loc,
-                    seq_lens=seq_lens,
-                    block_table=batch.block_table.to(device, non_blocking=True),
-                    slot_mapping=batch.slot_mapping.to(device, non_blocking=True),
+                    query_start_loc=send(batch.query_start_loc),
+                    seq_lens=send(batch.seq_lens),
+                    block_table=send(batch.block_table),
+                    slot_mapping=send(batch.slot_mapping),
                     max_query_len=batch.max_query_len,
                     max_seq_len=batch.max_seq_len,
                 )
                 for batch in self.paged
             ),
-            sources=None if self.sources is None else self.sources.to(device, non_blocking=True),
+            sources=None if self.sources is None else send(self.sources),
+            is_long=None if self.is_long is None else send(self.is_long),
         )
 
 
@@ -200,9 +209,16 @@ class BatchBuilder:
     Args:
         device: where the tensors go; for a GPU the buffers are page-locked.
         num_groups: the layer groups of the cache.
+        chunks: for each group the chunk that its layers see; None: they have none.
     """
 
-    def __init__(self, device: torch.device, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_groups: int = 1,
+        chunks: Sequence[int | None] | None = None,
+    ) -> None:
+        self._chunks = chunks or [None] * num_groups
         self._input_ids = _Buffer(torch.int64, device)
         self._sources = _Buffer(torch.int64, device)
         self._position_ids = _Buffer(torch.int64, device)
@@ -229,9 +245,7 @@ class BatchBuilder:
         """
         # Columns of the step, at the price of one pass over it.
         requests, first_positions, counted, samples, followers = zip(*step.chunks, strict=True)
-        sequences = [request.sequence for request in requests]
-        if None in sequences:
-            sequences = [request.running_sequence for request in requests]  # says which one
+        sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
             self._rows = np.arange(num_seqs)
@@ -247,7 +261,7 @@ class BatchBuilder:
         query_starts[0] = 0
         query_starts[1:] = ends
         self._seq_lens.view(num_seqs)[:] = lengths
-        self._write_input_ids(step.chunks, firsts, num_tokens)
+        self._write_input_ids(step.chunks, sequences, first_positions, firsts, num_tokens)
         self._position_ids.view(num_tokens)[:] = positions
         sampled = ends - 1
         if any(followers) or not all(samples):
@@ -264,6 +278,11 @@ class BatchBuilder:
             slots.view(num_tokens)[:] = _slots(table, rows, positions, block_size)
             if not slots.view(num_tokens).min() >= block_size:  # the null block is nobody's
                 _check_room(sequences, starts, lengths, group)
+            chunk = self._chunks[group]
+            if chunk is not None:
+                mapping = slots.shaped(num_tokens)
+                paged.append(chunked_batch(table, starts, lengths, mapping, chunk, block_size))
+                continue
             paged.append(
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
@@ -279,12 +298,14 @@ class BatchBuilder:
             position_ids=self._position_ids.shaped(1, num_tokens),
             logit_rows=self._logit_rows.shaped(len(sampled)),
             paged=tuple(paged),
-            sources=self._write_sources(requests, ends, num_tokens, rows_drawn or {}),
+            sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
+            is_long=_long_tokens(requests, rows),
         )
 
     def _write_sources(
         self,
         requests: Sequence[Request],
+        sequences: Sequence[kvcore.KVSequence],
         ends: NDArray[np.int64],
         num_tokens: int,
         rows_drawn: Mapping[int, int],
@@ -295,21 +316,37 @@ class BatchBuilder:
         if num_tokens > len(requests):
             sources[:] = -1
         sources[ends - 1] = [  # what is expected is the last of all, and of its chunk
-            rows_drawn[request.request_id] if request.is_expecting else -1 for request in requests
+            rows_drawn[request.request_id] if sequence.num_untold_tokens else -1
+            for request, sequence in zip(requests, sequences, strict=True)
         ]
         return self._sources.shaped(1, num_tokens)
 
     def _write_input_ids(
-        self, chunks: Sequence[Chunk], firsts: NDArray[np.int64], num_tokens: int
+        self,
+        chunks: Sequence[Chunk],
+        sequences: Sequence[kvcore.KVSequence],
+        starts: Sequence[int],
+        firsts: NDArray[np.int64],
+        num_tokens: int,
     ) -> None:
         input_ids = self._input_ids.view(num_tokens)
-        input_ids[firsts] = [request.tokens[start] for request, start, *_ in chunks]
+        # What is expected is not known here: the device has it.
+        input_ids[firsts] = [
+            packed[start] if start < len(packed := sequence.packed) else 0
+            for sequence, start in zip(sequences, starts, strict=True)
+        ]
         if num_tokens > len(chunks):
             for chunk, first in zip(chunks, firsts.tolist(), strict=True):
                 if chunk.num_tokens > 1:
                     stop = chunk.start + chunk.num_tokens
                     tokens = chunk.request.tokens[chunk.start : stop]
-                    input_ids[first : first + chunk.num_tokens] = tokens
+                    input_ids[first : first + len(tokens)] = tokens
+
+
+def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:
+    """Which tokens are of long texts; their rows are those of their requests."""
+    are_long = [request.is_long for request in requests]
+    return torch.from_numpy(np.array(are_long)[rows])[None] if any(are_long) else None
 
 
 def _slots(

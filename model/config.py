@@ -38,6 +38,9 @@ class SchedulerConfig:
         priority_span: how many later requests one level of priority lets a request overtake.
         num_host_blocks: blocks of host memory that preempted requests may be stored in; 0: none,
             they are computed again.
+        long_above: longer texts have other keys and values from their first token on; None: there
+            is no such length.
+        may_cross: whether a request may grow past it; it is computed again then.
     """
 
     max_num_batched_tokens: int = 2048
@@ -46,6 +49,8 @@ class SchedulerConfig:
     watermark: float = WATERMARK
     priority_span: int = PRIORITY_SPAN
     num_host_blocks: int = 0
+    long_above: int | None = None
+    may_cross: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_num_batched_tokens", "max_num_seqs", "max_model_len", "priority_span"):

@@ -6,12 +6,15 @@ of the step before, so that the host works on one step while the device does ano
 ends by a stop token then computes once in vain.
 
 Invariants: one thread; whatever ends a request, its blocks are back when the call returns: what the
-device still does with them comes before whatever it does for their next owner.
+device still does with them comes before whatever it does for their next owner. A request whose
+logits are no numbers ends alone, and nothing that was cached by then is found any more: what it has
+computed may be in it.
 
 Does not know: how blocks are found (`kvcore`), how attention is computed (`backends`), arguments of
 a command line.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import backends
@@ -77,6 +80,9 @@ class Engine:
                     f"block_size: wanted {self.memory.block_size}, which the caches have, "
                     f"got {self.config.block_size}"
                 )
+        # Whoever runs holds a block: more seats than blocks would be buffers for nobody.
+        seats = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))
+        self.config = dataclasses.replace(self.config, max_num_seqs=seats)
         self.kv = kvcore.KVCacheManager(
             self.network.num_blocks,
             self.config.block_size,
@@ -86,6 +92,7 @@ class Engine:
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory
         )
+        rope = self.network.rope
         limits = SchedulerConfig(
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_num_seqs=self.config.max_num_seqs,
@@ -93,6 +100,8 @@ class Engine:
             watermark=self.config.watermark,
             priority_span=self.config.priority_span,
             num_host_blocks=self.num_host_blocks,
+            long_above=None if rope is None else rope.num_tokens,
+            may_cross=rope is None or rope.recomputes,
         )
         self._is_late = self.config.async_scheduling
         if self._is_late is None:
@@ -218,7 +227,6 @@ class Engine:
 
         Raises:
             StalledError: nothing can run although something is unfinished.
-            NumericalError: the model's logits are not numbers; every request is aborted.
         """
         watch = self._watch
         watch.begin()
@@ -232,17 +240,17 @@ class Engine:
             tokens = {} if landing is None else landing.read()
             watch.done(SAMPLE)
             if self._is_late and landing is not None:
-                outputs = self._hand_out(tokens)
+                outputs = self._hand_out(landing, tokens)
         except BaseException:
             self._give_up(step)
             raise
         self._mover.copy(self._scheduler.advance(step))
         self._unread = flight if step.chunks and self._is_late else None
         if not self._is_late:
-            outputs = self._hand_out(tokens)
+            outputs = self._hand_out(flight, tokens)
         elif not self._passes.can_read_late(flight.sampling):
             self._unread = None
-            outputs += self._hand_out(flight.read())
+            outputs += self._hand_out(flight, flight.read())
         if step.is_empty and before is None and self._scheduler.has_unfinished:
             raise StalledError("step: requests wait, and none can be admitted or run")
         watch.end()
@@ -319,9 +327,16 @@ class Engine:
         draws = [self._draw(r) if r.params.temperature else None for r in sampling]
         return self._passes.send(step, sampling, draws, rows_drawn, self._watch)
 
-    def _hand_out(self, tokens: dict[int, int]) -> list[Output]:
+    def _hand_out(self, flight: Flight, drawn: dict[int, int | None]) -> list[Output]:
         """Give those who expect a token theirs, and end whom it ends."""
         streams, outputs = self._streams, []
+        tokens = {number: token for number, token in drawn.items() if token is not None}
+        if len(tokens) < len(drawn):
+            outputs = [
+                self._fail(request)
+                for request in flight.sampling
+                if request.request_id not in tokens and not request.is_finished
+            ]
         for request in self._scheduler.accept(tokens):
             number = request.request_id
             token, stream = tokens[number], streams[number]
@@ -330,6 +345,14 @@ class Engine:
                 self._end(request, stream)
             outputs.append(Output(request, token, stream))
         return outputs
+
+    def _fail(self, request: Request) -> Output:
+        """End a request whose logits are no numbers, and let nobody find what it has computed."""
+        stream = self._streams[request.request_id]
+        self._scheduler.finish(request, FinishReason.ERROR)
+        self.kv.reset()
+        self._end(request, stream)
+        return Output(request, None, stream)
 
     def _give_up(self, step: Step) -> None:
         """End everything: what a pass has written is unknown, so nothing of it may be found."""

@@ -1,15 +1,15 @@
 """Which layers share a block table, and which share memory.
 
-Layers that see the same part of the past form a kind: all of it, or one window. A kind's layers are
-cut into groups of equal depth, a block belongs to one group at a time and holds a token's keys and
-values for every layer of it; place `i` of any group is the same memory, because no block is ever
-held by two groups. So the depth is what a block costs, and a kind that does not fill its groups
-wastes the rest. (vLLM's hybrid cache manager began this way of sharing.)
+Layers that see the same part of the past form a kind: all of it, one window, or chunks of one size.
+A kind's layers are cut into groups of equal depth, a block belongs to one group at a time and holds
+a token's keys and values for every layer of it; place `i` of any group is the same memory, because
+no block is ever held by two groups. So the depth is what a block costs, and a kind that does not
+fill its groups wastes the rest. (vLLM's hybrid cache manager began this way of sharing.)
 
 Decides: the depth: the fewest groups of which no kind wastes more than an eighth of its own size.
 
 Invariants: every layer has a group and a place of its own; the layers of a group see the same;
-groups of full attention come first, then windows from the smallest up.
+groups of full attention come first, then windows from the smallest up, then chunks.
 
 Does not know: memory, blocks, tensors, which network it is.
 """
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 
 import kvcore
+from model.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,14 @@ class LayerShape:
         head_dim: elements of each.
         dtype: of an element.
         window: tokens that a query sees, its own included; None: all.
+        chunk: it sees those of its own chunk of so many tokens; None: there are no chunks.
     """
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     window: int | None = None
+    chunk: int | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -50,13 +53,15 @@ class CacheLayout:
 
     Attributes:
         layers: what each layer stores.
-        windows: for each group what its layers see.
+        windows: for each group the window of its layers; None: they have none.
+        chunks: for each group their chunk likewise.
         places: for each layer its group, and its place in it.
         place_bytes: for each place the bytes of a token, of the largest layer there.
     """
 
     layers: tuple[LayerShape, ...]
     windows: tuple[int | None, ...]
+    chunks: tuple[int | None, ...]
     places: tuple[tuple[int, int], ...]
     place_bytes: tuple[int, ...]
 
@@ -75,13 +80,29 @@ class CacheLayout:
         return num_blocks * block_size * self.slot_bytes
 
     def groups(self, block_size: int) -> tuple[kvcore.LayerGroup, ...]:
-        """The groups as `kvcore` is told of them. O(num_groups)."""
+        """The groups as `kvcore` is told of them. O(num_groups).
+
+        Raises:
+            InvalidArgumentError: a block would hold tokens of two chunks.
+        """
+        for chunk in self.chunks:
+            if chunk is not None and chunk % block_size:
+                raise InvalidArgumentError(
+                    f"block_size: wanted a divisor of {chunk}, the tokens of a chunk that layers "
+                    f"of this network see, got {block_size}"
+                )
         return tuple(
-            kvcore.FullAttention(block_size)
-            if window is None
-            else kvcore.SlidingWindow(window, block_size)
-            for window in self.windows
+            _group(window, chunk, block_size)
+            for window, chunk in zip(self.windows, self.chunks, strict=True)
         )
+
+
+def _group(window: int | None, chunk: int | None, block_size: int) -> kvcore.LayerGroup:
+    if window is not None:
+        return kvcore.SlidingWindow(window, block_size)
+    if chunk is not None:
+        return kvcore.ChunkedLocal(chunk, block_size)
+    return kvcore.FullAttention(block_size)
 
 
 def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
@@ -90,22 +111,25 @@ def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
     Args:
         layers: in the order of the network, at least one.
     """
-    kinds: dict[int | None, list[int]] = {}
+    kinds: dict[tuple[int, int], list[int]] = {}  # of chunk and window, 0 where there is none
     for number, layer in enumerate(layers):
-        kinds.setdefault(layer.window, []).append(number)
-    ordered = sorted(kinds.items(), key=lambda kind: (kind[0] is not None, kind[0] or 0))
+        kinds.setdefault((layer.chunk or 0, layer.window or 0), []).append(number)
+    ordered = sorted(kinds.items())
     depth = _depth([len(numbers) for _, numbers in ordered])
-    windows: list[int | None] = []
+    groups: list[tuple[int, int]] = []
     places = [(0, 0)] * len(layers)
     place_bytes = [0] * depth
-    for window, numbers in ordered:
+    for kind, numbers in ordered:
         for index, number in enumerate(numbers):
             place = index % depth
             if place == 0:
-                windows.append(window)
-            places[number] = (len(windows) - 1, place)
+                groups.append(kind)
+            places[number] = (len(groups) - 1, place)
             place_bytes[place] = max(place_bytes[place], layers[number].token_bytes)
-    return CacheLayout(tuple(layers), tuple(windows), tuple(places), tuple(place_bytes))
+    chunks, windows = ([size or None for size in sizes] for sizes in zip(*groups, strict=True))
+    return CacheLayout(
+        tuple(layers), tuple(windows), tuple(chunks), tuple(places), tuple(place_bytes)
+    )
 
 
 def _depth(sizes: Sequence[int]) -> int:

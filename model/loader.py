@@ -1,20 +1,20 @@
 """A model from a folder or an id: its network, its text codec, what it allows.
 
-Decides: whether an architecture can run with a paged cache, before any weight is read: from its
-configuration, and from a pass through the same network without weights (PyTorch's meta device). The
-first real pass (`attention.probe_layers`) has the last word.
+Decides: where a model is, and in which order it is looked at: what cannot run with a paged cache
+is refused (`architectures.py`) before any weight is read, and so are files that are broken or do
+not belong together (`checkpoint.py`).
 
-Invariants: what is refused is refused with the name of the architecture and the reason; nothing is
-fetched for a path; a hub that does not answer is asked once; no code that comes with a checkpoint
-is run.
+Invariants: what loads is exactly what the files say; whatever Transformers raises while it reads
+them tells of them, and comes out as one line; nothing is fetched for a path; a hub that does not
+answer is asked once; no code that comes with a checkpoint is run.
 
 Does not know: backends, caches, requests.
 """
 
-import copy
-import json
+import os
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,9 +23,10 @@ from urllib.request import Request, urlopen
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -33,13 +34,35 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers import __version__ as transformers_version
 
-from model.attention import IMPLEMENTATION, probe_layers
-from model.errors import ModelNotFoundError, UnsupportedModelError
+from model.architectures import check_architecture, check_layers
+from model.checkpoint import (
+    StoredTensor,
+    check_files,
+    check_loaded,
+    check_stored,
+    check_token_ids,
+    read_object,
+    reason,
+)
+from model.errors import (
+    InvalidArgumentError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    shown,
+)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _HUB_TIMEOUT_S = 5.0
+_SAMPLE_TEXT = "a text"
+_LAYERS = re.compile(r"(^|_)layers?$")  # num_hidden_layers, n_layer
+_MAX_LAYERS = 10_000
+_NAMED_SHAPES = 3
+_UNBLAMED = {"model_type", "architectures", "transformers_version"}
+_LoadingInfo = Mapping[str, Collection[object]]
+_BLAME_S = 5.0  # the longest that is spent on finding the field that is wrong
 
 
 class TextCodec(Protocol):
@@ -77,11 +100,32 @@ class LoadedModel:
 
 
 class _HuggingFaceCodec:
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A tokenizer of Transformers.
+
+    Args:
+        tokenizer: does the work.
+        max_positions: of the model; a text that is longer whatever its tokens are is refused before
+            it is cut into them, which takes some 300 bytes a character. None: none is refused.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> None:
         self._tokenizer = tokenizer
+        self._max_characters: int | None = None
+        if max_positions is not None:
+            self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text))
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise InvalidArgumentError(
+                f"prompt: wanted at most {self._max_characters:,} characters, which is what the "
+                f"model's positions hold if every token is the longest, got {len(text):,}"
+            )
+        try:
+            return list(self._tokenizer.encode(text, truncation=False))
+        except Exception as error:  # one that its own files do not fit
+            raise InvalidArgumentError(
+                f"prompt: wanted text that the model's tokenizer takes: {reason(error)}"
+            ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
         text = self._tokenizer.decode(
@@ -105,17 +149,12 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None
     source = _resolve(name)
     config = _load_config(source)
     check_architecture(config)
-    check_layers(config)
+    stored, shapes = _check_network(source, config)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    try:
-        network = AutoModelForCausalLM.from_pretrained(
-            source.name, config=config, dtype=dtype, local_files_only=source.is_local
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source.name, local_files_only=source.is_local)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelNotFoundError(f"model: {name!r} does not load: {_first_line(error)}") from error
-    return wrap_network(name, nn.Module.to(network, device), _HuggingFaceCodec(tokenizer))
+    network = _load_network(source, config, dtype, stored, shapes)
+    codec = _load_codec(source, _max_positions(config))
+    return wrap_network(name, nn.Module.to(network, device), codec)
 
 
 def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> LoadedModel:
@@ -124,12 +163,12 @@ def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> Loade
     Raises:
         UnsupportedModelError: the architecture cannot run with a paged cache.
     """
-    check_architecture(network.config)
+    check_architecture(network.config, type(network))
     text_config = network.config.get_text_config()
     eos = getattr(network.generation_config, "eos_token_id", None)
     if eos is None:
-        eos = text_config.eos_token_id
-    eos_token_ids = frozenset([eos] if isinstance(eos, int) else eos or [])
+        eos = getattr(text_config, "eos_token_id", None)
+    eos_token_ids = check_token_ids("eos_token_id", eos)
     # Only the eager form has a soft cap in every version of Transformers.
     is_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
     own = str(getattr(network.config, "_attn_implementation", "eager"))
@@ -138,60 +177,14 @@ def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> Loade
         network=network.train(mode=False),
         codec=codec,
         eos_token_ids=eos_token_ids,
-        max_positions=getattr(text_config, "max_position_embeddings", None),
+        max_positions=_max_positions(network.config),
         dense_implementation="eager" if is_capped else own,
     )
 
 
-def check_architecture(config: PreTrainedConfig) -> None:
-    """Refuse what a paged cache of full or sliding attention cannot serve. O(num_layers).
-
-    Raises:
-        UnsupportedModelError: with the architecture's name and the reason.
-    """
-    architecture = (config.architectures or [type(config).__name__])[0]
-    text_config = config.get_text_config()
-    network_type = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    is_other = architecture not in (type(config).__name__, getattr(network_type, "__name__", ""))
-    if network_type is None or config.is_encoder_decoder or is_other:
-        raise UnsupportedModelError(f"{architecture}: wanted a decoder-only language model")
-    if not getattr(network_type, "_supports_attention_backend", False):
-        raise UnsupportedModelError(
-            f"{architecture}: its Transformers class does not take attention backends"
-        )
-    other = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
-    if other:
-        raise UnsupportedModelError(
-            f"{architecture}: wanted layers of full or sliding attention, "
-            f"got {', '.join(sorted(other))}"
-        )
-    if getattr(text_config, "use_bidirectional_attention", None):
-        raise UnsupportedModelError(f"{architecture}: wanted causal attention, got bidirectional")
-    if getattr(text_config, "num_kv_shared_layers", None):
-        raise UnsupportedModelError(
-            f"{architecture}: wanted layers with keys and values of their own, "
-            f"got {text_config.num_kv_shared_layers} that read those of others"
-        )
-
-
-def check_layers(config: PreTrainedConfig) -> None:
-    """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
-
-    The network is built on PyTorch's meta device, where tensors have shapes and no content. A few
-    networks cannot run there; about them this says nothing.
-
-    Raises:
-        UnsupportedModelError: with the architecture's name and the reason.
-    """
-    meta = torch.device("meta")
-    try:
-        with meta:
-            network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION
-            )
-        probe_layers(network.train(mode=False), meta)
-    except (RuntimeError, NotImplementedError):  # the meta device's; ours are no RuntimeErrors
-        return
+def _max_positions(config: PreTrainedConfig) -> int | None:
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +193,13 @@ class _Source:
 
     name: str
     is_local: bool
+
+    @property
+    def is_folder(self) -> bool:
+        return Path(self.name).is_dir()
+
+    def path(self, file: str) -> Path:
+        return Path(self.name) / file
 
 
 def _resolve(name: str) -> _Source:
@@ -210,23 +210,29 @@ def _resolve(name: str) -> _Source:
             f"model: wanted a path or id that UTF-8 can encode, got {name!r}"
         ) from error
     path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"model: {name!r} has no config.json: it is no model")
+    try:
+        is_folder, is_other = path.is_dir(), path.exists()
+    except OSError as error:  # a name that is too long
+        raise ModelNotFoundError(f"model: {shown(name)}: {error.strerror}") from error
+    if is_folder:
+        config = path / "config.json"
+        if not config.is_file():
+            there = "is no file" if os.path.lexists(config) else "is not there: it is no model"
+            raise ModelNotFoundError(f"model: {config} {there}")
         return _Source(str(path), is_local=True)
-    if path.exists():
+    if is_other:
         raise ModelNotFoundError(f"model: wanted a folder, {name!r} is a file")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(
             f"model: there is no folder {name!r}, and an id on the hub has the form owner/name"
         )
-    reason = "" if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
-    if reason and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+    silence = "" if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
+    if silence and not isinstance(try_to_load_from_cache(name, "config.json"), str):
         raise ModelNotFoundError(
             f"model: there is no folder {name!r}, the hub's model of that id is not cached here, "
-            f"and {constants.ENDPOINT} cannot be reached: {reason}"
+            f"and {constants.ENDPOINT} cannot be reached: {silence}"
         )
-    return _Source(name, is_local=bool(reason))
+    return _Source(name, is_local=bool(silence))
 
 
 def _why_unreachable(endpoint: str) -> str:
@@ -255,26 +261,153 @@ def load_config(name: str) -> PreTrainedConfig:
 
 
 def _load_config(source: _Source) -> PreTrainedConfig:
-    path = Path(source.name)
-    if path.is_dir():
-        try:
-            json.loads((path / "config.json").read_text(encoding="utf-8"))
-        except ValueError as error:
-            broken = path / "config.json"
-            raise ModelNotFoundError(f"model: {broken} is not JSON: {error}") from error
+    path, content = source.path("config.json"), {}
+    if source.is_folder:
+        content = read_object(path)
+        _check_fields(path, content)
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(
             source.name, trust_remote_code=False, local_files_only=source.is_local
         )
-    except ValueError as error:
-        raise UnsupportedModelError(f"model: {source.name!r}: {_first_line(error)}") from error
-    except OSError as error:
-        raise ModelNotFoundError(
-            f"model: there is no folder {source.name!r}, and the hub's model of that id is neither "
-            f"cached here nor to be had: {_first_line(error)}"
-        ) from error
+    except Exception as error:
+        if source.is_folder:
+            field = ""
+            if not isinstance(error, StrictDataclassError):  # which names its field
+                field = _field_without_which(content, AutoConfig.for_model)
+            where = f"{path}: {field}" if field else str(path)
+            raise ModelNotFoundError(f"model: {where}: {reason(error)}") from error
+        if isinstance(error, OSError):
+            raise ModelNotFoundError(
+                f"model: there is no folder {source.name!r}, and the hub's model of that id is "
+                f"neither cached here nor to be had: {reason(error)}"
+            ) from error
+        raise UnsupportedModelError(f"model: {source.name!r}: {reason(error)}") from error
     return config
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def _check_fields(path: Path, content: Mapping[str, object]) -> None:
+    """Check the fields of a config.json that say what kind of model it is."""
+    kind = content.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelNotFoundError(
+            f"model: {path}: model_type: wanted the name of one, got {shown(kind)}"
+        )
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"model: {path}: model_type: Transformers {transformers_version} knows no {shown(kind)}"
+        )
+    names = content.get("architectures")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise ModelNotFoundError(f"model: {path}: architectures: wanted names, got {shown(names)}")
+    quantised = content.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UnsupportedModelError(
+            f"model: {path}: quantization_config: quantised models are not supported, got "
+            f"{shown(method)}"
+        )
+    for name, value in content.items():  # each layer is an object, even without weights
+        if _LAYERS.search(name) and isinstance(value, int) and value > _MAX_LAYERS:
+            raise ModelNotFoundError(
+                f"model: {path}: {name}: wanted at most {_MAX_LAYERS:,}, got {shown(value)}"
+            )
+    positions = content.get("max_position_embeddings")
+    if isinstance(positions, int) and positions < 1:
+        raise ModelNotFoundError(
+            f"model: {path}: max_position_embeddings: wanted at least 1, got {shown(positions)}"
+        )
+
+
+def _check_network(
+    source: _Source, config: PreTrainedConfig
+) -> tuple[Mapping[str, StoredTensor], list[str]]:
+    """Refuse what cannot run, or cannot be what its files hold, before it takes memory.
+
+    Returns:
+        The stored tensors, where its files are known, and which of them the network has in another
+        shape, in words.
+    """
+    path = source.path("config.json")
+    try:
+        network = check_layers(config)
+    except UnsupportedModelError as error:
+        cause = error.__cause__
+        if source.is_folder and isinstance(cause, Exception) and not isinstance(cause, ModelError):
+            field = _field_without_which(read_object(path), _network_of)
+            if field:
+                raise ModelNotFoundError(f"model: {path}: {field}: {reason(cause)}") from error
+        raise
+    if not source.is_folder:
+        return {}, []
+    stored = check_files(Path(source.name))
+    return stored, check_stored(path, stored, network)
+
+
+def _network_of(**fields: object) -> PreTrainedModel:
+    return check_layers(AutoConfig.for_model(**fields))  # type: ignore[arg-type]
+
+
+def _field_without_which(content: Mapping[str, object], build: Callable[..., object]) -> str:
+    """The field of config.json without which it builds, and its value in words; empty if none.
+
+    Found by leaving out one after the other.
+    """
+
+    def builds(fields: Mapping[str, object]) -> bool:
+        try:
+            build(**fields)
+        except Exception:  # noqa: BLE001  # whatever Transformers makes of it
+            return False
+        return True
+
+    started = time.monotonic()
+    if not builds(content):  # else it is something that this way does not read
+        for field in [name for name in content if name not in _UNBLAMED]:
+            rest = {name: value for name, value in content.items() if name != field}
+            if builds(rest):
+                return f"{field}: no network can be made with {shown(content[field])}"
+            if time.monotonic() - started > _BLAME_S:
+                break
+    return ""
+
+
+def _load_network(
+    source: _Source,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    stored: Mapping[str, StoredTensor],
+    shapes: Sequence[str],
+) -> PreTrainedModel:
+    try:
+        loaded: tuple[PreTrainedModel, _LoadingInfo] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
+            source.name,
+            config=config,
+            dtype=dtype,
+            local_files_only=source.is_local,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever its files made of Transformers
+        why = "; ".join(shapes[:_NAMED_SHAPES]) or reason(error)
+        raise ModelNotFoundError(f"model: {source.name!r} does not load: {why}") from error
+    network, info = loaded
+    check_loaded(source.name, info, stored)
+    return network
+
+
+def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
+    what = f"model: the tokenizer of {source.name!r}"
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source.name, local_files_only=source.is_local
+        )
+        codec = _HuggingFaceCodec(tokenizer, max_positions)
+        tokens = codec.encode(_SAMPLE_TEXT)
+        codec.decode(tokens)
+    except Exception as error:
+        raise ModelNotFoundError(f"{what} does not load: {reason(error)}") from error
+    if not tokens:  # Transformers makes an empty one where it finds no files
+        raise ModelNotFoundError(f"{what} gives no tokens for {_SAMPLE_TEXT!r}: is its file there?")
+    return codec

@@ -169,15 +169,19 @@ def _useful_blocks(config: EngineConfig, layout: CacheLayout) -> int | None:
 
 
 def _layers(layout: CacheLayout) -> str:
-    counts: dict[int | None, int] = {}
+    counts: dict[tuple[int, int], int] = {}
     for layer in layout.layers:
-        counts[layer.window] = counts.get(layer.window, 0) + 1
-    parts = [
-        f"{count} layers see {'all' if window is None else f'the last {window} tokens'}"
-        for window, count in sorted(counts.items(), key=lambda kind: (kind[0] is not None, kind[0]))
-    ]
+        kind = (layer.chunk or 0, layer.window or 0)
+        counts[kind] = counts.get(kind, 0) + 1
+    parts = [f"{count} layers see {_seen(*kind)}" for kind, count in sorted(counts.items())]
     groups = len(layout.windows)
     return ", ".join(parts) + (f", in {groups} groups" if groups > 1 else "")
+
+
+def _seen(chunk: int, window: int) -> str:
+    if window:
+        return f"the last {window} tokens"
+    return f"their chunk of {chunk} tokens" if chunk else "all"
 
 
 def _linux_available() -> Iterator[int]:

@@ -1,9 +1,9 @@
 """How many blocks a request needs: arithmetic over layer groups.
 
 Decides: what a request may come to hold at once. A group of full attention holds every token's
-block; a window group those that the next chunk writes or can see, and always the last full one, as
-`kvcore` keeps it. Groups reach their peaks at different moments, so a sum of them is an upper bound
-that a sequence alone never exceeds.
+block; a group of windows or chunks those that the next tokens write or can see, and always the last
+full one, as `kvcore` keeps it. Groups reach their peaks at different moments, so a sum of them is
+an upper bound that a sequence alone never exceeds.
 
 Invariants: more tokens or longer chunks never need fewer blocks, so chunks of one token need the
 least.
@@ -26,9 +26,11 @@ def peak_blocks(group: kvcore.LayerGroup, num_tokens: int, chunk: int = 1) -> in
     """
     size = group.block_size
     whole = -(-num_tokens // size)
-    if not isinstance(group, kvcore.SlidingWindow):
+    if isinstance(group, kvcore.FullAttention):
         return whole
-    in_sight = -(-(group.window + chunk - 2) // size) + 1
+    # Of a chunk it sees at most as much as of a window of its size.
+    sight = group.window if isinstance(group, kvcore.SlidingWindow) else group.chunk
+    in_sight = -(-(sight + chunk - 2) // size) + 1
     with_last_full = -(-(chunk - 1) // size) + 2
     return min(whole, max(in_sight, with_last_full))
 

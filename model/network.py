@@ -10,19 +10,24 @@ Does not know: requests, sampling, how many blocks there are and why, why a step
 
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 import backends
-from model.attention import IMPLEMENTATION, AttentionTerms, PagedPass, probe_layers
+from model.attention import AttentionTerms, PagedPass
 from model.batch import StepTensors
 from model.caches import KVCaches
 from model.capture import Captured, capture
 from model.errors import UnsupportedModelError
 from model.layout import plan_layout
 from model.loader import LoadedModel
+from model.probes import check_tokens_alone, probe_layers
+from model.rope import rope_switch
 from model.segments import Segmented, compile_segments
+
+_POSITIONS = 4096  # where a model does not say how many it has
 
 
 class _Noting:
@@ -47,6 +52,9 @@ class PagedNetwork:
         model: its attention is switched to the paged one, for as long as it lives.
         backend: where its caches are, and what runs on them.
 
+    Attributes:
+        rope: chooses its rotary factors, where they change with the length; else None.
+
     Raises:
         UnsupportedModelError: the network cannot run with a paged cache, or not on this backend.
     """
@@ -54,8 +62,10 @@ class PagedNetwork:
     def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
         self._network = model.network
         self._backend = backend
-        self._network.set_attn_implementation(IMPLEMENTATION)
+        self.rope = rope_switch(self._network)
         shapes = probe_layers(self._network, backend.device)
+        longest = model.max_positions or _POSITIONS
+        check_tokens_alone(self._network, backend.device, longest, self.rope)
         for layer, shape in enumerate(shapes):
             if shape.dtype not in backend.capabilities.dtypes:
                 raise UnsupportedModelError(
@@ -106,6 +116,10 @@ class PagedNetwork:
         Raises:
             UnsupportedModelError: it cannot be captured, and why; it runs as before.
         """
+        if self.rope is not None:
+            raise UnsupportedModelError(
+                "capture: its rotary factors follow the length of each request"
+            )
         self._captured = capture(self._network, self.device)
 
     def compile(self, step: StepTensors) -> Tensor:
@@ -165,7 +179,7 @@ class PagedNetwork:
                 k_cache.shape,
                 k_cache.stride(),
                 k_cache.dtype,
-                terms.window,
+                self.layout.layers[layer].window,
             )
             calls.setdefault(
                 (*kind, terms.soft_cap, terms.sinks is None),
@@ -174,7 +188,7 @@ class PagedNetwork:
                     dtype,
                     k_cache,
                     v_cache,
-                    window=terms.window,
+                    window=self.layout.layers[layer].window,
                     soft_cap=terms.soft_cap,
                     sinks=terms.sinks,
                 ),
@@ -190,12 +204,13 @@ class PagedNetwork:
                 return self._captured.logits(
                     step.input_ids, step.position_ids, step.logit_rows, paged
                 )
-            output = self._network(
-                input_ids=step.input_ids,
-                position_ids=step.position_ids,
-                use_cache=False,
-                logits_to_keep=step.logit_rows,
-                paged=paged,
-            )
+            with nullcontext() if self.rope is None else self.rope.choosing(step.is_long):
+                output = self._network(
+                    input_ids=step.input_ids,
+                    position_ids=step.position_ids,
+                    use_cache=False,
+                    logits_to_keep=step.logit_rows,
+                    paged=paged,
+                )
         logits: Tensor = output.logits[0]
         return logits

@@ -16,12 +16,12 @@ class Output:
 
     Attributes:
         request: whose; its status and finish reason are up to date.
-        token: the token that was drawn.
+        token: the token that was drawn; None: its logits were no numbers, and it ended by that.
     """
 
     __slots__ = ("_stream", "request", "token")
 
-    def __init__(self, request: Request, token: int, stream: TextStream) -> None:
+    def __init__(self, request: Request, token: int | None, stream: TextStream) -> None:
         self.request = request
         self.token = token
         self._stream = stream

@@ -45,11 +45,10 @@ class Flight:
         """request_id -> its row. O(num_sampled)."""
         return {request.request_id: row for row, request in enumerate(self.sampling)}
 
-    def read(self) -> dict[int, int]:
-        """request_id -> its token, once the step is done. O(num_sampled).
+    def read(self) -> dict[int, int | None]:
+        """request_id -> its token, None if its logits are no numbers, once the step is done.
 
-        Raises:
-            NumericalError: the logits are not numbers.
+        O(num_sampled).
         """
         tokens = self.drawn.read()
         return {r.request_id: token for r, token in zip(self.sampling, tokens, strict=True)}
@@ -77,7 +76,10 @@ class StepPasses:
     ) -> None:
         self._network = network
         self._mover = mover
-        self._builders = [BatchBuilder(network.device, len(groups)) for _ in range(1 + is_late)]
+        chunks = network.layout.chunks
+        self._builders = [
+            BatchBuilder(network.device, len(groups), chunks) for _ in range(1 + is_late)
+        ]
         self._is_late = is_late
         self._drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
         self._graphs: DecodeGraphs | None = None

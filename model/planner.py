@@ -66,12 +66,23 @@ class StepPlanner:
         """
         self._budget = self.config.max_num_batched_tokens
         self._planned, self._stores, self._loads = {}, [], []
+        if self.config.long_above is not None:
+            self._begin_again()
         self._plan_decodes()
         self._plan_others()
         step = Step(self._with_followers(), tuple(self._stores), tuple(self._loads))
         self.stats.num_steps += bool(step.chunks)
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
         return step
+
+    def _begin_again(self) -> None:
+        """Let those wait that have become long: their keys and values are no longer theirs."""
+        for request in self.running:
+            if self._room.is_long(request) > request.is_long and not request.is_complete:
+                self._running.remove(request)
+                self._kv.close(request.preempt())
+                self._enqueue(request)
+                self.stats.num_preemptions += 1
 
     def _plan_decodes(self) -> None:
         """Plan the requests with one token to compute, a token kept for the first in order."""
@@ -83,7 +94,7 @@ class StepPlanner:
             (request, sequence, start)
             for request in self._running
             if (sequence := request.sequence) is not None
-            and (start := request.num_computed_tokens) == (length := len(request.tokens)) - 1
+            and (start := sequence.num_computed_tokens) == (length := sequence.num_tokens) - 1
             and length < request.max_total_tokens  # else its last token is still to be read
         ]
         kept = first is not None and (not decodes or decodes[0][0] is not first)
@@ -139,7 +150,7 @@ class StepPlanner:
             has_victim = bool(self._running) and request.order < self._running[-1].order
             if not (has_seat or has_victim):
                 return False
-            plan = self._kv.plan(request.tokens)
+            plan = self._room.plan(request)
             missing = self._room.wanted(request, plan) - plan.num_free_blocks
             if missing > self._room.num_freeing and not has_victim:
                 return False
@@ -167,11 +178,12 @@ class StepPlanner:
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether a request before it is about to compute the next block this one could hit."""
         end = num_cached_tokens + self._kv.block_size
-        if not self._kv.enable_caching or end >= len(request.tokens):
+        if not self._kv.enable_caching or end >= request.num_tokens:
             return False
         prefix = request.tokens[:end]
         return any(
             other.order < request.order
+            and other.is_long == self._room.is_long(request)
             and other.num_computed_tokens < end
             and other.tokens[:end] == prefix
             for other in self._running
@@ -192,7 +204,6 @@ class StepPlanner:
 
     def _plan(self, request: Request) -> None:
         """Plan what fits of a running request into budget and blocks; it may have to wait."""
-        self._settle(request)
         if self._find_room(request):
             wanted = min(request.num_uncomputed_tokens, self._budget)
             num_tokens = self._room.num_reservable(request, wanted)
@@ -213,22 +224,12 @@ class StepPlanner:
         chunk = self._planned.pop(request.request_id, None)
         if chunk is not None:
             self._budget += chunk.num_tokens
-        self._settle(request)
         transfer = self._room.give_up(request)
         if transfer is not None:
             self._stores.append(transfer)
             self.stats.num_swaps += 1
         self._enqueue(request)
         self.stats.num_preemptions += 1
-
-    def _settle(self, request: Request) -> None:
-        """Tell the cache what has been computed of a request since it was told last. O(that)."""
-        sequence = request.running_sequence
-        if sequence.num_computed_tokens < request.num_computed_tokens:
-            known = sequence.num_tokens
-            if known < request.num_computed_tokens:
-                self._kv.extend(sequence, request.tokens[known : request.num_computed_tokens])
-            self._kv.commit(sequence, request.num_computed_tokens - sequence.num_computed_tokens)
 
     def _enqueue(self, request: Request) -> None:
         insort(self._waiting, request, key=_order)
@@ -238,7 +239,7 @@ class StepPlanner:
 
     def _add_chunk(self, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
-        samples = start + num_tokens == len(request.tokens)
+        samples = start + num_tokens == request.num_tokens
         self._planned[request.request_id] = Chunk(request, start, num_tokens, samples)
         self._budget -= num_tokens
 

@@ -17,7 +17,7 @@ Does not know: requests.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,6 +78,8 @@ def prepare_network(
         kernels.result()
     if prepared.how.startswith("eager") or network.device.type != "cuda":
         return prepared
+    if any(network.layout.chunks):  # a step has other tables then, of other lengths
+        return replace(prepared, how=f"{prepared.how}, no graphs of attention in chunks")
     num_slots = (network.num_blocks - 1) * config.block_size
     longest = min(max_model_len or num_slots, num_slots)
     graphs = DecodeGraphs(

@@ -1,21 +1,54 @@
-"""How far long work has come, on a terminal.
+"""How far long work has come: a bar on a terminal, a line on stderr for work without pieces.
 
 Decides: that a bar is drawn on stderr if that is a terminal and nowhere else, so that nothing of it
-ever lands in a file, a pipe or a JSON document; and how often.
+ever lands in a file, a pipe or a JSON document; and how often. That a line about work comes only
+when the work has taken a while: what is done at once is not worth one.
 
 Invariants: what is drawn is wiped when the work ends, however it ends.
 
 Does not know: what the work is.
 """
 
+import contextlib
 import shutil
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self, TextIO
 
 _INTERVAL_S = 0.1
+_PATIENCE_S = 3.0
 _BAR_WIDTH = 24
+
+
+def say(line: str) -> None:
+    """Write a line to stderr, if there is one. O(line)."""
+    if sys.stderr is not None:  # print takes None for stdout
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def telling(work: str, patience_s: float = _PATIENCE_S) -> Iterator[None]:
+    """Say on stderr what is going on, if the body takes longer than a user waits in silence.
+
+    Args:
+        work: what is done, as in "loading the weights".
+        patience_s: how long nothing is said.
+    """
+
+    def tell() -> None:
+        with contextlib.suppress(OSError, ValueError):  # a stderr that is full or closed
+            say(f"{work} ...")
+
+    timer = threading.Timer(patience_s, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Progress:

@@ -8,13 +8,15 @@ flag, or the file and the line; a prompt is text that UTF-8 can encode.
 Does not know: tokens, models.
 """
 
+import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
-from model.args import Options
+from model.args import Options, parse_args
 from model.errors import InvalidArgumentError, UsageError, shown
 from model.params import MAX_INT, SamplingParams
 from model.tiny import DEMO_PROMPTS
@@ -24,6 +26,9 @@ _DRAWS = ("top_k", "top_p", "seed", "n")
 _BESIDE = frozenset({"n", "priority"})  # fields of a line that are no sampling parameters
 _MAX_SAMPLES = 1024
 _MAX_PRIORITY = 1_000_000
+_MAX_BYTES = 256 << 20
+_MAX_PROMPTS = 100_000
+_MAX_LINES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,18 @@ class PromptSpec:
     priority: int = 0
 
 
+def read_command_line(
+    argv: Sequence[str] | None = None,
+) -> tuple[Options, list[PromptSpec]]:
+    """Read a command line, the process's own if None, and the prompts it names.
+
+    Raises:
+        ModelError: it does not say what to do.
+    """
+    options = parse_args(argv)
+    return options, read_prompts(options, sys.stdin.buffer if sys.stdin else None)
+
+
 def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
     """Collect the prompts: of `--prompt`, then of the file; the tiny model's own if there are none.
 
@@ -64,6 +81,8 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
             raise UsageError(f"{where}: wanted a prompt with some text in it, got {shown(text)}")
         _check_encodable(where, text)
         params, beside = _params(where, index, options, entry)
+        for stop in params.stop:
+            _check_encodable(f"{where}: stop", stop)
         specs.append(
             PromptSpec(
                 where,
@@ -99,27 +118,44 @@ def _file_entries(name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
     if path.suffix not in {".txt", ".jsonl"}:
         raise UsageError(f"--prompts-file: wanted a .txt or .jsonl file, got {name!r}")
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = _bounded(f"--prompts-file: {name!r}", file)
     except OSError as error:
         raise UsageError(f"--prompts-file: cannot read {name!r}: {error.strerror}") from error
     except ValueError as error:  # a NUL in the name
         raise UsageError(f"--prompts-file: cannot read {name!r}: {error}") from error
-    lines = _decoded(f"--prompts-file: {name!r}", data).split("\n")
-    numbered = [(f"{name} line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
+    num_prompts = 0
+    lines = io.StringIO(_decoded(f"--prompts-file: {name!r}", data), newline="\n")
+    for number, line in enumerate(lines, 1):
+        num_prompts += bool(line.strip())
+        if number > _MAX_LINES or num_prompts > _MAX_PROMPTS:
+            raise UsageError(
+                f"--prompts-file: {name!r}: wanted at most {_MAX_PROMPTS:,} prompts in "
+                f"{_MAX_LINES:,} lines, there are more"
+            )
+        if line.strip():
+            where, text = f"{name} line {number}", line.removesuffix("\n")
+            yield where, {"prompt": text} if path.suffix == ".txt" else _parsed(where, text)
+    if not num_prompts:
         raise UsageError(f"--prompts-file: {name!r} has no prompts")
-    for where, line in numbered:
-        yield where, {"prompt": line} if path.suffix == ".txt" else _parsed(where, line)
 
 
 def _stdin_text(where: str, stdin: BinaryIO | None) -> str:
     if stdin is None:
         raise UsageError(f"{where}: wanted a prompt, and stdin is closed")
     try:
-        data = stdin.read()
+        data = _bounded(where, stdin)
     except OSError as error:
         raise UsageError(f"{where}: cannot read: {error.strerror or error}") from error
     return _decoded(where, data)
+
+
+def _bounded(what: str, file: BinaryIO) -> bytes:
+    """All of a file that may have no end."""
+    data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{what}: wanted at most {_MAX_BYTES >> 20} MiB, there is more")
+    return data
 
 
 def _decoded(what: str, data: bytes) -> str:

@@ -48,7 +48,7 @@ class RunStats:
     @property
     def hit_rate(self) -> float:
         """The share of prompt tokens that were found in the prefix cache. O(1)."""
-        return self.num_hit_tokens / self.num_prompt_tokens
+        return self.num_hit_tokens / max(1, self.num_prompt_tokens)
 
 
 def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float) -> RunStats:
@@ -80,7 +80,7 @@ def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float)
 
 def table(stats: RunStats) -> str:
     """The numbers as aligned lines. O(1)."""
-    ratio = stats.flat_kv_bytes / stats.paged_kv_bytes
+    ratio = stats.flat_kv_bytes / max(1, stats.paged_kv_bytes)
     per_second = f"{stats.tokens_per_second:,.0f}"
     hits = f"{stats.num_hit_tokens} of {stats.num_prompt_tokens} prompt tokens"
     blocks = f"{stats.peak_used_blocks} of {stats.num_usable_blocks} at the peak"

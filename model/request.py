@@ -3,9 +3,9 @@
 Decides: the life of a request (WAITING -> RUNNING -> FINISHED, with any number of detours through
 PREEMPTED) and when a sampled token ends it.
 
-Invariants: `tokens` is the prompt followed by the output, and only ever grows; of an output whose
-last token has been drawn and not been read yet, the last entry stands in for it; a sequence is held
-exactly while RUNNING; a finished request has a reason, no copy in host memory, no such entry, and
+Invariants: the tokens are counted in one place: while RUNNING in the sequence, which is held
+exactly then, otherwise here; `tokens` is the prompt followed by the output that has been read, and
+only ever grows; a finished request has a reason, no copy in host memory, expects no token, and
 never changes again.
 
 Does not know: the pool, the other requests, torch, text.
@@ -40,6 +40,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     STOP = "stop"
     ABORTED = "aborted"
+    ERROR = "error"
 
 
 @dataclass(slots=True)
@@ -48,16 +49,19 @@ class HostCopy:
 
     Attributes:
         num_tokens: tokens that were computed when they were copied.
-        first_block: the place in its table of the first one; those before it are shared with
-            others, and expected to be found in the cache.
-        num_blocks: how many there are.
+        places: for each layer group the entries of its table, from the first to before the second;
+            those before them are out of sight, or shared with others and expected in the cache.
         payload: the memory itself, kept by whoever copies.
     """
 
     num_tokens: int
-    first_block: int
-    num_blocks: int
+    places: tuple[tuple[int, int], ...]
     payload: object = None
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are. O(num_groups)."""
+        return sum([stop - first for first, stop in self.places])
 
 
 class Request:
@@ -70,14 +74,11 @@ class Request:
             leader's prompt to be computed, and shares it.
         sample: the number of this sample of its prompt, from 0.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
-        tokens: the prompt and the output so far, packed as uint32.
-        is_expecting: the last of `tokens` was drawn and has not been read: `accept` will say it.
         max_total_tokens: the most tokens it can come to, its prompt included.
-        sequence: the blocks it holds while RUNNING, otherwise None. Inside a block it may not know
-            the newest tokens yet.
-        num_computed_tokens: tokens whose KV is written, while RUNNING.
+        sequence: its blocks and its tokens while RUNNING, otherwise None.
         host_copy: what was stored of it when it was preempted, None if nothing was.
         is_loading: whether this step copies that back.
+        is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         num_preemptions: how often it lost its blocks to another request.
 
@@ -88,15 +89,16 @@ class Request:
     __slots__ = (
         "_ends",
         "_finish_reason",
+        "_is_owed",
         "_status",
+        "_tokens",
         "eos_token_ids",
         "host_copy",
-        "is_expecting",
         "is_loading",
+        "is_long",
         "leader",
         "max_total_tokens",
         "num_cached_tokens",
-        "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -105,7 +107,6 @@ class Request:
         "request_id",
         "sample",
         "sequence",
-        "tokens",
     )
 
     def __init__(
@@ -124,7 +125,8 @@ class Request:
         self.request_id = request_id
         self.params = params
         self.eos_token_ids = eos_token_ids
-        self.tokens = _packed(prompt_tokens)
+        self._tokens = _packed(prompt_tokens)
+        self._is_owed = False
         self.num_prompt_tokens = len(prompt_tokens)
         self.max_total_tokens = len(prompt_tokens) + params.max_tokens
         own = frozenset() if params.ignore_eos else eos_token_ids
@@ -135,10 +137,9 @@ class Request:
         self.order = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
         self.host_copy: HostCopy | None = None
-        self.is_expecting = False
         self.is_loading = False
+        self.is_long = False
         self.num_cached_tokens = 0
-        self.num_computed_tokens = 0
         self.num_preemptions = 0
         self._status = Status.WAITING
         self._finish_reason: FinishReason | None = None
@@ -165,9 +166,31 @@ class Request:
         return self._status is Status.FINISHED
 
     @property
+    def tokens(self) -> array[int]:
+        """The prompt and the output that has been read, packed as uint32; read it. O(1)."""
+        return self._tokens if self.sequence is None else self.sequence.packed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output, one that has not been read yet included. O(1)."""
+        if self.sequence is None:
+            return len(self._tokens) + self._is_owed
+        return self.sequence.num_tokens
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether its last token was drawn and has not been read. O(1)."""
+        return self._is_owed if self.sequence is None else self.sequence.num_untold_tokens > 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is written; 0 unless it runs. O(1)."""
+        return 0 if self.sequence is None else self.sequence.num_computed_tokens
+
+    @property
     def num_output_tokens(self) -> int:
         """The tokens generated so far, one that has not been read yet included. O(1)."""
-        return len(self.tokens) - self.num_prompt_tokens
+        return self.num_tokens - self.num_prompt_tokens
 
     @property
     def output_tokens(self) -> list[int]:
@@ -175,12 +198,12 @@ class Request:
 
         O(num_output_tokens).
         """
-        return self.tokens[self.num_prompt_tokens : len(self.tokens) - self.is_expecting].tolist()
+        return self.tokens[self.num_prompt_tokens :].tolist()
 
     @property
     def is_complete(self) -> bool:
         """Whether it has all the tokens that it may come to. O(1)."""
-        return len(self.tokens) == self.max_total_tokens
+        return self.num_tokens == self.max_total_tokens
 
     @property
     def prompt_tokens(self) -> list[int]:
@@ -200,9 +223,8 @@ class Request:
         Raises:
             RequestStateError: it does not run.
         """
-        if self.sequence is None:
-            raise RequestStateError(f"{self!r}: only a running request computes")
-        return len(self.tokens) - self.num_computed_tokens
+        sequence = self.running_sequence
+        return sequence.num_tokens - sequence.num_computed_tokens
 
     def start(self, sequence: kvcore.KVSequence) -> None:
         """Take a sequence and run: WAITING or PREEMPTED -> RUNNING. O(1).
@@ -213,8 +235,8 @@ class Request:
         self._leave(Status.WAITING, Status.PREEMPTED, to=Status.RUNNING)
         if self.num_preemptions == 0:
             self.num_cached_tokens = sequence.num_cached_tokens
-        self.num_computed_tokens = sequence.num_computed_tokens
         self.sequence = sequence
+        self._tokens = array("I")  # they are the sequence's now
 
     def preempt(self) -> kvcore.KVSequence:
         """Give up the sequence, to be computed again later: RUNNING -> PREEMPTED. O(1).
@@ -228,33 +250,26 @@ class Request:
         sequence = self.running_sequence
         self._leave(Status.RUNNING, to=Status.PREEMPTED)
         self.num_preemptions += 1
-        self.sequence = None
+        self._is_owed = sequence.num_untold_tokens > 0
+        self._take_from(sequence)
         return sequence
 
-    def expect(self) -> None:
-        """Make room in the output for a token that is drawn and will be read later. O(1).
+    def tell(self, token: int) -> None:
+        """Say which token it is that a request expects which was preempted meanwhile. O(1).
 
         Raises:
-            RequestStateError: it does not run, or expects one already.
+            RequestStateError: it expects none, or runs: then its sequence is told.
         """
-        if self._status is not Status.RUNNING or self.is_expecting:
-            raise RequestStateError(f"{self!r}: expect wants a running request that expects none")
-        self.tokens.append(0)
-        self.is_expecting = True
+        if not self._is_owed:
+            raise RequestStateError(f"{self!r}: tell wants a preempted one that expects a token")
+        self._tokens.append(token)
+        self._is_owed = False
 
-    def accept(self, token: int) -> FinishReason | None:
-        """Put the token that is expected into the output and say whether it ends the request. O(1).
+    def ending(self, token: int) -> FinishReason | None:
+        """Whether it ends with this token, its newest, and why. O(1).
 
-        The request is not finished by this: `finish` is, once the scheduler has let go of the
-        blocks. It may have been preempted meanwhile.
-
-        Raises:
-            RequestStateError: it expects none.
+        It is not finished by this: `finish` is, once the scheduler has let go of the blocks.
         """
-        if not self.is_expecting:
-            raise RequestStateError(f"{self!r}: accept wants a request that expects a token")
-        self.tokens[-1] = token
-        self.is_expecting = False
         if token in self._ends:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.is_complete else None
@@ -271,10 +286,10 @@ class Request:
         self._leave(Status.WAITING, Status.RUNNING, Status.PREEMPTED, to=Status.FINISHED)
         self._finish_reason = reason
         self.host_copy = None
-        if self.is_expecting:
-            self.tokens.pop()
-            self.is_expecting = False
-        sequence, self.sequence = self.sequence, None
+        self._is_owed = False
+        sequence = self.sequence
+        if sequence is not None:
+            self._take_from(sequence)
         return sequence
 
     @property
@@ -287,6 +302,11 @@ class Request:
         if self.sequence is None:
             raise RequestStateError(f"{self!r}: only a running request holds a sequence")
         return self.sequence
+
+    def _take_from(self, sequence: kvcore.KVSequence) -> None:
+        """Count the tokens here again; the sequence is about to be closed."""
+        self._tokens = sequence.packed[:]
+        self.sequence = None
 
     def _leave(self, *allowed: Status, to: Status) -> None:
         if self._status not in allowed:

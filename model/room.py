@@ -18,9 +18,12 @@ from collections.abc import Iterable
 
 import kvcore
 from model.config import SchedulerConfig
-from model.needs import missing_blocks, peak_blocks
+from model.errors import SchedulerStateError
+from model.needs import missing_blocks, needed_blocks, peak_blocks
 from model.request import HostCopy, Request
 from model.step import Transfer
+
+_LONG = kvcore.Namespace(weight_epoch=1)  # other factors are other weights
 
 
 class Room:
@@ -33,16 +36,31 @@ class Room:
 
     def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
         self._kv = kv
+        self._keeps_all = len(kv.groups) == 1 and isinstance(kv.groups[0], kvcore.FullAttention)
         self._watermark = int(config.watermark * kv.num_usable_blocks)
+        self._long_above = config.long_above
         self.num_freeing = 0
         self.num_host_blocks_left = config.num_host_blocks
+
+    def is_long(self, request: Request) -> bool:
+        """Whether a request is longer than the texts whose keys and values are the first. O(1)."""
+        return self._long_above is not None and request.num_tokens > self._long_above
+
+    def plan(self, request: Request) -> kvcore.Plan:
+        """What a start would find in the cache. O(its tokens)."""
+        return self._kv.plan(request.tokens, namespace=self._namespace(request))
+
+    def _namespace(self, request: Request) -> kvcore.Namespace:
+        return _LONG if self.is_long(request) else kvcore.DEFAULT_NAMESPACE
 
     def wanted(self, request: Request, plan: kvcore.Plan) -> int:
         """Free blocks that a start takes until all known tokens are computed. O(num_groups).
 
         What it finds and what it adds, and never more than it can hold at once.
         """
-        length = len(request.tokens)
+        length = request.num_tokens
+        if request.host_copy is not None and not self._keeps_all:
+            return needed_blocks(self._kv.groups, length)  # `_restore` finds nothing
         added = plan.num_revived_blocks
         most = 0
         for group in self._kv.groups:
@@ -121,13 +139,23 @@ class Room:
         Returns:
             What has to be loaded, if anything.
         """
-        sequence = self._kv.open(request.tokens, resumed=request.num_preemptions > 0)
+        request.is_long = self.is_long(request)
+        if request.host_copy is not None and not self._keeps_all:
+            found = self.plan(request).num_cached_tokens
+            if found + self._kv.block_size <= request.host_copy.num_tokens:
+                return self._restore(request, request.host_copy)
+            self.drop_copy(request)
+        sequence = self._kv.open(
+            request.tokens,
+            namespace=self._namespace(request),
+            resumed=request.num_preemptions > 0,
+        )
         request.start(sequence)
         copy, size = request.host_copy, self._kv.block_size
         if copy is None:
             return None
         cached = sequence.num_computed_tokens
-        first = cached // size - copy.first_block
+        first = cached // size - copy.places[0][0]
         if first < 0 or cached >= copy.num_tokens:
             self.drop_copy(request)
             return None
@@ -136,6 +164,29 @@ class Room:
         blocks = tuple(sequence.tables[0].block_ids[cached // size :])
         lease = self._kv.lease(sequence, "load", owner=str(request.request_id))
         return Transfer(request, blocks, copy, first, lease)
+
+    def _restore(self, request: Request, copy: HostCopy) -> Transfer:
+        """Let a request run whose past a window has left behind: as it was, and with nobody.
+
+        A table that begins with null entries cannot be opened, so one is filled block by block,
+        and gives back what is out of sight as it did before. Nothing was written there, so none of
+        it may be found by others: the sequence has no namespace. O(its tokens).
+        """
+        kv = self._kv
+        sequence = kv.open(request.tokens, namespace=None)
+        request.start(sequence)
+        for start in range(0, copy.num_tokens, kv.block_size):
+            count = min(kv.block_size, copy.num_tokens - start)
+            kv.reserve(sequence, count)
+            kv.commit(sequence, count)
+        blocks: list[int] = []
+        for table, (first, stop) in zip(sequence.tables, copy.places, strict=True):
+            if table.num_null != first or len(table.blocks) != stop:
+                raise SchedulerStateError(f"loads: {request!r} has other blocks than were stored")
+            blocks += table.block_ids[first:]
+        request.is_loading = True
+        lease = kv.lease(sequence, "load", owner=str(request.request_id))
+        return Transfer(request, tuple(blocks), copy, 0, lease)
 
     def end_transfers(self, stores: Iterable[Transfer], loads: Iterable[Transfer]) -> None:
         """The transfers of a step are done: what was loaded is computed. O(their blocks)."""
@@ -146,8 +197,8 @@ class Room:
             if request.is_loading and request.host_copy is transfer.copy:
                 request.is_loading = False
                 loaded = transfer.copy.num_tokens - request.running_sequence.num_computed_tokens
-                self._kv.commit(request.running_sequence, loaded)
-                request.num_computed_tokens = transfer.copy.num_tokens
+                if loaded:
+                    self._kv.commit(request.running_sequence, loaded)
                 self.drop_copy(request)
         self.num_freeing = 0
 
@@ -159,7 +210,7 @@ class Room:
 
     def _outlook(self, request: Request) -> int:
         """Blocks a running request may come to take: for all it knows, and one more a group."""
-        length = len(request.tokens)
+        length = request.num_tokens
         room = -(-length // self._kv.block_size) * self._kv.block_size
         grows = request.max_total_tokens - 1 > room
         missing = missing_blocks(request.running_sequence, length)
@@ -167,16 +218,25 @@ class Room:
 
     def _store(self, request: Request, sequence: kvcore.KVSequence) -> Transfer | None:
         """Count and lease what a request would have to compute again, if host memory has room."""
-        table = sequence.tables[0]
-        stop = -(-sequence.num_computed_tokens // table.block_size)
-        first = 0
-        if self._kv.enable_caching:  # what others have too can be found again
+        places = [
+            (table.num_null, -(-sequence.num_computed_tokens // table.block_size))
+            for table in sequence.tables
+        ]
+        if self._keeps_all and self._kv.enable_caching:  # what others have too can be found again
+            first, stop = places[0]
+            table = sequence.tables[0]
             while first < stop and table.blocks[first].ref_count > 1:
                 first += 1
-        if first == stop or stop - first > self.num_host_blocks_left:
+            places = [(first, stop)]
+        copy = HostCopy(sequence.num_computed_tokens, tuple(places))
+        if request.is_loading or not 0 < copy.num_blocks <= self.num_host_blocks_left:
             return None
-        copy = HostCopy(sequence.num_computed_tokens, first, stop - first)
         request.host_copy = copy
         self.num_host_blocks_left -= copy.num_blocks
         lease = self._kv.lease(sequence, "store", owner=str(request.request_id))
-        return Transfer(request, tuple(table.block_ids[first:stop]), copy, 0, lease)
+        blocks = [
+            block_id
+            for table, (first, stop) in zip(sequence.tables, places, strict=True)
+            for block_id in table.block_ids[first:stop]
+        ]
+        return Transfer(request, tuple(blocks), copy, 0, lease)

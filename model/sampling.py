@@ -84,19 +84,20 @@ class Drawn:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def read(self) -> list[int]:
+    def read(self) -> list[int | None]:
         """The tokens, once they are there and with them all that was sent before. O(num_rows).
 
-        Raises:
-            NumericalError: a row holds NaN, +inf or nothing but -inf.
+        None for a row that holds NaN, +inf or nothing but -inf.
         """
         if self._copied is not None:
             self._copied.synchronize()
         values: list[float] = self._best.tolist()
+        tokens: list[int | None] = self._read.tolist()
         if not all(map(math.isfinite, values)):
-            row, value = next((i, x) for i, x in enumerate(values) if not math.isfinite(x))
-            raise NumericalError(f"logits: wanted finite numbers, got {value} in row {row}")
-        tokens: list[int] = self._read.tolist()
+            return [
+                token if math.isfinite(value) else None
+                for token, value in zip(tokens, values, strict=True)
+            ]
         return tokens
 
 
@@ -106,7 +107,12 @@ def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
     Raises:
         NumericalError: a row holds NaN, +inf or nothing but -inf.
     """
-    return draw(logits, draws).read()
+    tokens: list[int] = []
+    for row, token in enumerate(draw(logits, draws).read()):
+        if token is None:
+            raise NumericalError(f"logits: wanted finite numbers, row {row} has others")
+        tokens.append(token)
+    return tokens
 
 
 def draw(

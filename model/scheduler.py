@@ -38,17 +38,9 @@ class Scheduler(StepPlanner):
 
     `schedule` and `update` alternate, or `schedule`, `accept` of the step before and `advance`;
     `add` and `abort` may come at any moment between or within them.
-
-    Raises:
-        InvalidArgumentError: host memory for a cache with window groups, whose past is gone.
     """
 
     def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
-        if config.num_host_blocks and not is_swappable(kv.groups):
-            raise InvalidArgumentError(
-                f"num_host_blocks: wanted 0 for a cache of other groups than one of full "
-                f"attention, got {config.num_host_blocks}"
-            )
         super().__init__(kv, config)
         self._unfinished: dict[int, Request] = {}
         self._num_added = 0
@@ -185,8 +177,6 @@ class Scheduler(StepPlanner):
                 self._fork(chunk.request, follower, orders)
         if leading:  # a follower that found no room to fork draws when it is its turn
             expecting = [request for request in expecting if request.sequence is not None]
-        for request in expecting:
-            request.expect()
         self._expecting = tuple(expecting)
         return tuple(orders)
 
@@ -205,8 +195,17 @@ class Scheduler(StepPlanner):
         expecting = [request for request in self._expecting if request.is_expecting]
         _check_drawn(expecting, sampled)
         self._expecting = ()
+        running, told = [], []
         for request in expecting:
-            reason = request.accept(sampled[request.request_id])
+            token = sampled[request.request_id]
+            if request.sequence is None:
+                request.tell(token)
+            else:
+                running.append(request.sequence)
+                told.append(token)
+        self._kv.tell_step(running, told)
+        for request in expecting:
+            reason = request.ending(sampled[request.request_id])
             if reason is not None:
                 self.finish(request, reason)
         return expecting
@@ -218,15 +217,20 @@ class Scheduler(StepPlanner):
             raise SchedulerStateError("update: the tokens of the step before want to be accepted")
 
     def _commit(self, chunks: Sequence[Chunk]) -> None:
-        """Note what is computed, and tell the cache where a block has come to its end.
+        """What was planned is computed, and each that samples expects a token.
 
-        Inside a block the cache need not know: nothing is published before it is full.
+        There is room for that token when it is planned to be computed.
         """
-        stride = self._stride
-        for request, start, num_tokens, _, followers in chunks:
-            request.num_computed_tokens = end = start + num_tokens
-            if end % stride == 0 or num_tokens > 1 or followers:
-                self._settle(request)
+        if not chunks:
+            return
+        requests, _, computed, samples, _ = zip(*chunks, strict=True)
+        self._kv.step(
+            [request.running_sequence for request in requests],
+            computed,
+            None,
+            num_joining=None if all(samples) else [int(one) for one in samples],
+            room=[0] * len(chunks),
+        )
 
     def _fork(self, leader: Request, follower: Request, orders: list[kvcore.CopyOrder]) -> None:
         """Start a sample from its leader's blocks, or let it wait its turn."""
@@ -238,7 +242,9 @@ class Scheduler(StepPlanner):
             return
         orders += copies
         self._waiting.remove(follower)
+        self._kv.expect(sequence, 1)  # what the leader expects is not in a fork
         follower.start(sequence)
+        follower.is_long = leader.is_long
         self._run(follower)
         self.stats.num_forks += 1
 
@@ -248,6 +254,12 @@ class Scheduler(StepPlanner):
         what = f"prompt of {prompt} tokens plus max_tokens {new}"
         if limit is not None and total > limit:
             raise RequestTooLongError(f"{what}: the model has positions for {limit} tokens")
+        edge = self.config.long_above
+        if edge is not None and not self.config.may_cross and prompt <= edge < total - 1:
+            raise RequestTooLongError(
+                f"{what}: beyond {edge} tokens this model computes every token otherwise, so "
+                f"a text cannot grow past that: give a max_tokens of {edge - prompt + 1}"
+            )
         # The last token is handed out and never computed, so it needs no slot.
         needed = needed_blocks(self._kv.groups, total - 1)
         if needed > self._kv.num_usable_blocks:
@@ -278,12 +290,3 @@ def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> Non
     if not sampled.keys() >= {request.request_id for request in requests}:
         request = next(r for r in requests if r.request_id not in sampled)
         raise SchedulerStateError(f"sampled: no token for {request!r}")
-
-
-def is_swappable(groups: Sequence[kvcore.LayerGroup]) -> bool:
-    """Whether the blocks of a sequence can be stored and found again: not where a past is given up.
-
-    What a window group gave back is in no block any more, and a copy without it could not be
-    published again.
-    """
-    return len(groups) == 1 and isinstance(groups[0], kvcore.FullAttention)

@@ -2,7 +2,8 @@
 
 Decides: the order of a run (load, compile, generate, verify, report), and what goes to stdout and
 what to stderr. Invariants: with `--json` stdout holds one document and nothing else; results go to
-stdout, progress to stderr; what a user can mend is a ModelError, whoever found it.
+stdout, progress to stderr; what a user can mend is a ModelError, whoever found it; however a run
+ends, by a signal or a fault, the texts that were finished by then are printed.
 
 Does not know: how anything is done; how the input was read, and how the process ends (`run.py`).
 """
@@ -13,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TextIO
 
 import torch
@@ -24,18 +25,19 @@ import kvcore
 from model.args import Options
 from model.engine import Engine
 from model.errors import InvalidArgumentError, UsageError
+from model.exits import FAILED, Asked, Stopped, stopping
 from model.loader import LoadedModel, load_model
 from model.memory import show_bytes
-from model.output import Completion
+from model.output import Completion, Output
 from model.params import SamplingParams
 from model.prepare import is_small
-from model.progress import Progress
+from model.progress import Progress, say, telling
 from model.prompts import PromptSpec
 from model.report import document, measure, table
-from model.request import Request
-from model.step_table import step_table, summarize_steps
+from model.request import FinishReason, Request
+from model.step_table import StepStats, step_table, summarize_steps
 from model.trace import trace_file, write_trace
-from model.verify import Mismatch, find_mismatches
+from model.verify import Mismatch, find_mismatch
 from model.writer import StreamWriter, show
 
 BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
@@ -47,8 +49,20 @@ BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Generated:
+    """What came out, all requests in the order of the prompts, and what ended it before its end."""
+
+    completions: list[Completion]
+    elapsed_s: float
+    fault: BaseException | None
+
+
 def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
-    """Run prompts as the options say, and print. Returns the exit code: 1 if --verify differs.
+    """Run prompts as the options say, and print.
+
+    Returns:
+        The exit code: 1 if --verify differs, 3 if a request failed alone.
 
     Raises:
         ModelError: the input cannot be run.
@@ -66,9 +80,10 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     backend = backends.get_backend(options.backend)
     dtype = _dtype(options, backend)
-    model = load_model(options.model, backend.device, dtype)
+    with telling(f"loading {options.model}"):
+        model = load_model(options.model, backend.device, dtype)
     choose_threads(model)
-    prompts = [model.codec.encode(spec.text) for spec in specs]
+    prompts = _encode(model, specs)
     engine = _engine(options, model, backend, specs, prompts)
     requests = _queue(engine, specs, prompts)
     about = {
@@ -77,32 +92,71 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         "device": str(backend.device),
         "dtype": str(dtype).removeprefix("torch."),
     }
-    _progress(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
-    _progress(engine.memory.describe(engine.network.layout))
+    say(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
+    say(engine.memory.describe(engine.network.layout))
     if not engine.memory.holds_all:
-        _progress(_preemption(engine))
-    how, seconds = _warm_up(model, backend, engine, prompts)
-    _progress(f"network: {how}; compiled and warm in {seconds:.1f} s")
+        say(_preemption(engine))
+    with telling("compiling kernels: the first time on a machine takes longest"):
+        how, seconds = _warm_up(model, backend, engine, prompts)
+    say(f"network: {how}; compiled and warm in {seconds:.1f} s")
     recorder = engine.record() if options.stats or trace is not None else None
-    started = time.perf_counter()
-    completions = _generate(options, engine, specs, requests)
-    stats = measure(engine, completions, time.perf_counter() - started)
-    if recorder is not None and trace is not None:
-        write_trace(trace, recorder)
-    steps = summarize_steps(recorder) if recorder is not None and options.stats else None
-    mismatches = _verified(options, model, completions)
+    with stopping() as asked:  # until all that is finished is printed
+        generated = _generate(options, engine, specs, requests, asked)
+        if recorder is not None and trace is not None:
+            write_trace(trace, recorder)
+        mismatches = None
+        if options.verify and generated.fault is None:
+            mismatches = _verified(model, requests, asked)
+        steps = summarize_steps(recorder) if recorder is not None and options.stats else None
+        _report(options, engine, specs, about, generated, mismatches, steps)
+    if generated.fault is not None:
+        raise generated.fault
+    if asked.number is not None:
+        raise Stopped(asked.number, f"{len(requests)} of {len(requests)} texts are finished")
+    num_failed = _tell_failed(specs, requests)
+    return FAILED if num_failed else 1 if mismatches else 0
+
+
+def _report(
+    options: Options,
+    engine: Engine,
+    specs: Sequence[PromptSpec],
+    about: dict[str, str],
+    generated: _Generated,
+    mismatches: Sequence[Mismatch] | None,
+    steps: StepStats | None,
+) -> None:
+    """Print what was generated; of a run that was ended early, the texts that were finished."""
+    completions = generated.completions
+    stats = measure(engine, completions, generated.elapsed_s)
     if options.json:
         whole = document(about, completions, stats, mismatches)
         json.dump(whole if steps is None else {**whole, "steps": asdict(steps)}, sys.stdout)
         print()
-    else:
-        if not options.stream:
-            for head, completion in zip(_heads(specs), completions, strict=True):
+        return
+    if not options.stream:
+        for head, completion in zip(_heads(specs), completions, strict=True):
+            if completion.request.finish_reason is not FinishReason.ABORTED:
                 print(show(*head, completion.text), end="")
-        print(table(stats))
-        if steps is not None:
-            print(f"\n{step_table(steps)}")
-    return 1 if mismatches else 0
+    print(table(stats))
+    if steps is not None:
+        print(f"\n{step_table(steps)}")
+
+
+def _tell_failed(specs: Sequence[PromptSpec], requests: Sequence[Request]) -> int:
+    """Name the requests that ended by an error of their own; how many there are."""
+    places = [spec.where for spec in specs for _ in range(spec.num_samples)]
+    failed = [
+        (where, request)
+        for where, request in zip(places, requests, strict=True)
+        if request.finish_reason is FinishReason.ERROR
+    ]
+    for where, request in failed:
+        say(
+            f"error: {where}: it ended after {request.num_output_tokens} tokens, because the "
+            f"model's logits for the next are not finite numbers"
+        )
+    return len(failed)
 
 
 def _preemption(engine: Engine) -> str:
@@ -151,6 +205,16 @@ def _engine(
     return Engine(model, backend, dataclasses.replace(options.engine, expected_lengths=lengths))
 
 
+def _encode(model: LoadedModel, specs: Sequence[PromptSpec]) -> list[list[int]]:
+    prompts = []
+    for spec in specs:
+        try:
+            prompts.append(model.codec.encode(spec.text))
+        except InvalidArgumentError as error:
+            raise UsageError(f"{spec.where}: {error}") from error
+    return prompts
+
+
 def _queue(
     engine: Engine, specs: Sequence[PromptSpec], prompts: Sequence[Sequence[int]]
 ) -> list[Request]:
@@ -175,22 +239,42 @@ def _heads(specs: Sequence[PromptSpec]) -> list[tuple[str, str]]:
 
 
 def _generate(
-    options: Options, engine: Engine, specs: Sequence[PromptSpec], requests: Sequence[Request]
-) -> list[Completion]:
+    options: Options,
+    engine: Engine,
+    specs: Sequence[PromptSpec],
+    requests: Sequence[Request],
+    asked: Asked,
+) -> _Generated:
+    """Step until all have ended, a signal asks for an end, or a step fails."""
     texts: dict[int, str] = {request.request_id: "" for request in requests}
+    latest: dict[int, Output] = {}
     writer = StreamWriter(_heads(specs), sys.stdout) if options.stream else None
-    with Progress("generated", len(requests), is_wanted=writer is None) as progress:
-        while engine.has_unfinished:
-            for output in engine.step():
-                number, is_last = output.request.request_id, output.request.is_finished
-                if writer is not None:
-                    piece = output.text
-                    texts[number] += piece
-                    writer.write(number, piece, is_last=is_last)
-                elif is_last:
-                    texts[number] = output.text
-                progress.advance(is_last)
-    return [Completion(request, texts[request.request_id]) for request in requests]
+    fault: BaseException | None = None
+    started = time.perf_counter()
+    with Progress("generated", len(requests), is_wanted=not writer) as progress:
+        try:
+            while engine.has_unfinished and not asked:
+                for output in engine.step():
+                    number, is_last = output.request.request_id, output.request.is_finished
+                    latest[number] = output
+                    if writer is not None:
+                        piece = output.text
+                        texts[number] += piece
+                        writer.write(number, piece, is_last=is_last)
+                    progress.advance(is_last)
+        except Exception as error:  # noqa: BLE001  # raised again, once what is finished is printed
+            fault = error
+    elapsed_s = time.perf_counter() - started
+    if asked.number is not None and engine.has_unfinished:
+        num_finished = sum(request.is_finished for request in requests)
+        report = f"{num_finished} of {len(requests)} texts are finished"
+        fault = fault or Stopped(asked.number, report)
+    for request in requests:
+        engine.abort(request)
+    if writer is None:
+        texts |= {number: output.text for number, output in latest.items()}
+    completions = [Completion(request, texts[request.request_id]) for request in requests]
+    return _Generated(completions, elapsed_s, fault)
 
 
 def _warm_up(
@@ -215,26 +299,22 @@ def _warm_up(
 
 
 def _verified(
-    options: Options, model: LoadedModel, completions: Sequence[Completion]
+    model: LoadedModel, requests: Sequence[Request], asked: Asked
 ) -> list[Mismatch] | None:
-    if not options.verify:
-        return None
-    requests = [completion.request for completion in completions]
-    mismatches = find_mismatches(model, requests)
-    for mismatch in mismatches:
-        paged, dense = (
-            "the end" if token is None else f"{token} {model.codec.decode([token])!r}"
-            for token in (mismatch.paged, mismatch.dense)
-        )
-        _progress(
-            f"request {mismatch.index + 1}, token {mismatch.position}: paged {paged}, dense {dense}"
-        )
+    """Compare with the dense network, as long as nobody asks for an end; None: somebody did."""
+    mismatches = []
+    for index, request in enumerate(requests):
+        mismatch = find_mismatch(model, index, request)
+        if asked:
+            return None
+        if mismatch is not None:
+            mismatches.append(mismatch)
+            paged, dense = (
+                "the end" if token is None else f"{token} {model.codec.decode([token])!r}"
+                for token in (mismatch.paged, mismatch.dense)
+            )
+            say(f"request {index + 1}, token {mismatch.position}: paged {paged}, dense {dense}")
     if not mismatches:
         total = sum(request.num_output_tokens for request in requests)
-        _progress(f"verified: {total} tokens of {len(requests)} requests equal generate's")
+        say(f"verified: {total} tokens of {len(requests)} requests equal generate's")
     return mismatches
-
-
-def _progress(line: str) -> None:
-    if sys.stderr is not None:  # print takes None for stdout
-        print(line, file=sys.stderr, flush=True)

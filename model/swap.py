@@ -10,7 +10,7 @@ time in which it moves two bytes:
 which is `WEIGHTS_A_BYTE`, rounded: a GPU at 400 TFLOP/s, half of what an H200 multiplies matrices
 at, behind a link of 50 GB/s (page-locked, an H200's moved 55 GB/s each way); a CPU at 100 GFLOP/s
 that copies 10 GB/s. Of a mixture of experts the weights count that a token goes through.
-Swapping works where all layers see everything (`scheduler.is_swappable`).
+Of layers with windows only what is in sight is moved, which the rule leaves out of account.
 
 Invariants: transfers and copies run on the stream of the network, in order, so a pass after them
 sees them done; on a GPU the host memory is page-locked.
@@ -30,7 +30,6 @@ from model.config import EngineConfig
 from model.errors import InvalidArgumentError
 from model.layout import CacheLayout
 from model.memory import MemoryPlan, host_free_bytes
-from model.scheduler import is_swappable
 from model.step import Transfer
 
 WEIGHTS_A_BYTE = {"cuda": 8000.0, "cpu": 10.0}
@@ -92,15 +91,9 @@ def plan_host_blocks(
     asked = config.swap_memory_bytes
     if asked == 0:
         return 0
-    can_swap = is_swappable(layout.groups(config.block_size))
     free_bytes = host_free_bytes()
     block_bytes = layout.kv_bytes(1, config.block_size)
     if asked is not None:
-        if not can_swap:
-            raise InvalidArgumentError(
-                "swap_memory_bytes: wanted 0 for a network with sliding windows, whose past is "
-                f"given up, got {asked}"
-            )
         if free_bytes is not None and asked > free_bytes:
             raise InvalidArgumentError(
                 f"swap_memory_bytes: wanted at most the {free_bytes} bytes that are free, "
@@ -108,7 +101,7 @@ def plan_host_blocks(
             )
         return asked // block_bytes
     weights, device = _weights_a_token(network), _device_type(network)
-    if not can_swap or weights <= layout.token_bytes * WEIGHTS_A_BYTE.get(device, 0.0):
+    if weights <= layout.token_bytes * WEIGHTS_A_BYTE.get(device, 0.0):
         return 0
     limits = [_DEFAULT_BYTES, memory.kv_bytes // _DEFAULT_SHARE]
     if free_bytes is not None:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 
 from model.attention import IMPLEMENTATION
 from model.loader import LoadedModel
-from model.request import Request
+from model.request import FinishReason, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,10 @@ def dense_tokens(
         pad_token_id=0,
     )
     input_ids = torch.tensor([list(prompt)], device=network.device)
-    network.set_attn_implementation(model.dense_implementation)
+    try:
+        network.set_attn_implementation(model.dense_implementation)
+    except ValueError:  # one that a part of the network, which makes no text, does not have
+        network.set_attn_implementation("eager")
     # No penalty of the checkpoint's own joins in.
     network.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
@@ -67,25 +70,30 @@ def dense_tokens(
     return tokens
 
 
-def find_mismatches(model: LoadedModel, requests: Sequence[Request]) -> list[Mismatch]:
-    """Compare finished greedy requests with the dense network; the first difference of each.
+def find_mismatch(model: LoadedModel, index: int, request: Request) -> Mismatch | None:
+    """Compare a finished greedy request with the dense network; the first difference, if any.
 
-    A request that ended at a stop string is compared as far as it goes. Costs a dense generation
-    of every request.
+    One that was ended from outside is left out; one that ended at a stop string is compared as far
+    as it goes. Costs a dense generation.
+
+    Args:
+        model: of the run.
+        index: which request of the run it is.
+        request: greedy.
     """
-    found = []
-    for index, request in enumerate(requests):
-        paged = request.output_tokens
-        stops = set(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
-            stops |= model.eos_token_ids
-        dense = dense_tokens(model, request.prompt_tokens, request.params.max_tokens, sorted(stops))
-        if request.params.stop:
-            dense = dense[: len(paged)]
-        position = _first_difference(paged, dense)
-        if position is not None:
-            found.append(Mismatch(index, position, _at(paged, position), _at(dense, position)))
-    return found
+    if request.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP):
+        return None
+    paged = request.output_tokens
+    stops = set(request.params.stop_token_ids)
+    if not request.params.ignore_eos:
+        stops |= model.eos_token_ids
+    dense = dense_tokens(model, request.prompt_tokens, request.params.max_tokens, sorted(stops))
+    if request.params.stop:
+        dense = dense[: len(paged)]
+    position = _first_difference(paged, dense)
+    if position is None:
+        return None
+    return Mismatch(index, position, _at(paged, position), _at(dense, position))
 
 
 def _first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

@@ -65,8 +65,8 @@ LAZY_IMPORTS = {"backends/registry.py"}
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-MAX_FILE_LINES = 400
-MAX_CODE_LINES = 250
+MAX_FILE_LINES = 700
+MAX_CODE_LINES = 450
 MAX_FUNCTION_LINES = 60
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
 

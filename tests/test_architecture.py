@@ -70,7 +70,7 @@ PLANTED = {
     "a function without end": (
         "model/batch.py", "def run():\n" + "    x = 1\n" * 61, "run has 61 lines"
     ),
-    "a file without end": ("model/batch.py", "x = 1\n" * 251, "251 of code"),
+    "a file without end": ("model/batch.py", "x = 1\n" * 451, "451 of code"),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 from dataclasses import asdict
 
@@ -49,4 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # a reader that goes away ends this like any other tool
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     raise SystemExit(main())

@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import signal
 import sys
 
 from backends import conformance
@@ -20,11 +22,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("name", help="a backend: auto, numba, triton or an installed plug-in's")
     parser.add_argument("--quick", action="store_true", help="few small cases, for an interpreter")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--jobs", type=int, default=1, help="processes to share the cases")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="processes to share the cases, never more than there are cores",
+    )
     options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs: wanted at least 1, got {options.jobs}")
+    jobs = min(options.jobs, os.cpu_count() or 1)
     try:
-        if options.jobs > 1:
-            report = run_in_processes(options.name, quick=options.quick, jobs=options.jobs)
+        if jobs > 1:
+            report = run_in_processes(options.name, quick=options.quick, jobs=jobs)
         else:
             report = conformance.run(get_backend(options.name), quick=options.quick)
     except BackendError as error:
@@ -36,4 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # a reader that goes away ends this like any other tool
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     raise SystemExit(main())

@@ -7,10 +7,12 @@ serves every caller of a process.
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numba
 import torch
 from torch import Tensor
 
 from backends.contract import Capabilities, LayerCall, PagedBatch
+from backends.errors import BackendUnavailableError
 from backends.numba_cpu.copy_blocks import copy_blocks
 from backends.numba_cpu.paged_attention import AttentionPlan, paged_attention
 from backends.numba_cpu.plans import Plans
@@ -104,5 +106,13 @@ class NumbaBackend:
 
 @lru_cache(maxsize=1)
 def load() -> NumbaBackend:
-    """The process's CPU backend; compiles nothing yet."""
+    """The process's CPU backend; compiles nothing yet.
+
+    Raises:
+        BackendUnavailableError: numba was told to compile nothing at all.
+    """
+    if getattr(numba.config, "DISABLE_JIT", False):
+        raise BackendUnavailableError(
+            "numba", "NUMBA_DISABLE_JIT is set", "unset it before Python starts"
+        )
     return NumbaBackend()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -80,4 +81,6 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):  # a reader that goes away ends this like any other tool
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     raise SystemExit(main())

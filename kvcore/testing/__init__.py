@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
 from kvcore.testing.driver import Driver
 from kvcore.testing.errors import AdapterError, BrokenError, CrashError, PropertyError
 from kvcore.testing.ghost import Memory, Prefixes, Request
-from kvcore.testing.protocol import EVERYTHING, Allocator, Forks, Promise, Resets, Truncates
+from kvcore.testing.protocol import EVERYTHING, Allocator, Forks, Promise, Resets, Tells, Truncates
 
 __all__ = [
     "EVERYTHING",
@@ -48,6 +48,7 @@ __all__ = [
     "Request",
     "RequestMachine",
     "Resets",
+    "Tells",
     "TenantMachine",
     "Truncates",
     "allocator_tests",

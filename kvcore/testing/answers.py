@@ -17,7 +17,9 @@ def check_adapter(adapter: object) -> frozenset[Promise]:
     promises = getattr(adapter, "promises", None)
     if not isinstance(promises, Collection) or not all(isinstance(p, Promise) for p in promises):
         raise AdapterError(f"promises: wanted a collection of Promise, got {promises!r}")
-    wanted = [*VERBS, *(verb for promise, verb in OPTIONAL_VERBS.items() if promise in promises)]
+    wanted = list(VERBS)
+    for promise, verbs in OPTIONAL_VERBS.items():
+        wanted += verbs if promise in promises else ()
     missing = [verb for verb in wanted if not callable(getattr(adapter, verb, None))]
     if missing:
         raise AdapterError(f"{type(adapter).__name__} has no {', '.join(missing)}")

@@ -113,7 +113,9 @@ class Driver:
         self.program.step("commit", request.name, num_tokens)
         stop = request.computed + num_tokens
         current = request.root == self.prefixes.root(request.tenant, self.epoch)
-        self.memory.write(request, request.computed, stop, resident=current)
+        known = len(request.tokens) - request.untold
+        self.memory.write(request, request.computed, min(stop, known), resident=current)
+        self.memory.write(request, max(request.computed, known), stop, resident=False)
         self.program.call("commit", request, num_tokens)
         request.computed = stop
         table = self.watch.table(request)
@@ -127,9 +129,28 @@ class Driver:
         """Let a token join the end."""
         self.program.step("append", request.name, token)
         self.program.call("append", request, token)
-        request.tokens.append(token)
-        last = request.path[-1] if request.path else request.root
-        request.path += self.prefixes.follow(last, [token])
+        self._join(request, token)
+        self.agree()
+
+    def expect(self, request: Request, token: int) -> None:
+        """Let a token join the end that the device knows, and the allocator is told later."""
+        self.program.step("expect", request.name, token)
+        self.program.call("expect", request, 1)
+        self._join(request, token)
+        request.untold += 1
+        self.seen["expected"] += 1
+        self.agree()
+
+    def tell(self, request: Request) -> None:
+        """Tell the first token that is not told; what that fills ought to hit from now on."""
+        self.program.step("tell", request.name)
+        known = len(request.tokens) - request.untold
+        self.program.call("tell", request, request.tokens[known])
+        request.untold -= 1
+        if known < request.computed:
+            current = request.root == self.prefixes.root(request.tenant, self.epoch)
+            self.memory.write(request, known, known + 1, resident=current)
+        self.seen["told later"] += 1
         self.agree()
 
     def finish(self, request: Request) -> None:
@@ -159,6 +180,7 @@ class Driver:
         for index in range(computed // self.block_size, len(table)):
             if table[index] not in others:
                 self.memory.doubt(table[index])
+        request.untold = max(0, num_tokens - (len(request.tokens) - request.untold))
         del request.tokens[num_tokens:], request.path[num_tokens:]
         request.computed = computed
         request.cached = min(request.cached, computed)
@@ -232,6 +254,12 @@ class Driver:
         """Compare all that can be seen: P1, P2, P5, P7 and P18."""
         placed = [request for request in self.live if self._is_placed(request)]
         self.watch.agree(placed, self.seen)
+
+    def _join(self, request: Request, token: int) -> None:
+        """Let a token join the end of what the machines know of a request."""
+        request.tokens.append(token)
+        last = request.path[-1] if request.path else request.root
+        request.path += self.prefixes.follow(last, [token])
 
     def _name(self) -> str:
         """The letters, then r26, r27 and so on."""

@@ -55,13 +55,14 @@ class Request:
     Attributes:
         name: what it is called in a program.
         handle: what the adapter calls it.
-        tokens: all of them, computed or not.
+        tokens: all of them, computed or not, told or not: the device knows them.
         tenant: whose it is.
         root: the number of its empty prefix.
         path: the numbers of its prefixes, one a token.
         computed: how many tokens have their KV written.
         cached: how many of them were found in the cache.
         told: the block table as the runner was told it.
+        untold: how many of its last tokens the allocator has not been told.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Request:
     computed: int = 0
     cached: int = 0
     told: list[int] = field(default_factory=list)
+    untold: int = 0
 
 
 class Memory:

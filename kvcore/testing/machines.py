@@ -10,6 +10,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from kvcore.testing.ghost import Request
 from kvcore.testing.machine import PICK, AllocatorMachine, any_live, drawn_prompts, promised
 from kvcore.testing.protocol import Promise
 from kvcore.testing.strategies import TENANTS
@@ -165,6 +166,38 @@ class BranchMachine(AllocatorMachine):
         if self.driver.reserve(request, drafts) and accepted:
             self.driver.commit(request, min(accepted, drafts))
         self.driver.truncate(request, request.computed)
+
+    @precondition(promised(Promise.CHUNK, Promise.COMMIT, Promise.TELL))
+    @precondition(any_live)
+    @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 6), lag=st.integers(0, 3))
+    def runs_ahead(self, number: int, token: int, count: int, lag: int) -> None:
+        """Steps are sent before the tokens of the last are read; the last ones are cut, or told.
+
+        Meanwhile somebody asks for what an allocator may have put in the place of them.
+        """
+        request = self.pick(number)
+        if not self.step(request, 10**9) or len(request.tokens) > 5 * self.block_size + 9:
+            return
+        for _ in range(count):
+            self.driver.expect(request, token)
+            if request.untold > lag:
+                self.driver.tell(request)
+            if self.driver.reserve(request, len(request.tokens) - request.computed):
+                self.driver.commit(request, len(request.tokens) - request.computed)
+        known = len(request.tokens) - request.untold
+        self.arrive([*request.tokens[:known], *[0] * (request.untold + 1)])
+        if request in self.driver.live:
+            self.settle(request, lag)
+            self.arrive([*request.tokens, 1])
+
+    def settle(self, request: Request, lag: int) -> None:
+        """Let nothing of a request be expected any more; what is told then is out of order."""
+        while request.untold and (lag < 3 or Promise.TRUNCATE not in self.promises):
+            self.driver.tell(request)
+        if request.untold:
+            self.driver.truncate(request, len(request.tokens) - request.untold)
+        if Promise.STRICT in self.promises:
+            self.driver.misuse("tell", request, 0)
 
     @precondition(promised(Promise.TRUNCATE))
     @precondition(any_live)

@@ -32,6 +32,7 @@ class Promise(Enum):
     TRUNCATE = "there is `truncate`"
     FORK = "there is `fork`"
     RESET = "there is `reset`"
+    TELL = "there are `expect` and `tell`: tokens are told later, and nobody hits them before that"
 
 
 EVERYTHING: Final = frozenset(Promise)
@@ -120,6 +121,16 @@ class Resets(Protocol):
         """
 
 
+class Tells(Protocol[R_contra]):
+    """What TELL promises: an engine may send a step before it has read the tokens of the last."""
+
+    def expect(self, request: R_contra, num_tokens: int) -> None:
+        """Let tokens join the end whose ids are told later; they can get room and be committed."""
+
+    def tell(self, request: R_contra, token: int) -> None:
+        """Say which token the first expected one is. With STRICT it refuses where none is."""
+
+
 VERBS: Final = (
     "start",
     "begin",
@@ -131,7 +142,8 @@ VERBS: Final = (
     "num_free_blocks",
 )
 OPTIONAL_VERBS: Final = {
-    Promise.TRUNCATE: "truncate",
-    Promise.FORK: "fork",
-    Promise.RESET: "reset",
+    Promise.TRUNCATE: ("truncate",),
+    Promise.FORK: ("fork",),
+    Promise.RESET: ("reset",),
+    Promise.TELL: ("expect", "tell"),
 }

@@ -127,7 +127,13 @@ def _take_live(driver: Driver, request: Request, step: Step, after: Step | None)
         _need(number <= len(request.tokens))
         driver.truncate(request, number)
     elif step.verb == "append":
+        _need(not request.untold)
         driver.append(request, number)
+    elif step.verb == "expect":
+        driver.expect(request, number)
+    elif step.verb == "tell":
+        _need(request.untold > 0)
+        driver.tell(request)
     else:
         driver.finish(request)
 

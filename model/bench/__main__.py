@@ -5,12 +5,13 @@ Decides: in which order a process starts: flags are read before torch and Transf
 Does not know: how anything is measured.
 """
 
-from model.bench.args import parse_args
-from model.bench.options import HostOptions, WasteOptions
-from model.exits import exits
+from model.exits import leaves
 
 if __name__ == "__main__":
-    with exits():
+    with leaves():
+        from model.bench.args import parse_args
+        from model.bench.options import HostOptions, WasteOptions
+
         options = parse_args()
 
         if isinstance(options, WasteOptions):

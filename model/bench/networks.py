@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from model.architectures import check_architecture
 from model.bench.configs import CONFIGS
 from model.errors import UsageError
-from model.loader import LoadedModel, check_architecture, load_config, load_model, wrap_network
+from model.loader import LoadedModel, load_config, load_model, wrap_network
 
 _SEED = 0
 

@@ -95,4 +95,4 @@ class Simulation:
 
 
 def _next_token(request: Request) -> int:
-    return (request.request_id * 7919 + len(request.tokens)) % _VOCAB_SIZE
+    return (request.request_id * 7919 + request.num_tokens) % _VOCAB_SIZE

@@ -12,6 +12,7 @@ import torch
 
 import backends
 from backends import conformance
+from backends.conformance import __main__ as command_line
 from backends.conformance.relations import check_relations
 from tests.backends.honest import HonestBackend
 
@@ -423,3 +424,20 @@ def test_the_command_names_an_unknown_backend_and_exits_2():
     done = _command("nmba")
     assert done.returncode == 2
     assert "did you mean 'numba'" in done.stderr
+
+
+def test_there_are_never_more_processes_than_cores(monkeypatch, capsys):
+    asked = []
+
+    def noted(name, *, quick, jobs):
+        asked.append(jobs)
+        return conformance.run(backends.get_backend(name), quick=quick, shard=(0, 10**6))
+
+    monkeypatch.setattr(command_line, "run_in_processes", noted)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    command_line.main(["numba", "--quick", "--jobs", "100000"])
+    assert asked == [3]
+    with pytest.raises(SystemExit) as ending:
+        command_line.main(["numba", "--jobs", "0"])
+    assert ending.value.code == 2
+    assert "wanted at least 1, got 0" in capsys.readouterr().err

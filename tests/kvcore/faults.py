@@ -24,7 +24,7 @@ LINKS = {
     *(f"ContentTree.{name}" for name in ("detach", "_prune", "clear")),
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
     *(f"FreeBlocks.{name}" for name in ("_unqueue", "_put_back", "_leave", "_count_used")),
-    *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity", "find_stop")),
+    *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity", "find_limits")),
     "BlockTable.cut",
     "BlockTable.forget",
     "EventLog.take_back",
@@ -35,6 +35,9 @@ LINKS = {
     "PublishedBlocks.unpublish",
     "_add",
     "hold_again",
+    "StepVerbs._take_back",
+    "BlockTable.next_pass",
+    "_set",
     "cut_tables",
 }
 # What looks at a state, and is not part of any verb.
@@ -247,7 +250,7 @@ CACHES = {
     "Block": {"name", "last_child", "children"},
     "BlockTable": {"_ids"},
     "KVCacheManager": {"_last_step"},
-    "KVSequence": {"chain", "stop"},
+    "KVSequence": {"chain", "due", "room", "stop"},
     "ContentTree": {"_spare"},
     "BlockPool": {"_made"},
 }

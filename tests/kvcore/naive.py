@@ -146,10 +146,18 @@ class NaiveSequence:
         self.retain = retain  # (start, stop, priority, deadline)
         self.opened_at = opened_at
         self.tokens = list(tokens)
+        self.future = []  # tokens that are expected: the device knows them, nobody was told
         self.namespace = namespace
         self.tables = [NaiveTable() for _ in range(num_groups)]
         self.computed = 0
         self.cached = 0
+
+    def all_tokens(self):
+        return self.tokens + self.future
+
+    def settled(self):
+        """How many tokens are both computed and told."""
+        return min(self.computed, len(self.tokens))
 
 
 def sees(kind, span, query, key):
@@ -324,16 +332,25 @@ class NaiveManager:
 
     def commit(self, seq, num_tokens):
         seq.computed += num_tokens
+        self.settle(seq)
+
+    def tell(self, seq, num_tokens):
+        seq.tokens += seq.future[:num_tokens]
+        del seq.future[:num_tokens]
+        self.settle(seq)
+
+    def settle(self, seq):
+        """What is computed and told is visible; what no query after it sees is given back."""
         for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             size = group[2]
-            while seq.namespace is not None and (table.published + 1) * size <= seq.computed:
+            while seq.namespace is not None and (table.published + 1) * size <= seq.settled():
                 prefix = seq.tokens[: (table.published + 1) * size]
                 content = self.content(number, seq.namespace, prefix)
                 self.pool.publish(table.entries[table.published], content)
                 table.published += 1
                 self.wish(seq, number)
-            kept = self.keeps(group, seq.computed)
-            for place in range(seq.computed // size):
+            kept = self.keeps(group, seq.settled())
+            for place in range(seq.settled() // size):
                 if table.entries[place] and place < min(kept):
                     self.pool.release([table.entries[place]])
                     table.entries[place] = 0
@@ -358,6 +375,7 @@ class NaiveManager:
                     computed = 0
         lowered = computed < min(num_tokens, seq.computed)
         self.release_from(seq, computed if lowered else num_tokens)
+        seq.future = seq.future[: max(0, num_tokens - len(seq.tokens))]
         seq.tokens = seq.tokens[:num_tokens]
         seq.computed = computed
         seq.cached = min(seq.cached, computed)
@@ -414,9 +432,9 @@ class NaiveManager:
         """Nobody trusts a block that spells this prefix further than `num_tokens`."""
         end = num_tokens + 1
         doubtful = set()
-        for suspect in sequences if num_tokens < seq.computed else [seq]:
+        for suspect in sequences if num_tokens < seq.settled() else [seq]:
             same = suspect.namespace == seq.namespace and suspect.tokens[:end] == seq.tokens[:end]
-            if suspect is seq or (same and suspect.computed >= end):
+            if suspect is seq or (same and suspect.settled() >= end):
                 doubtful |= self.beyond(suspect, num_tokens)
         for block_id in sorted(doubtful):
             if self.pool.content_of(block_id) is not None:
@@ -433,7 +451,7 @@ class NaiveManager:
             size = group[2]
             first = num_tokens // size
             found |= set(table.entries[first : self.blocks_for(seq.computed, size)]) - {0}
-            if num_tokens < seq.computed:
+            if num_tokens < seq.settled():
                 start = (number, seq.namespace, tuple(seq.tokens[: num_tokens + 1]))
                 for (where, whose, prefix), block_id in self.pool.published:
                     if (where, whose, prefix[: num_tokens + 1]) == start:
@@ -461,15 +479,15 @@ class NaiveManager:
         return True
 
     def copies_needed(self, seq):
-        return sum(1 for group in self.groups if seq.computed % group[2])
+        return sum(1 for group in self.groups if seq.settled() % group[2])
 
     def fork(self, seq):
         child = NaiveSequence(seq.tokens, seq.namespace, len(self.groups), seq.retain)
-        child.computed = seq.computed
+        child.computed = seq.settled()
         own = self.pool.take(self.copies_needed(seq))
         orders = []
         for number, (group, mine) in enumerate(zip(self.groups, seq.tables, strict=True)):
-            full, rest = divmod(seq.computed, group[2])
+            full, rest = divmod(child.computed, group[2])
             table = child.tables[number]
             table.entries = mine.entries[:full]
             table.published = mine.published

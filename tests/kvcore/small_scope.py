@@ -16,8 +16,15 @@ import kvcore
 from tests.kvcore.machines import ManagerMachine
 from tests.kvcore.views import pool_view, sequence_view
 
-NUM_BLOCKS = 5  # the null block and four
-PROMPTS = ([0] * 5, [0] * 4 + [1] * 5)
+SMALL = (5, ([0] * 5, [0] * 4 + [1] * 5))
+SCOPES = {
+    "full": SMALL,
+    "full and window": SMALL,
+    "six before four": (8, ([0] * 13, [0] * 4 + [1] * 6)),
+    "uneven three": (13, ([0] * 13, [0] * 4 + [1] * 6)),
+    "window, told later": (5, ([0] * 3, [0] * 4 + [1] * 5)),
+}
+"""By layout: how many blocks, the null block included, and the prompts."""
 MAX_LIVE = 2
 DEFAULT = kvcore.Namespace()
 
@@ -25,10 +32,12 @@ DEFAULT = kvcore.Namespace()
 def operations(machine):
     """Yield (name, function of a machine) for everything that can be done next."""
     if len(machine.live) < MAX_LIVE:
-        for number, prompt in enumerate(PROMPTS):
+        for number, prompt in enumerate(machine.prompts):
             yield f"open {number}", lambda m, p=prompt: m.begin(p, DEFAULT, packed=False)
     for index in range(len(machine.live)):
         for verb in VERBS:
+            if verb in LEFT_OUT and not LEFT_OUT[verb](machine):
+                continue
             yield f"{verb} {index}", lambda m, v=verb, i=index: VERBS[v](m, m.live[i])
     for number in machine.naive.leases:
         yield f"end lease {number}", lambda m, n=number: end_lease(m, n)
@@ -74,19 +83,29 @@ VERBS = {
     "append to": lambda m, e: m.append(e, [1]),
     "cut to 3": lambda m, e: truncate(m, e, 3),
     "cut to 4": lambda m, e: truncate(m, e, 4),
+    "cut to 10": lambda m, e: truncate(m, e, 10),
     "fork": fork,
     "lease": lease,
     "fail the load of": lambda m, e: m.fail_load(e, min(2, e[1].computed)),
+    "expect one of": lambda m, e: m.expect(e, [1]),
+    "tell": lambda m, e: m.tell(e, 1),
     "close": close,
 }
+LEFT_OUT = {
+    "cut to 10": lambda m: len(m.prompts[0]) > 10,
+    "expect one of": lambda m: len(m.prompts[0]) < 5,
+    "tell": lambda m: len(m.prompts[0]) < 5,
+}
+"""Verbs that only some scopes have, so that they can go deeper."""
 
 
 def start(layout="full"):
     """Return a machine at rest, and remember which namespace its requests are in."""
     machine = ManagerMachine()
+    num_blocks, machine.prompts = SCOPES[layout]
     machine.start(
-        num_blocks=NUM_BLOCKS,
-        layout=machine.layouts.index(layout),
+        num_blocks=num_blocks,
+        layout=machine.layouts.index(layout.partition(",")[0]),
         caching=True,
         events=False,
     )
@@ -97,6 +116,7 @@ def clone(machine):
     """Copy what the machine drives and compares with; not what Hypothesis keeps in it."""
     kept = ("groups", "kv", "naive", "other", "memory", "epoch", "live", "folded", "last_event")
     copied = object.__new__(ManagerMachine)
+    copied.prompts = machine.prompts
     vars(copied).update(copy.deepcopy({name: vars(machine)[name] for name in kept}))
     return copied
 
@@ -147,7 +167,7 @@ def explore(depth, layout="full", seconds=None):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--depth", type=int, default=6)
-    parser.add_argument("--layout", default="full")
+    parser.add_argument("--layout", default="full", choices=SCOPES)
     arguments = parser.parse_args()
     found, carried_out = explore(arguments.depth, arguments.layout)
     print(f"states at each depth: {found}; {sum(found)} states, {carried_out} operations")

@@ -22,6 +22,8 @@ CAPABILITIES = {
     "events and snapshot": ["BlockRemoved", "AllCleared", ".snapshot()", "fold("],
     "statistics": [".stats()", "resumed=True", "num_slots", ".lifetimes."],
     "step batch": [".reserve_step(", ".commit_step(", ".write_step(", "row_stride="],
+    "whole step": [".step(", "num_joining=", "room=", ".decode_step("],
+    "told later": [".expect(", ".tell(", ".tell_step(", "start="],
     "determinism": ["ranks"],
 }
 

@@ -15,7 +15,9 @@ LAYOUTS = {
     "full": [kvcore.FullAttention()],
     "full and window": [kvcore.FullAttention(), kvcore.SlidingWindow(6)],
     "wide, chunk": [kvcore.FullAttention(8), kvcore.ChunkedLocal(8)],
+    "six and four": [kvcore.FullAttention(6), kvcore.SlidingWindow(5, 4)],
 }
+NUM_BLOCKS = {"full": 34, "six and four": 54}  # nearly full; the others: 61
 CAT = kvcore.Item(b"cat", 1, 3, b"\x01\x00\x01")
 DOG = kvcore.Item(b"dog", 13, 2)
 STRONG = kvcore.Retention(0, 6, priority=3, max_steps=2)
@@ -30,11 +32,10 @@ class State:
     """
 
     def __init__(self, layout, *, caching=True, fragile=None):
-        groups = LAYOUTS[layout]
         self.kv = kv = kvcore.KVCacheManager(
-            {1: 32, 2: 56}[len(groups)],
-            4,
-            groups=groups,
+            NUM_BLOCKS.get(layout, 61),
+            2 if layout == "six and four" else 4,
+            groups=LAYOUTS[layout],
             enable_caching=caching,
             record_events="xxh3-128",
             record_lifetimes=True,
@@ -59,6 +60,10 @@ class State:
         kv.extend(self.parent, [40, 41, 42, 43, 44, 45, 46])
         kv.reserve(self.parent, 7)
         kv.reserve(self.child, 6)
+        self.ahead = self.run(kv.open([70] * 6, retain=[WEAK]))
+        kv.expect(self.ahead, 6)
+        kv.reserve(self.ahead, 6)
+        kv.commit(self.ahead, 4)
         gone = self.run(kv.open([5] * 10, retain=[WEAK]))
         kv.lease(gone, "pin", num_tokens=4)
         kv.close(gone)
@@ -105,6 +110,29 @@ VERBS = {
     "decode a step": lambda s, f: s.kv.decode_step(
         f.sequence(s.twin, s.child, s.fresh, s.parent), f.sequence(1, 2, f.integer(3), 4)
     ),
+    "a mixed step": lambda s, f: s.kv.step(
+        f.sequence(s.twin, s.child, s.fresh, s.parent),
+        f.sequence(4, f.integer(6), 9, 0),
+        f.sequence(1, f.integer(2), 3),
+        num_joining=f.sequence(0, f.integer(1), 2, 0),
+        room=f.sequence(5, 1, f.integer(3), 0),
+    ),
+    "a step ahead": lambda s, f: s.kv.step(
+        f.sequence(s.ahead, s.fresh, s.parent), f.sequence(2, f.integer(9), 7), None
+    ),
+    "expect": lambda s, f: s.kv.expect(s.ahead, f.integer(2)),
+    "tell": lambda s, f: s.kv.tell(s.ahead, f.sequence(1, f.integer(2), 3), start=f.integer(6)),
+    "tell a step": lambda s, f: s.kv.tell_step(
+        f.sequence(s.ahead, s.fresh),
+        f.sequence(1, 2, f.integer(3)),
+        num_told=f.sequence(3, f.integer(0)),
+        starts=f.sequence(f.integer(6), 9),
+    ),
+    "commit what is not told": lambda s, f: s.kv.commit(s.ahead, f.integer(2)),
+    "truncate what is not told": lambda s, f: s.kv.truncate(s.ahead, f.integer(9)),
+    "fork what is not told": lambda s, f: s.kv.fork(s.ahead),
+    "fail a load of what is not told": lambda s, f: s.kv.fail_load(s.ahead, f.integer(7)),
+    "reserve to": lambda s, f: s.kv.reserve_to(s.ahead, f.integer(17)),
     "truncate inside a published block": lambda s, f: s.kv.truncate(s.other, f.integer(6)),
     "truncate what is reserved": lambda s, f: s.kv.truncate(s.parent, f.integer(12)),
     "fork": lambda s, f: s.kv.fork(s.other),
@@ -209,12 +237,12 @@ def test_every_kind_of_place_is_tried(faults):
 
 
 def test_a_verb_that_changes_before_it_has_allocated_is_seen(faults, monkeypatch):
-    def take_first(pool, targets, wanted=(), places=()):
-        for table, count in wanted:
-            table.grow(pool.take(count))
+    def take_first(pool, seq, num_tokens):
+        for table in seq.tables:
+            table.grow(pool.take(table.num_missing(num_tokens)))
         return ()
 
-    monkeypatch.setattr(manager, "advance_all", take_first)
+    monkeypatch.setattr(manager, "grow_groups", take_first)
     torn, _ = interruptions(VERBS["reserve, one block"], "full and window", faults)
     assert {"BlockTable.grow", "table.blocks"} <= set(torn)
     assert "BlockPool.take" in torn  # the second group's, after the first group's came through

@@ -243,3 +243,11 @@ def test_items_that_join_later_lie_within_what_joins():
     with pytest.raises(kvcore.InvalidArgumentError, match="within positions 4 to 6"):
         kv.extend(seq, [9, 9, 9], items=[kvcore.Item(b"cat", 1, 2)])
     assert seq.num_tokens == 4
+
+
+def test_a_manager_is_one_and_says_what_it_has():
+    kv = kvcore.KVCacheManager(8, 4)
+    kv.reserve(kv.open([1, 2]), 2)
+    with pytest.raises(kvcore.MisuseError, match="is one cache"):
+        copy.copy(kv)
+    assert repr(kv) == "KVCacheManager(8 blocks of 4 tokens, 6 free, 1 sequences, 0 leases)"

@@ -61,6 +61,15 @@ def test_what_is_evicted_tail_first_leaves_its_branch_without_a_walk(pool, num_o
     assert pool.num_evicted_blocks == 3
 
 
+LAYOUTS = {
+    "full": None,
+    "and a window": [kvcore.FullAttention(), kvcore.SlidingWindow(40)],
+    "and two, uneven": [
+        kvcore.FullAttention(),
+        kvcore.SlidingWindow(40, 8),
+        kvcore.ChunkedLocal(48, 12),
+    ],
+}
 CHECKS = {"as_int", "_room_wanted", "_check_open", "_check_length"}
 
 
@@ -69,11 +78,12 @@ def test_a_request_of_one_layer_group_goes_no_way_that_several_need():
     tokens = kvcore.pack(range(10))
     seq = kv.open(tokens)
     kv.reserve(seq, 10)
-    for count in (12, 11, 0):
-        assert called(kv.reserve, seq, count) == (((),), CHECKS | {"reserve"})
-    assert "advance_all" not in called(kv.commit, seq, 10)[1]
+    for count, ways in [(12, CHECKS | {"_grow", "find_limits"}), (11, set()), (0, set())]:
+        assert called(kv.reserve, seq, count) == (((),), ways | {"reserve"})
+    assert not called(kv.commit, seq, 10)[1] & {"advance_step", "_settle", "_set"}
     assert called(kv.reserve, seq, 6)[1] == CHECKS | {
-        *("reserve", "grow", "next_blocks", "hand_out", "_make", "__init__", "_count_used")
+        *("reserve", "_grow", "grow"),
+        *("next_blocks", "hand_out", "_make", "__init__", "_count_used"),
     }
     again, way = called(kv.open, tokens)
     assert again.num_cached_tokens == 8
@@ -81,8 +91,9 @@ def test_a_request_of_one_layer_group_goes_no_way_that_several_need():
     assert not way & {"find_prefix", "find_blocks"}
 
 
-def test_a_decode_step_counts_and_does_no_more_where_no_block_is_full():
-    kv = kvcore.KVCacheManager(32, 4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_decode_step_counts_and_does_no_more_where_no_block_is_full(layout):
+    kv = kvcore.KVCacheManager(32, 4, groups=LAYOUTS[layout])
     seqs = [kv.open([number]) for number in range(3)]
     for seq in seqs:
         kv.reserve(seq, 1)
@@ -90,5 +101,39 @@ def test_a_decode_step_counts_and_does_no_more_where_no_block_is_full():
     ways = [called(kv.decode_step, seqs, [1, 2, 3])[1] for _ in range(4)]
     usual = {"decode_step", "_checked_step", "pack"}
     assert [way == usual for way in ways] == [True, True, False, True]
-    assert "advance_decodes" in ways[2]
-    assert not ways[2] & {"advance_all", "_fill_groups", "committable"}
+    assert ("advance_decodes" if layout == "full" else "advance_step") in ways[2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_verb_only_counts_between_changes(layout):
+    """As each request's own verbs, as a step of all, and as a step ahead of what is told."""
+    kv = kvcore.KVCacheManager(256, 4, groups=LAYOUTS[layout])
+    seqs = [kv.open([number]) for number in range(3)]
+    for seq in seqs:
+        kv.reserve(seq, 1)
+
+    def one_by_one():
+        for seq in seqs:
+            kv.commit(seq, 1)
+            kv.append(seq, 5)
+            kv.reserve(seq, 1)
+
+    def ahead():
+        kv.step(seqs, [1, 1, 1], None)
+        kv.tell_step(seqs, [1, 2, 3])
+
+    def two_calls():
+        kv.commit_step(seqs, [1, 1, 1])
+        for seq in seqs:
+            kv.append(seq, 5)
+        kv.reserve_step(seqs, [1, 1, 1])
+
+    shared = {"_counts", "_check_lengths", "_check_sum", "_checked_step", "pack"}
+    for call, usual in [
+        (one_by_one, {"commit", "append", "reserve"}),
+        (lambda: kv.step(seqs, [1, 1, 1], [1, 2, 3]), {"step", *shared}),
+        (ahead, {"step", "tell_step", "_check_expected", *shared}),
+        (two_calls, {"commit_step", "append", "reserve_step", "_counts", "_checked_step"}),
+    ]:
+        ways = [called(call)[1] for _ in range(12)]
+        assert sum(way == usual for way in ways) >= 5, ways

@@ -13,7 +13,13 @@ from tests.kvcore.views import PropertyError
 
 pytestmark = pytest.mark.source_build  # it copies whole managers
 
-REACHED = {"full": [1, 2, 16, 100, 530, 2590], "full and window": [1, 2, 15, 86, 404]}
+REACHED = {
+    "full": [1, 2, 16, 100, 530, 2590],
+    "full and window": [1, 2, 15, 86, 404],
+    "six before four": [1, 2, 17, 112, 611],
+    "uneven three": [1, 2, 17, 116, 688],
+    "window, told later": [1, 2, 17, 110, 625],
+}
 
 
 @pytest.mark.parametrize("layout", REACHED)
@@ -23,25 +29,26 @@ def test_every_state_that_a_few_operations_reach_is_sound(layout):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "layout"),
     [
-        "manager_leaks_the_last_block_on_close",
-        "manager_publishes_what_is_only_reserved",
-        "manager_forks_a_half_full_block_without_a_copy",
-        "leases_hold_nothing",
+        ("manager_leaks_the_last_block_on_close", "full"),
+        ("manager_publishes_what_is_only_reserved", "full"),
+        ("manager_forks_a_half_full_block_without_a_copy", "full"),
+        ("leases_hold_nothing", "full"),
+        ("groups_are_asked_once_where_a_cut_may_stand", "six before four"),
     ],
 )
-def test_exhaustion_finds_planted_bugs_in_few_operations(monkeypatch, name):
+def test_exhaustion_finds_planted_bugs_in_few_operations(monkeypatch, name, layout):
     monkeypatch.setattr(ManagerMachine, "make_manager", staticmethod(SABOTAGES[name].make))
-    with pytest.raises((PropertyError, kvcore.InvariantError)) as caught:
-        small_scope.explore(4)
+    with SABOTAGES[name].planted(), pytest.raises((PropertyError, kvcore.InvariantError)) as caught:
+        small_scope.explore(4, layout)
     assert caught.value.prop in SABOTAGES[name].properties
     assert " -> " in caught.value.__notes__[0]
 
 
 def test_the_page_on_testing_states_what_was_visited():
     page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (full(?: and window)?) \| (\d+) \| ([\d,]+) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| ([a-z ,]+) \| (\d+) \| ([\d,]+) \|", page, re.MULTILINE)
     assert {layout for layout, *_ in rows} == set(REACHED)
     for layout, depth, states in rows:
         known = REACHED[layout]

@@ -20,7 +20,7 @@ TestOurs = testing.allocator_tests(OurAllocator)
 
 ROOT = Path(__file__).parents[2]
 VERBS = [name for name in vars(testing.Allocator) if name[0] != "_" and name != "promises"]
-OPTIONAL_VERBS = ["truncate", "fork", "reset"]
+OPTIONAL_VERBS = ["truncate", "fork", "reset", "expect", "tell"]
 
 
 def quick(**changes):
@@ -55,7 +55,7 @@ def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
     seen = testing.check_allocator(OurAllocator, settings=quick(max_examples=40))
     wanted = {
         "aborted", "cut", "evictions", "forks", "full hits", "hits", "kept apart", "misuse",
-        "no space", "resets", "shared blocks",
+        "no space", "resets", "shared blocks", "expected", "told later",
     }  # fmt: skip
     assert {what for what, count in seen.items() if count} == wanted
     assert seen["hits"] > 30
@@ -110,6 +110,7 @@ def test_what_is_not_promised_is_not_asked_for():
         (Promise.RESET, "says_reset_and_does_nothing"),
         (Promise.FORK, "forks_a_half_full_block_without_a_copy"),
         (Promise.COMMIT, "publishes_what_is_only_reserved"),
+        (Promise.TELL, "never_finds_what_is_told_later"),
     ],
 )
 def test_a_promise_that_is_withdrawn_is_not_held_against_an_allocator(promise, name):

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from model.engine import Engine
 from model.loader import LoadedModel, wrap_network
 
 _COMMON: dict[str, Any] = {
@@ -111,3 +112,16 @@ def greedy_and_margin(
     network.set_attn_implementation(current)
     top = torch.cat(output.logits).topk(2).values
     return output.sequences[0, len(prompt) :].tolist(), float((top[:, 0] - top[:, 1]).min())
+
+
+def preempt_in_steps(engine: Engine, steps: set[int]) -> None:
+    """Have the last of the running requests give way at the beginning of these steps."""
+    scheduler = engine._scheduler
+    plan_decodes = scheduler._plan_decodes
+
+    def plan_fewer_decodes() -> None:
+        if scheduler.stats.num_steps in steps and scheduler.running:
+            scheduler._preempt(scheduler.running[-1])
+        plan_decodes()
+
+    scheduler._plan_decodes = plan_fewer_decodes

@@ -44,8 +44,9 @@ def peak_alone(groups, block_size, num_tokens):
 class SimulatedModel:
     """A device: it knows the tokens that it has drawn before anybody has read them."""
 
-    def __init__(self, kv):
+    def __init__(self, kv, long_above=None):
         self.kv = kv
+        self.long_above = long_above
         self.ghost = {}
         self.drawn = {}  # request_id -> its newest token
 
@@ -72,11 +73,12 @@ class SimulatedModel:
     def tokens(self, request):
         tokens = array("I", request.tokens)
         if request.is_expecting:
-            tokens[-1] = self.drawn[request.request_id]
+            tokens.append(self.drawn[request.request_id])
         return tokens
 
     def digest(self, request, position):
-        return crc32(self.tokens(request)[: position + 1].tobytes()), position
+        is_long = self.long_above is not None and len(request.tokens) > self.long_above
+        return crc32(self.tokens(request)[: position + 1].tobytes()), position, is_long
 
     def copy(self, orders):
         """Carry copy orders out, last to first: their order must not matter."""
@@ -97,7 +99,7 @@ class SimulatedModel:
         size = self.kv.block_size
         tables = request.running_sequence.block_tables
         for group, table in zip(self.kv.groups, tables, strict=True):
-            last = len(request.tokens) - 1
+            last = request.num_tokens - 1
             for position in range(group.first_visible(last), last + 1):
                 slot = table[position // size] * size + position % size
                 assert self.ghost.get(slot) == self.digest(request, position), (request, position)

@@ -7,13 +7,10 @@ from hypothesis import strategies as st
 
 import kvcore
 from model import Request, SamplingParams, Scheduler, SchedulerConfig
-from model.attention import Probe, attend, probe_layers
 from model.batch import BatchBuilder
 from model.caches import KVCaches, blocks_for
-from model.errors import UnsupportedModelError
 from model.layout import LayerShape, plan_layout
 from model.step import Chunk, Step
-from tests.model.networks import build
 
 CPU = torch.device("cpu")
 
@@ -151,53 +148,6 @@ def _slots(step, group):
         chunk.request.running_sequence.write_slot_mapping(chunk.start, stop, out, group)
         slots += out.tolist()
     return slots
-
-
-def test_a_probe_measures_every_layer():
-    model = build("gemma3")
-    model.network.set_attn_implementation("kvcore_paged")
-    window, full = (LayerShape(2, 16, torch.float32, window) for window in (7, None))
-    assert probe_layers(model.network, CPU) == (window, full)
-    assert window.token_bytes == full.token_bytes == 2 * 2 * 16 * 4
-
-
-def test_a_network_whose_layers_do_not_come_through_us_is_refused():
-    model = build("qwen3")  # still with the attention it came with
-    with pytest.raises(UnsupportedModelError, match=r"layers \[0, 1\] do not"):
-        probe_layers(model.network, CPU)
-
-
-def test_a_layer_that_passes_nothing_on_is_refused():
-    states = torch.zeros(1, 2, 3, 16)
-    with pytest.raises(UnsupportedModelError, match="Identity: wanted an attention layer"):
-        attend(torch.nn.Identity(), states, states, states, None)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("sliding_window", 5, "layer 0 is configured for a window of 5 and asks .* a window of 7"),
-        ("layer_types", ["full_attention"] * 2, "layer 0 .* full attention and .* a window of 7"),
-        ("attn_logit_softcapping", 3.0, "layer 0 .* a soft cap of 3.0 and asks .* for 2.0"),
-    ],
-)
-def test_a_layer_that_asks_for_something_else_than_its_configuration_is_refused(
-    field, value, message
-):
-    model = build("gemma2")
-    model.network.set_attn_implementation("kvcore_paged")
-    setattr(model.network.config, field, value)
-    with pytest.raises(UnsupportedModelError, match=f"Gemma2ForCausalLM: {message}"):
-        probe_layers(model.network, CPU)
-
-
-def test_keys_and_values_of_different_sizes_are_refused():
-    class Layer(torch.nn.Module):
-        layer_idx = 0
-
-    states = torch.zeros(1, 2, 3, 16)
-    with pytest.raises(UnsupportedModelError, match="of one head_dim, got 16, 16 and 8"):
-        attend(Layer(), states, states, states[..., :8], None, paged=Probe())
 
 
 def test_caches_have_the_shape_of_their_layers():

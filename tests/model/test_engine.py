@@ -15,7 +15,7 @@ from model import (
     profile,
 )
 from model.engine import Engine
-from model.errors import NumericalError, UnsupportedModelError
+from model.errors import UnsupportedModelError
 from model.sampling import Drawn
 from tests.model.networks import build, greedy_and_margin
 from tests.model.reference import ReferenceBackend
@@ -315,14 +315,14 @@ def test_without_a_number_there_are_as_many_blocks_as_are_useful():
 def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(is_late, monkeypatch):
     engine = make()
     requests = engine.add_all([PROMPT, "another"], greedy())
-
-    def broken(step):
-        return torch.full((len(step.logit_rows), 320), torch.nan)
-
-    monkeypatch.setattr(engine.network, "logits", broken)
     if is_late:
         assert engine.step() == []
-    with pytest.raises(NumericalError):
+
+    def broken(step):
+        raise FloatingPointError(len(step.logit_rows))
+
+    monkeypatch.setattr(engine.network, "logits", broken)
+    with pytest.raises(FloatingPointError):
         engine.step()
     assert not engine.has_unfinished
     assert [r.finish_reason for r in requests] == [FinishReason.ABORTED] * 2
@@ -330,6 +330,46 @@ def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(is_late, mon
     assert (stats.num_used_blocks, stats.num_cached_blocks) == (0, 0)
     monkeypatch.undo()
     assert len(engine.generate([PROMPT], greedy())) == 1
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("when", [0, 3])
+def test_a_row_that_is_no_numbers_ends_its_own_request_and_no_other(
+    is_late, monkeypatch, value, when
+):
+    """And what it has computed is found by nobody: it may be no numbers either."""
+    prompts = [PROMPT, "another", PROMPT + "that is longer"]  # so that no positions are alike
+    expected = tokens_of(make().generate(prompts, greedy(8)))
+    engine = make()
+    requests = engine.add_all(prompts, greedy(8))
+    logits_of = engine.network.logits
+
+    def poisoned(step):
+        logits = logits_of(step).clone()
+        last = requests[1].num_prompt_tokens + when - 1
+        logits[step.position_ids[0, step.logit_rows] == last] = value
+        return logits
+
+    monkeypatch.setattr(engine.network, "logits", poisoned)
+    outputs = []
+    while engine.has_unfinished:
+        outputs += engine.step()
+    assert [r.finish_reason.value for r in requests] == ["length", "error", "length"]
+    assert requests[1].output_tokens == expected[1][:when]
+    assert [requests[0].output_tokens, requests[2].output_tokens] == [expected[0], expected[2]]
+    assert [out.token for out in outputs if out.request is requests[1]][-1] is None
+    assert engine.kv.stats().num_used_blocks == 0
+    monkeypatch.undo()
+    again = engine.add_request("another", greedy(8))
+    while engine.has_unfinished:
+        engine.step()
+    assert (again.num_cached_tokens, again.output_tokens) == (0, expected[1])
+
+
+def test_there_are_never_more_seats_than_blocks():
+    engine = make(num_blocks=30, max_num_seqs=10**9)
+    assert engine.config.max_num_seqs == 29
+    assert len(engine.generate([PROMPT, "another"], greedy(2))) == 2
 
 
 def test_an_engine_whose_blocks_someone_else_holds_says_so_and_does_not_spin():

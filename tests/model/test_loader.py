@@ -13,7 +13,6 @@ from model.loader import load_model
 from tests.model.networks import ByteCodec
 
 CPU = torch.device("cpu")
-LATENT = {"hidden_size": 64, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 
 
 def test_a_folder_loads_with_its_codec_and_its_limits(checkpoint):
@@ -46,7 +45,7 @@ def test_a_file_is_no_model(tmp_path):
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=r"has no config\.json"):
+    with pytest.raises(ModelNotFoundError, match=r"config\.json is not there"):
         load_model(str(tmp_path), CPU)
 
 
@@ -70,22 +69,17 @@ def test_a_folder_without_weights_says_so(folder_of):
             {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
             "BertForMaskedLM: wanted a decoder-only",
         ),
-        ({"model_type": "mamba"}, "MambaConfig: its Transformers class does not take"),
         (
-            {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
-            "Qwen3Config: wanted layers of full or sliding attention, got chunked_attention",
+            {"model_type": "mamba"},
+            r"MambaForCausalLM: wanted .* layers 0-31 are MambaMixer \(a state space",
         ),
         (
             {"model_type": "gemma3_text", "use_bidirectional_attention": True},
-            "Gemma3TextConfig: wanted causal attention",
+            "Gemma3ForCausalLM: wanted causal attention",
         ),
         (
             {"model_type": "gemma3n_text", "num_hidden_layers": 20, "num_kv_shared_layers": 5},
-            "Gemma3nTextConfig: wanted layers with keys .* got 5 that read those of others",
-        ),
-        (
-            {"model_type": "deepseek_v3", "num_hidden_layers": 1, **LATENT},
-            "DeepseekV3ForCausalLM: layer 0: wanted .* of one head_dim, got 16, 16 and 8",
+            "Gemma3nForCausalLM: wanted layers with keys .* got 5 that read those of others",
         ),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",

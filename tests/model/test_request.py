@@ -14,16 +14,18 @@ from model import (
     Status,
 )
 
+KV = kvcore.KVCacheManager(4, 2)
+
 
 def running(params=None, eos=frozenset()):
     request = Request(0, [1, 2], params or SamplingParams(), eos)
-    request.start(kvcore.KVCacheManager(4, 2).open([1, 2]))
+    request.start(KV.open([1, 2]))
     return request
 
 
 def drawn(request, token):
-    request.expect()
-    return request.accept(token)
+    KV.append(request.running_sequence, token)
+    return request.ending(token)
 
 
 @pytest.mark.parametrize(
@@ -99,32 +101,43 @@ def test_an_end_of_text_ends_a_request_unless_it_is_ignored():
 def test_a_token_that_is_expected_counts_and_is_not_shown():
     request = running(SamplingParams(max_tokens=2))
     assert drawn(request, 7) is None
-    request.expect()
-    assert (request.num_output_tokens, request.output_tokens) == (2, [7])
-    assert request.is_complete
-    with pytest.raises(RequestStateError, match="a running request that expects none"):
-        request.expect()
-    request.preempt()
-    assert request.accept(8) is FinishReason.LENGTH
-    assert request.output_tokens == [7, 8]
+    KV.expect(request.running_sequence, 1)
+    for _ in ("running", "preempted"):
+        assert (request.num_output_tokens, request.output_tokens) == (2, [7])
+        assert request.is_expecting
+        assert request.is_complete
+        if request.sequence is not None:
+            KV.close(request.preempt())
+    request.tell(8)
+    assert request.ending(8) is FinishReason.LENGTH
+    assert (request.is_expecting, request.output_tokens) == (False, [7, 8])
+
+
+def test_the_tokens_of_a_running_request_are_its_sequences_own():
+    request = running()
+    KV.extend(request.running_sequence, [7, 8])
+    assert request.tokens is request.running_sequence.packed
+    assert (request.num_tokens, request.num_uncomputed_tokens) == (4, 4)
+    sequence = request.preempt()
+    KV.extend(sequence, [9])  # what becomes of it is nothing to the request any more
+    assert request.tokens.tolist() == [1, 2, 7, 8]
+    KV.close(sequence)
 
 
 def test_a_request_that_ends_forgets_what_it_expects():
     request = running()
     assert drawn(request, 7) is None
-    request.expect()
+    KV.expect(request.running_sequence, 1)
     request.finish(FinishReason.ABORTED)
     assert (request.num_output_tokens, request.output_tokens) == (1, [7])
-    with pytest.raises(RequestStateError, match="a request that expects a token"):
-        request.accept(8)
+    with pytest.raises(RequestStateError, match="a preempted one that expects a token"):
+        request.tell(8)
 
 
 def test_only_a_running_request_takes_tokens_or_holds_a_sequence():
     request = Request(0, [1], SamplingParams())
-    with pytest.raises(RequestStateError, match="expect wants a running request"):
-        request.expect()
-    with pytest.raises(RequestStateError, match="accept wants a request that expects a token"):
-        request.accept(1)
+    with pytest.raises(RequestStateError, match="a preempted one that expects a token"):
+        request.tell(1)
     with pytest.raises(RequestStateError, match="only a running request holds a sequence"):
         request.preempt()
     assert request.status is Status.WAITING

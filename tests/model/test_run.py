@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import kvcore
-from model import run, session
+from model import prompts, session
 from model.attention import PagedPass
 from model.exits import exits
 from model.session import execute
@@ -24,7 +24,7 @@ TWO = ["--prompt", "a prompt of some length, ", "--prompt", "a prompt of some le
 def main(argv):
     """What the process does with a command line, in this one; its exit code."""
     with pytest.raises(SystemExit) as ending, exits():
-        sys.exit(execute(*run.prepare(argv)))
+        sys.exit(execute(*prompts.read_command_line(argv)))
     return ending.value.code
 
 
@@ -199,7 +199,7 @@ def test_an_interrupt_is_one_line_and_exit_code_130(call, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "read_prompts", interrupted)
+    monkeypatch.setattr(prompts, "read_prompts", interrupted)
     assert call() == (130, "", "interrupted\n")
 
 
@@ -285,7 +285,7 @@ def test_triton_without_a_gpu_says_what_is_missing_and_what_to_choose(checkpoint
     assert (done.returncode, done.stdout) == (2, "")
     assert "backend 'triton' cannot run here" in done.stderr
     assert "instead: " in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert len([line for line in done.stderr.splitlines() if not line.endswith(" ...")]) == 1
 
 
 def test_triton_in_its_interpreter_gives_generates_tokens(checkpoint):

@@ -133,7 +133,7 @@ def test_a_token_of_no_probability_is_never_drawn():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_logits_that_are_no_numbers_are_refused(value):
-    with pytest.raises(NumericalError, match="in row 1"):
+    with pytest.raises(NumericalError, match="row 1 has others"):
         sample(torch.tensor([[0.0, 1.0], [value, 1.0]]), [Draw(SamplingParams(), 0, 0)] * 2)
 
 

@@ -53,7 +53,7 @@ def test_the_life_of_a_request_block_by_block():
     assert (request.sequence.num_computed_tokens, kv.stats().num_cached_blocks) == (4, 1)
 
     assert run(scheduler) == [(0, 4, 2, True)]
-    assert (request.num_computed_tokens, len(request.tokens)) == (6, 7)
+    assert (request.num_computed_tokens, request.num_tokens) == (6, 7)
 
     assert run(scheduler) == [(0, 6, 1, True)]
     assert (request.sequence.block_table, kv.stats().num_cached_blocks) == ((1, 2), 1)

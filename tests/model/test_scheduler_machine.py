@@ -25,6 +25,7 @@ GROUPS = (
     [kvcore.SlidingWindow(5)],
     [FULL, kvcore.SlidingWindow(3)],
     [FULL, kvcore.SlidingWindow(1), kvcore.SlidingWindow(7)],
+    [FULL, kvcore.ChunkedLocal(4)],
 )
 
 
@@ -60,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kvcore.KVCacheManager(num_blocks, block_size, groups=groups, enable_caching=caching),
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
-            num_host_blocks=num_host_blocks if groups == [FULL] else 0,
+            num_host_blocks=num_host_blocks,
             watermark=watermark,
             priority_span=priority_span,
             late=late,
@@ -72,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.late, self.unread = late, None
         self.config = SchedulerConfig(**limits)
         self.scheduler = self.scheduler_type(self.kv, self.config)
-        self.model = SimulatedModel(self.kv)
+        self.model = SimulatedModel(self.kv, self.config.long_above)
         self.requests = []
         self.first, self.gave_way, self.num_loads = None, set(), 0
 
@@ -148,13 +149,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in step.chunks:
             assert chunk.num_tokens >= 1
             assert chunk.start + chunk.num_tokens < chunk.request.max_total_tokens
-            assert chunk.samples == (chunk.start + chunk.num_tokens == len(chunk.request.tokens))
-        assert not step.is_empty or not before or any(r.is_complete for r in running)
+            assert chunk.samples == (chunk.start + chunk.num_tokens == chunk.request.num_tokens)
+        assert not step.is_empty or not before or self.may_wait(before, running)
         for transfer in (*step.stores, *step.loads):
             assert transfer.lease.is_active
             assert set(transfer.blocks) <= {block.block_id for block in transfer.lease.blocks}
         self.check_order(before, running)
         self.check_progress(step, before)
+
+    def may_wait(self, before, running):
+        return any(request.is_complete for request in running)
 
     def check_order(self, before, running):
         """Nobody starts before one that comes first and could; the first is never preempted."""
@@ -240,12 +244,13 @@ class SwappingMachine(SchedulerMachine):
         num_blocks=st.integers(6, 16),
         block_size=st.integers(1, 2),
         caching=st.booleans(),
+        groups=st.sampled_from([[FULL], [FULL, kvcore.SlidingWindow(3)]]),
         num_host_blocks=st.integers(1, 20),
         late=st.booleans(),
     )
-    def start(self, num_blocks, block_size, caching, num_host_blocks, late):
+    def start(self, num_blocks, block_size, caching, groups, num_host_blocks, late):
         self.make(
-            kvcore.KVCacheManager(num_blocks, block_size, enable_caching=caching),
+            kvcore.KVCacheManager(num_blocks, block_size, groups=groups, enable_caching=caching),
             max_num_batched_tokens=12,
             max_num_seqs=4,
             num_host_blocks=num_host_blocks,
@@ -279,6 +284,41 @@ class BusyMachine(SchedulerMachine):
         )
 
 
+class GrowingMachine(SwappingMachine):
+    """Texts beyond 6 tokens have other keys and values; those that grow past that begin again."""
+
+    @initialize(
+        num_blocks=st.integers(8, 24),
+        budget=st.integers(1, 12),
+        caching=st.booleans(),
+        groups=st.sampled_from([[FULL], [FULL, kvcore.SlidingWindow(3)]]),
+        num_host_blocks=st.sampled_from([0, 20]),
+        late=st.booleans(),
+    )
+    def start(self, num_blocks, budget, caching, groups, num_host_blocks, late):
+        self.make(
+            kvcore.KVCacheManager(num_blocks, 2, groups=groups, enable_caching=caching),
+            max_num_batched_tokens=budget,
+            max_num_seqs=4,
+            num_host_blocks=num_host_blocks,
+            watermark=0.0,
+            priority_span=2,
+            long_above=6,
+            late=late,
+        )
+
+    def may_wait(self, before, running):
+        """Whoever begins again first waits until its last token has been read."""
+        return super().may_wait(before, running) or any(r.is_expecting for r in before)
+
+    def check_order(self, before, running):
+        """Whoever begins again gives way for itself."""
+
+    def check_progress(self, step, before):
+        """Likewise."""
+
+
+TestGrowingMachine = GrowingMachine.TestCase
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSwappingMachine = SwappingMachine.TestCase
 TestBusyMachine = BusyMachine.TestCase

@@ -287,18 +287,36 @@ def test_a_prefix_that_others_have_is_not_stored():
     while scheduler.stats.num_swaps == 0:
         step = scheduler.schedule()
         scheduler.update(step, {c.request.request_id: 9 for c in step.chunks if c.samples})
-    assert new.host_copy.first_block == 2
+    assert new.host_copy.places[0][0] == 2
     assert set(step.stores[0].blocks).isdisjoint(old.sequence.block_table)
     assert kv.num_free_blocks > 0
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [[kvcore.SlidingWindow(4)], [kvcore.FullAttention(), kvcore.SlidingWindow(4)]],
-)
-def test_windows_are_never_swapped(groups):
-    with pytest.raises(InvalidArgumentError, match="num_host_blocks: wanted 0 for a cache of"):
-        make(9, 2, groups=groups, num_host_blocks=1)
+def test_of_a_window_what_is_in_sight_is_stored_and_comes_back_unshared():
+    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(3)]
+    kv, scheduler = make(12, 2, groups=groups, num_host_blocks=8)
+    old, new = add(scheduler, 0, [1, 2], max_tokens=12), add(scheduler, 1, [5, 6], max_tokens=9)
+    while scheduler.stats.num_preemptions == 0:
+        step = scheduler.schedule()
+        scheduler.update(step, {c.request.request_id: 9 for c in step.chunks if c.samples})
+    (full, window) = new.host_copy.places
+    first_seen = new.host_copy.num_tokens - 3 + 1
+    assert (full[0], window[0]) == (0, first_seen // 2)
+    assert full[1] == window[1] == -(-new.host_copy.num_tokens // 2)
+    assert len(step.stores[0].blocks) == new.host_copy.num_blocks == 2 * full[1] - window[0]
+    while not old.is_finished:
+        run(scheduler)
+    kv.reset()  # else all of it would be found again
+    step = scheduler.schedule()
+    (load,) = step.loads
+    tables = new.sequence.tables
+    assert [table.num_null for table in tables] == [0, window[0]]
+    assert list(load.blocks) == [n for t in tables for n in t.block_ids[t.num_null :]]
+    scheduler.update(step, {})
+    assert new.num_computed_tokens == load.copy.num_tokens
+    while not new.is_finished:
+        run(scheduler)
+    assert kv.open([*new.tokens]).num_cached_tokens == 0  # of what was written elsewhere
 
 
 def test_a_prompt_longer_than_its_window_needs_only_a_window_of_blocks():
@@ -354,7 +372,7 @@ def test_a_copy_whose_beginning_is_gone_is_dropped_and_all_is_computed_again():
     new = add(scheduler, 1, [*shared, 6], max_tokens=8)
     while scheduler.stats.num_swaps == 0:
         run(scheduler)
-    assert new.host_copy.first_block == 2
+    assert new.host_copy.places[0][0] == 2
     scheduler.abort(old)
     kv.reset()  # the shared beginning with it
     assert run(scheduler) == [(1, 0, len(new.tokens) - 1)]
@@ -368,7 +386,7 @@ def test_without_a_prefix_cache_all_is_stored_shared_or_not():
     sample = add(scheduler, 1, [1, 2, 3, 4], max_tokens=9, leader=leader)
     while scheduler.stats.num_swaps == 0:
         run(scheduler)
-    assert (sample.host_copy.first_block, scheduler.stats.num_forks) == (0, 1)
+    assert (sample.host_copy.places[0][0], scheduler.stats.num_forks) == (0, 1)
 
 
 def test_a_copy_that_the_cache_has_outgrown_is_dropped():

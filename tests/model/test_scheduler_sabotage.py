@@ -8,7 +8,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import kvcore
 from model import Chunk, ModelError, Request, Scheduler, Status, Step
-from tests.model.test_scheduler_machine import BusyMachine, SchedulerMachine, SwappingMachine
+from tests.model.test_scheduler_machine import (
+    BusyMachine,
+    GrowingMachine,
+    SchedulerMachine,
+    SwappingMachine,
+)
 
 HUNT = settings(
     max_examples=400,
@@ -66,7 +71,7 @@ class SpendsMoreThanTheBudget(Scheduler):
     def schedule(self):
         step = super().schedule()
         chunks = tuple(
-            Chunk(c.request, c.start, len(c.request.tokens) - c.start, samples=True)
+            Chunk(c.request, c.start, c.request.num_tokens - c.start, samples=True)
             for c in step.chunks
         )
         self._in_flight = Step(chunks)
@@ -151,8 +156,41 @@ class LosesHostMemory(Scheduler):
 class UsesACopyWithoutItsBeginning(Scheduler):
     def _start(self, request):
         if request.host_copy is not None:
-            request.host_copy.first_block = 0
+            request.host_copy.places = ((0, request.host_copy.places[0][1]),)
         super()._start(request)
+
+
+class LetsOthersFindWhatAWindowLeftBehind(Scheduler):
+    """What is out of sight was never written where the blocks are now."""
+
+    def _start(self, request):
+        if request.host_copy is not None:
+            opened = self._room._kv
+            self._room._kv = _Shared(opened)
+            super()._start(request)
+            self._room._kv = opened
+        else:
+            super()._start(request)
+
+
+class TakesTheBlocksOfOneGroupForThoseOfAnother(Scheduler):
+    def schedule(self):
+        step = super().schedule()
+        for load in step.loads:
+            payload = load.copy.payload
+            load.copy.payload = [*payload[1:], *payload[:1]]
+        return step
+
+
+class GoesOnWithTheKeysOfAShortText(Scheduler):
+    def _begin_again(self):
+        pass
+
+
+class FindsShortTextsForLongOnes(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._room._namespace = lambda _: kvcore.DEFAULT_NAMESPACE
 
 
 class ForgetsToCopyForks(Scheduler):
@@ -215,7 +253,8 @@ class KeepsTheTokenForOneThatHasAll(Scheduler):
 
 class HandsOutWhatStandsIn(Scheduler):
     def finish(self, request, reason):
-        request.is_expecting = False
+        if request.sequence is not None and request.is_expecting:
+            self._kv.tell(request.sequence, [0])
         return super().finish(request, reason)
 
 
@@ -225,18 +264,45 @@ class ForgetsTheTokensOfThePreempted(Scheduler):
         super().accept(sampled)
 
 
-class CommitsWhatIsOnlyExpected(Scheduler):
+class TellsWhatNobodyHasRead(Scheduler):
     """A block is known by a token that nobody has read."""
 
-    def _settle(self, request):
-        if request.is_expecting and request.num_uncomputed_tokens == 1:
-            sequence, end = request.running_sequence, len(request.tokens)
-            if self._kv.can_reserve(sequence, end - sequence.num_computed_tokens):
-                self._kv.reserve(sequence, end - sequence.num_computed_tokens)
-                self._kv.extend(sequence, request.tokens[sequence.num_tokens : end])
-                self._kv.commit(sequence, end - sequence.num_computed_tokens)
-                return
-        super()._settle(request)
+    def _commit(self, chunks):
+        super()._commit(chunks)
+        for sequence in [c.request.running_sequence for c in chunks if c.request.is_expecting]:
+            self._kv.tell(sequence, [0])
+
+
+class TellsInAnotherOrder(Scheduler):
+    """Every request gets the token of another one."""
+
+    def accept(self, sampled):
+        live = [r.request_id for r in self._expecting if r.request_id in sampled]
+        return super().accept(
+            {**sampled, **dict(zip(live, [sampled[n] for n in live[1:] + live[:1]], strict=True))}
+        )
+
+
+class ForksWhatTheLeaderExpects(Scheduler):
+    """A sample starts without a token to come: it computes nothing, for ever."""
+
+    def _fork(self, leader, follower, orders):
+        super()._fork(leader, follower, orders)
+        if follower.sequence is not None:
+            self._kv.truncate(follower.sequence, follower.num_prompt_tokens)
+
+
+class _Shared:
+    """A manager whose sequences are all found by others."""
+
+    def __init__(self, kv):
+        self._kv = kv
+
+    def open(self, tokens, **_):
+        return self._kv.open(tokens)
+
+    def __getattr__(self, name):
+        return getattr(self._kv, name)
 
 
 class _Without:
@@ -263,8 +329,12 @@ SWAPPING = {
     ForgetsToLoad,
     LosesHostMemory,
     UsesACopyWithoutItsBeginning,
+    LetsOthersFindWhatAWindowLeftBehind,
+    TakesTheBlocksOfOneGroupForThoseOfAnother,
 }
 MACHINES = dict.fromkeys(SWAPPING, SwappingMachine) | {
+    GoesOnWithTheKeysOfAShortText: GrowingMachine,
+    FindsShortTextsForLongOnes: GrowingMachine,
     KeepsNoTokenForTheFirst: BusyMachine,
     KeepsTheTokenForOneThatHasAll: BusyMachine,
 }

@@ -402,3 +402,37 @@ class raises_where_there_is_no_space(DictionaryAllocator):
 
     def has_room(self, missing):
         return True
+
+
+@broken("P7")
+class publishes_expected_tokens_as_zeros(DictionaryAllocator):
+    """What is computed is found, whether anybody was told its tokens or not."""
+
+    def settled(self, request):
+        return request.computed
+
+    def key(self, request, index):
+        end = (index + 1) * self.block_size
+        return request.tenant, tuple([*request.tokens, *[0] * request.untold][:end])
+
+
+@broken("P24")
+class never_finds_what_is_told_later(DictionaryAllocator):
+    """A block is published when it is computed, or never."""
+
+    def tell(self, request, token):
+        if not request.untold:
+            raise ValueError("nobody expects a token")
+        request.tokens.append(token)
+        request.untold -= 1
+
+
+@broken("P3", "P4")
+class takes_a_token_that_was_cut_for_one_more(DictionaryAllocator):
+    """The sampled token of a step that was taken back joins nevertheless."""
+
+    def tell(self, request, token):
+        if request.untold:
+            super().tell(request, token)
+        else:
+            self.append(request, token)

@@ -16,6 +16,7 @@ class DictionaryRequest:
     computed: int = 0
     table: list = field(default_factory=list)
     is_open: bool = True
+    untold: int = 0
 
 
 class DictionaryAllocator:
@@ -51,16 +52,29 @@ class DictionaryAllocator:
     def commit(self, request, num_tokens):
         self.check_open(request)
         self.check_count(num_tokens)
-        room = min(len(request.table) * self.block_size, len(request.tokens)) - request.computed
+        length = len(request.tokens) + request.untold
+        room = min(len(request.table) * self.block_size, length) - request.computed
         if num_tokens > room:
             raise ValueError(f"{num_tokens} tokens committed, room for {room}")
         request.computed += num_tokens
-        self.publish(request, request.computed)
+        self.publish(request, self.settled(request))
 
     def append(self, request, token):
         self.check_open(request)
         self.check_count(token)
         request.tokens.append(token)
+
+    def expect(self, request, num_tokens):
+        self.check_open(request)
+        request.untold += num_tokens
+
+    def tell(self, request, token):
+        self.check_open(request)
+        if not request.untold:
+            raise ValueError("nobody expects a token")
+        request.tokens.append(token)
+        request.untold -= 1
+        self.publish(request, self.settled(request))
 
     def finish(self, request):
         self.check_open(request)
@@ -78,6 +92,7 @@ class DictionaryAllocator:
         request.computed = self.computed_after_cut(request, min(num_tokens, request.computed))
         kept = self.blocks(request.computed)
         self.release(request.table[kept:])
+        request.untold = max(0, num_tokens - len(request.tokens))
         del request.table[kept:], request.tokens[num_tokens:]
         return request.computed
 
@@ -111,6 +126,9 @@ class DictionaryAllocator:
                 break
             found.append(copies[0])
         return found
+
+    def settled(self, request):
+        return min(request.computed, len(request.tokens))
 
     def publish(self, request, num_tokens):
         if request.epoch == self.epoch:

@@ -27,6 +27,12 @@ class OurAllocator:
     def append(self, request, token):
         self.kv.append(request, token)
 
+    def expect(self, request, num_tokens):
+        self.kv.expect(request, num_tokens)
+
+    def tell(self, request, token):
+        self.kv.tell(request, [token])
+
     def finish(self, request):
         self.kv.close(request)
 

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant
 
 import kvcore
-from tests.kvcore.machines.requests import BLOCK_SIZE, GROUPS, lowered, real_groups
+from tests.kvcore.machines.requests import (
+    BLOCK_SIZE,
+    GROUPS,
+    common_divisor,
+    lowered,
+    real_groups,
+)
 from tests.kvcore.naive import NaiveManager
 from tests.kvcore.views import PropertyError, expect, manager_view
 
@@ -40,7 +46,7 @@ class ManagerChecks(RuleBasedStateMachine):
         self.groups = GROUPS[self.layouts[layout % len(self.layouts)]]
         self.kv = self.make_manager(
             num_blocks,
-            BLOCK_SIZE,
+            common_divisor(self.groups),
             groups=real_groups(self.groups),
             enable_caching=caching,
             max_model_len=longest,
@@ -178,6 +184,7 @@ class ManagerChecks(RuleBasedStateMachine):
         plain, items = lowered(naive.tokens)
         expect("P10", list(real.tokens), plain, "the tokens")
         expect("P10", list(real.items), items, "the items")
+        expect("P27", real.num_untold_tokens, len(naive.future), "expected tokens")
         expect("P14", real.num_computed_tokens, naive.computed, "computed tokens")
         expect("P14", real.num_cached_tokens, naive.cached, "cached tokens")
         if naive.namespace is not None:
@@ -201,7 +208,7 @@ class ManagerChecks(RuleBasedStateMachine):
             first = table.num_null * table.block_size
             for position in range(first, real.num_computed_tokens):
                 content = self.memory.get(self.place(real, number, position), "never written")
-                wanted = (number, tuple(naive.tokens[: position + 1]))
+                wanted = (number, tuple(naive.all_tokens()[: position + 1]))
                 expect("P7", content[:2], wanted, f"the KV behind position {position}")
                 if naive.namespace is not None:
                     expect("P7", content[2], self.origin(naive), f"whose position {position} is")

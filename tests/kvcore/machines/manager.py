@@ -20,11 +20,12 @@ from tests.kvcore.machines.requests import (
     neighbours,
     with_image,
 )
-from tests.kvcore.machines.verbs import ManagerVerbs, opened
+from tests.kvcore.machines.steps import StepRules
+from tests.kvcore.machines.verbs import opened
 from tests.kvcore.views import expect
 
 
-class ManagerMachine(ManagerVerbs):
+class ManagerMachine(StepRules):
     """The manager against lists, and against a ghost of the KV memory."""
 
     @rule(entry=SEQUENCES)
@@ -32,7 +33,7 @@ class ManagerMachine(ManagerVerbs):
         """What an engine does most: room for everything, compute it, commit it."""
         real, naive, _ = entry
         if real.is_open:
-            todo = len(naive.tokens) - naive.computed
+            todo = len(naive.all_tokens()) - naive.computed
             self.reserve(entry, todo)
             self.write_and_commit(entry, todo)
 
@@ -65,11 +66,37 @@ class ManagerMachine(ManagerVerbs):
         self.agree()
         self.advance(steps)
 
-    @rule(entry=SEQUENCES, keep=st.integers(0, 9), token=st.integers(0, 2))
+    @rule(
+        prompt=PROMPTS,
+        retain=RETENTIONS,
+        steps=st.integers(0, 2),
+        token=st.integers(0, 2),
+        later=st.integers(0, 3),
+    )
+    def fork_what_is_kept(self, prompt, retain, steps, token, later):
+        """A beam splits off what is to be kept for a while, goes on, and both go."""
+        entry = self.begin(prompt, kvcore.Namespace(), packed=False, retain=retain)
+        if entry is None:
+            return
+        self.run(entry)
+        self.advance(steps)
+        self.agree()
+        child = self.fork(entry)
+        self.append(child, [token] * 5)
+        self.run(child)
+        self.end(child)
+        if child is not entry:  # there was room
+            self.end(entry)
+        self.agree()
+        self.advance(later)
+        self.agree()
+        self.press(2)
+
+    @rule(entry=SEQUENCES, keep=st.integers(0, 12), token=st.integers(0, 2))
     def edit(self, entry, keep, token):
         """A turn is taken back and goes on differently, which is where names go stale."""
         if entry[0].is_open:
-            self.truncate(entry, min(keep, len(entry[1].tokens)))
+            self.truncate(entry, min(keep, len(entry[1].all_tokens())))
             self.agree()
             self.append(entry, [token] * 5)
             self.run(entry)
@@ -78,7 +105,7 @@ class ManagerMachine(ManagerVerbs):
     def speculate(self, entry, drafts, accepted):
         """Drafts join, some are accepted, the rest leave without a trace."""
         real, naive, _ = entry
-        if real.is_open and naive.computed == len(naive.tokens):
+        if real.is_open and naive.computed == len(naive.tokens) and not naive.future:
             self.append(entry, [1] * drafts)
             self.reserve(entry, len(naive.tokens) - naive.computed)
             most = min(len(naive.tokens), self.naive.room(naive)) - naive.computed
@@ -217,7 +244,7 @@ class ManagerMachine(ManagerVerbs):
     )
     def decode(self, token, room, steps, aborts):
         """Everybody who can runs on, step after step, perhaps until the pool is full."""
-        for entry in self.live:
+        for entry in self.told():
             if 0 < len(entry[1].tokens) == entry[1].computed:
                 self.append(entry, [token])
         for _ in range(steps):
@@ -227,7 +254,7 @@ class ManagerMachine(ManagerVerbs):
     @rule(
         target=SEQUENCES,
         prompt=PROMPTS,
-        kept=st.integers(0, 9),
+        kept=st.integers(0, 12),
         forks=st.booleans(),
         leaves=st.booleans(),
     )

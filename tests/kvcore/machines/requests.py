@@ -1,5 +1,7 @@
 """What requests are made of: prompts that share prefixes, images, namespaces, wishes, groups."""
 
+import math
+
 from hypothesis import strategies as st
 
 import kvcore
@@ -115,8 +117,20 @@ GROUPS = {
     "full and wide blocks": [("full", 0, 8), ("window", 3, 4)],
     "chunked and full": [("chunk", 8, 4), ("full", 0, 4)],
     "three": [("window", 9, 8), ("chunk", 6, 4), ("full", 0, 4)],
+    "six and four": [("full", 0, 6), ("window", 5, 4)],
+    "six before four": [("window", 13, 6), ("full", 0, 4)],
+    "chunk of six": [("chunk", 6, 6), ("full", 0, 4)],
+    "uneven three": [("window", 3, 4), ("full", 0, 6), ("window", 14, 4)],
 }
-"""Layer groups as the naive model writes them: kind, span, block size."""
+"""Layer groups as the naive model writes them: kind, span, block size.
+
+Where no block size is a multiple of all others, the windows are below and above the common one.
+"""
+
+
+def common_divisor(groups):
+    """The manager's block size: all groups' are multiples of it."""
+    return math.gcd(*[size for _, _, size in groups])
 
 
 def real_groups(groups):

@@ -135,7 +135,7 @@ class ManagerVerbs(ManagerChecks):
         real, naive, _ = entry
         if not real.is_open:
             return
-        most = min(len(naive.tokens), self.naive.room(naive)) - naive.computed
+        most = min(len(naive.all_tokens()), self.naive.room(naive)) - naive.computed
         if count > most:
             refused(
                 "P9",
@@ -154,7 +154,7 @@ class ManagerVerbs(ManagerChecks):
         real, naive, _ = entry
         for position in range(naive.computed, naive.computed + count):
             for number in range(len(self.groups)):
-                content = (number, tuple(naive.tokens[: position + 1]), self.origin(naive))
+                content = (number, tuple(naive.all_tokens()[: position + 1]), self.origin(naive))
                 self.memory[self.place(real, number, position)] = content
 
     @precondition(lambda self: len(self.live) > 1)
@@ -164,7 +164,7 @@ class ManagerVerbs(ManagerChecks):
 
         One of them may be aborted between its schedule and its commit.
         """
-        ready = [e for e in self.live if 0 < len(e[1].tokens) == e[1].computed + 1 <= 40]
+        ready = [e for e in self.told() if 0 < len(e[1].tokens) == e[1].computed + 1 <= 40]
         reals = [real for real, _, _ in ready]
         counts = [room + index % 2 for index in range(len(ready))]
         if any(self.too_long(e[1].computed + n) for e, n in zip(ready, counts, strict=True)):
@@ -218,7 +218,10 @@ class ManagerVerbs(ManagerChecks):
     def decode(self, token, steps):
         """Whole decode steps in one call each, of everything that has room for what it has."""
         for _ in range(steps):
-            ready = [e for e in self.live if 0 < len(e[1].tokens) <= min(40, self.naive.room(e[1]))]
+            fits = [min(40, self.naive.room(e[1])) for e in self.told()]
+            ready = [
+                e for e, most in zip(self.told(), fits, strict=True) if 0 < len(e[1].tokens) <= most
+            ]
             reals = [real for real, _, _ in ready]
             todo = [len(naive.tokens) - naive.computed for _, naive, _ in ready]
             missing = sum(
@@ -248,10 +251,16 @@ class ManagerVerbs(ManagerChecks):
     @rule(entry=SEQUENCES, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6), image=IMAGES)
     def append(self, entry, tokens, image=None):
         real, naive, _ = entry
+        if not real.is_open or len(naive.all_tokens()) >= 40:
+            return
+        if naive.future:
+            call = functools.partial(self.kv.extend, real, tokens)
+            refused("P27", kvcore.UntoldTokensError, self.view, call)
+            call = functools.partial(self.kv.append, real, tokens[0])
+            refused("P27", kvcore.UntoldTokensError, self.view, call)
+            self.tell(entry, len(naive.future))
         tokens = with_image(tokens, image)
         plain, items = lowered(tokens, len(naive.tokens))
-        if not real.is_open or len(naive.tokens) >= 40:
-            return
         one = len(tokens) == 1 and not items
 
         def join():
@@ -270,14 +279,14 @@ class ManagerVerbs(ManagerChecks):
     def truncate(self, entry, keep):
         real, naive, delivered = entry
         if real.is_open:
-            if keep > len(naive.tokens):
+            if keep > len(naive.all_tokens()):
                 refused(
                     "P3",
                     kvcore.InvalidArgumentError,
                     self.view,
                     lambda: self.kv.truncate(real, keep),
                 )
-                keep = len(naive.tokens)
+                keep = len(naive.all_tokens())
             self.kv.truncate(real, keep)
             kvcore.check(self.kv)
             self.naive.truncate(naive, keep)
@@ -352,7 +361,9 @@ class ManagerVerbs(ManagerChecks):
                 lambda: self.kv.fail_load(real, kept),
             )
             return
-        if kept < naive.computed:
+        if naive.settled() <= kept:
+            self.spoil_own(entry, kept)
+        elif kept < naive.computed:
             for number in range(len(self.groups)):
                 self.spoil(number, tuple(naive.tokens[: kept + 1]), self.origin(naive))
         hit = [other.seq_id for other in self.kv.fail_load(real, kept)]
@@ -371,6 +382,50 @@ class ManagerVerbs(ManagerChecks):
             if mine and content[1][: len(prefix)] == prefix:
                 self.memory[place] = ("never arrived",)
 
+    def spoil_own(self, entry, kept):
+        """The KV of expected tokens never arrived; nobody else can have it."""
+        real, naive, _ = entry
+        for position in range(kept, naive.computed):
+            for number in range(len(self.groups)):
+                self.memory[self.place(real, number, position)] = ("never arrived",)
+
+    def told(self):
+        """The live sequences that expect nothing."""
+        return [entry for entry in self.live if not entry[1].future]
+
+    @rule(entry=SEQUENCES, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    def expect(self, entry, tokens):
+        """Tokens are sampled on the device: they join, and their ids are told later."""
+        real, naive, _ = entry
+        length = len(naive.all_tokens())
+        if not real.is_open or length >= 40:
+            return
+        if self.too_long(length + len(tokens)):
+            call = functools.partial(self.kv.expect, real, len(tokens))
+            refused("P14", kvcore.SequenceTooLongError, self.view, call)
+            return
+        self.kv.expect(real, len(tokens))
+        naive.future += tokens
+
+    @rule(entry=SEQUENCES, count=st.integers(0, 6), knows_where=st.booleans())
+    def tell(self, entry, count, knows_where=True):
+        """They are read; not those that were cut since, nor any of them twice."""
+        real, naive, _ = entry
+        if not real.is_open:
+            return
+        start = len(naive.tokens)
+        if count > len(naive.future):
+            too_many = functools.partial(self.kv.tell, real, [1] * count)
+            refused("P27", kvcore.NotExpectedError, self.view, too_many)
+            count = len(naive.future)
+        told = naive.future[:count]
+        if start:
+            again = functools.partial(self.kv.tell, real, told, start=start - 1)
+            refused("P27", kvcore.NotExpectedError, self.view, again)
+        self.kv.tell(real, told, start=start if knows_where else None)
+        self.naive.tell(naive, count)
+        kvcore.check(self.kv)
+
     @rule(target=CLOSED, entry=consumes(SEQUENCES))
     def close(self, entry):
         if entry[0].is_open:
@@ -385,10 +440,13 @@ class ManagerVerbs(ManagerChecks):
 
     @rule(
         entry=CLOSED,
-        call=st.sampled_from(["close", "reserve", "commit", "truncate", "append", "fork"]),
+        call=st.sampled_from(
+            ["close", "reserve", "commit", "truncate", "append", "fork", "expect", "tell"]
+        ),
     )
     def use_a_closed_one(self, entry, call):
         arguments = (entry[0],) if call in {"close", "fork"} else (entry[0], 1)
+        arguments = (entry[0], [1]) if call == "tell" else arguments
         refused(
             "P3",
             kvcore.StaleSequenceError,
@@ -398,7 +456,9 @@ class ManagerVerbs(ManagerChecks):
 
     @rule(
         entry=SEQUENCES,
-        what=st.sampled_from(["reserve", "commit", "truncate", "append", "foreign", "lease"]),
+        what=st.sampled_from(
+            ["reserve", "commit", "truncate", "append", "expect", "foreign", "lease"]
+        ),
         number=st.integers(-1, 99),
     )
     def misuse(self, entry, what, number):

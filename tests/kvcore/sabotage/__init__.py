@@ -1,6 +1,6 @@
 """Allocators with one bug each, every bug one that an engine has shipped, or might.
 
-The rows beside them are those of the corpus of real bugs (docs/corpus.md), the properties P1 to P26
+The rows beside them are those of the corpus of real bugs (docs/corpus.md), the properties P1 to P27
 those of docs/invariants.md: a machine that does not catch them proves nothing.
 """
 
@@ -16,6 +16,7 @@ from tests.kvcore.sabotage import (
     pool,
     queue,
     retention,
+    untold,
     visibility,
 )
 from tests.kvcore.sabotage.registry import SABOTAGES, Sabotage
@@ -32,6 +33,7 @@ PARTS = (
     pool,
     queue,
     retention,
+    untold,
     visibility,
 )
 

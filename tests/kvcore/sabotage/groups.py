@@ -1,12 +1,15 @@
 """Layer groups, broken."""
 
 import kvcore
+from kvcore import doubt
 from kvcore.content_tree import ContentTree
 from kvcore.groups import first_kept_block, longest_servable
+from kvcore.prefix import computed_after_cut, computed_in_sight
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import in_manager, patched, sabotage
 
 WINDOWS = ("window", "full and window", "three")
+UNEVEN = ("six before four", "uneven three")
 
 
 def give_back(manager, table, before):
@@ -114,3 +117,29 @@ class groups_cut_prompts_into_blocks_of_one_size(kvcore.BlockPool):
         super().__init__(num_blocks, *block_sizes, log=log)
         size = min(block_sizes)
         self.trees = tuple(ContentTree(size, group, log) for group in range(len(block_sizes)))
+
+
+@patched(computed_after_cut, "P7", "P14", "P15", "P16", "P9", "P10", layouts=UNEVEN)
+def groups_are_asked_once_where_a_cut_may_stand(seq, num_tokens):
+    """What one group gives up may leave another inside a block that others read."""
+    computed = min(num_tokens, seq.num_computed_tokens)
+    if computed == seq.num_computed_tokens:
+        return computed
+    for table in seq.tables:
+        full, rest = divmod(computed, table.block_size)
+        if rest and (table.blocks[full].node is not None or table.blocks[full].ref_count > 1):
+            computed -= rest
+    return computed_in_sight(seq, computed)
+
+
+@patched(doubt._computed_before, "P7", "P14", "P15", "P16", "P9", "P10", layouts=UNEVEN)
+def groups_fall_back_to_the_widest_block(seq, doubtful):
+    """To a multiple of the widest block, which is in the middle of a narrower one."""
+    computed = seq.num_computed_tokens
+    for table in seq.tables:
+        for place, block_id in enumerate(table.block_ids):
+            if block_id in doubtful:
+                computed = min(computed, place * table.block_size)
+                break
+    computed -= computed % max(table.block_size for table in seq.tables)
+    return computed_in_sight(seq, computed)

@@ -2,7 +2,8 @@
 
 import kvcore
 from kvcore.retention import RetentionShelf
-from tests.kvcore.sabotage.registry import changed, in_manager
+from tests.kvcore import machines
+from tests.kvcore.sabotage.registry import changed, in_manager, sabotage
 
 
 class DeafShelf(RetentionShelf):
@@ -61,3 +62,11 @@ class retention_keeps_a_range_without_its_prefix(kvcore.BlockPool):
 
     def hold(self, blocks, kept=()):
         super().hold(blocks, [wish for wish in kept if wish[0].node.parent.parent is not None])
+
+
+@sabotage(machines.ManagerMachine, "P15")
+class retention_starts_anew_with_a_fork(kvcore.KVCacheManager):
+    def fork(self, seq):
+        child, orders = super().fork(seq)
+        child.opened_at = self.pool.step
+        return child, orders

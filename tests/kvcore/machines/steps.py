@@ -1,0 +1,149 @@
+"""Whole steps as rules: decoders, chunks and drafts together, and engines that run ahead."""
+
+import functools
+
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule
+
+import kvcore
+from tests.kvcore.machines.checks import SEQUENCES
+from tests.kvcore.machines.refusal import refused
+from tests.kvcore.machines.verbs import ManagerVerbs
+
+MOVES = st.tuples(
+    st.lists(st.integers(0, 2), max_size=4),  # what joins
+    st.integers(0, 9),  # how much was computed
+    st.integers(0, 9),  # room for the next pass
+)
+
+
+class StepRules(ManagerVerbs):
+    """The verbs of whole steps, with sequences in every state."""
+
+    @precondition(lambda self: self.live)
+    @rule(
+        moves=st.lists(MOVES, min_size=1, max_size=4),
+        first=st.integers(0, 3),
+        is_told=st.booleans(),
+        room_for_all=st.booleans(),
+    )
+    def mixed_step(self, moves, first, is_told, room_for_all):
+        """Any sequences go forward by any numbers, in one call."""
+        step = [e for e in self.live[first:] if len(e[1].all_tokens()) < 36][: len(moves)]
+        moves = [
+            (self.joins(e, joins, is_told), computed, room)
+            for e, (joins, computed, room) in zip(step, moves, strict=False)
+        ]
+        moves = [
+            (joins, min(c, self.most(e, joins)), room)
+            for e, (joins, c, room) in zip(step, moves, strict=True)
+        ]
+        self.go(step, moves, is_told=is_told, room_for_all=room_for_all)
+
+    @staticmethod
+    def joins(entry, joins, is_told):
+        """Known tokens cannot follow expected ones."""
+        return [] if is_told and entry[1].future else joins
+
+    def most(self, entry, joins):
+        """How much of a sequence can have been computed, once these have joined."""
+        naive = entry[1]
+        length = len(naive.all_tokens()) + len(joins)
+        return max(0, min(length, self.naive.room(naive)) - naive.computed)
+
+    def go(self, step, moves, *, is_told, room_for_all=False):
+        """One step; returns whether there was room for it."""
+        reals = [real for real, _, _ in step]
+        lengths = [
+            len(e[1].all_tokens()) + len(joins)
+            for e, (joins, _, _) in zip(step, moves, strict=True)
+        ]
+        totals = [
+            length if room_for_all else e[1].computed + computed + room
+            for e, (_, computed, room), length in zip(step, moves, lengths, strict=True)
+        ]
+        joining = [token for joins, _, _ in moves for token in joins]
+        call = functools.partial(
+            self.kv.step,
+            reals,
+            [computed for _, computed, _ in moves],
+            joining if is_told else None,
+            num_joining=[len(joins) for joins, _, _ in moves],
+            room=None if room_for_all else [room for _, _, room in moves],
+        )
+        if any(self.too_long(n) for n in [*lengths, *totals]):
+            refused("P14", kvcore.SequenceTooLongError, self.view, call)
+            return False
+        missing = [
+            sum(self.naive.missing(e[1], total - e[1].computed))
+            for e, total in zip(step, totals, strict=True)
+        ]
+        if sum(missing) > len(self.naive.pool.order()):
+            refused("P13", kvcore.OutOfBlocksError, self.view, call)
+            return False
+        for (_, naive, _), (joins, _, _) in zip(step, moves, strict=True):
+            (naive.tokens if is_told else naive.future).extend(joins)
+        for entry, (_, computed, _) in zip(step, moves, strict=True):
+            self.write(entry, computed)
+        for growth in call():
+            step[growth.index][2][growth.group].extend(growth.block_ids)
+        for (_, naive, _), total in zip(step, totals, strict=True):
+            self.naive.reserve(naive, total - naive.computed)
+        for (_, naive, _), (_, computed, _) in zip(step, moves, strict=True):
+            self.naive.commit(naive, computed)
+        self.agree()
+        return True
+
+    @precondition(lambda self: any(entry[1].future for entry in self.live))
+    @rule(most=st.integers(1, 3), is_wrong=st.booleans())
+    def read_a_step(self, most, is_wrong):
+        """What a step has sampled is read: one answer for all that it had, or for none."""
+        step = [entry for entry in self.live if entry[1].future]
+        self.read(step, most, is_wrong=is_wrong)
+
+    def read(self, step, most, *, is_wrong=False):
+        reals = [real for real, _, _ in step]
+        told = [naive.future[:most] for _, naive, _ in step]
+        counts = [len(tokens) for tokens in told]
+        flat = [token for tokens in told for token in tokens]
+        starts = [len(naive.tokens) for _, naive, _ in step]
+        if is_wrong:
+            late = [*starts[:-1], starts[-1] + 1]
+            call = functools.partial(self.kv.tell_step, reals, flat, num_told=counts, starts=late)
+            refused("P27", kvcore.NotExpectedError, self.view, call)
+            more = [*counts[:-1], len(step[-1][1].future) + 1]
+            flat_more = [0] * sum(more)
+            call = functools.partial(self.kv.tell_step, reals, flat_more, num_told=more)
+            refused("P27", kvcore.NotExpectedError, self.view, call)
+        self.kv.tell_step(reals, flat, num_told=counts, starts=starts)
+        for (_, naive, _), count in zip(step, counts, strict=True):
+            self.naive.tell(naive, count)
+        self.agree()
+
+    @precondition(lambda self: self.live)
+    @rule(token=st.integers(0, 2), steps=st.integers(1, 7), depth=st.integers(1, 2))
+    def run_ahead(self, token, steps, depth):
+        """An engine sends steps before it has read the tokens of those that it sent before."""
+        step = [
+            e for e in self.live if 0 < len(e[1].all_tokens()) <= min(30, self.naive.room(e[1]))
+        ]
+        for _ in range(steps if step else 0):
+            todo = [len(e[1].all_tokens()) - e[1].computed for e in step]
+            moves = [([token], count, 1) for count in todo]
+            if not self.go(step, moves, is_told=False):
+                return
+            if all(len(e[1].future) > depth for e in step):
+                self.read(step, 1, is_wrong=len(step) > 1)
+
+    @rule(entry=SEQUENCES, drafts=st.integers(1, 4), accepted=st.integers(0, 4))
+    def verify_later(self, entry, drafts, accepted):
+        """Drafts are computed before anybody knows them; some are told, the rest is cut."""
+        real, naive, _ = entry
+        if not real.is_open or naive.future or len(naive.tokens) > 30:
+            return
+        self.expect(entry, [1] * drafts)
+        self.run(entry)
+        self.agree()
+        self.tell(entry, min(accepted, len(naive.future)))
+        self.agree()
+        self.truncate(entry, len(naive.tokens))

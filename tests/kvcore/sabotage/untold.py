@@ -1,0 +1,99 @@
+"""Tokens that are told later, broken."""
+
+import kvcore
+from kvcore.groups import first_kept_block
+from tests.kvcore import machines
+from tests.kvcore.sabotage.registry import changed, sabotage
+
+WINDOWS = ("window", "full and window", "six and four")
+
+
+@sabotage(machines.ManagerMachine, "P27", "P9", rows=(68, 72))
+class untold_tokens_are_published_as_zeros(kvcore.KVCacheManager):
+    """What is computed is visible, whether anybody knows its tokens or not."""
+
+    def commit(self, seq, num_tokens):
+        super().commit(seq, num_tokens)
+        untold, length = seq.num_untold_tokens, len(seq.packed)
+        if untold:
+            seq.packed.extend([0] * untold)
+            seq.num_untold_tokens = 0
+            super().commit(seq, 0)
+            del seq.packed[length:]
+            seq.num_untold_tokens = untold
+
+
+@sabotage(machines.ManagerMachine, "P27", "P9", "P24")
+class untold_tokens_are_never_found_once_told(kvcore.KVCacheManager):
+    def tell(self, seq, tokens, *, start=None):
+        self._check_open(seq)
+        self._check_expected(seq, len(tokens), start)
+        seq.packed.extend(tokens)
+        seq.num_untold_tokens -= len(tokens)
+
+
+@sabotage(machines.ManagerMachine, "P27", "P14")
+class untold_tokens_survive_a_cut(kvcore.KVCacheManager):
+    def truncate(self, seq, num_tokens):
+        untold = seq.num_untold_tokens
+        super().truncate(seq, num_tokens)
+        seq.num_untold_tokens = untold
+
+
+@sabotage(machines.ManagerMachine, "P27", "P7", "P10", "P13", "P14", "P15")
+class untold_tokens_are_guessed_for_a_fork(kvcore.KVCacheManager):
+    """The child gets what its parent has computed, as if it were told."""
+
+    def fork(self, seq):
+        untold = seq.num_untold_tokens
+        seq.packed.extend([0] * untold)
+        seq.num_untold_tokens = 0
+        try:
+            return super().fork(seq)
+        finally:
+            del seq.packed[len(seq.packed) - untold :]
+            seq.num_untold_tokens = untold
+
+
+@sabotage(machines.ManagerMachine, "P27")
+class untold_tokens_are_told_to_the_wrong_place(kvcore.KVCacheManager):
+    """What was sampled before a cut is taken for what is expected after it."""
+
+    def tell(self, seq, tokens, *, start=None):
+        super().tell(seq, tokens)
+
+    def tell_step(self, seqs, tokens, *, num_told=None, starts=None):
+        super().tell_step(seqs, tokens, num_told=num_told)
+
+
+def lose_the_check(manager):
+    manager._check_told = lambda seq: None
+
+
+changed("untold_tokens_are_overtaken_by_known_ones", lose_the_check, "P27", "P10", "P9")
+
+
+@sabotage(machines.ManagerMachine, "P27", "P4")
+class untold_tokens_are_told_to_half_a_step(kvcore.KVCacheManager):
+    """The first sequences of a step have heard theirs when a later one is refused."""
+
+    def tell_step(self, seqs, tokens, *, num_told=None, starts=None):
+        done = 0
+        for index, seq in enumerate(seqs):
+            count = 1 if num_told is None else num_told[index]
+            start = None if starts is None else starts[index]
+            self.tell(seq, tokens[done : done + count], start=start)
+            done += count
+
+
+@sabotage(machines.ManagerMachine, "P19", rows=(77,), layouts=WINDOWS)
+class untold_tokens_slide_a_window(kvcore.KVCacheManager):
+    """A window gives back what drafts do not see, before it is known whether they stay."""
+
+    def commit(self, seq, num_tokens):
+        super().commit(seq, num_tokens)
+        for table in seq.tables:
+            kept = first_kept_block(table.group, table.block_size, seq.num_computed_tokens)
+            if kept > table.num_null:
+                self.pool.release(table.before(kept))
+                table.forget(self.pool.null, kept)

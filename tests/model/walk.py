@@ -1,0 +1,233 @@
+"""A walk over every decoder of Transformers: what runs equals `generate`, the rest is refused.
+
+Each case runs in a forked process with a limit of time and of memory. `python -m tests.model.walk`
+prints an outcome a line, for the configurations that are named or for all; with `--write` it stores
+what all came to in `architectures.json`, and writes the tables of docs/architectures.md.
+"""
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+import backends
+from model import EngineConfig, ModelError, SamplingParams
+from model.architectures import check_architecture, check_layers
+from model.engine import Engine
+from model.loader import LoadedModel, wrap_network
+from tests.model.networks import ByteCodec, greedy_and_margin, preempt_in_steps
+from tests.model.prompts import NUM_TOKENS, prompts
+from tests.model.tiny_configs import cases, make_config
+
+DATA = Path(__file__).with_name("architectures.json")
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+TABLES = "## Served"
+SECONDS = 120
+MEMORY_BYTES = 8 << 30
+CLEAR = 2e-4
+SEEDS = 6
+
+
+def outcome(name: str, variant: str) -> str:
+    """What becomes of a case: "equal", "refused: ..." or what is wrong."""
+    try:
+        config = make_config(name, variant)
+        check_architecture(config)
+        check_layers(config)
+        return _equal(config)
+    except ModelError as error:
+        text = str(error)
+        return f"refused: {text}" if "\n" not in text else f"WRONG: not one line: {text!r}"
+
+
+def _equal(config: Any) -> str:
+    reason = ""
+    for seed in range(SEEDS):
+        model = build_network(copy.deepcopy(config), seed)  # a network writes into it
+        # A network that cannot run is refused before anything is computed.
+        engines = [engine_of(model, **sizes) for sizes in SIZES]
+        try:
+            dense = [greedy_and_margin(model, prompt, NUM_TOKENS) for prompt in prompts()]
+        except Exception as error:  # noqa: BLE001  # the yardstick is what fails
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            return f"WRONG: generate itself fails: {error!r} {where.filename}:{where.lineno}"
+        tokens = [tokens for tokens, _ in dense]
+        if len({tuple(own) for own in tokens}) < len(tokens):
+            reason = "WRONG: two prompts give the same tokens: the comparison would see nothing"
+            continue
+        if min(margin for _, margin in dense) < CLEAR:
+            reason = "WRONG: no clear network found"
+            continue
+        for engine in engines:
+            got = run(engine)
+            if got != tokens:
+                return f"WRONG: {tokens} became {got}"
+        return "equal"
+    return reason
+
+
+SIZES: tuple[dict[str, int], ...] = (
+    {"num_blocks": 90},
+    {"num_blocks": 90, "max_num_batched_tokens": 11, "swap_memory_bytes": 0},
+    {
+        "num_blocks": 90,
+        "max_num_batched_tokens": 11,
+        "swap_memory_bytes": 1 << 22,
+        "enable_prefix_caching": False,
+    },
+)
+
+
+def engine_of(model: LoadedModel, **sizes: int) -> Engine:
+    """An engine with blocks of 4."""
+    return Engine(model, backends.get_backend("numba"), EngineConfig(block_size=4, **sizes))
+
+
+def run(engine: Engine) -> list[list[int]]:
+    """The tokens of the four prompts, requests preempted on the way where steps are small."""
+    is_chunked = engine.config.max_num_batched_tokens < 64
+    if is_chunked:
+        preempt_in_steps(engine, {6, 14, 15, 19})
+    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = engine.add_all(prompts(), params)
+    while engine.has_unfinished:
+        engine.step()
+    if is_chunked and not engine.stats.num_preemptions:
+        raise AssertionError("nothing was preempted")
+    if engine.kv.enable_caching and not engine.stats.num_hit_tokens:
+        raise AssertionError("nothing was hit")
+    if is_chunked and engine.num_host_blocks and not engine.stats.num_loads:
+        raise AssertionError("nothing was swapped")
+    if engine.kv.num_free_blocks != engine.kv.num_usable_blocks:
+        raise AssertionError("a block was lost")
+    return [request.output_tokens for request in requests]
+
+
+def build_network(config: Any, seed: int) -> LoadedModel:
+    """A random network in float32."""
+    torch.manual_seed(seed)
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.endswith("sinks"):  # they begin at nothing that shows
+                parameter.normal_(std=2.0)
+    network.generation_config.eos_token_id = None
+    return wrap_network(type(config).__name__, network, ByteCodec())
+
+
+def limited(name: str, variant: str) -> str:
+    """The outcome, found in a process of its own that cannot take more than its share."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = os.fork()
+    if process == 0:
+        try:
+            signal.alarm(SECONDS)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+            try:
+                there.send(outcome(name, variant))
+            except BaseException as error:  # noqa: BLE001
+                frames = traceback.extract_tb(error.__traceback__)
+                where = "; ".join(f"{f.filename}:{f.lineno}" for f in frames[-3:])
+                there.send(f"WRONG: {error!r} at {where}")
+        finally:
+            os._exit(0)
+    there.close()
+    try:
+        found = here.recv()
+    except EOFError:
+        found = f"WRONG: no answer in {SECONDS} s"
+    os.waitpid(process, 0)
+    return str(found)
+
+
+def stored() -> dict[tuple[str, str], str]:
+    """The outcomes as they were stored last."""
+    rows = json.loads(DATA.read_text(encoding="utf-8"))["outcomes"]
+    return {(name, variant): found for name, variant, found in rows}
+
+
+def stored_for() -> str:
+    """The version of Transformers that was walked."""
+    return str(json.loads(DATA.read_text(encoding="utf-8"))["transformers"])
+
+
+def store(found: dict[tuple[str, str], str]) -> None:
+    """Store outcomes, and write the page's tables."""
+    rows = [[*case, outcome] for case, outcome in sorted(found.items())]
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    version = json.dumps(transformers.__version__)
+    text = f'{{"transformers": {version}, "outcomes": [\n{lines}\n]}}\n'
+    DATA.write_text(text, encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(page[: page.index(TABLES)] + tables(found), encoding="utf-8")
+
+
+def tables(found: dict[tuple[str, str], str]) -> str:
+    """The page from its tables on."""
+    served: dict[str, list[str]] = {}
+    refused: dict[str, dict[str, list[str]]] = {}
+    for (name, variant), outcome in sorted(found.items()):
+        if outcome == "equal":
+            served.setdefault(name, []).append(variant)
+        else:
+            reason = re.sub(r"^refused: (\w+: )?", "", outcome)
+            refused.setdefault(name, {}).setdefault(reason, []).append(variant)
+    lines = [TABLES, "", f"{len(served)} of {len({name for name, _ in found})} kinds.", ""]
+    lines += ["| configuration | variants |", "|---|---|"]
+    lines += [f"| {_kind(name)} | {_variants(those)} |" for name, those in served.items()]
+    lines += ["", "## Refused", "", "| configuration | variants | reason |", "|---|---|---|"]
+    for name, reasons in refused.items():
+        for reason, those in reasons.items():
+            lines.append(f"| {_kind(name)} | {_variants(those)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+def _kind(name: str) -> str:
+    return f"`{name.removesuffix('Config')}`"
+
+
+def _variants(those: list[str]) -> str:
+    return ", ".join(variant or "plain" for variant in those) if any(those) else ""
+
+
+def main() -> None:
+    """Walk, print, and store if that is wanted."""
+    parser = argparse.ArgumentParser(prog="python -m tests.model.walk")
+    parser.add_argument("names", nargs="*", help="configurations; none: all")
+    parser.add_argument("--write", action="store_true", help="store the outcomes")
+    options = parser.parse_args()
+    quieten()
+    found = {}
+    for name, variant in cases():
+        if not options.names or name in options.names:
+            found[name, variant] = limited(name, variant)
+            print(f"{name} {variant}: {found[name, variant]}", flush=True)  # noqa: T201
+    wrong = [case for case, outcome in found.items() if outcome.startswith("WRONG")]
+    if wrong:
+        raise SystemExit(f"wrong: {wrong}")
+    if options.write:
+        store(stored() | found if options.names else found)
+
+
+def quieten() -> None:
+    """No warnings, no second thread, nothing about progress."""
+    warnings.filterwarnings("ignore")
+    transformers_logging.set_verbosity_error()
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    main()
