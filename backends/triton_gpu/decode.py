@@ -64,6 +64,30 @@ def _write(
 
 
 @device_function
+def _find_rows(
+    query_len: tl.tensor, slices: tl.tensor, q_stride: tl.tensor, o_stride: tl.tensor,
+    Q_HEAD: tl.constexpr, O_HEAD: tl.constexpr, GROUP: tl.constexpr, ROW_ALIGN: tl.constexpr,
+    ROWS: tl.constexpr, MANY: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """(KV head, query head, query token, whether it is there, where in query, in out) of rows."""
+    SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    if MANY:
+        kv_head = tl.program_id(0) // slices
+        row = tl.program_id(0) % slices * ROWS + tl.arange(0, ROWS)
+        token, head = row // GROUP, kv_head * GROUP + row % GROUP
+        live = token < query_len
+        q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + head * Q_HEAD
+        o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + head * O_HEAD
+    else:
+        kv_head = tl.program_id(0) // SLICES
+        member = tl.program_id(0) % SLICES * ROWS + tl.arange(0, ROWS)
+        token, head = member * 0, kv_head * GROUP + member
+        live = member < GROUP
+        q_row, o_row = head * Q_HEAD, head * O_HEAD
+    return kv_head, head, token, live, q_row, o_row
+
+
+@device_function
 def _add_sink(
     sink: tl.tensor, highest: tl.tensor, total: tl.tensor, sums: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -133,7 +157,6 @@ def _attend_chunk(
     CHAINED: tl.constexpr,
 ) -> None:
     TILE: tl.constexpr = WARPS * 16
-    SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
     if CHAINED:
         gdc_launch_dependents()
     item = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -150,26 +173,15 @@ def _attend_chunk(
     seen, tiles = count_tiles(
         s, query_len, length, most, window, shared, HAS_WINDOW, HAS_SHARED, TILE
     )
-    kv_head = tl.program_id(0) // SLICES
-    member = tl.program_id(0) % SLICES * ROWS + tl.arange(0, ROWS)
-    token = member * 0
-    live = member < GROUP
-    q_row = (kv_head * GROUP + member) * Q_HEAD
-    o_row = (kv_head * GROUP + member) * O_HEAD
-    if MANY:
-        kv_head = tl.program_id(0) // slices
-        first_row = tl.program_id(0) % slices * ROWS
-        row = first_row + tl.arange(0, ROWS)
-        token, member = row // GROUP, row % GROUP
-        live = token < query_len
-        tiles = tl.where(first_row // GROUP < query_len, tiles, 0)
-        q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + (kv_head * GROUP + member) * Q_HEAD
-        o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + (kv_head * GROUP + member) * O_HEAD
+    kv_head, head, token, live, q_row, o_row = _find_rows(
+        query_len, slices, q_stride, o_stride, Q_HEAD, O_HEAD, GROUP, ROW_ALIGN, ROWS, MANY
+    )
+    if MANY:  # a slice of rows that the sequence does not have
+        tiles = tl.where(tl.program_id(0) % slices * ROWS // GROUP < query_len, tiles, 0)
     if tiles == 0:
         return
     begin = (seen // TILE + split * tiles // splits) * TILE
     end = tl.minimum((seen // TILE + (split + 1) * tiles // splits) * TILE, length)
-    head = kv_head * GROUP + member
     dim = tl.arange(0, WIDTH)
     q_at = tl.multiple_of(start.to(tl.int64) * q_stride, ROW_ALIGN)
     at = q_at + q_row[:, None] + dim[None, :]

@@ -45,8 +45,7 @@ def load_tiles(
     tiles, pieces = count_tiles(
         query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
     )
-    j = tiles * 0
-    edges = tiles * 0
+    j, edges = tiles * 0, tiles * 0
     items = count_items(tiles * SLICES)
     s, row, tokens, position, length, first, part, piece, of, _ = read_item(
         j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
@@ -79,8 +78,7 @@ def load_tiles(
         for i in range(end - begin):
             key = (end - 1 - i) * TILE
             entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
-            k_at = j % K_DEPTH
-            v_at = j % V_DEPTH
+            k_at, v_at = j % K_DEPTH, j % V_DEPTH
             mbarrier.wait(k_empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
             _copy_blocks(
                 k_desc, entries, key, kv_head, k_full.index(k_at), k_tiles.index(k_at),

@@ -118,59 +118,51 @@ def _attend(
     v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, 2)
     fence_async_shared()
     if SPLIT:
-        gl.warp_specialize(
-            [
-                (consume_pieces, (
-                    out, partial, query_start_loc, seq_lens, work, most_items, records,
-                    sinks, scale, soft_cap, window,
-                    q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                    SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                    HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
-                )),
-                (consume_pieces, (
-                    out, partial, query_start_loc, seq_lens, work, most_items, records,
-                    sinks, scale, soft_cap, window,
-                    q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                    SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                    HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
-                )),
-                (load_tiles, (
-                    q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
-                    table_stride, window, q_tiles, k_tiles, v_tiles,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                    PLANNED, SPLIT,
-                )),
-            ],
-            [4, 1],
-            [REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        gl.warp_specialize([
+            (consume_pieces, (
+                out, partial, query_start_loc, seq_lens, work, most_items, records,
+                sinks, scale, soft_cap, window,
+                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+            )),
+            (consume_pieces, (
+                out, partial, query_start_loc, seq_lens, work, most_items, records,
+                sinks, scale, soft_cap, window,
+                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+            )),
+            (load_tiles, (
+                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
+                table_stride, window, q_tiles, k_tiles, v_tiles,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
+                PLANNED, SPLIT,
+            )),
+        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
-        gl.warp_specialize(
-            [
-                (consume, (
-                    out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
-                    q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                    SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                    HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
-                )),
-                (consume, (
-                    out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
-                    q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                    SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                    HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
-                )),
-                (load_tiles, (
-                    q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
-                    table_stride, window, q_tiles, k_tiles, v_tiles,
-                    q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                    BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                    PLANNED, SPLIT,
-                )),
-            ],
-            [4, 1],
-            [REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        gl.warp_specialize([
+            (consume, (
+                out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
+                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+            )),
+            (consume, (
+                out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
+                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+            )),
+            (load_tiles, (
+                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
+                table_stride, window, q_tiles, k_tiles, v_tiles,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
+                PLANNED, SPLIT,
+            )),
+        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
