@@ -28,6 +28,12 @@ CASES = (
     DecodeCase(1, 32768, new=32768),
     DecodeCase(1, 32768, new=2048),
     DecodeCase(16, 4096, new=512),
+    DecodeCase(64, 4096, new=4),
+    DecodeCase(4, 16384, new=4),
+    DecodeCase(1, 32768, new=8),
+    DecodeCase(1, 8192, new=32),
+    DecodeCase(1, 32768, new=128),
+    DecodeCase(4, 16384, new=64),
 )
 _DENSE = {
     "FlashAttention-2 of torch": SDPBackend.FLASH_ATTENTION,

@@ -112,6 +112,18 @@ def _all_cases() -> tuple[AttentionCase, ...]:
         base.with_(name="window, long prefill", seqs=((100, 170),), window=33),
         base.with_(name="a shared prefix", seqs=((1, 65), (9, 90), (1, 300)), shared=64),
         base.with_(name="batch-invariant", batch_invariant=True),
+        base.with_(name="ragged", seqs=((1, 2100), (1, 9), (1, 700), (1, 1), (1, 260), (1, 33))),
+        base.with_(name="one long, many short", seqs=((1, 3000), *[(1, 20)] * 20)),
+        base.with_(name="to verify", seqs=((4, 700), (1, 90), (3, 3), (2, 1300)), group=4),
+        base.with_(name="a mixed step", seqs=(*[(1, 500)] * 6, (4, 900), (70, 1100))),
+    ]
+    cases += [
+        base.with_(name=f"{n} tokens over a long context", seqs=((n, length),), group=4)
+        for n, length in ((2, 3000), (3, 2100), (4, 4100), (8, 2600), (17, 2200), (32, 1700))
+    ]
+    cases += [
+        base.with_(name=f"{n} tokens over long contexts", seqs=((n, length), (n, 900)))
+        for n, length in ((8, 2050), (64, 2500), (128, 4100))
     ]
     cases += [base.with_(name=f"window {w}", window=w) for w in (1, 2, 16, 17, 63, 1000)]
     cases += [base.with_(name=f"block size {n}", block_size=n) for n in (1, 5, 32, 64, 128)]
@@ -146,6 +158,10 @@ def _quantised_cases(*, quick: bool) -> tuple[AttentionCase, ...]:
     ]
     cases += [base.with_(name=f"group {g}", group=g) for g in (1, 8)]
     cases += [base.with_(name=f"head_dim {d}", head_dim=d) for d in (80, 128, 256)]
+    cases += [
+        base.with_(name=f"{n} tokens over a long context", seqs=((n, length),), group=4)
+        for n, length in ((4, 2100), (17, 1300))
+    ]
     return tuple(cases)
 
 

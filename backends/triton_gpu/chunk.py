@@ -1,12 +1,13 @@
-"""The walk over a chunk's keys in decode: a few query rows against keys that lie in blocks.
+"""The walk over a part of a sequence's keys in decode: few query rows, keys that lie in blocks.
 
 Warp w owns the keys 16 w .. 16 w + 15 of a tile in a batched product, with its own running maximum
 and sum; the warps meet once, after the loop. Products are transposed, keys x rows and head_dim x
 rows, because a matrix instruction has at least 16 rows but only 8 columns, and queries are few.
 Entries of the block table are loaded a tile ahead and carried, one for 16 keys if block_size
 allows, so that the loads of K and V can be pipelined as 16-byte copies. K is read unmasked within
-its blocks, since whatever an unseen key brings is replaced; V is masked, since 0 * NaN is NaN. Only
-`block_id * stride` is int64.
+its blocks, since whatever an unseen key brings is replaced; V is masked, since 0 * NaN is NaN. Rows
+of several query tokens (MANY) see keys up to a limit of their own. Only `block_id * stride` is
+int64.
 """
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
@@ -21,13 +22,17 @@ from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 @device_function
 def walk_chunk(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor,
-    begin: tl.tensor, end: tl.tensor, seen: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, seen: tl.tensor, limit: tl.tensor, window: tl.tensor,
+    scale: tl.tensor, soft_cap: tl.tensor,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HAS_CAP: tl.constexpr, SKIPS: tl.constexpr, ALIGN: tl.constexpr,
     WARPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, E4M3: tl.constexpr,
-    NATIVE: tl.constexpr,
+    NATIVE: tl.constexpr, MANY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Each row's highest logit (base 2), total weight, and weighted sum of values."""
+    """Each row's highest logit (base 2), total weight, and weighted sum of values.
+
+    A row sees the keys begin .. end - 1, none before `seen`; if MANY those before its `limit`.
+    """
     TILE: tl.constexpr = WARPS * 16
     KEYS: tl.constexpr = 16 if BLOCK_SIZE % 16 == 0 else 1  # that share an entry of the table
     q = tl.broadcast_to(tl.permute(q, (1, 0))[None, :, :], (WARPS, WIDTH, ROWS))
@@ -51,9 +56,7 @@ def walk_chunk(
             k_at = k_at + (lane * K_STRIDES[1])[None, :, None]
             v_at = v_at + (lane * V_STRIDES[1])[None, None, :]
         key = tile_start + tl.arange(0, WARPS)[:, None, None] * 16 + lane[None, :, None]
-        live = key < end
-        if SKIPS:
-            live = live & (key >= seen)
+        live = _see(key, seen, end, limit, window, SKIPS, MANY)
         column_key = tile_start + tl.arange(0, WARPS)[:, None, None] * 16 + lane[None, None, :]
         column_live = column_key < end
         if SKIPS:
@@ -87,6 +90,21 @@ def walk_chunk(
     weight = tl.exp2(highest - top)
     total = tl.sum(tl.sum(totals, 1, keep_dims=True) * weight, 0)
     return tl.reshape(top, (ROWS,)), tl.reshape(total, (ROWS,)), tl.sum(sums * weight, 0)
+
+
+@device_function
+def _see(
+    key: tl.tensor, seen: tl.tensor, end: tl.tensor, limit: tl.tensor, window: tl.tensor,
+    SKIPS: tl.constexpr, MANY: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Which of the keys a row sees: the same for all rows, unless MANY."""
+    if MANY:
+        seen = limit[None, None, :] - window
+        end = limit[None, None, :]
+    live = key < end
+    if SKIPS:
+        live = live & (key >= seen)
+    return live
 
 
 @device_function

@@ -36,6 +36,7 @@ from backends.triton_gpu.hopper_items import (
     gluon_function,
     read_item,
 )
+from backends.triton_gpu.prefill_order import RECORD
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 
 
@@ -166,19 +167,21 @@ def _store(
 def _attend_item(
     logits: gl.tensor, highest: gl.tensor, total: gl.tensor,
     q_tiles: gl.tensor, slot: gl.tensor, ring: gl.tensor,
-    j: gl.tensor, position: gl.tensor, tokens: gl.tensor,
+    j: gl.tensor, position: gl.tensor, tokens: gl.tensor, piece: gl.tensor, pieces: gl.tensor,
     scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
     PACK: gl.constexpr, TOKENS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    GROUP_ID: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """An item from its first logits to its last weights: (weights, sums, total, j)."""
+    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    """An item from its first logits to its last weights: (weights, sums, highest, total, j)."""
     k_tiles, _, _, _, v_full, _ = ring
     DEPTH: gl.constexpr = v_full.shape[0] - 1
     TILE: gl.constexpr = k_tiles.shape[1]
     WIDTH: gl.constexpr = k_tiles.shape[3]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
-    begin, end, whole_begin, whole_end = find_span(position, tokens, window, TILE, HAS_WINDOW)
+    begin, end, whole_begin, whole_end = find_span(
+        position, tokens, piece, pieces, window, TILE, HAS_WINDOW, SPLIT
+    )
     token = GROUP_ID * (TOKENS // 2) + gl.arange(0, HALF, ROW) // PACK
     last = position + token - (end - 1) * TILE
     weights, highest, total, _ = _soften(
@@ -201,7 +204,42 @@ def _attend_item(
             q_tiles, slot, weights, sums, highest, total, ring, j, last, whole_begin - begin,
             scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
         )  # fmt: skip
-    return weights, sums, total, j
+    return weights, sums, highest, total, j
+
+
+@gluon_function
+def _store_part(
+    sums: gl.tensor, highest: gl.tensor, total: gl.tensor, partial: gl.tensor,
+    item: gl.tensor, items: gl.tensor, tokens: gl.tensor,
+    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Divide and store for the merge: parts [items, 2 * HALF, HEAD_DIM], then log2 of totals."""
+    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    share = gl.where(total > 0, 1.0 / total, 0.0)  # a row may see nothing of its piece
+    share = gl.convert_layout(share, ROW)
+    lse = gl.convert_layout(highest + gl.log2(total), ROW)
+    r = gl.arange(0, HALF, ROW)
+    dim = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+    live = GROUP_ID * (TOKENS // 2) + r // PACK < tokens
+    row = item * (2 * HALF) + GROUP_ID * HALF + r
+    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
+    gl.store(partial + row[:, None] * HEAD_DIM + dim[None, :], sums * share[:, None], mask=mask)
+    gl.store(partial + items * (2 * HALF * HEAD_DIM) + row, lse, mask=live)
+
+
+@gluon_function
+def _record(
+    records: gl.tensor, number: gl.tensor, row: gl.tensor, tokens: gl.tensor, part: gl.tensor,
+    pieces: gl.tensor, SLICES: gl.constexpr,
+) -> None:  # fmt: skip
+    """Tell the merge of a tile of one sequence what `prefill_order` tells of many."""
+    rank = number // SLICES
+    if (part == 0) & (rank % pieces == 0):
+        to = records + rank // pieces * RECORD
+        gl.store(to, rank)
+        gl.store(to + 1, pieces)
+        gl.store(to + 2, row)
+        gl.store(to + 3, tokens)
 
 
 @gluon_function
@@ -216,14 +254,17 @@ def consume(
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Half the rows of every item of this program, in order."""
+    """Half the rows of every item of this program, in order; items are whole."""
     BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
     V_DEPTH: gl.constexpr = v_tiles.shape[0]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[1], 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
     ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
-    tiles = count_tiles(query_start_loc, work, TOKENS, PLANNED)
+    tiles, pieces = count_tiles(
+        query_start_loc, seq_lens, work, window, SLICES, TOKENS, k_tiles.shape[1],
+        HAS_WINDOW, PLANNED, SPLIT=False,
+    )  # fmt: skip
     items = count_items(tiles * SLICES)
     j = tiles * 0
     logits = gl.full([HALF, k_tiles.shape[1]], 0.0, gl.float32, LOGITS)
@@ -231,11 +272,13 @@ def consume(
         logits = _begin(q_tiles, q_full, ring, j, j, items > 0, GROUP_ID)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k_empty.index(0), count=1, pred=items > 0)
-    item = read_item(j, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED)
+    item = read_item(
+        j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+    )
     row, tokens, position, part = item[1], item[2], item[3], item[6]
     for n in range(items):
         item = read_item(
-            n + 1, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+            n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
         if BUFFERS == 1:
             logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
@@ -247,10 +290,10 @@ def consume(
         if HAS_SINKS:
             highest = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
             total += 1.0
-        weights, sums, total, j = _attend_item(
-            logits, highest, total, q_tiles, slot, ring, j, position, tokens,
+        weights, sums, highest, total, j = _attend_item(
+            logits, highest, total, q_tiles, slot, ring, j, position, tokens, pieces, pieces,
             scale, soft_cap, window,
-            PACK, TOKENS, HAS_CAP, HAS_WINDOW, GROUP_ID,
+            PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=False, GROUP_ID=GROUP_ID,
         )  # fmt: skip
         if BUFFERS > 1:
             logits = _begin(q_tiles, q_full, ring, n + 1, j, n + 1 < items, GROUP_ID)
@@ -267,3 +310,87 @@ def consume(
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)
         row, tokens, position, part = item[1], item[2], item[3], item[6]
+
+
+@gluon_function
+def consume_pieces(
+    out: gl.tensor, partial: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor,
+    work: gl.tensor, most_items: gl.tensor, records: gl.tensor,
+    sinks: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
+    q_tiles: gl.tensor, q_full: gl.tensor, q_empty: gl.tensor,
+    k_tiles: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
+    v_tiles: gl.tensor, v_full: gl.tensor, v_empty: gl.tensor,
+    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Half the rows of every item of this program, in order; items may be pieces.
+
+    They are few, so that none starts before the last has ended. The second group passes by an item
+    whose rows are all the first one's, and leaves the matrix unit to it.
+    """
+    TILE: gl.constexpr = k_tiles.shape[1]
+    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
+    tiles, pieces = count_tiles(
+        query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE,
+        HAS_WINDOW, PLANNED, SPLIT=True,
+    )  # fmt: skip
+    items = count_items(tiles * SLICES)
+    j = tiles * 0
+    for n in range(items):
+        _, row, tokens, position, _, _, part, piece, of, number = read_item(
+            n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+        )
+        if not PLANNED and GROUP_ID == 0:
+            _record(work + records, number, row, tokens, part, of, SLICES)
+        if tokens > GROUP_ID * (TOKENS // 2):
+            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
+            logits = warpgroup_mma_wait(0, deps=[logits])
+            mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
+            ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
+            highest = gl.full([HALF], -1e30, gl.float32, ROW)
+            total = gl.full([HALF], 0.0, gl.float32, ROW)
+            if HAS_SINKS:  # one more logit, in the first piece alone
+                sink = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
+                highest = gl.where(piece == 0, sink, highest)
+                total += gl.where(piece == 0, 1.0, 0.0)
+            weights, sums, highest, total, j = _attend_item(
+                logits, highest, total, q_tiles, n * 0 + GROUP_ID, ring, j, position, tokens,
+                piece, of, scale, soft_cap, window,
+                PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=True, GROUP_ID=GROUP_ID,
+            )  # fmt: skip
+            sums = warpgroup_mma_wait(0, deps=[_multiply_values(weights, sums, ring, j - 1)])
+            mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
+            if of > 1:
+                _store_part(
+                    sums, highest, total, partial, number, most_items, tokens,
+                    PACK, TOKENS, HEAD_DIM, GROUP_ID,
+                )  # fmt: skip
+            else:
+                _store(
+                    sums, total, q_tiles.index(GROUP_ID).reshape([HALF, q_tiles.shape[3]]), out,
+                    row, tokens, part,
+                    PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
+                )  # fmt: skip
+        else:
+            begin, end, _, _ = find_span(
+                position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT=True
+            )
+            mbarrier.wait(q_full.index(0), n & 1)
+            j = _pass_by(ring, j, end - begin)
+        mbarrier.arrive(q_empty.index(0), count=1)
+
+
+@gluon_function
+def _pass_by(ring: gl.tensor, j: gl.tensor, steps: gl.tensor) -> gl.tensor:
+    """Let so many tiles go unread; the next one's number."""
+    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = ring
+    for _ in range(steps):
+        k_at, v_at = j % k_tiles.shape[0], j % v_tiles.shape[0]
+        mbarrier.wait(k_full.index(k_at), j // k_tiles.shape[0] & 1)
+        mbarrier.arrive(k_empty.index(k_at), count=1)
+        mbarrier.wait(v_full.index(v_at), j // v_tiles.shape[0] & 1)
+        mbarrier.arrive(v_empty.index(v_at), count=1)
+        j += 1
+    return j

@@ -35,19 +35,20 @@ def load_tiles(
     v_full: gl.tensor, v_empty: gl.tensor,
     BLOCK_SIZE: gl.constexpr, K_ROWS: gl.constexpr, V_ROWS: gl.constexpr,
     SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr, SPLIT: gl.constexpr,
 ) -> None:  # fmt: skip
     """Load every tile of this program's items, in the order in which they are consumed."""
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
     V_DEPTH: gl.constexpr = v_tiles.shape[0]
     TILE: gl.constexpr = k_tiles.shape[1]
     BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
-    tiles = count_tiles(query_start_loc, work, TOKENS, PLANNED)
-    j = tiles * 0
-    edges = tiles * 0
+    tiles, pieces = count_tiles(
+        query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
+    )
+    j, edges = tiles * 0, tiles * 0
     items = count_items(tiles * SLICES)
-    s, row, tokens, position, length, first, part = read_item(
-        j, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+    s, row, tokens, position, length, first, part, piece, of, _ = read_item(
+        j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
     )
     for n in range(items):
         buffer = n % BUFFERS
@@ -66,19 +67,18 @@ def load_tiles(
             seen = gl.maximum(first - window + 1, 0)
             low = gl.maximum(position - window + 1, 0) // BLOCK_SIZE
         high = (position + tokens - 1) // BLOCK_SIZE
-        begin, end, _, _ = find_span(position, tokens, window, TILE, HAS_WINDOW)
+        begin, end, _, _ = find_span(position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT)
         ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
         end_of_keys = length
         first_live = gl.maximum(seen, low * BLOCK_SIZE)
         live_end = gl.minimum(length, (high + 1) * BLOCK_SIZE)
-        s, row, tokens, position, length, first, part = read_item(
-            n + 1, items, tiles, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+        s, row, tokens, position, length, first, part, piece, of, _ = read_item(
+            n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
         for i in range(end - begin):
             key = (end - 1 - i) * TILE
             entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
-            k_at = j % K_DEPTH
-            v_at = j % V_DEPTH
+            k_at, v_at = j % K_DEPTH, j % V_DEPTH
             mbarrier.wait(k_empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
             _copy_blocks(
                 k_desc, entries, key, kv_head, k_full.index(k_at), k_tiles.index(k_at),

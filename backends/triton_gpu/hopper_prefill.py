@@ -13,7 +13,8 @@ head, PACK being the largest power of two that divides the group; it walks the t
 (64 above head_dim 128) that it sees, last first. In shared memory are rings of tiles of K and of V
 and the rows of two items, 224 KiB at head_dim 128 (`shape_for`). Rows of K, V and Q are padded with
 zeros to 64, 128 or 256 numbers by the copy engine.
-Grid: one program a multiprocessor, which takes items in the order of `hopper_items`.
+Grid: one program a multiprocessor, which takes items in the order of `hopper_items`. Where a batch
+has too few items for them, the keys of items are cut, and `merge` adds the parts up.
 
 Bytes moved: K and V once an item, from L2 mostly. Sums and the softmax are float32; the
 probabilities are rounded to the cache's dtype before they meet V. Error: at most twice that of the
@@ -33,15 +34,18 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.hopper_consume import consume
+from backends.triton_gpu.hopper_consume import consume, consume_pieces
 from backends.triton_gpu.hopper_items import gluon_function, gluon_kernel
 from backends.triton_gpu.hopper_load import load_tiles
-from backends.triton_gpu.place import Place, power_of_two
-from backends.triton_gpu.prefill_order import order_tiles
+from backends.triton_gpu.merge import merge_pieces
+from backends.triton_gpu.place import Place, ceil_div, power_of_two
+from backends.triton_gpu.prefill_order import RECORD, Items, order_tiles
 
 ROWS = 128
 CONSUMER_REGISTERS = 240
 LOADER_REGISTERS = 24
+LONG_ENOUGH = 8
+"""Tiles of keys below which cutting gains nothing."""
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
 
@@ -54,7 +58,7 @@ def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
 
 
 @gluon_kernel(
-    do_not_specialize=["table_stride", "window"],
+    do_not_specialize=["table_stride", "window", "most_items", "records"],
     do_not_specialize_on_alignment=[
         "query_start_loc",
         "seq_lens",
@@ -68,12 +72,15 @@ def _attend(
     k_desc: gl.tensor,  # [slots, num_kv_heads, head_dim], boxes [at most block_size, 1, WIDTH]
     v_desc: gl.tensor,  # likewise
     out: gl.tensor,  # like query
+    partial: gl.tensor,  # float32, see hopper_consume._store_part, written if SPLIT
     query_start_loc: gl.tensor,  # int32 [num_seqs + 1]
     seq_lens: gl.tensor,  # int32 [num_seqs]
     tables: gl.tensor,  # int32 [num_seqs, max_blocks]
     work: gl.tensor,  # int32, of prefill_order, read if PLANNED
     sinks: gl.tensor,  # float32 [num_q_heads], read if HAS_SINKS
     table_stride: gl.tensor,
+    most_items: gl.tensor,
+    records: gl.tensor,  # where they begin in work
     scale: gl.tensor,  # float, above 0
     soft_cap: gl.tensor,  # float, used if HAS_CAP
     window: gl.tensor,  # used if HAS_WINDOW
@@ -89,6 +96,7 @@ def _attend(
     HAS_WINDOW: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     PLANNED: gl.constexpr,  # otherwise there is one sequence
+    SPLIT: gl.constexpr,  # items may be cut
     TILE: gl.constexpr,  # keys
     BUFFERS: gl.constexpr,  # items whose rows are in shared memory
     K_DEPTH: gl.constexpr,  # tiles of K in shared memory
@@ -109,8 +117,32 @@ def _attend(
     k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, 2)
     v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, 2)
     fence_async_shared()
-    gl.warp_specialize(
-        [
+    if SPLIT:
+        gl.warp_specialize([
+            (consume_pieces, (
+                out, partial, query_start_loc, seq_lens, work, most_items, records,
+                sinks, scale, soft_cap, window,
+                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+            )),
+            (consume_pieces, (
+                out, partial, query_start_loc, seq_lens, work, most_items, records,
+                sinks, scale, soft_cap, window,
+                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
+                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+            )),
+            (load_tiles, (
+                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
+                table_stride, window, q_tiles, k_tiles, v_tiles,
+                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
+                PLANNED, SPLIT,
+            )),
+        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
             (consume, (
                 out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
                 q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
@@ -127,12 +159,10 @@ def _attend(
                 q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
                 table_stride, window, q_tiles, k_tiles, v_tiles,
                 q_full, q_empty, k_full, k_empty, v_full, v_empty,
-                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW, PLANNED,
+                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
+                PLANNED, SPLIT,
             )),
-        ],
-        [4, 1],
-        [REGISTERS, LOADER_REGISTERS],
-    )  # fmt: skip
+        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +181,28 @@ class Shape:
     """Tiles of V, which are freed later."""
 
 
-def shape_for(head_dim: int) -> Shape:
-    """The largest tiles that leave two of each in 227 KiB and the sums in registers."""
+def shape_for(head_dim: int, *, split: bool) -> Shape:
+    """The largest tiles that leave two of each in 227 KiB and the sums in registers.
+
+    Pieces have one item's rows there, and more keys on the way instead.
+    """
     width = max(64, power_of_two(head_dim))
     if width == 256:
         return Shape(width, 64, 1, 2, 2)
+    if split:
+        return Shape(width, 128, 1, 3, 3) if width == 128 else Shape(width, 128, 1, 5, 5)
     return Shape(width, 128, 2, 2, 3) if width == 128 else Shape(width, 128, 2, 4, 4)
 
 
 def heads_an_item(group: int) -> int:
     """Query heads of a KV head that share an item: the largest power of two in the group."""
     return min(group & -group, ROWS // 2)
+
+
+def items_a_kv_head(group: int, query_len: int) -> int:
+    """Items that so many query tokens of a sequence make."""
+    pack = heads_an_item(group)
+    return group // pack * ceil_div(query_len, ROWS // pack)
 
 
 def can_attend(
@@ -222,19 +263,32 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
+    may_split: bool,
 ) -> None:
     """Write the rows of the sequences with `shortest` query tokens or more; see `can_attend`.
 
-    One launch; two where there are several sequences.
+    One launch, one more where there are several sequences, and one where keys may be cut.
     """
     num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
     block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
-    shape = shape_for(head_dim)
     pack = heads_an_item(num_heads // num_kv_heads)
     planned = batch.num_seqs > 1
-    work = batch.seq_lens
+    items = cut_batch(
+        batch, ROWS // pack, num_heads // pack, shape_for(head_dim, split=False).tile,
+        place.num_multiprocessors(query.device), may_split=may_split,
+    )  # fmt: skip
+    shape = shape_for(head_dim, split=items.split)
+    work, partial = batch.seq_lens, out
     if planned:
-        work = order_tiles(place, batch, tokens=ROWS // pack, shortest=shortest)
+        work = order_tiles(place, batch, items, shortest=shortest, window=window)
+    elif items.split:
+        work = torch.empty(
+            items.records + RECORD.value * items.tiles, dtype=torch.int32, device=out.device
+        )
+    most_items = items.ranks * items.slices
+    if items.split:
+        size = most_items * ROWS * (head_dim + 1)
+        partial = torch.empty(size, dtype=torch.float32, device=out.device)
     rows = TensorDescriptor(
         query, list(query.shape), list(query.stride()),
         [ROWS // 2 // pack, pack, shape.width], LAYOUT,
@@ -247,14 +301,28 @@ def attend(
         for cache in (k_cache, v_cache)
     ]  # fmt: skip
     with place.guard(query.device):
-        _attend[place.num_multiprocessors(query.device),](
-            rows, *caches, out, batch.query_start_loc, batch.seq_lens, batch.block_table, work,
+        _attend[items.programs,](
+            rows, *caches, out, partial,
+            batch.query_start_loc, batch.seq_lens, batch.block_table, work,
             out if sinks is None else sinks,
-            batch.block_table.stride(0), scale, 1.0 if soft_cap is None else soft_cap, window or 0,
+            batch.block_table.stride(0), most_items, items.records,
+            scale, 1.0 if soft_cap is None else soft_cap, window or 0,
             *out.stride()[:2], block_size,
             k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
             num_heads, num_heads // num_kv_heads, head_dim,
-            soft_cap is not None, window is not None, sinks is not None, planned,
+            soft_cap is not None, window is not None, sinks is not None, planned, items.split,
             shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
             CONSUMER_REGISTERS, LOADER_REGISTERS, num_warps=4,
         )  # fmt: skip
+    if items.split:
+        merge_pieces(place, partial, work, batch, out, items, pack=pack)
+
+
+def cut_batch(
+    batch: PagedBatch, tokens: int, slices: int, tile: int, programs: int, *, may_split: bool
+) -> Items:
+    """How a batch is cut, as far as its shape says: keys only where items are few."""
+    whole = batch.num_tokens // tokens * slices
+    split = may_split and whole < programs and batch.max_seq_len >= LONG_ENOUGH * tile
+    tiles = batch.num_tokens // tokens + batch.num_seqs
+    return Items(tokens, slices, tile, tiles, programs, split)

@@ -1,12 +1,13 @@
-"""Merge the parts of split sequences into their output rows on a GPU.
+"""Merge the parts of split sequences into their output rows on a GPU, after decode and prefill.
 
     out[h] = sum_c 2^(lse_c - top) part_c / sum_c 2^(lse_c - top),  top = max_c lse_c
 
-Layout: part_c and lse_c (base 2) of the chunks c of all sequences, side by side in the order of the
-plan, float32; of sequences that share a prefix also the parts that `cascade` has left. Grid:
-(slices of the query heads, sequence); a program works the plan out again (see splits), while the
-kernel before it still runs where the GPU can launch early, and returns at once for a sequence of
-one chunk. All chunks of a row are loaded together where registers can hold them.
+Layout: part_c and lse_c (base 2) of the parts c of all sequences, side by side in the order of the
+plan, float32; of sequences that share a prefix also the parts that `cascade` has left. A row is a
+query token and head of a sequence. Grid: (slices of the rows, sequence); a program works the plan
+out again (see splits), while the kernel before it still runs where the GPU can launch early, and
+returns at once for a sequence in one part. All parts of a row are loaded together where registers
+can hold them.
 Bytes moved: each part read once. The sum's order is the chunks', so that it is deterministic.
 """
 
@@ -22,50 +23,31 @@ from backends.contract import PagedBatch
 from backends.triton_gpu.cascade import MOST_CHUNKS, Shared
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, device_function, power_of_two
-from backends.triton_gpu.splits import Grid, alike_splits, count_splits, first_seen
+from backends.triton_gpu.prefill_order import RECORD, Items
+from backends.triton_gpu.splits import Grid, find_parts
 
 WARPS = 2
-MANY_PROGRAMS = 1024
-FEW_CHUNKS = 16
+PIECE_WARPS = 4
+PIECE_ROWS = 4
+"""Of a tile of prefill, a program."""
+MANY_SEQS = 64
+MANY_PROGRAMS = 1800
+"""More would start one after the other; then a program takes several heads."""
+FEW_PARTS = 32
 """Loaded together where there are many sequences, most of which have few."""
-
-
-@device_function
-def _find_parts(
-    query_start_loc: tl.tensor, seq_lens: tl.tensor, s: tl.tensor, start: tl.tensor,
-    num_seqs: tl.tensor, window: tl.tensor, target: tl.tensor, shared: tl.tensor,
-    HAS_WINDOW: tl.constexpr, HAS_SHARED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
-    ALIKE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """(first part, how many) of a sequence; none if it has other than one query token."""
-    if ALIKE:
-        length = tl.load(seq_lens + s)
-        tiles = (length + TILE - 1) // TILE
-        tiles -= first_seen(s, length, window, shared, HAS_WINDOW, HAS_SHARED) // TILE
-        one = tl.load(query_start_loc + s + 1) - start == 1
-        first, splits = s * target, tl.where(one, alike_splits(tiles, TILE), 0)
-    else:
-        counts = count_splits(
-            query_start_loc, seq_lens, num_seqs, target, window, shared,
-            HAS_WINDOW, HAS_SHARED, TILE, VECTOR,
-        )  # fmt: skip
-        here = tl.arange(0, VECTOR)
-        first = tl.sum(tl.where(here < s, counts, 0), 0)
-        splits = tl.sum(tl.where(here == s, counts, 0), 0)
-    return first, splits
 
 
 @device_function
 def _add_parts(
     parts: tl.tensor, lses: tl.tensor, first: tl.tensor, count: tl.tensor, step: tl.tensor,
-    head: tl.tensor, top: tl.tensor, sums: tl.tensor,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    row: tl.tensor, rows: tl.tensor, top: tl.tensor, sums: tl.tensor,
+    HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The sum of a head's parts, `step` apart, weighted."""
+    """The sum of a row's parts, `step` apart, weighted."""
     dim = tl.arange(0, WIDTH)
     for begin in range(0, count, STEP):
         index = begin + tl.arange(0, STEP)
-        entry = (first + index * step) * NUM_HEADS + head
+        entry = (first + index * step) * rows + row
         live = index < count
         weight = tl.exp2(tl.load(lses + entry, mask=live, other=float("-inf")) - top)
         mask = live[:, None] & (dim < HEAD_DIM)[None, :]
@@ -76,23 +58,24 @@ def _add_parts(
 
 @launcher(
     integers=(
-        "o_stride", "num_seqs", "window", "target", "items",
+        "o_stride", "num_seqs", "most", "items", "window", "target",
         "shared_first", "shared_last", "shared_tokens", "shared_chunks",
     ),
     indices=("query_start_loc", "seq_lens"),
     pointers=("out",),
 )  # fmt: skip
-def _merge_chunks(
-    partial: tl.tensor,  # float32 [items, num_q_heads, head_dim] parts, then [items, num_q_heads]
+def _merge_parts(
+    partial: tl.tensor,  # float32 [parts, most, num_q_heads, head_dim], then without head_dim
     shared_partial: tl.tensor,  # likewise [shared_chunks * shared sequences, ...], if HAS_SHARED
     out: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     o_stride: tl.tensor,  # from token to token
     num_seqs: tl.tensor,
+    most: tl.tensor,  # query tokens of a sequence that decode takes
+    items: tl.tensor,  # parts at most, of all sequences
     window: tl.tensor,
     target: tl.tensor,
-    items: tl.tensor,
     shared_first: tl.tensor,  # used if HAS_SHARED, as the others
     shared_last: tl.tensor,
     shared_tokens: tl.tensor,
@@ -102,20 +85,22 @@ def _merge_chunks(
     HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SHARED: tl.constexpr,
+    MANY: tl.constexpr,  # query tokens of a sequence, otherwise one
     TILE: tl.constexpr,
     VECTOR: tl.constexpr,
     ALIKE: tl.constexpr,
     HEADS: tl.constexpr,  # a program
-    MOST: tl.constexpr,  # chunks a sequence at most, as a power of two
-    STEP: tl.constexpr,  # chunks loaded at once
+    MOST: tl.constexpr,  # parts a sequence at most, as a power of two
+    STEP: tl.constexpr,  # parts loaded at once
     WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
     s = tl.program_id(1)
     start = tl.load(query_start_loc + s)
     shared = (shared_first, shared_last, shared_tokens)
-    first, splits = _find_parts(
-        query_start_loc, seq_lens, s, start, num_seqs, window, target, shared,
+    query_len = tl.load(query_start_loc + s + 1) - start
+    first, count = find_parts(
+        query_start_loc, seq_lens, s, num_seqs, target, most, window, shared,
         HAS_WINDOW, HAS_SHARED, TILE, VECTOR, ALIKE,
     )  # fmt: skip
     parts_too = 0
@@ -123,35 +108,40 @@ def _merge_chunks(
         parts_too = tl.where((s >= shared_first) & (s < shared_last), shared_chunks, 0)
     if CHAINED:
         gdc_wait()
-    if (splits == 0) | (splits + parts_too == 1):
+    if (count == 0) | (count + parts_too == 1):
+        return
+    if tl.program_id(0) * HEADS // NUM_HEADS >= query_len:
         return
     dim = tl.arange(0, WIDTH)
-    chunk = tl.arange(0, MOST)
-    lses = partial + items * (NUM_HEADS * HEAD_DIM)
+    part = tl.arange(0, MOST)
+    rows = NUM_HEADS  # known to the compiler, unless MANY
+    if MANY:
+        rows = most * NUM_HEADS
+    lses = partial + items * rows * HEAD_DIM
     sharing = shared_last - shared_first
     shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
     for h in range(HEADS):
-        head = tl.program_id(0) * HEADS + h
-        index = (first + chunk) * NUM_HEADS + head
-        lse = tl.load(lses + index, mask=chunk < splits, other=float("-inf"))
+        row = tl.program_id(0) * HEADS + h
+        head = row % NUM_HEADS
+        lse = tl.load(lses + (first + part) * rows + row, mask=part < count, other=float("-inf"))
         top = tl.max(lse, 0)
         lse_too = lse
         if HAS_SHARED:
-            index = (s - shared_first + chunk * sharing) * NUM_HEADS + head
-            lse_too = tl.load(shared_lses + index, mask=chunk < parts_too, other=float("-inf"))
+            index = (s - shared_first + part * sharing) * NUM_HEADS + head
+            lse_too = tl.load(shared_lses + index, mask=part < parts_too, other=float("-inf"))
             top = tl.maximum(top, tl.max(lse_too, 0))
         total = tl.sum(tl.exp2(lse - top), 0)
         sums = _add_parts(
-            partial, lses, first, splits, 1, head, top, tl.zeros([WIDTH], tl.float32),
-            NUM_HEADS, HEAD_DIM, STEP, WIDTH,
+            partial, lses, first, count, 1, row, rows, top, tl.zeros([WIDTH], tl.float32),
+            HEAD_DIM, STEP, WIDTH,
         )  # fmt: skip
         if HAS_SHARED:
             total += tl.sum(tl.exp2(lse_too - top), 0)
             sums = _add_parts(
-                shared_partial, shared_lses, s - shared_first, parts_too, sharing, head, top, sums,
-                NUM_HEADS, HEAD_DIM, STEP, WIDTH,
+                shared_partial, shared_lses, s - shared_first, parts_too, sharing,
+                head, NUM_HEADS, top, sums, HEAD_DIM, STEP, WIDTH,
             )  # fmt: skip
-        to = out + start.to(tl.int64) * o_stride + head * O_HEAD + dim
+        to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
         tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
@@ -162,9 +152,8 @@ class Plan:
     variant: Variant
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
-    """Those that come first: the output's stride, num_seqs."""
+    """Those that come first: the output's stride, num_seqs, most, items."""
     target: int
-    items: int
 
 
 def plan_merge(
@@ -174,43 +163,151 @@ def plan_merge(
     grid: Grid,
     *,
     group: int,
+    most: int,
     window: int | None,
     tile: int,
     shared: Shared,
 ) -> Plan:
-    """How the sequences in several chunks are merged; a tile is as many keys as in `decode`."""
+    """How the sequences in several parts are merged; a tile is as many keys as in `decode`."""
     num_heads, head_dim = out.shape[1:]
-    many = batch.num_seqs * num_heads > MANY_PROGRAMS and not (grid.alike or shared.chunks)
-    heads = group if many else 1
-    most = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
-    step = FEW_CHUNKS if many or shared.chunks else chunks_at_once(most, head_dim)
+    heads = 1
+    if not (grid.alike or shared.chunks):
+        heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
+    parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
+    at_once = parts_at_once(parts, head_dim)
+    step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
     chained = place.can_chain(out.device)
     constants = (
-        out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, tile,
-        grid.vector, grid.alike, heads, most, min(most, step), power_of_two(head_dim), chained,
+        out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
+        grid.vector, grid.alike, heads, parts, step, power_of_two(head_dim), chained,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
-    variant = _merge_chunks.variant(
+    variant = _merge_parts.variant(
         place, out.device, (out.dtype,), constants, num_warps=WARPS, **options
     )
-    numbers = (out.stride(0), batch.num_seqs)
-    grid_shape = (num_heads // heads, batch.num_seqs, 1)
-    return Plan(variant, grid_shape, numbers, grid.target, grid.items)
+    numbers = (out.stride(0), batch.num_seqs, most, grid.items)
+    return Plan(variant, (most * num_heads // heads, batch.num_seqs, 1), numbers, grid.target)
+
+
+def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> int:
+    """Heads that a program merges one after the other: few where programs are few."""
+    if many:
+        return 1 if vector < MANY_SEQS else group
+    fits = (n for n in range(1, group + 1) if vector * num_heads // n <= MANY_PROGRAMS)
+    return next((n for n in fits if group % n == 0), group)
 
 
 def merge(
     plan: Plan, partial: Tensor, batch: PagedBatch, out: Tensor, window: int, shared: Shared
 ) -> None:
-    """Write the rows of the sequences in several chunks."""
+    """Write the rows of the sequences in several parts."""
     parts_too = partial if shared.partial is None else shared.partial
     tensors = (partial, parts_too, out, batch.query_start_loc, batch.seq_lens)
     numbers = (
-        *plan.numbers, window, plan.target, plan.items,
+        *plan.numbers, window, plan.target,
         shared.first_seq, shared.last_seq, shared.num_tokens, shared.chunks,
     )  # fmt: skip
     plan.variant.launch(plan.grid, tensors, numbers)
 
 
-def chunks_at_once(most: int, head_dim: int) -> int:
-    """Chunks that a program loads together: 128 registers a thread hold their parts."""
+def parts_at_once(most: int, head_dim: int) -> int:
+    """Parts that a program loads together: 128 registers a thread hold them."""
     return min(most, 128 * 32 * WARPS // max(128, power_of_two(head_dim)))
+
+
+@launcher(
+    integers=("o_stride", "records", "items"),
+    indices=("query_start_loc", "work"),
+    pointers=("out",),
+)
+def _merge_pieces(
+    partial: tl.tensor,  # float32 [items, PACK * TOKENS, head_dim] parts, then without head_dim
+    work: tl.tensor,  # int32, of prefill_order
+    out: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
+    query_start_loc: tl.tensor,  # int32 [num_seqs + 1], read unless PLANNED
+    o_stride: tl.tensor,  # from token to token
+    records: tl.tensor,  # where they begin in work
+    items: tl.tensor,  # at most
+    O_HEAD: tl.constexpr,  # from head to head
+    HEAD_DIM: tl.constexpr,
+    SLICES: tl.constexpr,
+    PACK: tl.constexpr,  # heads an item
+    TOKENS: tl.constexpr,  # an item
+    PLANNED: tl.constexpr,
+    ROWS: tl.constexpr,  # a program
+    STEP: tl.constexpr,  # parts loaded at once
+    WIDTH: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    if CHAINED:
+        gdc_wait()
+    tile = tl.program_id(1)
+    if not PLANNED:  # then there is a record for each tile of the only sequence
+        query_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
+        if tile * TOKENS >= query_len:
+            return
+    record = work + records + tile * RECORD
+    rank = tl.load(record)
+    pieces = tl.load(record + 1)
+    start = tl.load(record + 2)
+    tokens = tl.load(record + 3)
+    chunks: tl.constexpr = PACK * TOKENS // ROWS
+    begin = tl.program_id(0) % chunks * ROWS
+    if (pieces <= 1) | (begin // PACK >= tokens):
+        return
+    part = tl.program_id(0) // chunks
+    r = begin + tl.arange(0, ROWS)
+    dim = tl.arange(0, WIDTH)
+    inside = (dim < HEAD_DIM)[None, None, :]
+    live = r // PACK < tokens
+    highest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    for first in range(0, pieces, STEP):
+        piece = first + tl.arange(0, STEP)
+        entry = ((rank + piece) * SLICES + part)[:, None] * (PACK * TOKENS) + r[None, :]
+        there = (piece < pieces)[:, None] & live[None, :]
+        lse = tl.load(
+            partial + items * (PACK * TOKENS * HEAD_DIM) + entry, mask=there, other=float("-inf")
+        )
+        now = tl.maximum(highest, tl.max(lse, 0))
+        weight = tl.exp2(lse - now[None, :])
+        rescale = tl.exp2(highest - now)
+        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
+        parts = tl.load(at, mask=there[:, :, None] & inside, other=0.0)
+        sums = sums * rescale[:, None] + tl.sum(parts * weight[:, :, None], 0)
+        total = total * rescale + tl.sum(weight, 0)
+        highest = now
+    to = (start + r // PACK).to(tl.int64) * o_stride + (part * PACK + r % PACK) * O_HEAD
+    result = sums / tl.where(live, total, 1.0)[:, None]
+    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(out + to[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def merge_pieces(
+    place: Place,
+    partial: Tensor,
+    work: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    items: Items,
+    *,
+    pack: int,
+) -> None:
+    """Write the rows of prefill's tiles whose keys were cut; one launch."""
+    head_dim = out.shape[2]
+    chained = place.can_chain(out.device)
+    width = power_of_two(head_dim)
+    rows = min(PIECE_ROWS, pack * items.tokens)
+    constants = (
+        out.stride(1), head_dim, items.slices, pack, items.tokens, batch.num_seqs > 1,
+        rows, max(1, 128 * 32 * PIECE_WARPS // (2 * rows * width)), width, chained,
+    )  # fmt: skip
+    options = {"launch_pdl": True} if chained else {}
+    variant = _merge_pieces.variant(
+        place, out.device, (out.dtype,), constants, num_warps=PIECE_WARPS, **options
+    )
+    tensors = (partial, work, out, batch.query_start_loc)
+    numbers = (out.stride(0), items.records, items.ranks * items.slices)
+    grid = (items.slices * (pack * items.tokens // rows), items.tiles, 1)
+    variant.launch(grid, tensors, numbers)

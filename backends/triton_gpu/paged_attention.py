@@ -1,11 +1,12 @@
 """Attention over the paged cache on a GPU: which kernel takes which sequence.
 
-Sequences with one query token go to `decode`, which splits long ones over programs, the others to
-`prefill`. A batch of decode alone or of one sequence is told by what the host knows, max_query_len
-and num_seqs, and launches one of the two; any other batch launches both, and each leaves the
-other's rows alone. float32, which decode's products have no matrix instruction for, is prefill's
-whatever its query length, and is never split. A prefix that the batch says is shared is read by
-`cascade` where that pays. Formulas, layouts and grids stand in the files.
+Sequences with one query token go to `decode`, which splits long ones over programs, the
+others to `prefill`; a batch none of whose sequences has more than a few (`longest_decoded`) is
+decode's whole. A batch of decode alone or of one sequence is told by what the host knows,
+max_query_len and num_seqs, and launches one of the two; any other batch launches both, and each
+leaves the other's rows alone. float32, which decode's products have no matrix instruction for, is
+prefill's whatever its query length, and is never split. A prefix that the batch says is shared is
+read by `cascade` where that pays. Formulas, layouts and grids stand in the files.
 
 Batch-invariant: decode takes every sequence of one query token, and cuts it by its own length;
 prefill must choose its tiles by what a layer's calls have in common, not by the batch. No cascade.
@@ -23,11 +24,18 @@ from torch import Tensor
 
 from backends.checks import check_logits, check_paged_attention
 from backends.contract import Backend, PagedBatch
+from backends.triton_gpu import hopper_prefill
 from backends.triton_gpu.cascade import cascade
-from backends.triton_gpu.decode import Plan, decode, plan_decode
-from backends.triton_gpu.place import Place, sign
+from backends.triton_gpu.decode import Plan, decode, plan_decode, rows_a_program
+from backends.triton_gpu.place import Place, ceil_div, sign
 from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.splits import MAX_PLANNED
 from backends.triton_gpu.terms import Terms
+
+MOST_ROWS = 128
+"""Rows of a sequence and KV head that decode takes at most."""
+FEW_SLICES = 4
+"""Programs that they take at most where prefill does not cut keys."""
 
 
 def paged_attention(
@@ -54,8 +62,9 @@ def paged_attention(
     """
     signature = (
         "attention", sign(query), sign(k_cache), sign(v_cache), sign(out), sign(batch.block_table),
-        batch.num_tokens, window is None, soft_cap is None, sign(sinks), sign(k_scale),
-        sign(v_scale), batch.max_seq_len if batch_invariant else -1,
+        batch.num_tokens, min(batch.max_query_len, MOST_ROWS + 1), window is None,
+        soft_cap is None, sign(sinks), sign(k_scale), sign(v_scale), batch.max_seq_len if
+        batch_invariant else -1,
     )  # fmt: skip
     known = cast("_Known | None", place.plan(signature))
     if known is None or batch.max_seq_len > known.room:
@@ -75,22 +84,19 @@ def paged_attention(
     e4m3 = k_cache.dtype == torch.float8_e4m3fn
     terms = Terms(float(scale), window, soft_cap, sinks, e4m3, k_scale, v_scale)
     if known is None:
-        known = _Known(
-            batch.block_table.shape[1] * k_cache.shape[1],
-            plan_decode(
-                place, query, k_cache, v_cache, batch, out, terms, batch_invariant=batch_invariant
-            ),
-        )  # fmt: skip
+        known = _know(
+            place, query, k_cache, v_cache, batch, out, terms, batch_invariant=batch_invariant
+        )
         place.keep(signature, known)
     alone = batch.num_seqs == 1 and not batch_invariant
-    decodes = query.element_size() == 2 and (batch.max_query_len <= 1 or not alone)
+    decodes = query.element_size() == 2 and (batch.max_query_len <= known.most or not alone)
     if decodes and (batch.shared_prefix is None or batch_invariant):
         decode(known.plan, query, k_cache, v_cache, batch, out, terms)
     elif decodes:
         shared = cascade(place, query, k_cache, v_cache, batch, terms)
         plan = plan_decode(place, query, k_cache, v_cache, batch, out, terms, shared=shared)
         decode(plan, query, k_cache, v_cache, batch, out, terms, shared)
-    if batch.max_query_len > 1 or not decodes:
+    if batch.max_query_len > known.most or not decodes:
         if e4m3:
             k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
         prefill(
@@ -107,4 +113,53 @@ class _Known(NamedTuple):
 
     room: int
     """Positions that a row of the block table has entries for."""
+    most: int
+    """Query tokens of a sequence that decode takes."""
     plan: Plan
+
+
+def _know(
+    place: Place,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    terms: Terms,
+    *,
+    batch_invariant: bool,
+) -> _Known:
+    """Plan a call whose arguments have been checked."""
+    most = 1
+    if not batch_invariant and batch.shared_prefix is None:
+        most = longest_decoded(place, query, k_cache, v_cache, out, batch, terms.scale)
+    plan = plan_decode(
+        place, query, k_cache, v_cache, batch, out, terms,
+        most=most, batch_invariant=batch_invariant,
+    )  # fmt: skip
+    return _Known(batch.block_table.shape[1] * k_cache.shape[1], most, plan)
+
+
+def longest_decoded(
+    place: Place,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    batch: PagedBatch,
+    scale: float,
+) -> int:
+    """Query tokens of a sequence up to which decode takes it: all of the batch's, or one.
+
+    All where decode reads the keys no more often than prefill would: a program of decode reads
+    them for 8 or 16 rows, and an item of Hopper's prefill for up to 128, in about the same time.
+    """
+    group, longest = query.shape[1] // k_cache.shape[2], batch.max_query_len
+    rows = longest * group
+    if longest <= 1 or rows > MOST_ROWS or query.element_size() != 2:
+        return 1
+    slices = ceil_div(rows, rows_a_program(group, query.shape[2], many=True))
+    items = FEW_SLICES
+    if hopper_prefill.can_attend(place, query, k_cache, v_cache, out, scale):
+        items = hopper_prefill.items_a_kv_head(group, longest)
+    return longest if slices <= items and batch.num_seqs <= MAX_PLANNED else 1

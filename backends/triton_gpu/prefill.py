@@ -259,6 +259,7 @@ def prefill(
         hopper_prefill.attend(
             place, query, k_cache, v_cache, batch, out, shortest=shortest,
             scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
+            may_split=not batch_invariant,
         )  # fmt: skip
         return
     width = max(16, power_of_two(head_dim))

@@ -9,9 +9,16 @@ time is about as long. So
     rank = tiles of the sequences that are longer, or as long and before + tiles ahead in its own
 
 and each tile finds its own rank, in a program of its own: no sorting. The list of work is int32
-[ENTRY + ENTRY * tiles]: the number of tiles in the first place, then for each rank (sequence, first
-row, tokens, position of the first, keys of the sequence, position of its first query token) and
-two places that are not used. Sequences of fewer than `shortest` query tokens are left out.
+[ENTRY + ENTRY * ranks]: the number of ranks in the first place, then for each rank (sequence, first
+row, tokens, position of the first, keys of the sequence, position of its first query token, piece,
+pieces). Sequences of fewer than `shortest` query tokens are left out.
+
+Where tiles are too few for the programs and contexts long (SPLIT), the keys of a tile are cut into
+pieces, with a rank each, one after the other: floor(its tiles of keys / chunk), where chunk is such
+that all pieces make 1 to WAVES rounds of the programs, whichever takes the fewest steps, or no tile
+is cut. A step is a tile of keys; an item costs ITEM_STEPS beside its own, and the merge
+MERGE_STEPS. Behind the ranks stands a record for each tile, [RECORD]: its first rank, its pieces,
+first row and tokens.
 
 Grid: one program for each tile that there may be, num_tokens // TOKENS + num_seqs; sequence s owns
 the programs from query_start_loc[s] // TOKENS + s on and each finds its sequence by bisection (the
@@ -20,15 +27,22 @@ numbering is vLLM's). Knows lengths alone: neither caches nor tables.
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+from dataclasses import dataclass
+
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.place import Place, device_function, jit
+from backends.triton_gpu.launch import launcher
+from backends.triton_gpu.place import Place, device_function
 
 ENTRY = tl.constexpr(8)
-"""int32 a tile in the list of work, and ahead of it."""
+"""int32 a rank in the list of work, and ahead of it."""
+RECORD = tl.constexpr(4)
+WAVES = tl.constexpr(4)
+ITEM_STEPS = tl.constexpr(1)
+MERGE_STEPS = tl.constexpr(2)
 SEQS = 128  # looked at together
 
 
@@ -57,60 +71,199 @@ def find_tile(
     return low, start, query_len, first, (tile - start // TOKENS - low) * TOKENS
 
 
-@jit(
-    do_not_specialize=["num_seqs", "shortest"],
-    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "work"],
-)
+@device_function
+def _load_seqs(
+    query_start_loc: tl.tensor, seq_lens: tl.tensor, num_seqs: tl.tensor, base: tl.tensor,
+    shortest: tl.tensor, TOKENS: tl.constexpr, SEQS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """(sequences from `base` on, their tiles of query tokens, query lengths, lengths)."""
+    s = base + tl.arange(0, SEQS)
+    from_row = tl.load(query_start_loc + s, mask=s < num_seqs, other=0)
+    to_row = tl.load(query_start_loc + s + 1, mask=s < num_seqs, other=0)
+    lengths = tl.load(seq_lens + s, mask=s < num_seqs, other=0)
+    counts = (to_row - from_row + TOKENS - 1) // TOKENS
+    counts = tl.where(to_row - from_row < shortest, 0, counts)
+    return s, counts, to_row - from_row, lengths
+
+
+@device_function
+def _count_steps(
+    length: tl.tensor, query_len: tl.tensor, window: tl.tensor,
+    TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """(tiles of keys that an item of a sequence has at most, pieces that each has at most)."""
+    least = length - query_len + 1
+    longest = (length + TILE - 1) // TILE
+    if HAS_WINDOW:
+        least = tl.minimum(least, window)
+        longest = tl.minimum(longest, window // TILE + 2)
+    return longest, tl.maximum(tl.minimum((least + TILE - 1) // TILE, longest // 2), 1)
+
+
+@device_function
+def _count_pieces(longest: tl.tensor, most: tl.tensor, chunk: tl.tensor) -> tl.tensor:
+    return tl.minimum(tl.maximum(longest // chunk, 1), most)
+
+
+@device_function
+def _choose_chunk(
+    query_start_loc: tl.tensor, seq_lens: tl.tensor, num_seqs: tl.tensor, shortest: tl.tensor,
+    window: tl.tensor, programs: tl.tensor,
+    TOKENS: tl.constexpr, SEQS: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Tiles of keys a piece, such that all take the fewest steps; 2^30: nothing is cut."""
+    items = num_seqs * 0
+    work = items
+    top = items
+    for base in range(0, num_seqs, SEQS):
+        _, counts, query_len, length = _load_seqs(
+            query_start_loc, seq_lens, num_seqs, base, shortest, TOKENS, SEQS
+        )
+        longest, _ = _count_steps(length, query_len, window, TILE, HAS_WINDOW)
+        longest = tl.where(counts > 0, longest, 0)
+        items += tl.sum(counts, 0) * SLICES
+        work += tl.sum(counts * longest, 0) * SLICES
+        top = tl.maximum(top, tl.max(longest, 0))
+    best = items * 0 + (1 << 30)
+    fewest = _steps(items, work, top, programs)
+    for wave in tl.static_range(1, WAVES + 1):
+        chunk = tl.maximum((work + wave * programs - 1) // (wave * programs), 1)
+        cut = items * 0
+        top = items * 0
+        for base in range(0, num_seqs, SEQS):
+            _, counts, query_len, length = _load_seqs(
+                query_start_loc, seq_lens, num_seqs, base, shortest, TOKENS, SEQS
+            )
+            longest, most = _count_steps(length, query_len, window, TILE, HAS_WINDOW)
+            pieces = _count_pieces(longest, most, chunk)
+            cut += tl.sum(counts * pieces, 0) * SLICES
+            size = tl.where(counts > 0, (longest + pieces - 1) // pieces, 0)
+            top = tl.maximum(top, tl.max(size, 0))
+        steps = _steps(cut, work, top, programs) + MERGE_STEPS
+        best = tl.where(steps < fewest, chunk, best)
+        fewest = tl.minimum(steps, fewest)
+    return best
+
+
+@device_function
+def _steps(items: tl.tensor, work: tl.tensor, top: tl.tensor, programs: tl.tensor) -> tl.tensor:
+    """Steps until the last program is done with so many items, `top` the longest."""
+    rounds = ((items + programs - 1) // programs).to(tl.float32)
+    mean = work.to(tl.float32) / tl.maximum(items, 1).to(tl.float32)
+    return tl.maximum(rounds * mean, top.to(tl.float32)) + rounds * ITEM_STEPS
+
+
+@launcher(
+    integers=("num_seqs", "shortest", "window", "programs", "records"),
+    indices=("query_start_loc", "seq_lens", "work"),
+)  # fmt: skip
 def _rank(
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
-    work: tl.tensor,  # int32 [ENTRY + ENTRY * programs]
+    work: tl.tensor,  # int32 [ENTRY + ENTRY * ranks, RECORD * tiles]
     num_seqs: tl.tensor,
     shortest: tl.tensor,  # query tokens; sequences with fewer are left out
+    window: tl.tensor,  # used if HAS_WINDOW and SPLIT, as the others
+    programs: tl.tensor,  # that share the items
+    records: tl.tensor,  # where they begin
     TOKENS: tl.constexpr,
     SEQS: tl.constexpr,
+    SLICES: tl.constexpr,  # items a rank
+    TILE: tl.constexpr,  # keys
+    HAS_WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
 ) -> None:
     mine, start, query_len, first, skipped = find_tile(
         query_start_loc, seq_lens, num_seqs, tl.program_id(0), TOKENS
     )
     length = first + query_len
+    chunk = num_seqs * 0 + 1
+    pieces = chunk
+    if SPLIT:
+        chunk = _choose_chunk(
+            query_start_loc, seq_lens, num_seqs, shortest, window, programs,
+            TOKENS, SEQS, SLICES, TILE, HAS_WINDOW,
+        )  # fmt: skip
+        longest, most = _count_steps(length, query_len, window, TILE, HAS_WINDOW)
+        pieces = _count_pieces(longest, most, chunk)
     rank = mine * 0
-    tiles = mine * 0
+    ranks = mine * 0
     behind = mine * 0
     for base in range(0, num_seqs, SEQS):
-        s = base + tl.arange(0, SEQS)
-        from_row = tl.load(query_start_loc + s, mask=s < num_seqs, other=0)
-        to_row = tl.load(query_start_loc + s + 1, mask=s < num_seqs, other=0)
-        lengths = tl.load(seq_lens + s, mask=s < num_seqs, other=0)
-        counts = (to_row - from_row + TOKENS - 1) // TOKENS
-        counts = tl.where(to_row - from_row < shortest, 0, counts)
+        s, counts, query_lens, lengths = _load_seqs(
+            query_start_loc, seq_lens, num_seqs, base, shortest, TOKENS, SEQS
+        )
         before = (lengths > length) | ((lengths == length) & (s < mine))
-        rank += tl.sum(tl.where(before, counts, 0), 0)
         after = (counts > 0) & ~before & (s != mine)
         behind += tl.sum(after.to(tl.int32), 0)
-        tiles += tl.sum(counts, 0)
+        if SPLIT:
+            sizes, limits = _count_steps(lengths, query_lens, window, TILE, HAS_WINDOW)
+            counts *= _count_pieces(sizes, limits, chunk)
+        rank += tl.sum(tl.where(before, counts, 0), 0)
+        ranks += tl.sum(counts, 0)
     falling = behind % 2 == 0
-    rank += tl.where(falling, (query_len - skipped - 1) // TOKENS, skipped // TOKENS)
+    rank += tl.where(falling, (query_len - skipped - 1) // TOKENS, skipped // TOKENS) * pieces
     if tl.program_id(0) == 0:
-        tl.store(work, tiles)
-    if (skipped < query_len) & (query_len >= shortest):
-        entry = work + ENTRY + rank * ENTRY
-        tl.store(entry, mine)
-        tl.store(entry + 1, start + skipped)
-        tl.store(entry + 2, tl.minimum(query_len - skipped, TOKENS))
-        tl.store(entry + 3, first + skipped)
-        tl.store(entry + 4, length)
-        tl.store(entry + 5, first)
+        tl.store(work, ranks)
+    live = (skipped < query_len) & (query_len >= shortest)
+    if live:
+        for piece in range(pieces):
+            entry = work + ENTRY + (rank + piece) * ENTRY
+            tl.store(entry, mine)
+            tl.store(entry + 1, start + skipped)
+            tl.store(entry + 2, tl.minimum(query_len - skipped, TOKENS))
+            tl.store(entry + 3, first + skipped)
+            tl.store(entry + 4, length)
+            tl.store(entry + 5, first)
+            tl.store(entry + 6, piece)
+            tl.store(entry + 7, pieces)
+    if SPLIT:
+        record = work + records + tl.program_id(0) * RECORD
+        tl.store(record, rank)
+        tl.store(record + 1, tl.where(live, pieces, 0))
+        tl.store(record + 2, start + skipped)
+        tl.store(record + 3, tl.minimum(query_len - skipped, TOKENS))
 
 
-def order_tiles(place: Place, batch: PagedBatch, *, tokens: int, shortest: int) -> Tensor:
-    """The list of work for tiles of so many tokens; one launch, no synchronisation."""
-    programs = batch.num_tokens // tokens + batch.num_seqs
-    size = ENTRY.value + ENTRY.value * programs
+@dataclass(frozen=True, slots=True)
+class Items:
+    """How a batch is cut, as far as its shape says."""
+
+    tokens: int
+    """Query tokens a tile."""
+    slices: int
+    """Items a tile and piece."""
+    tile: int
+    """Keys a step."""
+    tiles: int
+    """At most."""
+    programs: int
+    """That share the items."""
+    split: bool
+    """Whether keys may be cut."""
+
+    @property
+    def ranks(self) -> int:
+        """At most: each wave has room for one item a program, and each tile has one rank."""
+        waves = int(WAVES.value) if self.split else 0
+        return self.tiles + waves * self.programs // self.slices
+
+    @property
+    def records(self) -> int:
+        """Where they begin in the list of work."""
+        return int(ENTRY.value) * (1 + self.ranks)
+
+
+def order_tiles(
+    place: Place, batch: PagedBatch, items: Items, *, shortest: int, window: int | None
+) -> Tensor:
+    """The list of work; one launch, no synchronisation."""
+    size = items.records + items.split * RECORD.value * items.tiles
     work = torch.empty(size, dtype=torch.int32, device=batch.device)
-    with place.guard(batch.device):
-        _rank[programs,](
-            batch.query_start_loc, batch.seq_lens, work, batch.num_seqs, shortest,
-            tokens, SEQS, num_warps=1,
-        )  # fmt: skip
+    constants = (items.tokens, SEQS, items.slices, items.tile, window is not None, items.split)
+    variant = _rank.variant(place, batch.device, (), constants, num_warps=1)
+    numbers = (batch.num_seqs, shortest, window or 0, items.programs, items.records)
+    tensors = (batch.query_start_loc, batch.seq_lens, work)
+    variant.launch((items.tiles, 1, 1), tensors, numbers)
     return work

@@ -2,8 +2,8 @@
 
 Each operation is called as layers will call it, on batches in which no sequence has a query token,
 so that kernels start and return. Variants differ by the layer, by the length of decode's planning
-vector and by whether its merge has many programs: the smallest and the largest batch of each length
-meet them all.
+vector, by whether decode takes several tokens a sequence, and prefill's by whether there are
+several sequences and contexts long enough to be cut.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,14 @@ import torch
 
 from backends.contract import Backend, LayerCall, PagedBatch, SharedPrefix
 from backends.triton_gpu import cascade, decode
+from backends.triton_gpu.hopper_prefill import LONG_ENOUGH
+from backends.triton_gpu.paged_attention import MOST_ROWS
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
 from backends.triton_gpu.terms import Terms
+
+LONG = LONG_ENOUGH * 128
+"""Positions from which keys of prefill may be cut."""
 
 
 def warm_up(
@@ -32,9 +37,13 @@ def warm_up(
             _attend(backend, layer, batch)
             if layer.shared_prefix and num_seqs <= VECTORS[-1]:
                 _share(place, layer, batch)
+            if max_query_len > 1:
+                _attend(backend, layer, _idle(device, num_seqs, 2 * num_seqs, 2))
         for num_seqs in (1, 2) if max_query_len > 1 else ():
             for query_len in sorted({2, max_query_len}):
                 _attend(backend, layer, _idle(device, num_seqs, query_len, query_len))
+            query_len = min(max_query_len, MOST_ROWS + 1)
+            _attend(backend, layer, _idle(device, num_seqs, query_len, query_len, LONG))
         batch = _idle(device, 1, 1, 1)
         _, num_kv_heads, head_dim = layer.k_cache.shape[1:]
         rows = torch.zeros(1, num_kv_heads, head_dim, dtype=layer.dtype, device=device)
@@ -61,16 +70,17 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return sorted(sizes)
 
 
-def _idle(device: torch.device, num_seqs: int, rows: int, query_len: int) -> PagedBatch:
+def _idle(
+    device: torch.device, num_seqs: int, rows: int, query_len: int, max_seq_len: int = 1
+) -> PagedBatch:
     """A batch of sequences without query tokens, whose host-side numbers say otherwise."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
-    return PagedBatch(
-        zeros(num_seqs + 1), zeros(num_seqs), zeros(num_seqs, cascade.WHOLE), slots, query_len, 1
-    )
+    table = zeros(num_seqs, max(cascade.WHOLE, max_seq_len))
+    return PagedBatch(zeros(num_seqs + 1), zeros(num_seqs), table, slots, query_len, max_seq_len)
 
 
 def _queries(layer: LayerCall, batch: PagedBatch) -> torch.Tensor:

@@ -22,13 +22,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from backends.triton_gpu import hopper_prefill, prefill, prefill_order
 
-INT32 = ("num_seqs", "table_stride", "window", "shortest")
+INT32 = (
+    "num_seqs", "table_stride", "window", "shortest", "most_items", "records", "programs",
+)  # fmt: skip
 POINTERS = {
     "query_start_loc": "*i32",
     "seq_lens": "*i32",
     "tables": "*i32",
     "work": "*i32",
     "sinks": "*fp32",
+    "partial": "*fp32",
     "k_scale": "*fp32",
     "v_scale": "*fp32",
 }
@@ -108,6 +111,7 @@ class Case:
     head_dim: int = 128
     group: int = 4
     block_size: int = 16
+    split: bool = False
     features: bool = False
     cap: bool = False
     e4m3: bool = False
@@ -127,6 +131,9 @@ ON_HOPPER = (
     Case(),
     Case("fp16", 80, 5, 32, features=True),
     Case(head_dim=256, group=1, block_size=128),
+    Case(split=True),
+    Case(split=True, features=True, cap=True),
+    Case(head_dim=256, group=1, block_size=128, split=True),
 )
 
 
@@ -169,7 +176,7 @@ def check_portable(case, capability, shared):
 
 def check_hopper(case, *, planned):
     """Loads by the copy engine alone, nothing spills in a loop, softmax and products overlap."""
-    shape = hopper_prefill.shape_for(case.head_dim)
+    shape = hopper_prefill.shape_for(case.head_dim, split=case.split)
     pack = hopper_prefill.heads_an_item(case.group)
     copy = min(case.block_size, shape.tile)
     layout = hopper_prefill.LAYOUT
@@ -186,7 +193,7 @@ def check_hopper(case, *, planned):
         "BLOCK_SIZE": case.block_size, "K_ROWS": case.block_size, "V_ROWS": case.block_size,
         "NUM_HEADS": 8 * case.group, "GROUP": case.group, "HEAD_DIM": case.head_dim,
         "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
-        "PLANNED": planned, "TILE": shape.tile, "BUFFERS": shape.buffers,
+        "PLANNED": planned, "SPLIT": case.split, "TILE": shape.tile, "BUFFERS": shape.buffers,
         "K_DEPTH": shape.k_depth, "V_DEPTH": shape.v_depth,
         "REGISTERS": hopper_prefill.CONSUMER_REGISTERS,
         "LOADER_REGISTERS": hopper_prefill.LOADER_REGISTERS,
@@ -227,10 +234,15 @@ def main():
             check_portable(case, capability, shared)
     check_portable(PORTABLE[1], 80, AMPERE)
     for capability in (80, 90):
-        constants = {"TOKENS": 32, "SEQS": prefill_order.SEQS}
-        made = make(prefill_order._rank, ASTSource, capability, "i32", constants, num_warps=1)
-        assert made.registers <= 64, made.registers
-    for planned, case in zip((True, True, False), ON_HOPPER, strict=True):
+        for split in (False, True):
+            constants = {
+                "TOKENS": 32, "SEQS": prefill_order.SEQS, "SLICES": 8, "TILE": 128,
+                "HAS_WINDOW": split, "SPLIT": split,
+            }  # fmt: skip
+            kernel = prefill_order._rank.kernel
+            made = make(kernel, ASTSource, capability, "i32", constants, num_warps=1)
+            assert made.registers <= 128, made.registers
+    for planned, case in zip((True, True, False, False, True, False), ON_HOPPER, strict=True):
         check_hopper(case, planned=planned)
     sys.stdout.write("all kernels compile\n")
 

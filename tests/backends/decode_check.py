@@ -11,7 +11,7 @@ import sys
 import torch
 import triton
 import triton.language as tl
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import backends
@@ -19,7 +19,7 @@ from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import build
 from backends.triton_gpu import cascade, splits
-from backends.triton_gpu.splits import count_splits
+from backends.triton_gpu.splits import find_part, find_parts
 
 TRITON = backends.get_backend("triton")
 TILE = 32
@@ -50,49 +50,114 @@ CASES = (
     ),
     BASE.with_(name="shared among prefill", seqs=((1, 81), (3, 90)), shared=80, strided=True),
     BASE.with_(name="among prefill", seqs=((1, 100), (40, 50), (1, 64)), padding=2),
+    BASE.with_(name="to verify", seqs=((4, 200), (0, 9), (1, 33), (3, 3)), sinks=True),
+    BASE.with_(name="to verify, alone, 3 slices", seqs=((8, 150),), group=5, num_kv_heads=2),
+    BASE.with_(name="to verify, window", seqs=((4, 200), (3, 130)), window=40, soft_cap=2.0),
+    BASE.with_(name="to verify, window of 1", seqs=((3, 200), (2, 31)), window=1, strided=True),
+    BASE.with_(
+        name="to verify, quantised", seqs=((2, 99), (4, 70)), cache_dtype=E4M3, scales="head"
+    ),
+    BASE.with_(name="long and many short", seqs=((1, 500), *[(1, 9)] * 9), block_size=8),
 )
 
 
 @triton.jit
-def _count(
-    starts, seq_lens, out, num_seqs, target, window, first, last, tokens,
-    HAS_WINDOW: tl.constexpr, HAS_SHARED: tl.constexpr,
+def _plan(
+    starts, seq_lens, work, parts, num_seqs, target, most, window,
+    HAS_WINDOW: tl.constexpr, VECTOR: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
-    counts = count_splits(
-        starts, seq_lens, num_seqs, target, window, (first, last, tokens),
-        HAS_WINDOW, HAS_SHARED, 32, 8,
+    """Which split of which sequence each program has, and which parts the merge looks for."""
+    item = tl.program_id(0)
+    nobody = (0, 0, 0)
+    s, split, splits = find_part(
+        starts, seq_lens, num_seqs, item, target, most, window, nobody,
+        HAS_WINDOW, False, 32, VECTOR, ALIKE,
     )  # fmt: skip
-    tl.store(out + tl.arange(0, 8), counts)
+    tl.store(work + item * 3, s)
+    tl.store(work + item * 3 + 1, split)
+    tl.store(work + item * 3 + 2, splits)
+    if item < num_seqs:
+        first, count = find_parts(
+            starts, seq_lens, item, num_seqs, target, most, window, nobody,
+            HAS_WINDOW, False, 32, VECTOR, ALIKE,
+        )  # fmt: skip
+        tl.store(parts + item * 2, first)
+        tl.store(parts + item * 2 + 1, count)
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(3, 5000)), min_size=1, max_size=8),
-    st.integers(1, 40),
-    st.none() | st.integers(1, 5000),
-)
-@settings(max_examples=40, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-def check_plan(seqs, target, window):
+def plan(seqs, target, most, window, *, alike):
+    """For each program (sequence, split, splits), for each sequence (first part, how many)."""
     starts = torch.tensor([0, *(count for count, _ in seqs)], dtype=torch.int32).cumsum(0).int()
     lengths = torch.tensor([length for _, length in seqs], dtype=torch.int32)
-    out = torch.full((8,), -1, dtype=torch.int32)
-    _count[(1,)](
-        starts, lengths, out, len(seqs), target, window or 0, 0, 0, 0, window is not None, False
-    )
-    counts = out.tolist()
-    tiles = [
-        -(-length // TILE) - (0 if window is None else max(length - window, 0) // TILE)
-        for _, length in seqs
+    vector = 1 if len(seqs) == 1 else splits.MANY_SEQS.value
+    programs = len(seqs) + (target if vector == 1 else splits.FINER.value * target)
+    if alike:
+        target = splits.alike_grid(len(seqs), max(length for _, length in seqs)).target
+        programs = target * len(seqs)
+    work = torch.full((programs, 3), -1, dtype=torch.int32)
+    parts = torch.full((len(seqs), 2), -1, dtype=torch.int32)
+    _plan[(programs,)](
+        starts, lengths, work, parts, len(seqs), target, most, window or 0,
+        window is not None, 0 if alike else vector, alike,
+    )  # fmt: skip
+    return work.tolist(), parts.tolist()
+
+
+def tiles_of(seqs, most, window):
+    """Tiles of keys that decode visits of each sequence."""
+    return [
+        -(-length // TILE) - (0 if window is None else max(length - count + 1 - window, 0) // TILE)
+        if 0 < count <= most
+        else 0
+        for count, length in seqs
     ]
-    assert counts[len(seqs) :] == [0] * (8 - len(seqs))
-    for (count, _), most, chunks in zip(seqs, tiles, counts, strict=False):
-        assert (chunks > 0) == (count == 1)
-        assert chunks <= min(most, target)
-    assert sum(counts) <= len(seqs) + target
-    alone = [most for (count, _), most in zip(seqs, tiles, strict=True) if count == 1]
-    if len(alone) == 1:
-        chunk = -(-alone[0] // target)
-        assert max(counts) in (-(-alone[0] // chunk), alone[0] // chunk)
-        assert max(counts) == -(-alone[0] // chunk) or alone[0] % chunk <= chunk // 8
+
+
+LENGTHS = st.integers(4, 40) | st.integers(4, 5000) | st.sampled_from((32, 64, 1024, 200_000))
+SEQS_OF = st.lists(st.tuples(st.integers(0, 4), LENGTHS), min_size=1, max_size=9)
+QUICK = settings(
+    max_examples=30, deadline=None, derandomize=True, database=None,
+    phases=[Phase.explicit, Phase.generate],
+)  # fmt: skip
+
+
+@given(SEQS_OF, st.integers(1, 40), st.integers(1, 3), st.none() | st.integers(1, 5000))
+@example([(1, 100_000)] + [(1, 20)] * 15, 33, 1, None)
+@QUICK
+def check_plan(seqs, target, most, window):
+    """Every split is one program's, the merge finds it there, and no tile is left out."""
+    wanted = tiles_of(seqs, most, window)
+    for alike in (False, True):
+        work, parts = plan(seqs, target, most, window, alike=alike)
+        mine = [[] for _ in seqs]
+        for item, (s, split, count) in enumerate(work):
+            if s < len(seqs) and (wanted[s] or not alike):
+                mine[s].append((item, split, count))
+        for s, (tiles, (first, count)) in enumerate(zip(wanted, parts, strict=True)):
+            assert count <= tiles
+            assert (count > 0) == (tiles > 0)
+            assert mine[s] == [(first + split, split, count) for split in range(count)]
+    check_balance(work=plan(seqs, target, most, window, alike=False)[0], wanted=wanted)
+
+
+def check_balance(work, wanted):
+    """Where lengths differ much, no part of more than half a chunk comes behind a smaller one."""
+    live = [tiles for tiles in wanted if tiles]
+    sizes = [wanted[s] / count for s, _, count in work if s < len(wanted)]
+    if len(live) > 1 and max(live) * len(live) > 1.25 * sum(live):
+        half = max(sizes) / 2.25
+        small = [size < half for size in sizes]
+        assert small == sorted(small), sizes
+
+
+@given(st.integers(1, 16), st.integers(1, 3000), st.integers(1, 40))
+@QUICK
+def check_equal_sequences(num_seqs, length, target):
+    """Equal sequences are cut alike, and not at all where they are as many as programs."""
+    _, parts = plan([(1, length)] * num_seqs, target, 1, None, alike=False)
+    tiles = -(-length // TILE)
+    chunk = -(-num_seqs * tiles // target)
+    assert {count for _, count in parts} == {max(1, -(-(tiles - chunk // 8) // chunk))}
 
 
 def check_case(case):
@@ -123,6 +188,7 @@ def check_the_rule():
 
 if __name__ == "__main__":
     check_plan()
+    check_equal_sequences()
     check_the_rule()
     cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
     for one in CASES:

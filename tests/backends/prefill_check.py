@@ -4,6 +4,7 @@ A program of its own, because TRITON_INTERPRET has to be set before triton is fi
 Run by test_triton_prefill.
 """
 
+import math
 import sys
 from dataclasses import replace
 
@@ -16,8 +17,9 @@ from backends import oracle
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import build
-from backends.triton_gpu import prefill_order
+from backends.triton_gpu import merge, prefill_order
 from backends.triton_gpu.place import Place
+from backends.triton_gpu.prefill_order import Items
 
 BASE = AttentionCase("", ((20, 40), (1, 9), (3, 3)), num_kv_heads=1, head_dim=16, padding=1)
 BYTES = BASE.with_(cache_dtype=torch.float8_e4m3fn, scales="head", num_kv_heads=2)
@@ -27,6 +29,7 @@ QUANTISED = (
     BYTES.with_(name="one scale, a window, sinks", scales="tensor", window=7, sinks=True),
 )
 PLACE = Place(interpreting=True)
+TILE = 128
 
 
 @given(
@@ -51,7 +54,8 @@ def check_order(seqs, tokens, shortest, at_once, padding):
         max(lengths),
     )
     prefill_order.SEQS = at_once
-    work = prefill_order.order_tiles(PLACE, batch, tokens=tokens, shortest=shortest).tolist()
+    items = Items(tokens, 1, 128, rows // tokens + len(seqs), 4, split=False)
+    work = prefill_order.order_tiles(PLACE, batch, items, shortest=shortest, window=None).tolist()
     wanted, live = [], [s for s in range(len(seqs)) if counts[s] >= shortest]
     for s in sorted(live, key=lambda s: (lengths[s], -s)):  # the last first, from the end
         before, own = lengths[s] - counts[s], []
@@ -62,6 +66,67 @@ def check_order(seqs, tokens, shortest, at_once, padding):
     entry = prefill_order.ENTRY.value
     assert work[0] == len(wanted)
     assert [tuple(work[entry * (1 + i) :][:6]) for i in range(work[0])] == wanted
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9000)), min_size=1, max_size=6),
+    st.sampled_from((8, 16)),
+    st.integers(1, 9),
+    st.sampled_from((1, 2, 8)),
+    st.none() | st.integers(1, 3000),
+)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+def check_pieces(seqs, tokens, programs, slices, window):
+    """Each tile has all its pieces, side by side, none empty, and the merge's record of them."""
+    counts = [count for count, _ in seqs]
+    starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()
+    lengths = torch.tensor([count + before for count, before in seqs], dtype=torch.int32)
+    rows = torch.full((int(starts[-1]),), -1, dtype=torch.int64)
+    table = torch.zeros(len(seqs), 1, dtype=torch.int32)
+    batch = backends.PagedBatch(starts, lengths, table, rows, 40, 9040)
+    items = Items(tokens, slices, TILE, len(rows) // tokens + len(seqs), programs, split=True)
+    work = prefill_order.order_tiles(PLACE, batch, items, shortest=1, window=window).tolist()
+    entry, record = prefill_order.ENTRY.value, prefill_order.RECORD.value
+    ranks = [tuple(work[entry * (1 + i) :][:entry]) for i in range(work[0])]
+    assert len(ranks) <= items.ranks
+    found = {}
+    for rank, (s, row, count, position, *_, piece, pieces) in enumerate(ranks):
+        low = 0 if window is None else max(position - window + 1, 0) // TILE
+        assert 1 <= pieces <= -(-(position + count) // TILE) - low
+        found.setdefault((s, row, count, pieces), []).append((rank, piece))
+    for (*_, pieces), each in found.items():
+        assert each == [(each[0][0] + piece, piece) for piece in range(pieces)]
+    wanted = [
+        (s, int(starts[s]) + t, min(tokens, counts[s] - t))
+        for s in range(len(seqs))
+        for t in range(0, counts[s], tokens)
+    ]
+    assert sorted(key[:3] for key in found) == wanted
+    records = [tuple(work[items.records + record * i :][:record]) for i in range(items.tiles)]
+    assert sorted(each for each in records if each[1]) == sorted(
+        (each[0][0], key[3], key[1], key[2]) for key, each in found.items()
+    )
+    check_merge(batch, items, torch.tensor(work, dtype=torch.int32), found)
+
+
+def check_merge(batch, items, work, found, pack=2, head_dim=8):
+    """Parts are added up by their weights; whatever was not cut is left alone."""
+    size, most = pack * items.tokens, items.ranks * items.slices
+    parts, lses = torch.randn(most, size, head_dim), torch.randn(most, size) * 9
+    out = torch.full((batch.num_tokens, items.slices * pack, head_dim), torch.nan)
+    partial = torch.cat([parts.flatten(), lses.flatten()])
+    merge.merge_pieces(PLACE, partial, work, batch, out, items, pack=pack)
+    for (_, row, count, pieces), ranks in found.items():
+        if pieces == 1 or batch.num_seqs == 1:
+            continue
+        at = torch.tensor([rank for rank, _ in ranks])[:, None] * items.slices
+        at = at + torch.arange(items.slices)
+        weight = (lses[at].double() * math.log(2)).softmax(0)
+        merged = (parts[at].double() * weight[..., None]).sum(0)[:, : count * pack]
+        merged = merged.unflatten(1, (count, pack)).transpose(0, 1).flatten(1, 2)
+        torch.testing.assert_close(out[row : row + count].double(), merged, atol=1e-5, rtol=1e-5)
+        out[row : row + count] = torch.nan
+    assert batch.num_seqs == 1 or out.isnan().all()
 
 
 def check_scale(case, scale):
@@ -76,6 +141,7 @@ def check_scale(case, scale):
 
 if __name__ == "__main__":
     check_order()
+    check_pieces()
     for number in (-0.3, 0.0, 0.3):
         check_scale(BASE, number)
         check_scale(BASE.with_(soft_cap=2.0, window=7, sinks=True, dtype=torch.float16), number)

@@ -19,6 +19,8 @@ needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installe
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 LONG = AttentionCase("", ((1, 1700), (0, 40), (1, 1), (1, 33), (1, 512)), dtype=torch.bfloat16)
+VERIFY = ((4, 1700), (0, 40), (1, 1), (3, 33), (2, 512))
+E4M3 = torch.float8_e4m3fn
 SHAPES = [
     *(LONG.with_(name=f"group {g}", group=g, head_dim=128) for g in (1, 3, 4, 5, 8, 12, 16, 20)),
     *(LONG.with_(name=f"head_dim {d}", head_dim=d) for d in (64, 80, 96, 112, 128, 256)),
@@ -30,6 +32,14 @@ SHAPES = [
     LONG.with_(name="one huge logit", values="huge"),
     LONG.with_(name="among prefill", seqs=((1, 1500), (40, 300), (1, 64), (3, 700)), padding=2),
     LONG.with_(name="one alone", seqs=((1, 4000),), group=4),
+    *(LONG.with_(name=f"to verify, group {g}", seqs=VERIFY, group=g) for g in (1, 3, 4, 5, 8, 16)),
+    *(LONG.with_(name=f"to verify, head_dim {d}", seqs=VERIFY, head_dim=d) for d in (64, 96, 256)),
+    LONG.with_(name="to verify, alone", seqs=((4, 4000),), group=4, head_dim=128),
+    LONG.with_(name="to verify, 16 tokens", seqs=((16, 4000), (7, 90)), group=1, head_dim=128),
+    LONG.with_(name="to verify, window", seqs=VERIFY, window=900, soft_cap=5.0, sinks=True),
+    LONG.with_(name="to verify, e4m3", seqs=VERIFY, cache_dtype=E4M3, scales="head", group=4),
+    LONG.with_(name="one long, many short", seqs=((1, 9000), *[(1, 40)] * 60), group=4),
+    LONG.with_(name="many short, one long", seqs=(*[(1, 40)] * 60, (1, 9000)), group=4),
     LONG.with_(name="more sequences than are planned", seqs=((1, 3), (1, 20)) * 520, head_dim=16),
 ]
 

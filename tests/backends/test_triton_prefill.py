@@ -28,6 +28,9 @@ BF16 = torch.bfloat16
 MIXED = AttentionCase(
     "", ((1, 37), (9, 9), (40, 133), (0, 0), (1, 1), (150, 150), (70, 200)), padding=3, dtype=BF16
 )
+CUT = MIXED.with_(
+    seqs=((40, 5000), (128, 3000), (0, 0), (5, 4000), (1, 700), (90, 90)), group=4, head_dim=128
+)
 SHAPES = [
     *(MIXED.with_(name=f"group {g}", group=g, head_dim=128) for g in (1, 2, 3, 4, 5, 8, 12, 16)),
     *(MIXED.with_(name=f"head_dim {d}", head_dim=d) for d in (40, 64, 80, 96, 128, 192, 256)),
@@ -52,6 +55,17 @@ SHAPES = [
     MIXED.with_(name="all logits equal", values="equal"),
     MIXED.with_(name="one huge logit", values="huge"),
     MIXED.with_(name="one huge logit, capped", values="huge", soft_cap=30.0),
+    *(
+        CUT.with_(name=f"cut, {n} of {length}", seqs=((n, length),))
+        for n, length in ((2, 5000), (17, 8000), (33, 1025), (64, 1100), (128, 4100), (300, 9000))
+    ),
+    *(CUT.with_(name=f"cut, group {g}", group=g) for g in (1, 2, 5, 8, 16)),
+    *(CUT.with_(name=f"cut, head_dim {d}", head_dim=d) for d in (64, 80, 256)),
+    *(CUT.with_(name=f"cut, window {w}", window=w) for w in (1, 130, 1500)),
+    CUT.with_(name="cut, block size 64", block_size=64),
+    CUT.with_(name="cut, one huge logit", values="huge"),
+    CUT.with_(name="cut, sinks, alone", seqs=((20, 4000),), sinks=True),
+    CUT.with_(name="cut, all", window=2000, soft_cap=5.0, sinks=True, strided=True),
 ]
 
 
@@ -188,3 +202,48 @@ def test_the_sanitizer_finds_nothing_in_prefill_but_the_hand_over_of_triton():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("memcheck finds nothing, racecheck the hand-over alone\n")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_recorded_step_serves_any_mix_of_decode_and_prefill_up_to_its_bounds(triton):
+    """Four sequences, 300 tokens and 5000 positions at most, whatever they were when recorded."""
+    shape = MIXED.with_(group=4, head_dim=128, seqs=((1, 4900), (297, 4900), (1, 700), (1, 1)))
+    widest = build(shape, triton.device)
+    held = backends.PagedBatch(
+        widest.batch.query_start_loc, widest.batch.seq_lens, widest.batch.block_table,
+        torch.full((300,), -1, dtype=torch.int64, device=triton.device), 300, 4900,
+    )  # fmt: skip
+    query, caches = widest.query[:300], [widest.k_cache.clone(), widest.v_cache.clone()]
+    out = torch.empty_like(query)
+
+    def attend():
+        triton.paged_attention(query, *caches, held, scale=widest.scale, out=out)
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    mixes = (
+        ((1, 4900), (1, 30), (1, 700), (1, 1)), ((300, 2000), (0, 0), (0, 0), (0, 0)),
+        ((17, 4900), (1, 100), (0, 0), (0, 0)), ((4, 900), (128, 4000), (100, 100), (2, 2)),
+        ((0, 0), (0, 0), (0, 0), (0, 0)), ((1, 4900), (40, 4900), (3, 300), (0, 0)),
+    )  # fmt: skip
+    for seed, seqs in enumerate(mixes):
+        mix = build(shape.with_(seqs=seqs, seed=seed, padding=0), triton.device, layout=seed)
+        live = int(mix.batch.query_start_loc[-1])
+        query[:live] = mix.query[:live]
+        for cache, content in zip(caches, (mix.k_cache, mix.v_cache), strict=True):
+            assert content.shape[0] <= cache.shape[0]
+            cache[: content.shape[0]] = content
+        held.query_start_loc.copy_(mix.batch.query_start_loc)
+        held.seq_lens.copy_(mix.batch.seq_lens)
+        width = min(held.block_table.shape[1], mix.batch.block_table.shape[1])
+        held.block_table[:, :width] = mix.batch.block_table[:, :width]
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = mix.expected()
+        assert live == 0 or expected.worst_ratio(out[:live]) <= 1
+        assert out[live:].isnan().all()
