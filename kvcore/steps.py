@@ -151,8 +151,10 @@ class StepVerbs(CacheState):
                     start += more
                 length = len(packed) + seq.num_untold_tokens
                 total = length if rooms is None else done + rooms[index]
-                if done <= length <= seq.room and total <= seq.room and (
-                    done < seq.due or len(packed) < seq.due
+                if (
+                    done <= length <= seq.room
+                    and total <= seq.room
+                    and (done < seq.due or len(packed) < seq.due)
                 ):
                     seq.num_computed_tokens = done
                     seq.stop = 0
