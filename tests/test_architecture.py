@@ -1,10 +1,14 @@
 """The plan of the house holds, and the check that says so is itself checked on planted breaches."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.architecture import KVCORE_LAYERS, PACKAGES, violations
+import kvcore
+from kvcore.block import Block, Node
+from kvcore.block_table import BlockTable
+from tests.architecture import KVCORE_INSIDES, KVCORE_LAYERS, PACKAGES, violations
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
@@ -29,6 +33,23 @@ def test_the_top_level_is_what_was_agreed():
 def test_every_file_of_kvcore_has_a_layer_and_every_layer_its_files():
     layered = {name for row in KVCORE_LAYERS for name in row}
     assert layered == {path.stem for path in (ROOT / "kvcore").glob("*.py")}
+
+
+AMBIGUOUS = {  # names that other things have too, which the runner may read
+    "block_sizes", "children", "clear", "due", "match", "name", "path",
+    "num_allocated_blocks", "num_cached_blocks", "num_used_slots", "peak_used_blocks",
+}  # fmt: skip
+
+
+def test_what_is_kvcores_own_is_all_that_the_page_on_the_api_does_not_name():
+    kinds = (Block, Node, BlockTable, kvcore.BlockPool, kvcore.KVSequence, kvcore.Lease)
+    bases = {base for kind in kinds for base in kind.__mro__[:-1]}
+    names = {name for base in bases for name in vars(base) if not name.startswith("_")}
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"\w+", " ".join(re.findall(r"`[^`]*`", page))))
+    named |= set(re.findall(r"\.(\w+)", page))
+    assert names - named - AMBIGUOUS <= KVCORE_INSIDES
+    assert KVCORE_INSIDES.isdisjoint(AMBIGUOUS)
 
 
 PLANTED = {
@@ -60,6 +81,9 @@ PLANTED = {
     ),
     "an import past the root": (
         "model/batch.py", "from kvcore.pool import BlockPool", "imported by its root"
+    ),
+    "a look into a block": (
+        "model/room.py", "def free(block):\n    return block.ref_count == 0", "kvcore's own"
     ),
     "an import in a function": (
         "model/engine.py", "def run():\n    import json\n", "an import inside run"

@@ -106,6 +106,8 @@ class ManagerVerbs(ManagerChecks):
                 return
             room = self.naive.can_reserve(naive, count)
             expect("P13", self.kv.can_reserve(real, count), room, "whether there is room")
+            missing, free = self.kv.num_missing_blocks(real, count), self.kv.num_free_blocks
+            expect("P13", missing <= free, room, "whether what is missing is free")
             if not room:
                 refused(
                     "P13",
@@ -116,6 +118,7 @@ class ManagerVerbs(ManagerChecks):
                 return
             for table, new in zip(delivered, self.kv.reserve(real, count), strict=True):
                 table.extend(new)
+            expect("P13", free - self.kv.num_free_blocks, missing, "the blocks that were missing")
             self.naive.reserve(naive, count)
             kvcore.check(self.kv)
             self.check_delivery(entry)
@@ -336,9 +339,11 @@ class ManagerVerbs(ManagerChecks):
     def end_lease(self, lease, by_id):
         """A completion arrives: in time, late, or for the second time."""
         before = self.view() if lease.lease_id not in self.naive.leases else None
+        exclusive, free = lease.num_exclusive_blocks, self.kv.num_free_blocks
         ended = self.kv.leases.end(lease.lease_id) if by_id else lease.end()
         kvcore.check(self.kv)
         expect("P17", ended, self.naive.end_lease(lease.lease_id), "whether it was active")
+        expect("P20", self.kv.num_free_blocks - free, exclusive, "the blocks it alone held")
         if before is not None:
             expect("P17", self.view(), before, "state after a late completion")
 
@@ -433,7 +438,13 @@ class ManagerVerbs(ManagerChecks):
         return entry
 
     def end(self, entry):
-        self.kv.close(entry[0])
+        kv, table = self.kv, entry[0].tables[0]
+        exclusive, free = kv.num_exclusive_blocks(entry[0]), kv.num_free_blocks
+        shared, held = kv.num_shared_blocks(entry[0]), table.blocks[table.num_null :]
+        kv.close(entry[0])
+        expect("P20", kv.num_free_blocks - free, exclusive, "the blocks that nobody else held")
+        others = [block.ref_count > 0 for block in held]
+        expect("P20", [*others, False].index(False), shared, "the first blocks that others hold")
         self.naive.close(entry[1])
         self.live.remove(entry)
         kvcore.check(self.kv)
