@@ -34,7 +34,9 @@ def prefilled(kv, prompt):
 
 def seen(kv, seqs):
     """What can be hit, what was said of it, and what each sequence holds."""
-    events = [(type(event), event.name, event.group) for event in kv.events.take()]
+    events = [
+        (type(event), name, event.group) for event in kv.events.take() for name in event.names
+    ]
     tables = [seq.block_tables for seq in seqs]
     return events, tables, [seq.tokens for seq in seqs], kvcore.fold((), kv.snapshot())
 

@@ -125,7 +125,12 @@ def test_the_walk_finds_a_field_whose_value_decides_and_is_ignored(outcome, monk
 def start(checkpoint, *argv, **how):
     command = [sys.executable, "-m", "model.run", "--model", str(checkpoint), *USUAL, *argv]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how}
-    return subprocess.Popen(command, cwd=ROOT, text=True, **streams)
+    # What is started in the background may ignore SIGINT, and would pass that on.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, cwd=ROOT, text=True, **streams)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 MANY = [part for n in range(6) for part in ("--prompt", f"a prompt, number {n}")]

@@ -68,7 +68,7 @@ class window_hits_what_it_gave_back(kvcore.BlockPool):
         return found
 
 
-@in_manager("P7", "P24", "P18", "P1", "P2", "P10", rows=(66,), layouts=("full and window",))
+@in_manager("P7", "P24", "P18", "P1", "P2", "P3", "P10", rows=(66,), layouts=("full and window",))
 class window_hits_the_blocks_of_another_group(kvcore.BlockPool):
     def path(self, namespace_key, packed, max_blocks, group, items=None):
         return super().path(namespace_key, packed, max_blocks, 0, items)
