@@ -32,7 +32,7 @@ def partition(manager: KVCacheManager) -> None:
     if num_queued != pool.num_free_blocks:
         _fail("P1", f"{num_queued} blocks in the queue, its counter says {pool.num_free_blocks}")
     idle = sum(1 for _ in pool.free_queue)
-    length = pool.free_queue.__len__()  # noqa: PLC2801  # `len` refuses one below zero
+    length = pool.free_queue.__len__()  # `len` refuses one below zero
     if idle != length:
         _fail("P1", f"{idle} idle blocks in the queue, its length says {length}")
     for block_id, block in enumerate(pool.blocks):
