@@ -30,6 +30,7 @@ def _python(*arguments, interpret):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 @needs_triton
 def test_in_the_interpreter_it_passes_the_quick_conformance_kit():
     done = _python("-m", "backends.conformance", "triton", "--quick", interpret=True)
@@ -37,6 +38,7 @@ def test_in_the_interpreter_it_passes_the_quick_conformance_kit():
     assert "triton on cpu conforms" in done.stdout
 
 
+@pytest.mark.slow
 @needs_triton
 def test_in_the_interpreter_it_agrees_with_numba_and_the_oracle():
     done = _python("-m", "tests.backends.cross_check", "12", interpret=True)

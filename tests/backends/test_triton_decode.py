@@ -44,6 +44,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @needs_triton
 def test_in_the_interpreter_the_plan_holds_and_split_sequences_are_right():
     command = [sys.executable, "-m", "tests.backends.decode_check"]

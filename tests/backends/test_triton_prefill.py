@@ -80,6 +80,7 @@ def triton(request, monkeypatch):
     return backend
 
 
+@pytest.mark.slow
 @needs_triton
 def test_in_the_interpreter_the_order_holds_and_any_scale_is_right():
     command = [sys.executable, "-m", "tests.backends.prefill_check"]
