@@ -59,6 +59,7 @@ _HUB_TIMEOUT_S = 5.0
 _SAMPLE_TEXT = "a text"
 _LAYERS = re.compile(r"(^|_)layers?$")  # num_hidden_layers, n_layer
 _MAX_LAYERS = 10_000
+_MAX_POSITIONS = 2**31 - 1  # a batch numbers them in int32
 _NAMED_SHAPES = 3
 _UNBLAMED = {"model_type", "architectures", "transformers_version"}
 _LoadingInfo = Mapping[str, Collection[object]]
@@ -314,9 +315,10 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
                 f"model: {path}: {name}: wanted at most {_MAX_LAYERS:,}, got {shown(value)}"
             )
     positions = content.get("max_position_embeddings")
-    if isinstance(positions, int) and positions < 1:
+    if isinstance(positions, int) and not 1 <= positions <= _MAX_POSITIONS:
         raise ModelNotFoundError(
-            f"model: {path}: max_position_embeddings: wanted at least 1, got {shown(positions)}"
+            f"model: {path}: max_position_embeddings: wanted at least 1 and at most "
+            f"{_MAX_POSITIONS:,}, got {shown(positions)}"
         )
 
 

@@ -368,6 +368,7 @@ CONFIG = (
     config("vocab_size", 1, "and the network wants 1x48"),
     config("hidden_act", "x", "config.json: hidden_act: no network can be made with 'x'"),
     config("max_position_embeddings", 0, "config.json: max_position_embeddings: wanted at least 1"),
+    config("max_position_embeddings", 10**30, "wanted at least 1 and at most 2,147,483,647"),
     config("max_position_embeddings", 5, "the model has positions for 5 tokens"),
     config("rope_parameters", 3, "config.json: Field 'rope_parameters'"),
     config(
