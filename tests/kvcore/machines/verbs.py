@@ -118,10 +118,11 @@ class ManagerVerbs(ManagerChecks):
                 return
             for table, new in zip(delivered, self.kv.reserve(real, count), strict=True):
                 table.extend(new)
-            expect("P13", free - self.kv.num_free_blocks, missing, "the blocks that were missing")
+            taken = free - self.kv.num_free_blocks
             self.naive.reserve(naive, count)
             kvcore.check(self.kv)
             self.check_delivery(entry)
+            expect("P13", taken, missing, "the blocks that were missing")
 
     @rule(entry=SEQUENCES, spread=st.integers(0, 9))
     def write_drafts(self, entry, spread):
@@ -442,12 +443,13 @@ class ManagerVerbs(ManagerChecks):
         exclusive, free = kv.num_exclusive_blocks(entry[0]), kv.num_free_blocks
         shared, held = kv.num_shared_blocks(entry[0]), table.blocks[table.num_null :]
         kv.close(entry[0])
-        expect("P20", kv.num_free_blocks - free, exclusive, "the blocks that nobody else held")
-        others = [block.ref_count > 0 for block in held]
-        expect("P20", [*others, False].index(False), shared, "the first blocks that others hold")
+        gained = kv.num_free_blocks - free
         self.naive.close(entry[1])
         self.live.remove(entry)
         kvcore.check(self.kv)
+        expect("P20", gained, exclusive, "the blocks that nobody else held")
+        others = [block.ref_count > 0 for block in held]
+        expect("P20", [*others, False].index(False), shared, "the first blocks that others hold")
 
     @rule(
         entry=CLOSED,
