@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import kvcore
-from kvcore.content_tree import ContentTree
 from tests.kvcore.sabotage.registry import changed, in_manager
 
 
@@ -111,19 +110,3 @@ class events_store_every_copy(kvcore.BlockPool):
         for block in blocks:
             if self._log is not None and block.prev_copy is not None:
                 self._log.stored([block.node], namespace_key, group)
-
-
-class JoiningTree(ContentTree):
-    """Tells of a run as one though a copy of something older stands in the middle of it."""
-
-    def _tell(self, log, blocks, namespace_key):
-        new = [block.node for block in blocks if block.node.first_copy is block]
-        if new:
-            log.stored(new, namespace_key, self._group)
-
-
-@in_manager("P21", layouts=("full and window", "full"))
-class events_join_runs_across_a_copy(kvcore.BlockPool):
-    def __init__(self, num_blocks, *block_sizes, log=None):
-        super().__init__(num_blocks, *block_sizes, log=log)
-        self.trees = tuple(JoiningTree(size, group, log) for group, size in enumerate(block_sizes))
