@@ -24,10 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import kvcore
 from model.config import EngineConfig
 from model.errors import InvalidArgumentError
 from model.layout import CacheLayout
-from model.needs import needed_blocks
 
 _GPU_FRACTION = 0.9
 _CPU_BYTES = 1 << 30
@@ -165,7 +165,10 @@ def _useful_blocks(config: EngineConfig, layout: CacheLayout) -> int | None:
         return None
     groups = layout.groups(config.block_size)
     chunk = config.max_num_batched_tokens
-    return sum(needed_blocks(groups, length, chunk) for length in config.expected_lengths)
+    return sum(
+        kvcore.peak_blocks(length, config.block_size, groups=groups, chunk=chunk)
+        for length in config.expected_lengths
+    )
 
 
 def _layers(layout: CacheLayout) -> str:
