@@ -95,16 +95,15 @@ def blocks_still_taken(seq: KVSequence, total: int, chunk: int) -> int:
     where it has room already; otherwise as `peak_blocks`, and O(blocks in sight of windows).
     """
     tables = seq.tables
-    if all([table.num_missing(total) == 0 for table in tables]):
+    if sum([table.num_missing(total) for table in tables]) == 0:
         return 0
     shared: list[list[int]] = []
     held = 0
     for table in tables:
         places: list[int] = []
         if table.forgets:
-            for place in range(table.num_null, len(table.blocks)):
-                if table.blocks[place].ref_count > 1:
-                    places.append(place)
+            known = range(table.num_null, len(table.blocks))
+            places = [place for place in known if table.blocks[place].ref_count > 1]
         shared.append(places)
         held += len(table.blocks) - table.num_null - len(places)
     settled = seq.num_settled_tokens

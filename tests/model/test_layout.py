@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import backends
 import kvcore
 from model import EngineConfig, SamplingParams
-from model.caches import KVCaches
+from model.device.kv_caches import KVCaches
+from model.device.layout import LayerShape, plan_layout
 from model.engine import Engine
-from model.layout import LayerShape, plan_layout
 from tests.model.networks import build
 
 CPU = torch.device("cpu")

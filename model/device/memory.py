@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import kvcore
-from model.config import EngineConfig
+from model.control.config import EngineConfig
+from model.device.layout import CacheLayout
 from model.errors import InvalidArgumentError
-from model.layout import CacheLayout
 
 _GPU_FRACTION = 0.9
 _CPU_BYTES = 1 << 30
