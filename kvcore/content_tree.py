@@ -314,3 +314,22 @@ class ContentTree:
         if not isinstance(node, Block):
             node.parent = self._spare
             self._spare = node
+
+
+def lost_contents(blocks: Sequence[Block]) -> list[tuple[Node, int]]:
+    """Return the contents that no other blocks hold, with their layer groups, in order. O(copies).
+
+    They are lost if these blocks lose theirs.
+    """
+    copies: dict[Node, int] = {}
+    lost: list[tuple[Node, int]] = []
+    for block in blocks:
+        node = block.node
+        if node is None:
+            continue
+        if node.first_copy is not block or node.last_copy is not block:
+            copies[node] = copies.get(node, len(node.copies())) - 1
+            if copies[node]:
+                continue
+        lost.append((node, block.group))
+    return lost

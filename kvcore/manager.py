@@ -336,7 +336,7 @@ class KVCacheManager(StepVerbs):
         items = cut_items(seq.items, told)
         seq.packed.append(0)  # a view that somebody holds of it stops the cut here
         seq.packed.pop()
-        self.pool.drop(leaving(seq, kept))
+        self.pool.release(leaving(seq, kept))
         cut_tables(seq, kept)
         del seq.packed[told:]
         seq.num_untold_tokens = count - told
@@ -438,7 +438,7 @@ class KVCacheManager(StepVerbs):
         What it published can be hit until its blocks are reused.
         """
         self._check_open(seq)
-        self.pool.drop(leaving(seq, 0))
+        self.pool.release(leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
         seq.is_open = False
@@ -482,7 +482,7 @@ class KVCacheManager(StepVerbs):
         self.sequences[seq.seq_id] = seq
         try:
             if seq.wishes:
-                self.pool.hold(hits, kept_hits(self.pool, seq))
+                self.pool.revive(hits, kept_hits(self.pool, seq))
             elif hits:
                 self.pool.revive(hits)
         except BaseException:

@@ -74,7 +74,9 @@ def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[Wish,
             start = place * table.block_size
             wishes = wishes_for(seq.wishes, start, seq.opened_at, pool.step)
             if wishes:
-                kept.append((table.blocks[place], pool.shelf.front(table.blocks[place], wishes)))
+                kept.append(
+                    (table.blocks[place], pool.idle_blocks.front(table.blocks[place], wishes))
+                )
     return kept
 
 
@@ -120,7 +122,7 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
     try:
         pool.hand_out(own)
     except BaseException:
-        pool.drop(held)  # the parent holds them too, so none becomes free
+        pool.release(held)  # the parent holds them too, so none becomes free
         raise
     for block, order in zip(own, found, strict=True):
         pool.assign((block,), order.group)

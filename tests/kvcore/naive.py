@@ -5,6 +5,7 @@ place in a table, content is the whole prefix as a tuple. The state machines run
 thing and compare everything that can be seen.
 """
 
+import functools
 import itertools
 
 
@@ -38,6 +39,7 @@ class NaivePool:
         self.wishes = {}  # block_id: {(priority, deadline)}
         self.shelves = {}  # priority: free blocks
         self.now = 0
+        self.serves = lambda content: True  # whether any hit can use it
 
     def order(self):
         """The free blocks, the one reused next first."""
@@ -111,6 +113,9 @@ class NaivePool:
         last_named = reversed(dict.fromkeys(reversed(block_ids)))
         for block_id in [b for b in last_named if self.refs[b] == 0]:
             self.freed_at[block_id] = self.now
+            content = self.content_of(block_id)
+            if content is not None and not self.serves(content):
+                self.lose_content(block_id)
             if self.content_of(block_id) is None:
                 self.free.insert(0, block_id)
             else:
@@ -171,16 +176,43 @@ def sees(kind, span, query, key):
     return True
 
 
+HORIZON = 64  # no test sequence is longer
+
+
+@functools.cache
+def keeps(group, computed):
+    """The places of full blocks that are needed after `computed` tokens, and the last one."""
+    kind, span, size = group
+    full = computed // size
+    wanted = {full - 1} if full else set()
+    for place in range(full):
+        keys = range(place * size, (place + 1) * size)
+        queries = range(computed, HORIZON)
+        if any(sees(kind, span, query, key) for query in queries for key in keys):
+            wanted.add(place)
+    return frozenset(wanted)
+
+
+@functools.cache
+def needed_by_a_hit(groups, number, end):
+    """Whether a hit of any length, whole blocks of every group, needs the block before `end`."""
+    size = groups[number][2]
+    for length in range(end, HORIZON):
+        is_whole = all(length % other == 0 for _, _, other in groups)
+        if is_whole and end // size - 1 in keeps(groups[number], length):
+            return True
+    return False
+
+
 class NaiveManager:
     """Sequences over a naive pool. `namespace` is any value; None is never cached.
 
     `groups` are (kind, span, block size), kind one of "full", "window", "chunk".
     """
 
-    HORIZON = 64  # no test sequence is longer
-
     def __init__(self, num_blocks, groups, caching=True):
         self.pool = NaivePool(num_blocks)
+        self.pool.serves = self.serves
         self.groups = groups
         self.caching = caching
         self.num_queried = self.num_hit = self.num_resumed = self.num_resumed_hit = 0
@@ -194,16 +226,12 @@ class NaiveManager:
         return full + (1 if rest else 0)
 
     def keeps(self, group, computed):
-        """The places of full blocks that are needed after `computed` tokens, and the last one."""
-        kind, span, size = group
-        full = computed // size
-        wanted = {full - 1} if full else set()
-        for place in range(full):
-            keys = range(place * size, (place + 1) * size)
-            queries = range(computed, self.HORIZON)
-            if any(sees(kind, span, query, key) for query in queries for key in keys):
-                wanted.add(place)
-        return wanted
+        return keeps(group, computed)
+
+    def serves(self, content):
+        """Whether a hit of any length would need the last block of a prefix."""
+        number, _, prefix = content
+        return needed_by_a_hit(tuple(self.groups), number, len(prefix))
 
     def content(self, number, namespace, tokens):
         return (number, namespace, tuple(tokens))
@@ -371,7 +399,7 @@ class NaiveManager:
                         if shared or self.pool.content_of(block_id) is not None:
                             computed = place * group[2]
             for group, table in zip(self.groups, seq.tables, strict=True):
-                wanted = self.keeps(group, computed)
+                wanted = set(self.keeps(group, computed))
                 if computed % group[2]:
                     wanted.add(computed // group[2])
                 if any(not table.entries[place] for place in wanted):

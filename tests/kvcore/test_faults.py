@@ -213,22 +213,20 @@ def test_every_kind_of_place_is_tried(faults):
         with faults.armed(10**9):
             verb(state, faults)
     wanted = {
-        *(f"BlockPool.{verb}" for verb in ("hand_out", "hold", "keep")),
-        "PublishedBlocks.attach",
+        *(f"BlockPool.{verb}" for verb in ("hand_out", "keep", "attach", "next_blocks")),
         *(f"BlockPool.{verb}" for verb in ("forget", "advance", "clear")),
-        *(f"FreeBlocks.{verb}" for verb in ("revive", "drop", "_let_go")),
+        *(f"BlockPool.{verb}" for verb in ("revive", "release", "_let_go")),
         *(
-            "FreeBlocks.next_blocks",
             "ContentTree.attach",
             "ContentTree.match",
             "ContentTree.path",
             "ContentTree._grow",
         ),
         *("EventLog.stored", "EventLog.removed", "EventLog.cleared", "EventLog.take"),
-        *("RetentionShelf.keep", "RetentionShelf.front", "RetentionShelf.expire"),
+        *("IdleBlocks.keep", "IdleBlocks.front", "IdleBlocks.expire"),
         *("xxhash.xxh3_128_digest", "hashlib.sha256", "struct.pack", "array"),
         *("BlockTable.grow", "table.blocks", "packed", "sequences"),
-        *("empty_blocks", "events", "shelf.kept", "roots", "children", "leases.active"),
+        *("empty_blocks", "events", "kept", "roots", "children", "leases.active"),
         *("KVSequence.__init__", "Node.__init__", "Lease.__init__", "CopyOrder.__init__"),
         *("the caller's __index__", "the caller's __len__", "the caller's __iter__"),
         *("the caller's __next__", "the caller's __getitem__"),

@@ -3,7 +3,7 @@
 import kvcore
 from kvcore import doubt
 from kvcore.content_tree import ContentTree
-from kvcore.groups import first_kept_block, longest_servable
+from kvcore.groups import first_kept_block, longest_servable, serves
 from kvcore.prefix import computed_after_cut, computed_in_sight
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import in_manager, patched, sabotage
@@ -117,6 +117,18 @@ class groups_cut_prompts_into_blocks_of_one_size(kvcore.BlockPool):
         super().__init__(num_blocks, *block_sizes, log=log)
         size = min(block_sizes)
         self.trees = tuple(ContentTree(size, group, log) for group in range(len(block_sizes)))
+
+
+@patched(serves, "P29", layouts=("full and wide blocks", *UNEVEN))
+def groups_keep_what_no_hit_can_use(group, place, common_size):
+    return True
+
+
+@patched(serves, "P15", "P6", "P24", layouts=("full and wide blocks", *UNEVEN))
+def groups_keep_the_last_block_of_a_hit_alone(group, place, common_size):
+    """Of a wide window there are several."""
+    end = (place + 1) * group.block_size
+    return isinstance(group, kvcore.FullAttention) or end % common_size == 0
 
 
 @patched(computed_after_cut, "P7", "P14", "P15", "P16", "P9", "P10", layouts=UNEVEN)

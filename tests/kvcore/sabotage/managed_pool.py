@@ -24,7 +24,7 @@ class manager_finds_what_was_evicted(kvcore.BlockPool):
 
 @in_manager("P2", "P7", "P1", "P13", rows=(47,))
 class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):
-    def revive(self, blocks):
+    def revive(self, blocks, kept=()):
         pass
 
 
@@ -96,8 +96,8 @@ class manager_never_hits(kvcore.BlockPool):
 
 @in_manager("P15", rows=(95,))
 class manager_releases_the_head_first(kvcore.BlockPool):
-    def drop(self, blocks):
-        super().drop(blocks[::-1])
+    def release(self, blocks):
+        super().release(blocks[::-1])
 
 
 @in_manager("P4", "P6", rows=(64,))
@@ -130,8 +130,8 @@ class manager_lets_twins_overwrite_each_other(kvcore.BlockPool):
 
 @in_manager("P9", "P6", rows=(86,))
 class manager_gives_a_second_copy_no_identity(kvcore.BlockPool):
-    def attach(self, blocks, namespace_key, above, contents, group):
-        super().attach(blocks, namespace_key, above, contents, group)
+    def attach(self, blocks, namespace_key, above, contents, group, passing=b""):
+        super().attach(blocks, namespace_key, above, contents, group, passing)
         for block in blocks:
             if block.prev_copy is not None:
                 self.trees[group].detach(block)

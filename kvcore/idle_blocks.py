@@ -1,0 +1,171 @@
+"""Free blocks that hold content, in the order of their reuse; and what is kept longer than that.
+
+Those that nobody wants kept go first, least recently used first. Those with a priority wait on a
+shelf each of their own; they are reused when no other free block is left, the lowest priority first
+and least recently used first within it. A block whose time is over joins the ordinary queue as if
+it had been used just then. Blocks that nobody asked to keep are never looked at, and cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import final
+
+from kvcore.block import Block
+from kvcore.free_queue import FreeQueue
+from kvcore.retention import Wish
+
+
+@final
+class IdleBlocks:
+    """The free blocks that hold content, in the order of their reuse.
+
+    Attributes:
+        queue: those that nobody wants kept: they go first, least recently used first.
+        kept: for each kept block's id, free or held, its wishes: the highest priority first, and
+            after it only what holds for longer.
+        num_shelved: how many wait because they are kept.
+    """
+
+    __slots__ = ("_shelves", "kept", "num_shelved", "queue")
+
+    def __init__(self) -> None:
+        self.queue = FreeQueue()
+        self.kept: dict[int, tuple[Wish, ...]] = {}
+        self._shelves: dict[int, FreeQueue] = {}  # by priority
+        self.num_shelved = 0
+
+    def front(self, block: Block, wishes: Sequence[Wish]) -> tuple[Wish, ...]:
+        """Return what a block is kept for if these wishes join. O(wishes)."""
+        latest = 0
+        front: list[Wish] = []
+        for priority, deadline in sorted(
+            [*self.kept.get(block.block_id, ()), *wishes], reverse=True
+        ):
+            if deadline > latest:
+                front.append((priority, deadline))
+                latest = deadline
+        for priority, _ in front:  # nothing that is freed later has to make its shelf
+            if priority not in self._shelves:
+                self._shelves[priority] = FreeQueue()
+        return tuple(front)
+
+    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
+        """Keep a held block at least as strongly as this. O(wishes)."""
+        front = self.front(block, wishes)
+        if front:
+            self.kept[block.block_id] = front
+
+    def make_room(self, blocks: Sequence[Block]) -> None:
+        """Let wishes for these blocks be set without a growth that could fail. O(len(blocks))."""
+        try:
+            for block in blocks:
+                self.kept.setdefault(block.block_id, ())
+        except BaseException:
+            for block in blocks:
+                if not self.kept.get(block.block_id, True):
+                    del self.kept[block.block_id]
+            raise
+
+    def forget(self, block: Block) -> None:
+        """Forget the wishes for a block that does not wait. O(1)."""
+        self.kept.pop(block.block_id, None)
+
+    def first(self, count: int) -> list[Block]:
+        """Return the blocks that are reused next, at most `count`; changes nothing. O(count)."""
+        found = self.queue.first(count)
+        if len(found) < count:
+            found += islice(self.shelved(), count - len(found))
+        return found
+
+    def push_run(self, blocks: list[Block]) -> None:
+        """Let blocks wait that nobody holds any more, each last in its line. Cannot fail.
+
+        Their ref counts become 0. O(len(blocks)).
+        """
+        if not self.kept:
+            self.queue.push_run(blocks)
+            return
+        for block in blocks:
+            block.ref_count = 0
+            wishes = self.kept.get(block.block_id)
+            if wishes:
+                self._shelves[wishes[0][0]].push_back(block)
+                self.num_shelved += 1
+            else:
+                self.queue.push_back(block)
+
+    def remove(self, block: Block) -> None:
+        """Take out a block, from wherever it waits. Cannot fail. O(1)."""
+        wishes = self.kept.get(block.block_id)
+        if wishes:
+            self._shelves[wishes[0][0]].remove(block)
+            self.num_shelved -= 1
+        else:
+            self.queue.remove(block)
+
+    def remove_run(self, blocks: list[Block]) -> None:
+        """Take out blocks, each named once. Cannot fail. O(len(blocks))."""
+        if self.num_shelved:
+            for block in blocks:
+                self.remove(block)
+        else:
+            self.queue.remove_run(blocks)
+
+    def cut_front(self, blocks: list[Block]) -> None:
+        """Take out the blocks that are reused next, as `first` has named them. Cannot fail.
+
+        They are not kept any more. Their links are left to the caller, as `FreeQueue.cut_front`
+        does. O(1), and O(len(blocks)) where any block is kept.
+        """
+        if not self.kept:
+            self.queue.cut_front(blocks)
+            return
+        for block in blocks:
+            self.remove(block)
+            self.forget(block)
+
+    def clear(self) -> None:
+        """Keep nothing any more; whatever waits is free elsewhere. Cannot fail. O(waiting)."""
+        self.queue.clear()
+        for queue in self._shelves.values():
+            queue.clear()
+        self.kept.clear()
+        self.num_shelved = 0
+
+    def expire(self, now: int) -> None:
+        """Forget the wishes whose time is over, all or none. O(kept blocks).
+
+        A block that waits goes to the shelf of the wish that is left; where none is, it is the last
+        in line of those that nobody wants kept.
+        """
+        still = [(block_id, _still(wishes, now)) for block_id, wishes in self.kept.items()]
+        changed = {block_id: left for block_id, left in still if left != self.kept[block_id]}
+        falling = [block for block in self.shelved() if block.block_id in changed]
+        fallen = [block for block in falling if not changed[block.block_id]]
+        staying = [block for block in falling if changed[block.block_id]]
+        for block in falling:
+            self.remove(block)
+        for block_id, left in changed.items():
+            if left:
+                self.kept[block_id] = left
+            else:
+                del self.kept[block_id]
+        self.push_run(fallen)
+        self.push_run(staying)
+
+    def shelved(self) -> Iterator[Block]:
+        """Yield the kept blocks that wait, in the order of their reuse. O(num_shelved)."""
+        for priority in sorted(self._shelves):
+            yield from self._shelves[priority]
+
+    def __iter__(self) -> Iterator[Block]:
+        """Yield the blocks that wait, in the order of their reuse. O(waiting)."""
+        yield from self.queue
+        yield from self.shelved()
+
+
+def _still(wishes: tuple[Wish, ...], now: int) -> tuple[Wish, ...]:
+    """Return the wishes whose time is not over."""
+    return tuple([wish for wish in wishes if wish[1] > now])
