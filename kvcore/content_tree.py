@@ -237,9 +237,14 @@ class ContentTree:
             self._set_aside(node)
         self._roots.clear()
 
-    def root(self, namespace_key: bytes) -> Node | None:
-        """Return the root of a namespace, None if nothing of it is published. O(1)."""
-        return self._roots.get(namespace_key)
+    def find(self, namespace_key: bytes, contents: Sequence[bytes]) -> Node | None:
+        """Return the node that these contents lead to, None if there is none. O(contents)."""
+        node = self._roots.get(namespace_key)
+        for content in contents:
+            if node is None:
+                break
+            node = self._child(node, content)
+        return node
 
     def roots(self) -> Iterator[Node]:
         """Yield the roots, in the order in which they were made."""

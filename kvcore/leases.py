@@ -134,6 +134,10 @@ class LeaseBook:
         self.forget((lease,))
         return True
 
+    def is_its_own(self, lease: Lease) -> bool:
+        """Say whether a lease, active or not, was begun here. O(1)."""
+        return lease._book is self  # noqa: SLF001  # its own
+
     def due(self, step: int) -> tuple[Lease, ...]:
         """Return the leases whose deadline has come at `step`, oldest first. O(active leases)."""
         return tuple(

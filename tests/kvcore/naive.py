@@ -463,53 +463,107 @@ class NaiveManager:
 
     def fail_load(self, seq, num_tokens, sequences):
         """Nobody trusts a block that spells this prefix further than `num_tokens`."""
-        end = num_tokens + 1
-        doubtful = set()
-        for suspect in sequences if num_tokens < seq.settled() else [seq]:
-            same = suspect.namespace == seq.namespace and suspect.tokens[:end] == seq.tokens[:end]
-            if suspect is seq or (same and suspect.settled() >= end):
-                doubtful |= self.beyond(suspect, num_tokens)
+        doubtful = [self.beyond(seq, num_tokens)]
+        if num_tokens < seq.settled():
+            doubtful.append(self.spelling(seq.namespace, seq.tokens, num_tokens, sequences))
+        return self.take_from_all(doubtful, sequences)
+
+    def fail_blocks(self, block_ids, sequences):
+        """Nor does anybody trust what these blocks hold, or what spells its prefix further."""
+        doubtful = []
+        for number, namespace, prefix in filter(None, map(self.pool.content_of, block_ids)):
+            start = len(prefix) - self.groups[number][2]
+            doubtful.append(self.spelling(namespace, list(prefix), start, sequences))
+        for seq in sequences:
+            for group, table in zip(self.groups, seq.tables, strict=True):
+                for place, block_id in enumerate(table.entries):
+                    if block_id in block_ids and place * group[2] < seq.computed:
+                        start = place * group[2]
+                        doubtful.append(self.beyond(seq, start))
+                        if start < seq.settled():
+                            more = self.spelling(seq.namespace, seq.tokens, start, sequences)
+                            doubtful.append(more)
+        return self.take_from_all(doubtful, sequences)
+
+    def fail_transfer(self, number, sequences):
+        """And the lease ends, if it has not."""
+        if number not in self.leases:
+            return []
+        set_back = self.fail_blocks(self.leases[number][0], sequences)
+        self.end_lease(number)
+        return set_back
+
+    def spelling(self, namespace, tokens, start, sequences):
+        """The blocks of sequences, and those that are published, with one more of these tokens."""
+        end = start + 1
+        found = {}
+        for suspect in sequences:
+            same = suspect.namespace == namespace and suspect.tokens[:end] == tokens[:end]
+            if same and suspect.settled() >= end:
+                found |= self.beyond(suspect, start)
+        for (_, whose, prefix), block_id in self.pool.published:
+            if (whose, prefix[:end]) == (namespace, tuple(tokens[:end])):
+                found[block_id] = start
+        return found
+
+    def take_from_all(self, found, sequences):
+        """`found` says of blocks, perhaps several times, up to which token they are sound."""
+        doubtful = {}
+        for more in found:
+            for block_id, sound in more.items():
+                doubtful[block_id] = min(sound, doubtful.get(block_id, sound))
+        targets = [(seq, self.sound_until(seq, doubtful)) for seq in sequences]
         for block_id in sorted(doubtful):
             if self.pool.content_of(block_id) is not None:
                 self.pool.lose_content(block_id)
                 if block_id in self.pool.order():
                     self.pool.take_out(block_id)
                     self.pool.free.insert(0, block_id)
-        return [other for other in sequences if self.set_back(other, doubtful)]
+        for seq, computed in targets:
+            if computed is not None:
+                self.release_from(seq, computed)
+                for group, table in zip(self.groups, seq.tables, strict=True):
+                    table.published = min(table.published, computed // group[2])
+                seq.computed = computed
+                seq.cached = min(seq.cached, computed)
+        return [seq for seq, computed in targets if computed is not None]
 
     def beyond(self, seq, num_tokens):
-        """A sequence's blocks from `num_tokens` on, and all that spell its prefix further."""
-        found = set()
-        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+        """A sequence's computed blocks from `num_tokens` on, and that they are sound up to it."""
+        found = {}
+        for group, table in zip(self.groups, seq.tables, strict=True):
             size = group[2]
             first = num_tokens // size
-            found |= set(table.entries[first : self.blocks_for(seq.computed, size)]) - {0}
-            if num_tokens < seq.settled():
-                start = (number, seq.namespace, tuple(seq.tokens[: num_tokens + 1]))
-                for (where, whose, prefix), block_id in self.pool.published:
-                    if (where, whose, prefix[: num_tokens + 1]) == start:
-                        found.add(block_id)
+            for block_id in table.entries[first : self.blocks_for(seq.computed, size)]:
+                if block_id:
+                    found[block_id] = num_tokens
         return found
 
-    def set_back(self, seq, doubtful):
+    def sound_until(self, seq, doubtful):
+        """What stays computed of a sequence, None if all of it."""
         starts = [
-            place * group[2]
+            max(place * group[2], doubtful[block_id])
             for group, table in zip(self.groups, seq.tables, strict=True)
             for place, block_id in enumerate(table.entries)
             if block_id in doubtful
         ]
-        if not starts:
-            return False
-        computed = min(seq.computed, *starts)
-        while any(computed % group[2] for group in self.groups):
-            computed -= 1
+        computed = min([seq.computed, *starts])
+        if computed == seq.computed:
+            return None
+        for _ in self.groups:  # each may lower it for the others
+            for group, table in zip(self.groups, seq.tables, strict=True):
+                block_id = table.entries[computed // group[2]]
+                if computed % group[2] and block_id:
+                    is_found = self.pool.content_of(block_id) is not None
+                    if self.pool.refs[block_id] > 1 or (is_found and block_id not in doubtful):
+                        computed -= computed % group[2]
         for group, table in zip(self.groups, seq.tables, strict=True):
-            if any(not table.entries[place] for place in self.keeps(group, computed)):
+            wanted = set(self.keeps(group, computed))
+            if computed % group[2]:
+                wanted.add(computed // group[2])
+            if any(not table.entries[place] for place in wanted):
                 computed = 0
-        self.release_from(seq, computed)
-        seq.computed = computed
-        seq.cached = min(seq.cached, computed)
-        return True
+        return computed
 
     def copies_needed(self, seq):
         return sum(1 for group in self.groups if seq.settled() % group[2])

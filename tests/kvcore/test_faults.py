@@ -143,6 +143,8 @@ VERBS = {
     "end a pin": lambda s, f: s.long.end(),
     "advance": lambda s, f: s.kv.advance(f.integer(3)),
     "fail a load": lambda s, f: s.kv.fail_load(s.other, f.integer(2)),
+    "fail a transfer": lambda s, f: s.kv.fail_transfer(s.long),
+    "fail blocks": lambda s, f: s.kv.fail_blocks(f.sequence(f.integer(1), 2, 3)),
     "close": lambda s, f: s.kv.close(s.child),
     "reset": lambda s, f: s.kv.reset(),
     "reset in order": lambda s, f: s.kv.reset(canonical_order=True),

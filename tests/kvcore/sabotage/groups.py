@@ -1,10 +1,9 @@
 """Layer groups, broken."""
 
 import kvcore
-from kvcore import doubt
 from kvcore.content_tree import ContentTree
 from kvcore.groups import first_kept_block, longest_servable, serves
-from kvcore.prefix import computed_after_cut, computed_in_sight
+from kvcore.rewind import _computed_before, computed_after_cut, computed_in_sight
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import in_manager, patched, sabotage
 
@@ -144,7 +143,7 @@ def groups_are_asked_once_where_a_cut_may_stand(seq, num_tokens):
     return computed_in_sight(seq, computed)
 
 
-@patched(doubt._computed_before, "P7", "P14", "P15", "P16", "P9", "P10", layouts=UNEVEN)
+@patched(_computed_before, "P7", "P14", "P15", "P16", "P9", "P10", layouts=UNEVEN)
 def groups_fall_back_to_the_widest_block(seq, doubtful):
     """To a multiple of the widest block, which is in the middle of a narrower one."""
     computed = seq.num_computed_tokens
