@@ -4,6 +4,10 @@ Those that nobody wants kept go first, least recently used first. Those with a p
 shelf each of their own; they are reused when no other free block is left, the lowest priority first
 and least recently used first within it. A block whose time is over joins the ordinary queue as if
 it had been used just then. Blocks that nobody asked to keep are never looked at, and cost nothing.
+
+A look-up that comes to nothing leaves no trace: the blocks that were found last go back to where
+they stood if they come back alone and nothing has moved since. So a request that is tried again and
+again does not make its prefix young.
 """
 
 from __future__ import annotations
@@ -28,9 +32,12 @@ class IdleBlocks:
         num_shelved: how many wait because they are kept.
     """
 
-    __slots__ = ("_shelves", "kept", "num_shelved", "queue")
+    __slots__ = ("_after", "_before", "_found", "_shelves", "kept", "num_shelved", "queue")
 
     def __init__(self) -> None:
+        self._found: list[Block] = []  # what was taken out last, if it stood between these two:
+        self._before: Block | None = None
+        self._after: Block | None = None
         self.queue = FreeQueue()
         self.kept: dict[int, tuple[Wish, ...]] = {}
         self._shelves: dict[int, FreeQueue] = {}  # by priority
@@ -79,14 +86,29 @@ class IdleBlocks:
             found += islice(self.shelved(), count - len(found))
         return found
 
-    def push_run(self, blocks: list[Block]) -> None:
+    def push_run(self, blocks: list[Block], *, is_alone: bool = False) -> None:
         """Let blocks wait that nobody holds any more, each last in its line. Cannot fail.
 
-        Their ref counts become 0. O(len(blocks)).
+        Their ref counts become 0. Alone, without others that their holder had, those that were
+        found last go back to where they stood. O(len(blocks)).
         """
         if not self.kept:
-            self.queue.push_run(blocks)
+            found, before, after = self._found, self._before, self._after
+            self._found = []
+            if (
+                is_alone
+                and found
+                and before is not None
+                and after is not None
+                and len(found) == len(blocks)
+                and found[-1] is blocks[0]
+                and found[0] is blocks[-1]
+            ):
+                self.queue.insert_run(blocks, before, after)
+            else:
+                self.queue.push_run(blocks)
             return
+        self._found = []
         for block in blocks:
             block.ref_count = 0
             wishes = self.kept.get(block.block_id)
@@ -98,6 +120,7 @@ class IdleBlocks:
 
     def remove(self, block: Block) -> None:
         """Take out a block, from wherever it waits. Cannot fail. O(1)."""
+        self._found = []
         wishes = self.kept.get(block.block_id)
         if wishes:
             self._shelves[wishes[0][0]].remove(block)
@@ -107,11 +130,22 @@ class IdleBlocks:
 
     def remove_run(self, blocks: list[Block]) -> None:
         """Take out blocks, each named once. Cannot fail. O(len(blocks))."""
+        self._found = []
         if self.num_shelved:
             for block in blocks:
                 self.remove(block)
         else:
             self.queue.remove_run(blocks)
+
+    def find_run(self, blocks: list[Block]) -> None:
+        """Do what `remove_run` does for what a look-up has found, head first; at least one.
+
+        Where they stood is remembered if they stood together.
+        """
+        before, after = blocks[-1].prev_free, blocks[0].next_free
+        self.remove_run(blocks)
+        if not self.num_shelved and before is not None and before.next_free is after:
+            self._found, self._before, self._after = blocks, before, after
 
     def cut_front(self, blocks: list[Block]) -> None:
         """Take out the blocks that are reused next, as `first` has named them. Cannot fail.
@@ -119,6 +153,7 @@ class IdleBlocks:
         They are not kept any more. Their links are left to the caller, as `FreeQueue.cut_front`
         does. O(1), and O(len(blocks)) where any block is kept.
         """
+        self._found = []
         if not self.kept:
             self.queue.cut_front(blocks)
             return
@@ -128,6 +163,7 @@ class IdleBlocks:
 
     def clear(self) -> None:
         """Keep nothing any more; whatever waits is free elsewhere. Cannot fail. O(waiting)."""
+        self._found = []
         self.queue.clear()
         for queue in self._shelves.values():
             queue.clear()
@@ -152,8 +188,9 @@ class IdleBlocks:
                 self.kept[block_id] = left
             else:
                 del self.kept[block_id]
-        self.push_run(fallen)
-        self.push_run(staying)
+        for run in (fallen, staying):
+            if run:
+                self.push_run(run)
 
     def shelved(self) -> Iterator[Block]:
         """Yield the kept blocks that wait, in the order of their reuse. O(num_shelved)."""

@@ -101,8 +101,7 @@ class BlockPool:
         self.common_size = lcm(*self.block_sizes)
         self.is_uneven = len(set(self.block_sizes)) > 1
         self._num_extra_slots = 0  # of held blocks, beyond the first group's block size for each
-        # For each block whether no hit can use its content: it goes with the last holder.
-        self._passing = bytearray(self.num_blocks if self.is_uneven else 0)
+        self._passing = bytearray(self.num_blocks if self.is_uneven else 0)  # `attach` says what
         self.null = Block(NULL_BLOCK)
         self._made = [self.null]  # a block is made when it is looked at or handed out first
         self._num_seen = 1  # the null block, and those that were held once
@@ -341,7 +340,8 @@ class BlockPool:
         except BaseException:
             self._take_back(before)
             raise
-        self.idle_blocks.remove_run(idle)
+        if idle:
+            self.idle_blocks.remove_run(idle)
         self._lose(losing)
         for block in idle:
             block.group = 0
@@ -414,7 +414,7 @@ class BlockPool:
         group: int = 0,
         items: Sequence[bytes] | None = None,
     ) -> list[Block]:
-        """Return the blocks of the longest published prefix, as `ContentTree.match`. O(blocks)."""
+        """Return the blocks of the longest published prefix, as `ContentTree.match`."""
         return self.trees[group].match(namespace_key, packed, max_blocks, items)
 
     def path(
@@ -570,7 +570,7 @@ class BlockPool:
         if self.lifetimes is not None:
             for block in idle:
                 self.lifetimes.revived(block.block_id, self.step)
-        self.idle_blocks.remove_run(idle)
+        self.idle_blocks.find_run(idle)
         self.num_used_blocks += len(idle)
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
         if self.is_uneven:
@@ -627,7 +627,7 @@ class BlockPool:
         if leaving.empty:
             self._count_emptied(leaving.empty)
         if leaving.content:
-            self._put_back(leaving.content)
+            self._put_back(leaving.content, is_alone=not leaving.empty)
 
     def _take_back(self, leaving: Leaving) -> None:
         """Undo what letting go of blocks has counted and noted. Cannot fail. O(blocks)."""
@@ -676,7 +676,7 @@ class BlockPool:
                 freed.append(block)
         return freed
 
-    def _put_back(self, freed: list[Block]) -> None:
+    def _put_back(self, freed: list[Block], *, is_alone: bool) -> None:
         """Queue blocks with content that nobody holds any more. Cannot fail."""
         self.num_used_blocks -= len(freed)
         if self.is_uneven:
@@ -684,7 +684,7 @@ class BlockPool:
         if self.lifetimes is not None:
             for block in freed:
                 self.lifetimes.freed(block.block_id, self.step)
-        self.idle_blocks.push_run(freed)
+        self.idle_blocks.push_run(freed, is_alone=is_alone)
 
     def _check_own(self, blocks: Iterable[Block]) -> None:
         everything = self._made

@@ -19,8 +19,11 @@ from types import FunctionType, SimpleNamespace
 # else. They let nothing grow, so nothing can fail in them; and that is checked, too.
 LINKS = {
     *(f"FreeQueue.{name}" for name in ("push_back", "pop_front", "remove")),
-    *(f"FreeQueue.{name}" for name in ("push_run", "remove_run", "cut_front", "clear")),
-    *(f"IdleBlocks.{name}" for name in ("push_run", "remove", "remove_run", "forget")),
+    *(
+        f"FreeQueue.{name}"
+        for name in ("push_run", "insert_run", "remove_run", "cut_front", "clear")
+    ),
+    *(f"IdleBlocks.{name}" for name in ("push_run", "remove", "remove_run", "find_run", "forget")),
     *(f"IdleBlocks.{name}" for name in ("cut_front", "clear")),
     *(f"ContentTree.{name}" for name in ("detach", "evict", "_prune", "_set_aside", "clear")),
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),

@@ -40,6 +40,7 @@ class NaivePool:
         self.shelves = {}  # priority: free blocks
         self.now = 0
         self.serves = lambda content: True  # whether any hit can use it
+        self.found, self.queue_then = [], []  # what was found last, and how it stood then
 
     def order(self):
         """The free blocks, the one reused next first."""
@@ -49,6 +50,7 @@ class NaivePool:
         return max((p for p, end in self.wishes.get(block_id, ()) if end > self.now), default=0)
 
     def put_back(self, block_id):
+        self.found = []
         priority = self.priority(block_id)
         (self.shelves.setdefault(priority, []) if priority else self.free).append(block_id)
 
@@ -99,7 +101,29 @@ class NaivePool:
     def count_used(self):
         self.peak = max(self.peak, sum(1 for refs in self.refs.values() if refs))
 
+    def queue(self):
+        """The free blocks with content that nobody wants kept, in the order of their reuse."""
+        return [block_id for block_id in self.free if self.content_of(block_id) is not None]
+
+    def stands_where_it_was(self, freed):
+        """Whether what was found last comes back alone, and nothing else has moved since."""
+        found, then = self.found, self.queue_then
+        if not found or sorted(freed) != sorted(found):
+            return False
+        if None in map(self.content_of, freed):
+            return False
+        if any(map(self.priority, self.wishes)) or (freed[0], freed[-1]) != (found[-1], found[0]):
+            return False
+        first = then.index(found[-1])
+        together = then[first : first + len(found)]
+        left = [block_id for block_id in then if block_id not in found]
+        return set(together) == set(found) and together[-1] == found[0] and left == self.queue()
+
     def hold(self, block_ids):
+        idle = [block_id for block_id in block_ids if self.refs[block_id] == 0]
+        if idle:
+            self.found = [] if any(self.shelves.values()) else idle
+            self.queue_then = self.queue()
         for block_id in block_ids:
             if self.refs[block_id] == 0:
                 self.durations["reuse_gap"].append(self.now - self.freed_at[block_id])
@@ -111,7 +135,16 @@ class NaivePool:
         for block_id in block_ids:
             self.refs[block_id] -= 1
         last_named = reversed(dict.fromkeys(reversed(block_ids)))
-        for block_id in [b for b in last_named if self.refs[b] == 0]:
+        freed = [b for b in last_named if self.refs[b] == 0]
+        if self.stands_where_it_was(freed):
+            first = self.queue_then.index(freed[0])
+            later = self.queue_then[first + len(freed) :]
+            place = self.free.index(later[0]) if later else len(self.free)
+            self.free[place:place] = freed
+            self.freed_at |= dict.fromkeys(freed, self.now)
+            self.found = []
+            return
+        for block_id in freed:
             self.freed_at[block_id] = self.now
             content = self.content_of(block_id)
             if content is not None and not self.serves(content):
@@ -279,7 +312,7 @@ class NaiveManager:
         for table, entries in zip(seq.tables, found, strict=True):
             table.entries = list(entries)
             table.published = len(entries)
-            self.pool.hold(table.held())
+        self.pool.hold([block_id for table in seq.tables for block_id in table.held()])
         for number in range(len(self.groups)):
             self.wish(seq, number)
         if seq.namespace is not None and resumed:

@@ -143,14 +143,7 @@ def groups_are_asked_once_where_a_cut_may_stand(seq, num_tokens):
     return computed_in_sight(seq, computed)
 
 
-@patched(_computed_before, "P7", "P14", "P15", "P16", "P9", "P10", layouts=UNEVEN)
-def groups_fall_back_to_the_widest_block(seq, doubtful):
-    """To a multiple of the widest block, which is in the middle of a narrower one."""
-    computed = seq.num_computed_tokens
-    for table in seq.tables:
-        for place, block_id in enumerate(table.block_ids):
-            if block_id in doubtful:
-                computed = min(computed, place * table.block_size)
-                break
-    computed -= computed % max(table.block_size for table in seq.tables)
-    return computed_in_sight(seq, computed)
+@patched(_computed_before, "P7", "P9", "P10", "P14", "P15", "P16", layouts=("full", *UNEVEN))
+def groups_keep_in_part_what_another_reads(seq, sound, start):
+    """What is sound of a block stays, whoever else has the block or finds it."""
+    return computed_in_sight(seq, start)
