@@ -26,7 +26,7 @@ KVCORE_LAYERS = (
     ("published",),
     ("pool", "block_table"),
     ("leases", "sequence"),
-    ("release", "advance"),
+    ("release", "advance", "peaks"),
     ("prefix", "state"),
     ("steps", "doubt"),
     ("manager",),

@@ -88,12 +88,12 @@ class Setting:
 
     Attributes:
         name: of the field.
-        kind: its annotation without None.
+        takes: its annotation without None.
         is_optional: whether None is allowed.
     """
 
     name: str = ""
-    kind: object = object
+    takes: object = object
     is_optional: bool = False
     default: object
     help: str
@@ -107,9 +107,9 @@ class Setting:
     @property
     def wanted(self) -> str:
         """Which values are allowed, in words: "an integer from 1 to 8". O(1)."""
-        if get_origin(self.kind) is tuple:
-            return f"a list, each {self._wanted(get_args(self.kind)[0])}"
-        return self._wanted(self.kind)
+        if get_origin(self.takes) is tuple:
+            return f"a list, each {self._wanted(get_args(self.takes)[0])}"
+        return self._wanted(self.takes)
 
     def check(self, value: object) -> None:
         """Raise unless the value is allowed. O(1), O(values) where it takes several.
@@ -124,10 +124,10 @@ class Setting:
         """Whether the value is allowed; O(1), O(values) where it takes several."""
         if value is None:
             return self.is_optional
-        if get_origin(self.kind) is tuple:
-            one = get_args(self.kind)[0]
+        if get_origin(self.takes) is tuple:
+            one = get_args(self.takes)[0]
             return isinstance(value, tuple) and all(self._allows(one, each) for each in value)
-        return self._allows(self.kind, value)
+        return self._allows(self.takes, value)
 
     def _allows(self, kind: object, value: object) -> bool:
         if get_origin(kind) is Literal:
@@ -187,7 +187,7 @@ def settings_of(declared: type["DataclassInstance"]) -> tuple[Setting, ...]:
             is_optional = type(None) in get_args(kind)
             if is_optional:
                 (kind,) = [one for one in get_args(kind) if one is not type(None)]
-            found.append(replace(said, name=each.name, kind=kind, is_optional=is_optional))
+            found.append(replace(said, name=each.name, takes=kind, is_optional=is_optional))
     return tuple(found)
 
 

@@ -94,8 +94,13 @@ def test_what_is_wanted_is_said_in_words():
 
 def test_a_declaration_tells_all_that_was_declared_and_of_no_other_field():
     count, share, *_ = settings_of(Example)
-    assert (count.help, count.default, count.is_optional, count.kind) == ("how many", 3, False, int)
-    assert (share.default, share.is_optional, share.kind) == (None, True, float)
+    assert (count.help, count.default, count.is_optional, count.takes) == (
+        "how many",
+        3,
+        False,
+        int,
+    )
+    assert (share.default, share.is_optional, share.takes) == (None, True, float)
     assert {one.name for one in settings_of(Example)} == set(ALLOWED)
     assert settings_of(Example)[4].flag == "on"
     assert Example() == Example(count=3)
