@@ -58,7 +58,7 @@ class WrongTwice(BROKEN["ignores_the_tenant"][0], BROKEN["reuses_the_newest"][0]
 
 
 def test_the_search_goes_on_behind_what_it_has_found():
-    found = hunt(WrongTwice, [testing.TenantMachine], profile="quick", go_on=True).findings
+    found = hunt(WrongTwice, [testing.TenantMachine], profile="quick", go_on=True, seed=3).findings
     assert {finding.key for finding in found} == {"P7: begin", "P15: reserve"}
     assert len(found) == 2
 
