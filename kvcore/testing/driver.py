@@ -313,13 +313,15 @@ class Driver:
         for index, block_id in copies:
             if not 0 <= index < len(table) or table[index] != block_id:
                 self.program.broken("P16", f"block {index} of the host to {block_id}, in {table}")
+        copied = {index for index, _ in copies}
+        request.told = [block_id for index, block_id in enumerate(table) if index not in copied]
         self._hand_out(request, [block_id for _, block_id in copies])
         self.away.remove(request)
         self.live.append(request)
         request.told, request.num_away = table, 0
         current = request.root == self.prefixes.root(request.tenant, self.epoch)
         known = len(request.tokens) - request.untold
-        for index in sorted(index for index, _ in copies):
+        for index in sorted(copied):
             start = index * self.block_size
             stop = min(start + self.block_size, request.computed)
             self.memory.write(request, start, min(stop, known), resident=current)

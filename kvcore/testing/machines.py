@@ -122,14 +122,16 @@ class RequestMachine(AllocatorMachine):
 
     @precondition(promised(Promise.SWAP, Promise.COMMIT))
     @precondition(any_live)
-    @rule(number=PICK, prompt=drawn_prompts(max_blocks=2), soon=st.booleans())
+    @rule(number=PICK, prompt=drawn_prompts(num_branches=5), soon=st.booleans())
     def is_swapped_out(self, number: int, prompt: list[int], *, soon: bool) -> None:
-        """Its KV moves to the host, another request comes, and perhaps it moves back at once."""
+        """Its KV moves to the host, another takes its place, and perhaps it moves back at once."""
         request = self.pick(number)
+        self.step(request, 10**9)
         if request.told and request.computed and not request.untold:
             self.driver.swap_out(request)
-            self.arrive(prompt)
-            if soon:
+            other = self.arrive(prompt)
+            if soon and other:
+                self.end(other)
                 self.driver.swap_in(request)
 
     @precondition(lambda self: self.driver.away)

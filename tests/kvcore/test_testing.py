@@ -192,6 +192,20 @@ def test_a_shortened_failure_is_the_same_failure(name):
     assert len(error.steps) < 12
 
 
+def test_what_is_found_again_after_a_swap_is_not_reused_too_late():
+    driver = testing.Driver(DictionaryAllocator())
+    driver.start(3, 1)
+    swapped = driver.begin([0, 0])
+    driver.reserve(swapped, 2)
+    driver.commit(swapped, 2)
+    driver.swap_out(swapped)
+    other = driver.begin([0])
+    driver.reserve(other, 1)
+    driver.commit(other, 1)
+    driver.finish(other)
+    assert driver.swap_in(swapped)
+
+
 @pytest.mark.parametrize("drop", range(1, 5))
 def test_steps_out_of_order_are_no_failure(drop):
     driver = testing.Driver(LooksUpOnly())
