@@ -43,6 +43,7 @@ from kvcore.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.manager import KVCacheManager
 from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, digest, encode_block
 from kvcore.pool import BlockPool
+from kvcore.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.retention import Retention
 from kvcore.sequence import KVSequence
@@ -53,7 +54,10 @@ from kvcore.tokens import Tokens, pack
 __version__ = "0.1.0"
 
 __all__ = [
+    "CACHED",
     "DEFAULT_NAMESPACE",
+    "EMPTY",
+    "HELD",
     "NULL_BLOCK",
     "PROPERTIES",
     "AllCleared",
@@ -61,6 +65,7 @@ __all__ = [
     "BlockHash",
     "BlockId",
     "BlockPool",
+    "BlockReport",
     "BlockStateError",
     "BlockTable",
     "BlocksRemoved",
@@ -111,11 +116,13 @@ __all__ = [
     "block_names",
     "check",
     "decode_namespace",
+    "describe_block",
     "digest",
     "encode_block",
     "encode_namespace",
     "fold",
     "pack",
+    "pool_map",
     "slot_of",
     "slots_of",
 ]

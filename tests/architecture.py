@@ -28,7 +28,7 @@ KVCORE_LAYERS = (
     ("leases", "sequence"),
     ("release", "advance"),
     ("prefix", "state"),
-    ("steps", "doubt"),
+    ("steps", "doubt", "pool_map"),
     ("manager",),
     ("invariants",),
     ("__init__",),
