@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import backends
 import kvcore
 from model import EngineConfig, SamplingParams
-from model.caches import KVCaches
+from model.control.needs import missing_blocks, needed_blocks, peak_blocks
+from model.device.kv_caches import KVCaches
+from model.device.layout import LayerShape, plan_layout
 from model.engine import Engine
-from model.layout import LayerShape, plan_layout
-from model.needs import missing_blocks, needed_blocks, peak_blocks
 from tests.model.networks import build
 
 CPU = torch.device("cpu")

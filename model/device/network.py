@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 import backends
-from model.attention import AttentionTerms, PagedPass
-from model.batch import StepTensors
-from model.caches import KVCaches
-from model.capture import Captured, capture
+from model.device.attention import AttentionTerms, PagedPass
+from model.device.batch import StepTensors
+from model.device.fx_trace import Captured, capture
+from model.device.kv_caches import KVCaches
+from model.device.layout import plan_layout
+from model.device.piecewise import Segmented, compile_segments
+from model.device.probes import check_tokens_alone, probe_layers
+from model.device.rope import rope_switch
 from model.errors import UnsupportedModelError
-from model.layout import plan_layout
 from model.loader import LoadedModel
-from model.probes import check_tokens_alone, probe_layers
-from model.rope import rope_switch
-from model.segments import Segmented, compile_segments
 
 _POSITIONS = 4096  # where a model does not say how many it has
 

@@ -11,11 +11,11 @@ Does not know: how they came about.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from model.cli.verify import Mismatch
+from model.control.request import FinishReason
+from model.device.memory import show_bytes
 from model.engine import Engine
-from model.memory import show_bytes
 from model.output import Completion
-from model.request import FinishReason
-from model.verify import Mismatch
 
 
 @dataclass(frozen=True, slots=True)

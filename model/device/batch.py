@@ -23,9 +23,9 @@ from torch import Tensor
 
 import backends
 import kvcore
-from model.chunks import chunked_batch
-from model.request import Request
-from model.step import Chunk, Step
+from model.control.request import Request
+from model.control.step import Chunk, Step
+from model.device.chunks import chunked_batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from model.attention import Attending
-from model.capture import Captured
+from model.device.attention import Attending
+from model.device.fx_trace import Captured
 from model.errors import UnsupportedModelError
 
 

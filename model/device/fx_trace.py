@@ -27,7 +27,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
-from model.attention import Attending, AttentionTerms
+from model.device.attention import Attending, AttentionTerms
 from model.errors import UnsupportedModelError
 
 _SIZES = ((5, 3), (11, 7))  # tokens and rows of the two traces: no multiple of one is of another

@@ -4,9 +4,9 @@ Decides: how a network runs. Kernels are compiled in any case. Then, unless it i
 
 | | on a GPU | on a CPU |
 |---|---|---|
-| its operations without its modules (`capture.py`) | always | where asked for, and it is small |
-| in compiled pieces (`segments.py`) | where asked for | never |
-| decode steps as CUDA graphs (`graphs.py`) | always | never |
+| its operations without its modules (`fx_trace.py`) | always | where asked for, and it is small |
+| in compiled pieces (`piecewise.py`) | where asked for | never |
+| decode steps as CUDA graphs (`cuda_graphs.py`) | always | never |
 
 A network that looks at values cannot be captured, and then nothing else is done, because a graph
 would replay what it decided once.
@@ -22,13 +22,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from model.config import EngineConfig
+from model.control.config import EngineConfig
+from model.device.cuda_graphs import DecodeGraphs
+from model.device.network import PagedNetwork
+from model.device.piecewise import compiled, mark_dynamic
+from model.device.profile import largest_step
+from model.device.sampler import ChunkSums, chunk_sums
 from model.errors import InvalidArgumentError, UnsupportedModelError
-from model.graphs import DecodeGraphs
-from model.network import PagedNetwork
-from model.profile import largest_step
-from model.sampling import ChunkSums, chunk_sums
-from model.segments import compiled, mark_dynamic
 
 _SMALL_PARAMETERS = 32_000_000
 _COMPILED_TOKENS = 512

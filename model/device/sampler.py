@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model.control.params import SamplingParams
 from model.errors import NumericalError
-from model.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

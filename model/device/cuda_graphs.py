@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 import backends
-from model.batch import StepTensors, chosen_ids
-from model.network import PagedNetwork
-from model.step import Step
+from model.control.step import Step
+from model.device.batch import StepTensors, chosen_ids
+from model.device.network import PagedNetwork
 
 _FEW = (2, 4, 8, 16, 24, 32, 48, 64)  # a batch of one takes two rows, as those that are compiled
 _STEP = 32

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from model.attention import IMPLEMENTATION, AttentionTerms, attend
+from model.device.attention import IMPLEMENTATION, AttentionTerms, attend
+from model.device.layout import LayerShape
+from model.device.rope import RopeSwitch
+from model.device.sight import MaskFunction, Sight, sight_of
 from model.errors import UnsupportedModelError
-from model.layout import LayerShape
-from model.rope import RopeSwitch
-from model.sight import MaskFunction, Sight, sight_of
 
 PROBING = "kvcore_probing"
 """An implementation whose layers are given masks, and tell the pass of them."""

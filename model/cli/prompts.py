@@ -16,9 +16,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
 
-from model.args import Options, parse_args
+from model.cli.args import Options, parse_args
+from model.control.params import MAX_INT, SamplingParams
 from model.errors import InvalidArgumentError, UsageError, shown
-from model.params import MAX_INT, SamplingParams
 from model.tiny import DEMO_PROMPTS
 
 _FIELDS = frozenset(field.name for field in fields(SamplingParams))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import kvcore
-from model.request import HostCopy, Request
+from model.control.request import HostCopy, Request
 
 
 class Chunk(NamedTuple):

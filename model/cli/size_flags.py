@@ -9,7 +9,7 @@ import argparse
 import re
 from collections.abc import Callable
 
-from model.config import PRIORITY_SPAN, WATERMARK, EngineConfig
+from model.control.config import PRIORITY_SPAN, WATERMARK, EngineConfig
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d{1,15})(?:([KMGT])(?:i?B)?)?", re.ASCII)

@@ -22,23 +22,23 @@ from transformers.utils import logging as transformers_logging
 
 import backends
 import kvcore
-from model.args import Options
+from model.cli.args import Options
+from model.cli.exits import FAILED, Asked, Stopped, stopping
+from model.cli.progress import Progress, say, telling
+from model.cli.prompts import PromptSpec
+from model.cli.report import document, measure, table
+from model.cli.step_table import StepStats, step_table, summarize_steps
+from model.cli.verify import Mismatch, find_mismatch
+from model.cli.writer import StreamWriter, show
+from model.control.params import SamplingParams
+from model.control.request import FinishReason, Request
+from model.device.memory import show_bytes
+from model.device.prepare import is_small
 from model.engine import Engine
 from model.errors import InvalidArgumentError, UsageError
-from model.exits import FAILED, Asked, Stopped, stopping
 from model.loader import LoadedModel, load_model
-from model.memory import show_bytes
 from model.output import Completion, Output
-from model.params import SamplingParams
-from model.prepare import is_small
-from model.progress import Progress, say, telling
-from model.prompts import PromptSpec
-from model.report import document, measure, table
-from model.request import FinishReason, Request
-from model.step_table import StepStats, step_table, summarize_steps
 from model.trace import trace_file, write_trace
-from model.verify import Mismatch, find_mismatch
-from model.writer import StreamWriter, show
 
 BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     backends.UnknownBackendError,

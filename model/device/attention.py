@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 import backends
-from model.caches import KVCaches
+from model.device.kv_caches import KVCaches
+from model.device.layout import CacheLayout
 from model.errors import UnsupportedModelError
-from model.layout import CacheLayout
 
 IMPLEMENTATION = "kvcore_paged"
 

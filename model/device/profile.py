@@ -11,13 +11,13 @@ Does not know: how many blocks there will be (`memory.py`).
 import torch
 
 import backends
-from model.batch import StepTensors
-from model.config import EngineConfig
+from model.control.config import EngineConfig
+from model.control.params import SamplingParams
+from model.device.batch import StepTensors
+from model.device.memory import host_free_bytes
+from model.device.network import PagedNetwork
+from model.device.sampler import Draw, sample
 from model.errors import InvalidArgumentError
-from model.memory import host_free_bytes
-from model.network import PagedNetwork
-from model.params import SamplingParams
-from model.sampling import Draw, sample
 
 
 def free_bytes(network: PagedNetwork, config: EngineConfig) -> int | None:

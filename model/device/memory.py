@@ -24,10 +24,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.config import EngineConfig
+from model.control.config import EngineConfig
+from model.control.needs import needed_blocks
+from model.device.layout import CacheLayout
 from model.errors import InvalidArgumentError
-from model.layout import CacheLayout
-from model.needs import needed_blocks
 
 _GPU_FRACTION = 0.9
 _CPU_BYTES = 1 << 30

@@ -25,12 +25,12 @@ Does not know: torch, text, how a token is computed or sampled, how a block is c
 from collections.abc import Mapping, Sequence
 
 import kvcore
-from model.config import SchedulerConfig
+from model.control.config import SchedulerConfig
+from model.control.needs import needed_blocks
+from model.control.planner import StepPlanner
+from model.control.request import FinishReason, Request, Status
+from model.control.step import Chunk, Step
 from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerStateError
-from model.needs import needed_blocks
-from model.planner import StepPlanner
-from model.request import FinishReason, Request, Status
-from model.step import Chunk, Step
 
 
 class Scheduler(StepPlanner):

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from model.config import EngineConfig
+from model.cli.size_flags import add_execution, add_sizes, engine_config
+from model.control.config import EngineConfig
 from model.errors import UsageError
-from model.size_flags import add_execution, add_sizes, engine_config
 from model.tiny import CHECKPOINT_DIR
 
 __all__ = [

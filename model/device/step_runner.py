@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 import kvcore
-from model.batch import BatchBuilder, StepTensors, chosen_ids
-from model.graphs import DecodeGraphs
-from model.network import PagedNetwork
-from model.prepare import Prepared
-from model.request import Request
-from model.sampling import ChunkSums, Draw, Drawn, chunk_sums, draw
-from model.step import Step
-from model.swap import BlockMover
+from model.control.request import Request
+from model.control.step import Step
+from model.device.batch import BatchBuilder, StepTensors, chosen_ids
+from model.device.cuda_graphs import DecodeGraphs
+from model.device.network import PagedNetwork
+from model.device.prepare import Prepared
+from model.device.sampler import ChunkSums, Draw, Drawn, chunk_sums, draw
+from model.device.swap import BlockMover
 from model.trace import FORWARD, PREPARE, StepWatch
 
 

@@ -17,11 +17,11 @@ Does not know: the order of requests, budgets of tokens, how blocks are copied.
 from collections.abc import Iterable
 
 import kvcore
-from model.config import SchedulerConfig
+from model.control.config import SchedulerConfig
+from model.control.needs import missing_blocks, needed_blocks, peak_blocks
+from model.control.request import HostCopy, Request
+from model.control.step import Transfer
 from model.errors import SchedulerStateError
-from model.needs import missing_blocks, needed_blocks, peak_blocks
-from model.request import HostCopy, Request
-from model.step import Transfer
 
 _LONG = kvcore.Namespace(weight_epoch=1)  # other factors are other weights
 

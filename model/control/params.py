@@ -4,7 +4,7 @@ Decides: which values of the sampling parameters make sense.
 
 Invariants: a SamplingParams that exists is valid; it never changes.
 
-Does not know: torch, logits (`sampling.py` reads these fields), the command line.
+Does not know: torch, logits (`sampler.py` reads these fields), the command line.
 """
 
 import math

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 import backends
 import kvcore
-from model.caches import KVCaches
-from model.config import EngineConfig
+from model.control.config import EngineConfig
+from model.control.step import Transfer
+from model.device.kv_caches import KVCaches
+from model.device.layout import CacheLayout
+from model.device.memory import MemoryPlan, host_free_bytes
 from model.errors import InvalidArgumentError
-from model.layout import CacheLayout
-from model.memory import MemoryPlan, host_free_bytes
-from model.step import Transfer
 
 WEIGHTS_A_BYTE = {"cuda": 8000.0, "cpu": 10.0}
 

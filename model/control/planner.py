@@ -7,8 +7,8 @@ as in Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requ
 taken chunk by chunk, so that a window group never holds more than a window and a chunk.
 
 Where a running request finds no block, the last in order gives up its own (recomputation or
-swapping, as in vLLM, Kwon et al. 2023, arXiv:2309.06180; `room.py` has the rule); so does one that
-runs although a waiting one comes before it and would fit then.
+swapping, as in vLLM, Kwon et al. 2023, arXiv:2309.06180; `admission.py` has the rule); so does one
+that runs although a waiting one comes before it and would fit then.
 
 Invariants:
 - `running` and `waiting` are each in order; a start never overtakes one that waits, but for samples
@@ -26,10 +26,10 @@ import math
 from bisect import insort
 
 import kvcore
-from model.config import SchedulerConfig
-from model.request import Request, Status
-from model.room import Room
-from model.step import Chunk, SchedulerStats, Step, Transfer
+from model.control.admission import Room
+from model.control.config import SchedulerConfig
+from model.control.request import Request, Status
+from model.control.step import Chunk, SchedulerStats, Step, Transfer
 
 
 class StepPlanner:

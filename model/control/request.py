@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import kvcore
+from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, RequestStateError
-from model.params import SamplingParams
 
 _MAX_TOKEN_ID = 2**32 - 1
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from model.device.layout import CacheLayout, LayerShape
 from model.errors import InvalidArgumentError
-from model.layout import CacheLayout, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
