@@ -42,6 +42,7 @@ from kvcore.leases import Lease, LeaseBook
 from kvcore.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.manager import KVCacheManager
 from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, digest, encode_block
+from kvcore.peaks import peak_blocks
 from kvcore.pool import BlockPool
 from kvcore.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
@@ -122,6 +123,7 @@ __all__ = [
     "encode_namespace",
     "fold",
     "pack",
+    "peak_blocks",
     "pool_map",
     "slot_of",
     "slots_of",
