@@ -78,7 +78,7 @@ MODEL_LAYERS = (
     ("control/config", "control/params"),
     ("control/request",),
     ("control/step",),
-    ("control/admission",),
+    ("control/admission", "control/pool_frames"),
     ("control/planner",),
     ("control/scheduler",),
     ("text", "trace", "checkpoint"),
