@@ -36,7 +36,7 @@ class ModelOptions:
 class PromptOptions:
     """Where the prompts of a run are."""
 
-    prompt: tuple[str, ...] = setting((), help="- reads one from stdin")
+    prompt: tuple[str, ...] = setting((), help="what to continue; - reads it from stdin")
     prompts_file: str | None = setting(
         None,
         help=".txt: a prompt a line; .jsonl: an object a line, with prompt and any of its fields",

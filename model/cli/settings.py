@@ -24,7 +24,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
 
 from model.control.settings import Setting, settings_of
@@ -56,13 +56,25 @@ class Said:
         """The settings of a class that stand on the command line, no defaults. O(settings)."""
         return dict(self._given[declared])
 
-    def of(self, declared: type[_Declared]) -> _Declared:
+    def of(self, declared: type[_Declared], **defaults: object) -> _Declared:
         """The settings of a class: what was given, else the command's default, else its own.
+
+        Args:
+            declared: the class.
+            defaults: before the command's, where they depend on what was given.
 
         Raises:
             InvalidArgumentError: settings that mean nothing together.
         """
-        return declared(**{**self._defaults[declared], **self._given[declared]})
+        return declared(**{**self._defaults[declared], **defaults, **self._given[declared]})
+
+    def over(self, settings: _Declared) -> _Declared:
+        """The same over other defaults: an instance, and what was given in its place.
+
+        Raises:
+            InvalidArgumentError: settings that mean nothing together.
+        """
+        return replace(settings, **self._given[type(settings)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +191,7 @@ def num_bytes(text: str) -> int:
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
-        raise ValueError(text)
+        raise ValueError(f"wanted {_BYTES}, got {text!r:.60}")
     return int(found[1]) * _UNITS[found[2] or ""]
 
 
