@@ -9,7 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from model.config import EngineConfig, SchedulerConfig
+    from model.control.config import EngineConfig, SchedulerConfig
+    from model.control.params import SamplingParams
+    from model.control.request import FinishReason, Request, Status
+    from model.control.scheduler import Scheduler
+    from model.control.step import Chunk, SchedulerStats, Step
     from model.errors import (
         InvalidArgumentError,
         ModelError,
@@ -20,10 +24,6 @@ if TYPE_CHECKING:
         StalledError,
         UnsupportedModelError,
     )
-    from model.params import SamplingParams
-    from model.request import FinishReason, Request, Status
-    from model.scheduler import Scheduler
-    from model.step import Chunk, SchedulerStats, Step
 
 __all__ = [
     "Chunk",
@@ -46,7 +46,14 @@ __all__ = [
     "UnsupportedModelError",
 ]
 
-_HOMES = ("errors", "config", "params", "request", "step", "scheduler")
+_HOMES = (
+    "errors",
+    "control.config",
+    "control.params",
+    "control.request",
+    "control.step",
+    "control.scheduler",
+)
 
 
 def __getattr__(name: str) -> object:

@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedModel,
 )
 
-from model.attention import IMPLEMENTATION
+from model.device.attention import IMPLEMENTATION
+from model.device.probes import probe_layers
 from model.errors import UnsupportedModelError
-from model.probes import probe_layers
 
 _SERVED = {"full_attention", "sliding_attention", "chunked_attention"}
 _KINDS = (  # a part of the name of a layer's type or class, and what that is

@@ -19,22 +19,22 @@ from collections.abc import Iterator, Sequence
 
 import backends
 import kvcore
-from model.config import EngineConfig, SchedulerConfig
-from model.detokenize import TextStream
+from model.control.config import EngineConfig, SchedulerConfig
+from model.control.params import SamplingParams
+from model.control.request import FinishReason, Request
+from model.control.scheduler import Scheduler
+from model.control.step import SchedulerStats, Step
+from model.device.memory import plan_memory
+from model.device.network import PagedNetwork
+from model.device.prepare import prepare_network
+from model.device.profile import free_bytes
+from model.device.sampler import Draw, draw_key
+from model.device.step_runner import Flight, StepPasses
+from model.device.swap import BlockMover, plan_host_blocks
 from model.errors import InvalidArgumentError, StalledError
 from model.loader import LoadedModel
-from model.memory import plan_memory
-from model.network import PagedNetwork
 from model.output import Completion, Output
-from model.params import SamplingParams
-from model.passes import Flight, StepPasses
-from model.prepare import prepare_network
-from model.profile import free_bytes
-from model.request import FinishReason, Request
-from model.sampling import Draw, draw_key
-from model.scheduler import Scheduler
-from model.step import SchedulerStats, Step
-from model.swap import BlockMover, plan_host_blocks
+from model.text import TextStream
 from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
 
 Prompt = str | Sequence[int]

@@ -7,8 +7,8 @@ Does not know: how a token came about.
 
 from dataclasses import dataclass
 
-from model.detokenize import TextStream
-from model.request import Request
+from model.control.request import Request
+from model.text import TextStream
 
 
 class Output:

@@ -8,21 +8,21 @@ is escaped, never an error.
 Does not know: how a run goes (`session.py`), how it ends (`exits.py`).
 """
 
-from model.exits import leaves
+from model.cli.exits import leaves
 
 if __name__ == "__main__":
     with leaves():
         import io
         import sys
 
-        from model.progress import telling
-        from model.prompts import read_command_line
+        from model.cli.progress import telling
+        from model.cli.prompts import read_command_line
 
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
         job = read_command_line()
 
         with telling("loading torch and Transformers"):
-            from model.session import execute
+            from model.cli.session import execute
 
         sys.exit(execute(*job))

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 import kvcore
+from model.control.request import Request
+from model.control.step import SchedulerStats, Step
 from model.errors import UsageError
-from model.request import Request
-from model.step import SchedulerStats, Step
 
 SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
     "schedule",

@@ -63,7 +63,9 @@ PLANTED = {
         "kvcore/radix.py", "from kvcore.errors import KVCoreError", "is in no layer"
     ),
     "torch in the control plane": ("kvcore/pool.py", "import torch", "has no tensors"),
-    "numpy in the scheduler": ("model/scheduler.py", "import numpy as np", "has no tensors"),
+    "numpy in the scheduler": (
+        "model/control/scheduler.py", "import numpy as np", "has no tensors"
+    ),
     "a stranger in kvcore": (
         "kvcore/hashing.py", "import blake3", "imports blake3, which it does not need"
     ),
@@ -80,21 +82,23 @@ PLANTED = {
         "kvcore/manager.py", "import backends", "kvcore does not know backends"
     ),
     "an import past the root": (
-        "model/batch.py", "from kvcore.pool import BlockPool", "imported by its root"
+        "model/device/batch.py", "from kvcore.pool import BlockPool", "imported by its root"
     ),
     "a look into a block": (
-        "model/room.py", "def free(block):\n    return block.ref_count == 0", "kvcore's own"
+        "model/control/admission.py",
+        "def free(block):\n    return block.ref_count == 0",
+        "kvcore's own",
     ),
     "an import in a function": (
         "model/engine.py", "def run():\n    import json\n", "an import inside run"
     ),
     "a guard that vanishes": ("kvcore/pool.py", "assert 1 + 1 == 2", "vanishes under python -O"),
     "a file for everything": ("model/utils.py", "x = 1", "a name that says nothing"),
-    "a file without a word": ("model/batch.py", "x = 1", "opens with what it decides"),
+    "a file without a word": ("model/device/batch.py", "x = 1", "opens with what it decides"),
     "a function without end": (
-        "model/batch.py", "def run():\n" + "    x = 1\n" * 61, "run has 61 lines"
+        "model/device/batch.py", "def run():\n" + "    x = 1\n" * 61, "run has 61 lines"
     ),
-    "a file without end": ("model/batch.py", "x = 1\n" * 451, "451 of code"),
+    "a file without end": ("model/device/batch.py", "x = 1\n" * 451, "451 of code"),
 }  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Decides: in which order a process starts: flags are read before torch and Transf
 Does not know: how anything is measured.
 """
 
-from model.exits import leaves
+from model.cli.exits import leaves
 
 if __name__ == "__main__":
     with leaves():

@@ -11,9 +11,9 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from model.args import Parser, add_execution, add_model, add_sizes, add_tracing, engine_config
 from model.bench.options import BenchOptions, HostOptions, ServeOptions, WasteOptions
 from model.bench.workloads import SHAPES, Shape, Span
+from model.cli.args import Parser, add_execution, add_model, add_sizes, add_tracing, engine_config
 from model.errors import InvalidArgumentError, UsageError, shown
 
 PEER_NAMES = ("generate", "generate_batch", "generate_batch_sized", "no-prefix-cache")

@@ -24,10 +24,10 @@ import backends
 import kvcore
 from model.bench.networks import load
 from model.bench.options import HostOptions
-from model.config import EngineConfig
+from model.cli.session import choose_threads
+from model.control.config import EngineConfig
+from model.control.params import SamplingParams
 from model.engine import Engine
-from model.params import SamplingParams
-from model.session import choose_threads
 from model.trace import FORWARD, PHASES, StepRecord
 
 _PROMPT_LEN = 64

@@ -8,7 +8,7 @@ Does not know: flags, torch, models.
 from dataclasses import dataclass
 
 from model.bench.workloads import Shape
-from model.config import EngineConfig
+from model.control.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from model.attention import IMPLEMENTATION
+from model.device.attention import IMPLEMENTATION
 from model.errors import ModelError
 from model.loader import LoadedModel
 

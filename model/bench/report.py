@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Self
 
-from model.step_table import StepStats, step_table
+from model.cli.step_table import StepStats, step_table
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from typing import Protocol
 
 from model.bench.metrics import Timeline
 from model.bench.workloads import BenchRequest
-from model.params import SamplingParams
-from model.request import Request
+from model.control.params import SamplingParams
+from model.control.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

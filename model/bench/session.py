@@ -29,12 +29,12 @@ from model.bench.peers import PEERS, Job, PeerSettings
 from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
+from model.cli.progress import Progress
+from model.cli.session import BAD_INPUT, choose_threads
+from model.cli.step_table import StepStats, summarize_steps
 from model.engine import Engine
 from model.errors import UsageError
 from model.loader import LoadedModel
-from model.progress import Progress
-from model.session import BAD_INPUT, choose_threads
-from model.step_table import StepStats, summarize_steps
 from model.trace import trace_file, write_trace
 
 _WARM_REQUESTS = 8

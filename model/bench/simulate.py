@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import kvcore
-from model.config import SchedulerConfig
-from model.params import SamplingParams
-from model.request import Request
-from model.scheduler import Scheduler
+from model.control.config import SchedulerConfig
+from model.control.params import SamplingParams
+from model.control.request import Request
+from model.control.scheduler import Scheduler
 
 _VOCAB_SIZE = 50_000
 

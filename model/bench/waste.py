@@ -19,7 +19,7 @@ import kvcore
 from model.bench.serve import Arrivals, serve
 from model.bench.simulate import Simulation
 from model.bench.workloads import BenchRequest
-from model.config import SchedulerConfig
+from model.control.config import SchedulerConfig
 
 _POINTS = 20
 

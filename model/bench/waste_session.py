@@ -17,8 +17,8 @@ from model.bench.networks import config_of
 from model.bench.options import WasteOptions
 from model.bench.waste import Holding, TraceRow, hold, replay
 from model.bench.workloads import make_requests, total_lengths
-from model.config import SchedulerConfig
-from model.progress import Progress
+from model.cli.progress import Progress
+from model.control.config import SchedulerConfig
 
 _VOCAB_SIZE = 10_001
 

@@ -7,11 +7,11 @@ import json
 import pytest
 
 import kvcore
-from model.args import parse_args
-from model.config import MAX_BLOCK_SIZE, MAX_NUM_BLOCKS, EngineConfig
+from model.cli.args import parse_args
+from model.cli.prompts import read_prompts
+from model.control.config import MAX_BLOCK_SIZE, MAX_NUM_BLOCKS, EngineConfig
+from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, UsageError
-from model.params import SamplingParams
-from model.prompts import read_prompts
 from model.tiny import CHECKPOINT_DIR, DEMO_PROMPTS
 
 

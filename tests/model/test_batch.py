@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import kvcore
 from model import Request, SamplingParams, Scheduler, SchedulerConfig
-from model.batch import BatchBuilder
-from model.caches import KVCaches, blocks_for
-from model.layout import LayerShape, plan_layout
-from model.step import Chunk, Step
+from model.control.step import Chunk, Step
+from model.device.batch import BatchBuilder
+from model.device.kv_caches import KVCaches, blocks_for
+from model.device.layout import LayerShape, plan_layout
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from model import EngineConfig, InvalidArgumentError, RequestTooLongError
-from model.attention import IMPLEMENTATION
 from model.bench import host, peers
 from model.bench.args import parse_args
 from model.bench.networks import load
@@ -18,6 +17,7 @@ from model.bench.report import Versus
 from model.bench.serve import Arrivals, serve
 from model.bench.session import execute, measure
 from model.bench.workloads import BenchRequest, Shape, Span, make_requests
+from model.device.attention import IMPLEMENTATION
 from model.engine import Engine
 from model.errors import ModelError, UsageError
 from tests.model.networks import build, greedy_and_margin

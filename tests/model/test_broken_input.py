@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from model import exits as exits_module
-from model import loader, prompts, session
+from model import loader
+from model.cli import exits as exits_module
+from model.cli import prompts, session
+from model.cli.exits import exits
+from model.cli.session import execute
 from model.engine import Engine
 from model.errors import UsageError
-from model.exits import exits
-from model.session import execute
 from tests.model import broken_inputs
 from tests.model.broken_inputs import CONFIG, GROUPS, MORE_FIELDS, PAGE, VALUES, Broken
 

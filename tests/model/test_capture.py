@@ -8,9 +8,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaForCausalLM
 
 from model import EngineConfig, SamplingParams
-from model import capture as capturing
-from model.attention import IMPLEMENTATION
-from model.capture import capture
+from model.device import fx_trace as capturing
+from model.device.attention import IMPLEMENTATION
+from model.device.fx_trace import capture
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from model.loader import wrap_network

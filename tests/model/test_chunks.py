@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backends
-from model.chunks import chunked_batch
+from model.device.chunks import chunked_batch
+from model.device.layout import LayerShape, plan_layout
 from model.errors import InvalidArgumentError
-from model.layout import LayerShape, plan_layout
 
 CHUNK, SIZE = 8, 4
 NUMBA = backends.get_backend("numba")

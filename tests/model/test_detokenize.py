@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.detokenize import TextStream
+from model.text import TextStream
 from tests.model.networks import ByteCodec
 
 decode = ByteCodec().decode

@@ -12,11 +12,11 @@ from model import (
     RequestTooLongError,
     SamplingParams,
     StalledError,
-    profile,
 )
+from model.device import profile
+from model.device.sampler import Drawn
 from model.engine import Engine
 from model.errors import UnsupportedModelError
-from model.sampling import Drawn
 from tests.model.networks import build, greedy_and_margin
 from tests.model.reference import ReferenceBackend
 

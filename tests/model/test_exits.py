@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from model.cli.exits import exits
 from model.errors import UsageError
-from model.exits import exits
 
 
 class FullDisk(io.StringIO):

@@ -9,9 +9,9 @@ import triton
 
 import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
+from model.device.sampler import draw
 from model.engine import Engine
 from model.loader import wrap_network
-from model.sampling import draw
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
 

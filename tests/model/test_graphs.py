@@ -7,9 +7,9 @@ import torch
 
 import backends
 from model import EngineConfig, SamplingParams
+from model.device.cuda_graphs import DecodeGraphs, bucket_sizes
+from model.device.prepare import Prepared
 from model.engine import Engine
-from model.graphs import DecodeGraphs, bucket_sizes
-from model.prepare import Prepared
 from tests.model.networks import build
 
 PROMPTS = ["a prompt of some length, ", "a prompt of some length, again", "x", "yz"]

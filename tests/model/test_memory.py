@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import backends
-from model import EngineConfig, InvalidArgumentError, profile
+from model import EngineConfig, InvalidArgumentError
+from model.cli.size_flags import num_bytes
+from model.device import profile
+from model.device.layout import LayerShape, plan_layout
+from model.device.memory import cgroup_rooms, host_free_bytes, plan_memory, show_bytes
+from model.device.network import PagedNetwork
 from model.engine import Engine
-from model.layout import LayerShape, plan_layout
-from model.memory import cgroup_rooms, host_free_bytes, plan_memory, show_bytes
-from model.network import PagedNetwork
-from model.size_flags import num_bytes
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
 

@@ -10,11 +10,11 @@ from torch import nn
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
-from model.attention import attend
+from model.device.attention import attend
+from model.device.layout import LayerShape
+from model.device.probes import Probe, check_tokens_alone, probe_layers
+from model.device.sight import Sight, sight_of
 from model.errors import UnsupportedModelError
-from model.layout import LayerShape
-from model.probes import Probe, check_tokens_alone, probe_layers
-from model.sight import Sight, sight_of
 from tests.model.networks import build
 
 CPU = torch.device("cpu")

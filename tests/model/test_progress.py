@@ -3,7 +3,7 @@
 import io
 import sys
 
-from model.progress import Progress
+from model.cli.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -12,11 +12,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import backends
 from model import EngineConfig, SamplingParams
+from model.device.probes import check_tokens_alone, probe_layers
+from model.device.rope import RopeSwitch, rope_switch
 from model.engine import Engine
 from model.errors import RequestTooLongError, UnsupportedModelError
 from model.loader import wrap_network
-from model.probes import check_tokens_alone, probe_layers
-from model.rope import RopeSwitch, rope_switch
 from tests.model.networks import ByteCodec, greedy_and_margin
 from tests.model.tiny_configs import make_config
 

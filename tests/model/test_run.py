@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import kvcore
-from model import prompts, session
-from model.attention import PagedPass
-from model.exits import exits
-from model.session import execute
+from model.cli import prompts, session
+from model.cli.exits import exits
+from model.cli.session import execute
+from model.device.attention import PagedPass
 
 ROOT = Path(__file__).parents[2]
 TWO = ["--prompt", "a prompt of some length, ", "--prompt", "a prompt of some length, again"]
@@ -242,7 +242,7 @@ def test_help_shows_every_flag_and_exits_with_0():
 def test_help_and_bad_input_are_answered_before_torch_is_loaded(argv):
     done = spawn(*argv, PYTHONPROFILEIMPORTTIME="1")
     loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
-    assert "model.prompts" in loaded
+    assert "model.cli.prompts" in loaded
     assert not loaded & {"torch", "numpy", "transformers", "backends"}
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import SamplingParams
+from model.device.sampler import Draw, draw_key, kept_mass, sample
 from model.errors import NumericalError
-from model.sampling import Draw, draw_key, kept_mass, sample
 
 rows_of_logits = st.lists(
     st.lists(st.floats(-20, 20, width=32), min_size=7, max_size=7), min_size=1, max_size=5

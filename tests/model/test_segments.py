@@ -7,11 +7,11 @@ import torch
 
 import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
-from model.capture import capture
+from model.device.fx_trace import capture
+from model.device.piecewise import Segmented, compile_segments
+from model.device.prepare import prepare_network
 from model.engine import Engine
 from model.errors import UnsupportedModelError
-from model.prepare import prepare_network
-from model.segments import Segmented, compile_segments
 from tests.model.networks import CONFIGS, build
 from tests.model.reference import ReferenceBackend
 from tests.model.test_capture import CPU, Telling, switched

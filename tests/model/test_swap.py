@@ -8,13 +8,14 @@ from torch import nn
 
 import backends
 import kvcore
-from model import EngineConfig, InvalidArgumentError, swap
-from model.caches import KVCaches
-from model.layout import LayerShape, plan_layout
-from model.memory import MemoryPlan
-from model.request import HostCopy
-from model.step import Transfer
-from model.swap import BlockMover, plan_host_blocks
+from model import EngineConfig, InvalidArgumentError
+from model.control.request import HostCopy
+from model.control.step import Transfer
+from model.device import swap
+from model.device.kv_caches import KVCaches
+from model.device.layout import LayerShape, plan_layout
+from model.device.memory import MemoryPlan
+from model.device.swap import BlockMover, plan_host_blocks
 from tests.model.networks import build
 
 CPU = torch.device("cpu")

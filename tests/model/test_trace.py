@@ -7,9 +7,9 @@ import json
 import pytest
 
 from model import EngineConfig, SamplingParams
+from model.cli.step_table import Durations, step_table, summarize_steps
 from model.engine import Engine
 from model.errors import UsageError
-from model.step_table import Durations, step_table, summarize_steps
 from model.trace import PHASES, StepRecorder, trace_file, write_trace
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend

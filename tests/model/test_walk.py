@@ -72,7 +72,7 @@ def test_the_page_is_made_of_what_the_walk_has_found():
 @pytest.fixture
 def trusting(monkeypatch):
     """An engine that checks nothing of what its network does."""
-    monkeypatch.setattr("model.network.check_tokens_alone", lambda *_: None)
+    monkeypatch.setattr("model.device.network.check_tokens_alone", lambda *_: None)
 
 
 def _scaled(forward):

@@ -1,0 +1,1 @@
+"""The command lines: flags, prompts, reports, exit codes."""

@@ -1,0 +1,240 @@
+"""The prompts of a run: from flags, files, standard input or the tiny model's own.
+
+Decides: what a line of a file means, and which sampling parameters a prompt gets: its own fields
+over the command line's; a field that is null counts as not given. Files and standard input are
+UTF-8, with or without a byte order mark, whatever the locale says. Invariants: an error names the
+flag, or the file and the line; a prompt is text that UTF-8 can encode.
+
+Does not know: tokens, models.
+"""
+
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import BinaryIO
+
+from model.cli.args import Options, parse_args
+from model.control.params import MAX_INT, SamplingParams
+from model.errors import InvalidArgumentError, UsageError, shown
+from model.tiny import DEMO_PROMPTS
+
+_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+_DRAWS = ("top_k", "top_p", "seed", "n")
+_BESIDE = frozenset({"n", "priority"})  # fields of a line that are no sampling parameters
+_MAX_SAMPLES = 1024
+_MAX_PRIORITY = 1_000_000
+_MAX_BYTES = 256 << 20
+_MAX_PROMPTS = 100_000
+_MAX_LINES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpec:
+    """One prompt.
+
+    Attributes:
+        where: where it came from, for messages.
+        text: the prompt.
+        params: how its tokens are chosen.
+        num_samples: how many times it is continued.
+        priority: the lower, the sooner.
+    """
+
+    where: str
+    text: str
+    params: SamplingParams
+    num_samples: int = 1
+    priority: int = 0
+
+
+def read_command_line(
+    argv: Sequence[str] | None = None,
+) -> tuple[Options, list[PromptSpec]]:
+    """Read a command line, the process's own if None, and the prompts it names.
+
+    Raises:
+        ModelError: it does not say what to do.
+    """
+    options = parse_args(argv)
+    return options, read_prompts(options, sys.stdin.buffer if sys.stdin else None)
+
+
+def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
+    """Collect the prompts: of `--prompt`, then of the file; the tiny model's own if there are none.
+
+    Args:
+        options: the command line.
+        stdin: what a prompt of `-` reads; None: it is closed.
+
+    Raises:
+        UsageError: an empty prompt, one that is not UTF-8, a file that cannot be read or
+            understood, or sampling fields that `--verify` or a greedy choice excludes.
+    """
+    found = list(_entries(options, stdin))
+    specs = []
+    for index, (where, entry) in enumerate(found):
+        text = entry.get("prompt")
+        if not isinstance(text, str) or not text.strip():
+            raise UsageError(f"{where}: wanted a prompt with some text in it, got {shown(text)}")
+        _check_encodable(where, text)
+        params, beside = _params(where, index, options, entry)
+        for stop in params.stop:
+            _check_encodable(f"{where}: stop", stop)
+        specs.append(
+            PromptSpec(
+                where,
+                text,
+                params,
+                num_samples=_integer(where, "n", beside.get("n", 1), 1, _MAX_SAMPLES),
+                priority=_integer(
+                    where, "priority", beside.get("priority", 0), -_MAX_PRIORITY, _MAX_PRIORITY
+                ),
+            )
+        )
+    return specs
+
+
+def _entries(
+    options: Options, stdin: BinaryIO | None
+) -> Iterator[tuple[str, Mapping[str, object]]]:
+    for number, text in enumerate(options.prompts, start=1):
+        if text == "-":
+            where = "--prompt - (stdin)"
+            yield where, {"prompt": _stdin_text(where, stdin).rstrip("\n")}
+        else:
+            yield f"--prompt (number {number})", {"prompt": text}
+    if options.prompts_file is not None:
+        yield from _file_entries(options.prompts_file)
+    elif not options.prompts:
+        for number, text in enumerate(DEMO_PROMPTS, start=1):
+            yield f"built-in prompt {number}", {"prompt": text}
+
+
+def _file_entries(name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
+    path = Path(name)
+    if path.suffix not in {".txt", ".jsonl"}:
+        raise UsageError(f"--prompts-file: wanted a .txt or .jsonl file, got {name!r}")
+    try:
+        with path.open("rb") as file:
+            data = _bounded(f"--prompts-file: {name!r}", file)
+    except OSError as error:
+        raise UsageError(f"--prompts-file: cannot read {name!r}: {error.strerror}") from error
+    except ValueError as error:  # a NUL in the name
+        raise UsageError(f"--prompts-file: cannot read {name!r}: {error}") from error
+    num_prompts = 0
+    lines = io.StringIO(_decoded(f"--prompts-file: {name!r}", data), newline="\n")
+    for number, line in enumerate(lines, 1):
+        num_prompts += bool(line.strip())
+        if number > _MAX_LINES or num_prompts > _MAX_PROMPTS:
+            raise UsageError(
+                f"--prompts-file: {name!r}: wanted at most {_MAX_PROMPTS:,} prompts in "
+                f"{_MAX_LINES:,} lines, there are more"
+            )
+        if line.strip():
+            where, text = f"{name} line {number}", line.removesuffix("\n")
+            yield where, {"prompt": text} if path.suffix == ".txt" else _parsed(where, text)
+    if not num_prompts:
+        raise UsageError(f"--prompts-file: {name!r} has no prompts")
+
+
+def _stdin_text(where: str, stdin: BinaryIO | None) -> str:
+    if stdin is None:
+        raise UsageError(f"{where}: wanted a prompt, and stdin is closed")
+    try:
+        data = _bounded(where, stdin)
+    except OSError as error:
+        raise UsageError(f"{where}: cannot read: {error.strerror or error}") from error
+    return _decoded(where, data)
+
+
+def _bounded(what: str, file: BinaryIO) -> bytes:
+    """All of a file that may have no end."""
+    data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{what}: wanted at most {_MAX_BYTES >> 20} MiB, there is more")
+    return data
+
+
+def _decoded(what: str, data: bytes) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{what} is not UTF-8: {error.reason} at byte {error.start}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _check_encodable(where: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"{where}: wanted text that UTF-8 can encode, got {text[error.start]!r} "
+            f"at character {error.start + 1}"
+        ) from error
+
+
+def _parsed(where: str, line: str) -> Mapping[str, object]:
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise UsageError(f"{where}: an integer has more digits than Python reads") from error
+    except RecursionError as error:
+        raise UsageError(f"{where}: its lists or objects are nested too deeply") from error
+    if not isinstance(entry, dict):
+        raise UsageError(f"{where}: wanted an object with a prompt, got {type(entry).__name__}")
+    unknown = sorted(entry.keys() - _FIELDS - _BESIDE - {"prompt"})
+    if unknown:
+        known = ", ".join(sorted(_FIELDS | _BESIDE))
+        raise UsageError(f"{where}: unknown field {shown(unknown[0])}; known: prompt, {known}")
+    return entry
+
+
+def _params(
+    where: str, index: int, options: Options, entry: Mapping[str, object]
+) -> tuple[SamplingParams, dict[str, object]]:
+    """The sampling parameters of an entry, and its other fields."""
+    own = {
+        name: _value(name, value)
+        for name, value in entry.items()
+        if name != "prompt" and value is not None
+    }
+    if options.verify:
+        _refuse(where, [name for name in ("temperature", *_DRAWS) if name in own], "--verify")
+    merged = {**options.sampling, **own}
+    temperature = merged.get("temperature", 0)
+    if temperature == 0:
+        _refuse(where, [name for name in _DRAWS if name in merged], "a temperature of 0")
+    elif "seed" not in own:
+        base = merged.get("seed", 0)
+        if isinstance(base, int) and 0 <= base <= MAX_INT:  # any other is refused below
+            merged["seed"] = (base + index) % (MAX_INT + 1)
+    beside = {name: merged.pop(name) for name in _BESIDE if name in merged}
+    try:
+        params = SamplingParams(**merged)  # type: ignore[arg-type]  # the constructor checks each
+    except InvalidArgumentError as error:
+        raise UsageError(f"{where}: {error}") from error
+    return params, beside
+
+
+def _integer(where: str, name: str, value: object, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise UsageError(
+            f"{where}: {name}: wanted an integer from {least} to {most}, got {shown(value)}"
+        )
+    return value
+
+
+def _value(name: str, value: object) -> object:
+    if name == "stop" and isinstance(value, str):
+        return (value,)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _refuse(where: str, names: Iterable[str], because: str) -> None:
+    for name in names:
+        raise UsageError(f"{where}: {name} has no meaning with {because}")

@@ -1,0 +1,320 @@
+"""A run of the command line, once its input is read.
+
+Decides: the order of a run (load, compile, generate, verify, report), and what goes to stdout and
+what to stderr. Invariants: with `--json` stdout holds one document and nothing else; results go to
+stdout, progress to stderr; what a user can mend is a ModelError, whoever found it; however a run
+ends, by a signal or a fault, the texts that were finished by then are printed.
+
+Does not know: how anything is done; how the input was read, and how the process ends (`run.py`).
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TextIO
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import backends
+import kvcore
+from model.cli.args import Options
+from model.cli.exits import FAILED, Asked, Stopped, stopping
+from model.cli.progress import Progress, say, telling
+from model.cli.prompts import PromptSpec
+from model.cli.report import document, measure, table
+from model.cli.step_table import StepStats, step_table, summarize_steps
+from model.cli.verify import Mismatch, find_mismatch
+from model.cli.writer import StreamWriter, show
+from model.control.params import SamplingParams
+from model.control.request import FinishReason, Request
+from model.device.memory import show_bytes
+from model.device.prepare import is_small
+from model.engine import Engine
+from model.errors import InvalidArgumentError, UsageError
+from model.loader import LoadedModel, load_model
+from model.output import Completion, Output
+from model.trace import trace_file, write_trace
+
+BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
+    backends.UnknownBackendError,
+    backends.BackendUnavailableError,
+    backends.UnsupportedError,
+    kvcore.InvalidArgumentError,
+    kvcore.OutOfBlocksError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Generated:
+    """What came out, all requests in the order of the prompts, and what ended it before its end."""
+
+    completions: list[Completion]
+    elapsed_s: float
+    fault: BaseException | None
+
+
+def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
+    """Run prompts as the options say, and print.
+
+    Returns:
+        The exit code: 1 if --verify differs, 3 if a request failed alone.
+
+    Raises:
+        ModelError: the input cannot be run.
+        OSError: what was printed could not be written.
+    """
+    try:
+        with trace_file(options.trace) as trace:
+            return _run(options, specs, trace)
+    except BAD_INPUT as error:
+        raise UsageError(str(error)) from error
+
+
+def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) -> int:
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    backend = backends.get_backend(options.backend)
+    dtype = _dtype(options, backend)
+    with telling(f"loading {options.model}"):
+        model = load_model(options.model, backend.device, dtype)
+    choose_threads(model)
+    prompts = _encode(model, specs)
+    engine = _engine(options, model, backend, specs, prompts)
+    requests = _queue(engine, specs, prompts)
+    about = {
+        "model": options.model,
+        "backend": backend.name,
+        "device": str(backend.device),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    say(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
+    say(engine.memory.describe(engine.network.layout))
+    if not engine.memory.holds_all:
+        say(_preemption(engine))
+    with telling("compiling kernels: the first time on a machine takes longest"):
+        how, seconds = _warm_up(model, backend, engine, prompts)
+    say(f"network: {how}; compiled and warm in {seconds:.1f} s")
+    recorder = engine.record() if options.stats or trace is not None else None
+    with stopping() as asked:  # until all that is finished is printed
+        generated = _generate(options, engine, specs, requests, asked)
+        if recorder is not None and trace is not None:
+            write_trace(trace, recorder)
+        mismatches = None
+        if options.verify and generated.fault is None:
+            mismatches = _verified(model, requests, asked)
+        steps = summarize_steps(recorder) if recorder is not None and options.stats else None
+        _report(options, engine, specs, about, generated, mismatches, steps)
+    if generated.fault is not None:
+        raise generated.fault
+    if asked.number is not None:
+        raise Stopped(asked.number, f"{len(requests)} of {len(requests)} texts are finished")
+    num_failed = _tell_failed(specs, requests)
+    return FAILED if num_failed else 1 if mismatches else 0
+
+
+def _report(
+    options: Options,
+    engine: Engine,
+    specs: Sequence[PromptSpec],
+    about: dict[str, str],
+    generated: _Generated,
+    mismatches: Sequence[Mismatch] | None,
+    steps: StepStats | None,
+) -> None:
+    """Print what was generated; of a run that was ended early, the texts that were finished."""
+    completions = generated.completions
+    stats = measure(engine, completions, generated.elapsed_s)
+    if options.json:
+        whole = document(about, completions, stats, mismatches)
+        json.dump(whole if steps is None else {**whole, "steps": asdict(steps)}, sys.stdout)
+        print()
+        return
+    if not options.stream:
+        for head, completion in zip(_heads(specs), completions, strict=True):
+            if completion.request.finish_reason is not FinishReason.ABORTED:
+                print(show(*head, completion.text), end="")
+    print(table(stats))
+    if steps is not None:
+        print(f"\n{step_table(steps)}")
+
+
+def _tell_failed(specs: Sequence[PromptSpec], requests: Sequence[Request]) -> int:
+    """Name the requests that ended by an error of their own; how many there are."""
+    places = [spec.where for spec in specs for _ in range(spec.num_samples)]
+    failed = [
+        (where, request)
+        for where, request in zip(places, requests, strict=True)
+        if request.finish_reason is FinishReason.ERROR
+    ]
+    for where, request in failed:
+        say(
+            f"error: {where}: it ended after {request.num_output_tokens} tokens, because the "
+            f"model's logits for the next are not finite numbers"
+        )
+    return len(failed)
+
+
+def _preemption(engine: Engine) -> str:
+    if not engine.num_host_blocks:
+        return "preempted requests are computed again"
+    size = show_bytes(engine.network.layout.kv_bytes(engine.num_host_blocks, engine.kv.block_size))
+    return f"preempted requests are stored in host memory, up to {size}"
+
+
+def choose_threads(model: LoadedModel) -> None:
+    """One thread for a small network on a CPU, unless the user has said how many.
+
+    Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
+    """
+    network = model.network
+    if (
+        network.device.type == "cpu"
+        and is_small(network.num_parameters())
+        and "OMP_NUM_THREADS" not in os.environ
+    ):
+        torch.set_num_threads(1)
+
+
+def _dtype(options: Options, backend: backends.Backend) -> torch.dtype:
+    if options.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, options.dtype)
+        return dtype
+    if options.verify:
+        return torch.float32  # two ways of computing agree token by token only without near ties
+    return torch.bfloat16 if backend.device.type == "cuda" else torch.float32
+
+
+def _engine(
+    options: Options,
+    model: LoadedModel,
+    backend: backends.Backend,
+    specs: Sequence[PromptSpec],
+    prompts: Sequence[Sequence[int]],
+) -> Engine:
+    """An engine with room for the prompts, where nobody said how much."""
+    lengths = tuple(  # the last token is handed out and never computed
+        len(prompt) + spec.params.max_tokens - 1
+        for spec, prompt in zip(specs, prompts, strict=True)
+        for _ in range(spec.num_samples)
+    )
+    return Engine(model, backend, dataclasses.replace(options.engine, expected_lengths=lengths))
+
+
+def _encode(model: LoadedModel, specs: Sequence[PromptSpec]) -> list[list[int]]:
+    prompts = []
+    for spec in specs:
+        try:
+            prompts.append(model.codec.encode(spec.text))
+        except InvalidArgumentError as error:
+            raise UsageError(f"{spec.where}: {error}") from error
+    return prompts
+
+
+def _queue(
+    engine: Engine, specs: Sequence[PromptSpec], prompts: Sequence[Sequence[int]]
+) -> list[Request]:
+    requests: list[Request] = []
+    for spec, prompt in zip(specs, prompts, strict=True):
+        try:
+            requests += engine.add_samples(
+                prompt, spec.params, num_samples=spec.num_samples, priority=spec.priority
+            )
+        except InvalidArgumentError as error:
+            raise UsageError(f"{spec.where}: {error}") from error
+    return requests
+
+
+def _heads(specs: Sequence[PromptSpec]) -> list[tuple[str, str]]:
+    """The label and the prompt of every text: 3, or 3.1 and 3.2 where the third has two samples."""
+    return [
+        (f"{number}.{sample}" if spec.num_samples > 1 else f"{number}", spec.text)
+        for number, spec in enumerate(specs, 1)
+        for sample in range(1, spec.num_samples + 1)
+    ]
+
+
+def _generate(
+    options: Options,
+    engine: Engine,
+    specs: Sequence[PromptSpec],
+    requests: Sequence[Request],
+    asked: Asked,
+) -> _Generated:
+    """Step until all have ended, a signal asks for an end, or a step fails."""
+    texts: dict[int, str] = {request.request_id: "" for request in requests}
+    latest: dict[int, Output] = {}
+    writer = StreamWriter(_heads(specs), sys.stdout) if options.stream else None
+    fault: BaseException | None = None
+    started = time.perf_counter()
+    with Progress("generated", len(requests), is_wanted=not writer) as progress:
+        try:
+            while engine.has_unfinished and not asked:
+                for output in engine.step():
+                    number, is_last = output.request.request_id, output.request.is_finished
+                    latest[number] = output
+                    if writer is not None:
+                        piece = output.text
+                        texts[number] += piece
+                        writer.write(number, piece, is_last=is_last)
+                    progress.advance(is_last)
+        except Exception as error:  # noqa: BLE001  # raised again, once what is finished is printed
+            fault = error
+    elapsed_s = time.perf_counter() - started
+    if asked.number is not None and engine.has_unfinished:
+        num_finished = sum(request.is_finished for request in requests)
+        report = f"{num_finished} of {len(requests)} texts are finished"
+        fault = fault or Stopped(asked.number, report)
+    for request in requests:
+        engine.abort(request)
+    if writer is None:
+        texts |= {number: output.text for number, output in latest.items()}
+    completions = [Completion(request, texts[request.request_id]) for request in requests]
+    return _Generated(completions, elapsed_s, fault)
+
+
+def _warm_up(
+    model: LoadedModel,
+    backend: backends.Backend,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+) -> tuple[str, float]:
+    """Prepare the engine, and run another that is thrown away; how it runs, and the seconds.
+
+    That one has the caches of the real one, so it takes no memory of its own, and runs nothing
+    longer than what was queued there.
+    """
+    started = time.perf_counter()
+    how = engine.prepare()
+    sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
+    trial = Engine(model, backend, sizes, caches_of=engine)
+    length = min(max(map(len, prompts)) - 1, 128)
+    params = SamplingParams(max_tokens=2 if length else 1, ignore_eos=True)
+    trial.generate([[0] * max(1, length)] * min(len(prompts), 4), params)
+    return how, time.perf_counter() - started
+
+
+def _verified(
+    model: LoadedModel, requests: Sequence[Request], asked: Asked
+) -> list[Mismatch] | None:
+    """Compare with the dense network, as long as nobody asks for an end; None: somebody did."""
+    mismatches = []
+    for index, request in enumerate(requests):
+        mismatch = find_mismatch(model, index, request)
+        if asked:
+            return None
+        if mismatch is not None:
+            mismatches.append(mismatch)
+            paged, dense = (
+                "the end" if token is None else f"{token} {model.codec.decode([token])!r}"
+                for token in (mismatch.paged, mismatch.dense)
+            )
+            say(f"request {index + 1}, token {mismatch.position}: paged {paged}, dense {dense}")
+    if not mismatches:
+        total = sum(request.num_output_tokens for request in requests)
+        say(f"verified: {total} tokens of {len(requests)} requests equal generate's")
+    return mismatches

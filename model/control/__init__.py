@@ -1,0 +1,1 @@
+"""What runs and when: requests, schedule, counts. No tensors."""

@@ -1,0 +1,323 @@
+"""One request: what was asked, where it stands, what came out.
+
+Decides: the life of a request (WAITING -> RUNNING -> FINISHED, with any number of detours through
+PREEMPTED) and when a sampled token ends it.
+
+Invariants: the tokens are counted in one place: while RUNNING in the sequence, which is held
+exactly then, otherwise here; `tokens` is the prompt followed by the output that has been read, and
+only ever grows; a finished request has a reason, no copy in host memory, expects no token, and
+never changes again.
+
+Does not know: the pool, the other requests, torch, text.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import kvcore
+from model.control.params import SamplingParams
+from model.errors import InvalidArgumentError, RequestStateError
+
+_MAX_TOKEN_ID = 2**32 - 1
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    STOP = "stop"
+    ABORTED = "aborted"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """Blocks of a preempted request in host memory.
+
+    Attributes:
+        num_tokens: tokens that were computed when they were copied.
+        places: for each layer group the entries of its table, from the first to before the second;
+            those before them are out of sight, or shared with others and expected in the cache.
+        payload: the memory itself, kept by whoever copies.
+    """
+
+    num_tokens: int
+    places: tuple[tuple[int, int], ...]
+    payload: object = None
+
+    @property
+    def num_blocks(self) -> int:
+        """How many there are. O(num_groups)."""
+        return sum([stop - first for first, stop in self.places])
+
+
+class Request:
+    """A prompt on its way to its completion; the scheduler moves it, the engine reads it.
+
+    Attributes:
+        request_id: chosen by the caller, unique among the unfinished requests of a scheduler.
+        priority: the lower, the sooner; how much sooner the scheduler's `priority_span` says.
+        leader: the first sample of the same prompt, if this is a further one: it waits for the
+            leader's prompt to be computed, and shares it.
+        sample: the number of this sample of its prompt, from 0.
+        order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
+        max_total_tokens: the most tokens it can come to, its prompt included.
+        sequence: its blocks and its tokens while RUNNING, otherwise None.
+        host_copy: what was stored of it when it was preempted, None if nothing was.
+        is_loading: whether this step copies that back.
+        is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
+        num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
+        num_preemptions: how often it lost its blocks to another request.
+
+    Raises:
+        InvalidArgumentError: an empty prompt, or a token id that is not one.
+    """
+
+    __slots__ = (
+        "_ends",
+        "_finish_reason",
+        "_is_owed",
+        "_status",
+        "_tokens",
+        "eos_token_ids",
+        "host_copy",
+        "is_loading",
+        "is_long",
+        "leader",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "order",
+        "params",
+        "priority",
+        "request_id",
+        "sample",
+        "sequence",
+    )
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_tokens: Sequence[int],
+        params: SamplingParams,
+        eos_token_ids: frozenset[int] = frozenset(),
+        *,
+        priority: int = 0,
+        leader: Request | None = None,
+        sample: int = 0,
+    ) -> None:
+        if len(prompt_tokens) == 0:
+            raise InvalidArgumentError("prompt: wanted at least one token, got none")
+        self.request_id = request_id
+        self.params = params
+        self.eos_token_ids = eos_token_ids
+        self._tokens = _packed(prompt_tokens)
+        self._is_owed = False
+        self.num_prompt_tokens = len(prompt_tokens)
+        self.max_total_tokens = len(prompt_tokens) + params.max_tokens
+        own = frozenset() if params.ignore_eos else eos_token_ids
+        self._ends = own.union(params.stop_token_ids)
+        self.priority = priority
+        self.leader = leader
+        self.sample = sample
+        self.order = (0, 0)
+        self.sequence: kvcore.KVSequence | None = None
+        self.host_copy: HostCopy | None = None
+        self.is_loading = False
+        self.is_long = False
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self._status = Status.WAITING
+        self._finish_reason: FinishReason | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.request_id}, {self._status.value}, prompt={self.num_prompt_tokens}, "
+            f"output={self.num_output_tokens})"
+        )
+
+    @property
+    def status(self) -> Status:
+        """Where the request stands. O(1)."""
+        return self._status
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it has not. O(1)."""
+        return self._finish_reason
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended. O(1)."""
+        return self._status is Status.FINISHED
+
+    @property
+    def tokens(self) -> array[int]:
+        """The prompt and the output that has been read, packed as uint32; read it. O(1)."""
+        return self._tokens if self.sequence is None else self.sequence.packed
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and output, one that has not been read yet included. O(1)."""
+        if self.sequence is None:
+            return len(self._tokens) + self._is_owed
+        return self.sequence.num_tokens
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether its last token was drawn and has not been read. O(1)."""
+        return self._is_owed if self.sequence is None else self.sequence.num_untold_tokens > 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is written; 0 unless it runs. O(1)."""
+        return 0 if self.sequence is None else self.sequence.num_computed_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """The tokens generated so far, one that has not been read yet included. O(1)."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """The generated tokens that have been read, an ending stop token included.
+
+        O(num_output_tokens).
+        """
+        return self.tokens[self.num_prompt_tokens :].tolist()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all the tokens that it may come to. O(1)."""
+        return self.num_tokens == self.max_total_tokens
+
+    @property
+    def prompt_tokens(self) -> list[int]:
+        """The tokens of the prompt. O(num_prompt_tokens)."""
+        return self.tokens[: self.num_prompt_tokens].tolist()
+
+    @property
+    def is_led(self) -> bool:
+        """Whether its leader has still to sample from the prompt that both share. O(1)."""
+        leader = self.leader
+        return leader is not None and not leader.is_finished and leader.num_output_tokens == 0
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens that a running request has and has not computed. O(1).
+
+        Raises:
+            RequestStateError: it does not run.
+        """
+        sequence = self.running_sequence
+        return sequence.num_tokens - sequence.num_computed_tokens
+
+    def start(self, sequence: kvcore.KVSequence) -> None:
+        """Take a sequence and run: WAITING or PREEMPTED -> RUNNING. O(1).
+
+        Raises:
+            RequestStateError: it runs already or has finished.
+        """
+        self._leave(Status.WAITING, Status.PREEMPTED, to=Status.RUNNING)
+        if self.num_preemptions == 0:
+            self.num_cached_tokens = sequence.num_cached_tokens
+        self.sequence = sequence
+        self._tokens = array("I")  # they are the sequence's now
+
+    def preempt(self) -> kvcore.KVSequence:
+        """Give up the sequence, to be computed again later: RUNNING -> PREEMPTED. O(1).
+
+        Returns:
+            The sequence, for the scheduler to close.
+
+        Raises:
+            RequestStateError: it does not run.
+        """
+        sequence = self.running_sequence
+        self._leave(Status.RUNNING, to=Status.PREEMPTED)
+        self.num_preemptions += 1
+        self._is_owed = sequence.num_untold_tokens > 0
+        self._take_from(sequence)
+        return sequence
+
+    def tell(self, token: int) -> None:
+        """Say which token it is that a request expects which was preempted meanwhile. O(1).
+
+        Raises:
+            RequestStateError: it expects none, or runs: then its sequence is told.
+        """
+        if not self._is_owed:
+            raise RequestStateError(f"{self!r}: tell wants a preempted one that expects a token")
+        self._tokens.append(token)
+        self._is_owed = False
+
+    def ending(self, token: int) -> FinishReason | None:
+        """Whether it ends with this token, its newest, and why. O(1).
+
+        It is not finished by this: `finish` is, once the scheduler has let go of the blocks.
+        """
+        if token in self._ends:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.is_complete else None
+
+    def finish(self, reason: FinishReason) -> kvcore.KVSequence | None:
+        """End the request, from any status but FINISHED; what it expects is forgotten. O(1).
+
+        Returns:
+            The sequence it held, for the scheduler to close; None if it held none.
+
+        Raises:
+            RequestStateError: it has ended already.
+        """
+        self._leave(Status.WAITING, Status.RUNNING, Status.PREEMPTED, to=Status.FINISHED)
+        self._finish_reason = reason
+        self.host_copy = None
+        self._is_owed = False
+        sequence = self.sequence
+        if sequence is not None:
+            self._take_from(sequence)
+        return sequence
+
+    @property
+    def running_sequence(self) -> kvcore.KVSequence:
+        """The sequence of a running request. O(1).
+
+        Raises:
+            RequestStateError: it does not run.
+        """
+        if self.sequence is None:
+            raise RequestStateError(f"{self!r}: only a running request holds a sequence")
+        return self.sequence
+
+    def _take_from(self, sequence: kvcore.KVSequence) -> None:
+        """Count the tokens here again; the sequence is about to be closed."""
+        self._tokens = sequence.packed[:]
+        self.sequence = None
+
+    def _leave(self, *allowed: Status, to: Status) -> None:
+        if self._status not in allowed:
+            raise RequestStateError(f"{self!r}: cannot become {to.value}")
+        self._status = to
+
+
+def _packed(tokens: Sequence[int]) -> array[int]:
+    for token in tokens:
+        if not 0 <= token <= _MAX_TOKEN_ID:
+            raise InvalidArgumentError(
+                f"prompt: wanted token ids from 0 to {_MAX_TOKEN_ID}, got {token}"
+            )
+    return array("I", tokens)

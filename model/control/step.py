@@ -1,0 +1,95 @@
+"""What the scheduler says: the plan of a step, and its counters.
+
+Invariants: a plan is a value; nothing in it changes after it was made, but for the payload of a
+host copy, which belongs to whoever carries transfers out.
+
+Does not know: how the plan came about (`scheduler.py`), or how it is computed (`batch.py`).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import kvcore
+from model.control.request import HostCopy, Request
+
+
+class Chunk(NamedTuple):
+    """Tokens `start` to `start + num_tokens - 1` of a request, to be computed in one step.
+
+    Attributes:
+        samples: the chunk ends at the last known token, so its logits give the next one.
+        followers: further samples of the same prompt; the same logits give the first token of each.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    followers: tuple[Request, ...] = ()
+
+    @property
+    def sampling(self) -> tuple[Request, ...]:
+        """The requests that a token is drawn for from the chunk's last logits. O(1)."""
+        return (self.request, *self.followers) if self.samples else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks that move between the cache and a copy in host memory, in order.
+
+    Attributes:
+        request: whose they are.
+        block_ids: in the cache.
+        copy: the other end; entry `first` and those after it are meant.
+        first: as above, 0 unless the request has found its beginning in the cache.
+        lease: holds the blocks until the step is updated.
+    """
+
+    request: Request
+    block_ids: tuple[int, ...]
+    copy: HostCopy
+    first: int
+    lease: kvcore.Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one forward pass computes, and what moves before it.
+
+    Every request appears at most once among the chunks and loads. `stores` come first, then
+    `loads`, then the pass.
+    """
+
+    chunks: tuple[Chunk, ...]
+    stores: tuple[Transfer, ...] = ()
+    loads: tuple[Transfer, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the step. O(num_chunks)."""
+        return sum([chunk.num_tokens for chunk in self.chunks])
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do. O(1)."""
+        return not (self.chunks or self.stores or self.loads)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the scheduler was made.
+
+    `num_hit_tokens` counts prompt tokens found in the cache when a request is first admitted; what
+    a preempted request finds of itself is not a hit, and neither is what a sample shares with the
+    first one of its prompt: those are `num_forks`. `num_swaps` counts the preemptions that stored
+    blocks in host memory, `num_loads` the stored blocks' ways back.
+    """
+
+    num_prompt_tokens: int = 0
+    num_hit_tokens: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    peak_running: int = 0
+    num_forks: int = 0
+    num_swaps: int = 0
+    num_loads: int = 0

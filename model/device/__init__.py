@@ -1,0 +1,1 @@
+"""What the device does: batches, networks, caches, draws."""

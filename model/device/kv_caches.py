@@ -1,0 +1,82 @@
+"""The KV tensors of a model, one pair a layer.
+
+Decides: that layers of different groups at one place are views of the same memory.
+
+Invariants: every layer's cache has the same number of blocks of the same size; what is allocated is
+`CacheLayout.kv_bytes`, to the byte; block 0 is the null block and is never written.
+
+Does not know: which block belongs to whom (`kvcore`), how many there should be (`memory.py`), or
+how a kernel reads one (`backends`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from model.device.layout import CacheLayout, LayerShape
+from model.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class KVCaches:
+    """Keys and values of every layer.
+
+    Attributes:
+        layers: for each layer `k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]`.
+        storages: all memory behind them: for each place keys, then values, uint8
+            [num_blocks, bytes of a block]; what moves whole blocks moves these.
+    """
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    storages: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls, layout: CacheLayout, num_blocks: int, block_size: int, device: torch.device
+    ) -> "KVCaches":
+        """Allocate zeroed caches of `layout.kv_bytes(num_blocks, block_size)` bytes.
+
+        Raises:
+            InvalidArgumentError: the device has not that much memory.
+        """
+        try:
+            storages = tuple(
+                _zeros(num_blocks, block_size * place_bytes // 2, device)
+                for place_bytes in layout.place_bytes
+                for _ in ("keys", "values")
+            )
+        except (RuntimeError, MemoryError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"num_blocks: {num_blocks} blocks of {block_size} tokens take "
+                f"{layout.kv_bytes(num_blocks, block_size):,} bytes, "
+                f"which could not be allocated on {device}"
+            ) from error
+        layers = tuple(
+            (
+                _view(storages[2 * place], shape, block_size),
+                _view(storages[2 * place + 1], shape, block_size),
+            )
+            for shape, (_, place) in zip(layout.layers, layout.places, strict=True)
+        )
+        return cls(layers, storages)
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that `num_tokens` tokens take. O(1)."""
+    return -(-num_tokens // block_size)
+
+
+def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes; on a CPU from the system, which gives a page when it is first touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_blocks, block_bytes), dtype=np.uint8))
+    return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
+
+
+def _view(storage: Tensor, shape: LayerShape, block_size: int) -> Tensor:
+    """The part of each block that a layer uses, in its own shape."""
+    used = storage[:, : block_size * shape.token_bytes // 2]
+    num_blocks, (heads, dim) = storage.shape[0], (shape.num_kv_heads, shape.head_dim)
+    return used.view(shape.dtype).view(num_blocks, block_size, heads, dim)

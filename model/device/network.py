@@ -1,0 +1,216 @@
+"""The network on its paged caches: tensors of a step in, logits out.
+
+Decides: that a network is switched to our attention, and what its layers store.
+
+Invariants: the caches fit the layers exactly, because a probe measured them; a pass writes the
+slots of its step and no others.
+
+Does not know: requests, sampling, how many blocks there are and why, why a step looks as it does.
+"""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+import backends
+from model.device.attention import AttentionTerms, PagedPass
+from model.device.batch import StepTensors
+from model.device.fx_trace import Captured, capture
+from model.device.kv_caches import KVCaches
+from model.device.layout import plan_layout
+from model.device.piecewise import Segmented, compile_segments
+from model.device.probes import check_tokens_alone, probe_layers
+from model.device.rope import rope_switch
+from model.errors import UnsupportedModelError
+from model.loader import LoadedModel
+
+_POSITIONS = 4096  # where a model does not say how many it has
+
+
+class _Noting:
+    """A pass that stores nothing and notes how each layer attends."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, tuple[int, torch.dtype, AttentionTerms]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+    ) -> Tensor:
+        """Note the call; zeros."""
+        del key, value
+        self.calls[layer] = (query.shape[1], query.dtype, terms)
+        return torch.zeros_like(query)
+
+
+class PagedNetwork:
+    """A loaded model, its caches and the backend that works on them.
+
+    Args:
+        model: its attention is switched to the paged one, for as long as it lives.
+        backend: where its caches are, and what runs on them.
+
+    Attributes:
+        rope: chooses its rotary factors, where they change with the length; else None.
+
+    Raises:
+        UnsupportedModelError: the network cannot run with a paged cache, or not on this backend.
+    """
+
+    def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
+        self._network = model.network
+        self._backend = backend
+        self.rope = rope_switch(self._network)
+        shapes = probe_layers(self._network, backend.device)
+        longest = model.max_positions or _POSITIONS
+        check_tokens_alone(self._network, backend.device, longest, self.rope)
+        for layer, shape in enumerate(shapes):
+            if shape.dtype not in backend.capabilities.dtypes:
+                raise UnsupportedModelError(
+                    f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
+                    f"{', '.join(map(str, backend.capabilities.dtypes))}"
+                )
+        self.layout = plan_layout(shapes)
+        self.caches = KVCaches((), ())
+        self._captured: Captured | None = None
+
+    @property
+    def _is_compiled(self) -> bool:
+        return isinstance(self._captured, Segmented)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step's tensors have to be. O(1)."""
+        return self._backend.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the network. O(parameters)."""
+        return self._network.num_parameters()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the caches, the null block included; 0 before there are any. O(1)."""
+        return self.caches.storages[0].shape[0] if self.caches.storages else 0
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Have caches of so many blocks; those from before are freed first. O(their bytes).
+
+        Raises:
+            InvalidArgumentError: the device has not that much memory.
+        """
+        self.free()
+        self.caches = KVCaches.allocate(self.layout, num_blocks, block_size, self.device)
+
+    def free(self) -> None:
+        """Have no caches. O(1)."""
+        self.caches = KVCaches((), ())
+
+    def capture(self) -> None:
+        """Run the network's operations without its modules from now on: the same bits, sooner.
+
+        Costs two traces and a few forward passes.
+
+        Raises:
+            UnsupportedModelError: it cannot be captured, and why; it runs as before.
+        """
+        if self.rope is not None:
+            raise UnsupportedModelError(
+                "capture: its rotary factors follow the length of each request"
+            )
+        self._captured = capture(self._network, self.device)
+
+    def compile(self, step: StepTensors) -> Tensor:
+        """Run a captured network in compiled pieces from now on: near the same numbers, sooner.
+
+        Takes seconds for each kind of layer, a few where compiled code is found on disk.
+
+        Args:
+            step: run once, to compile; several tokens, and another number of rows.
+
+        Returns:
+            Its logits.
+
+        Raises:
+            UnsupportedModelError: it cannot be compiled, and why; it runs as before.
+        """
+        before = self._captured
+        if before is None:
+            raise UnsupportedModelError("compile: wanted a network that was captured first")
+        try:
+            self._captured = pieces = compile_segments(before)
+            with warnings.catch_warnings(action="ignore"):  # what a compiler warns of is its own
+                logits = self.logits(step)
+            pieces.settle()
+        except Exception as error:  # a compiler raises what it likes
+            self._captured = before
+            reason = " ".join((str(error).strip() or type(error).__name__).split("\n")[:2])
+            raise UnsupportedModelError(
+                f"{type(self._network).__name__}: it cannot be compiled: {reason}"
+            ) from error
+        return logits
+
+    def warm_up(
+        self, calls: Sequence[backends.LayerCall], max_num_seqs: int, max_query_len: int
+    ) -> None:
+        """Have the backend compile its kernels for all layers: seconds to a minute.
+
+        Args:
+            calls: those of the layers.
+            max_num_seqs: the most sequences of a step.
+            max_query_len: the most tokens of one of them.
+        """
+        self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
+
+    def layer_calls(self) -> tuple[backends.LayerCall, ...]:
+        """How the layers call the backend, each kind once. One forward pass of one token."""
+        noting = _Noting()
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self._network(input_ids=token, position_ids=token, use_cache=False, paged=noting)
+        calls: dict[object, backends.LayerCall] = {}
+        for layer, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
+            k_cache, v_cache = self.caches.layers[layer]
+            kind = (
+                num_q_heads,
+                dtype,
+                k_cache.shape,
+                k_cache.stride(),
+                k_cache.dtype,
+                self.layout.layers[layer].window,
+            )
+            calls.setdefault(
+                (*kind, terms.soft_cap, terms.sinks is None),
+                backends.LayerCall(
+                    num_q_heads,
+                    dtype,
+                    k_cache,
+                    v_cache,
+                    window=self.layout.layers[layer].window,
+                    soft_cap=terms.soft_cap,
+                    sinks=terms.sinks,
+                ),
+            )
+        return tuple(calls.values())
+
+    def logits(self, step: StepTensors) -> Tensor:
+        """Compute a step: write its keys and values, return [num_sampled, vocab_size]."""
+        paged = PagedPass(self._backend, self.caches, self.layout, step.paged)
+        # Compiled pieces would be compiled once more for tensors of inference mode.
+        with torch.no_grad() if self._is_compiled else torch.inference_mode():
+            if self._captured is not None:
+                return self._captured.logits(
+                    step.input_ids, step.position_ids, step.logit_rows, paged
+                )
+            with nullcontext() if self.rope is None else self.rope.choosing(step.is_long):
+                output = self._network(
+                    input_ids=step.input_ids,
+                    position_ids=step.position_ids,
+                    use_cache=False,
+                    logits_to_keep=step.logit_rows,
+                    paged=paged,
+                )
+        logits: Tensor = output.logits[0]
+        return logits

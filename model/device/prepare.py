@@ -1,0 +1,135 @@
+"""What is done before the first request, so that none of them waits for it.
+
+Decides: how a network runs. Kernels are compiled in any case. Then, unless it is to run as it is:
+
+| | on a GPU | on a CPU |
+|---|---|---|
+| its operations without its modules (`fx_trace.py`) | always | where asked for, and it is small |
+| in compiled pieces (`piecewise.py`) | where asked for | never |
+| decode steps as CUDA graphs (`cuda_graphs.py`) | always | never |
+
+A network that looks at values cannot be captured, and then nothing else is done, because a graph
+would replay what it decided once.
+
+Invariants: no block of the caches changes; what could not be done is told, and what is left runs.
+
+Does not know: requests.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from model.control.config import EngineConfig
+from model.device.cuda_graphs import DecodeGraphs
+from model.device.network import PagedNetwork
+from model.device.piecewise import compiled, mark_dynamic
+from model.device.profile import largest_step
+from model.device.sampler import ChunkSums, chunk_sums
+from model.errors import InvalidArgumentError, UnsupportedModelError
+
+_SMALL_PARAMETERS = 32_000_000
+_COMPILED_TOKENS = 512
+
+
+def is_small(num_parameters: int) -> bool:
+    """Whether a CPU takes longer for Python's way through a network than for its arithmetic."""
+    return num_parameters <= _SMALL_PARAMETERS
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """How a network runs from now on.
+
+    Attributes:
+        how: in words.
+        graphs: of decode steps, to be replayed; None: there are none.
+        sums_of: `sampling.chunk_sums`, or what that was compiled to.
+    """
+
+    how: str
+    graphs: DecodeGraphs | None = None
+    sums_of: ChunkSums = chunk_sums
+
+
+def prepare_network(
+    network: PagedNetwork, config: EngineConfig, drawn: torch.Tensor, max_model_len: int | None
+) -> Prepared:
+    """Capture, compile and record what can be; a few seconds, a minute where all is compiled anew.
+
+    Args:
+        network: its caches are allocated.
+        config: of the engine.
+        drawn: where the tokens of the step before are.
+        max_model_len: the most tokens of a request; None: as many as fit into the cache.
+
+    Raises:
+        InvalidArgumentError: there is no memory left for it.
+    """
+    # No module is called beside a trace, which changes what calling one does.
+    calls = network.layer_calls()
+    with ThreadPoolExecutor(max_workers=1) as side:
+        kernels = side.submit(
+            network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens
+        )
+        prepared = _captured(network, config)
+        kernels.result()
+    if prepared.how.startswith("eager") or network.device.type != "cuda":
+        return prepared
+    if any(network.layout.chunks):  # a step has other tables then, of other lengths
+        return replace(prepared, how=f"{prepared.how}, no graphs of attention in chunks")
+    num_slots = (network.num_blocks - 1) * config.block_size
+    longest = min(max_model_len or num_slots, num_slots)
+    graphs = DecodeGraphs(
+        network,
+        drawn,
+        [-(-longest // config.block_size)] * len(network.layout.windows),
+        config.block_size,
+        config.max_num_seqs,
+    )
+    try:
+        num_graphs = graphs.record()
+    except torch.cuda.OutOfMemoryError as error:
+        raise InvalidArgumentError(
+            "kv_memory_fraction: the cache leaves no memory for the graphs of decode steps: give "
+            "it less, or run the network as it is"
+        ) from error
+    how = f"{prepared.how}, {num_graphs} graphs"
+    return Prepared(how, graphs, prepared.sums_of)
+
+
+def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
+    """Capture and compile a network as far as it can be."""
+    is_on_gpu = network.device.type == "cuda"
+    pays = is_on_gpu or (config.compile and is_small(network.num_parameters))
+    if config.eager or not pays:
+        return Prepared("eager")
+    try:
+        network.capture()
+    except UnsupportedModelError as error:
+        return Prepared(f"eager ({error})")
+    if not (is_on_gpu and config.compile):
+        return Prepared("captured")
+    count = min(config.max_num_batched_tokens, _COMPILED_TOKENS)
+    rows = max(1, min(count - 1, config.max_num_seqs))
+    num_groups = len(network.layout.windows)
+    step = largest_step(count, rows, config.block_size, num_groups, network.device)
+    try:
+        logits = network.compile(step)
+    except UnsupportedModelError as error:
+        return Prepared(f"captured ({error})")
+    return Prepared("compiled", sums_of=_compiled_sums(logits))
+
+
+def _compiled_sums(logits: Tensor) -> ChunkSums:
+    """`chunk_sums` for any number of rows of such logits; one row would be compiled apart."""
+    run = compiled(chunk_sums)
+    if len(logits) > 1:
+        best = logits.amax(dim=-1, keepdim=True)
+        example = (logits, best, best.double())
+        for tensor in example:
+            mark_dynamic(tensor, [0])
+        run(*example)
+    return lambda logits, *more: (run if len(logits) > 1 else chunk_sums)(logits, *more)

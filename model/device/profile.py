@@ -1,0 +1,94 @@
+"""What a step takes beside the network and its caches, measured.
+
+Decides: what the largest step is: every token of the budget in one prompt, and as many rows sampled
+as requests may run.
+
+Invariants: nothing of the profile stays allocated; no cache but one block exists meanwhile.
+
+Does not know: how many blocks there will be (`memory.py`).
+"""
+
+import torch
+
+import backends
+from model.control.config import EngineConfig
+from model.control.params import SamplingParams
+from model.device.batch import StepTensors
+from model.device.memory import host_free_bytes
+from model.device.network import PagedNetwork
+from model.device.sampler import Draw, sample
+from model.errors import InvalidArgumentError
+
+
+def free_bytes(network: PagedNetwork, config: EngineConfig) -> int | None:
+    """Memory that caches may take on the network's device; None where nobody says.
+
+    On a GPU: what is free once the largest step's tensors are counted, which costs that step; where
+    the size is given anyhow, what is free now.
+
+    Raises:
+        InvalidArgumentError: not even the largest step fits.
+    """
+    device = network.device
+    if device.type != "cuda":
+        return host_free_bytes()
+    peak_bytes = 0
+    if config.num_blocks is None and config.kv_memory_bytes is None:
+        try:
+            peak_bytes = _peak_bytes(network, config)
+        except torch.cuda.OutOfMemoryError as error:
+            raise InvalidArgumentError(
+                f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens does "
+                f"not fit into the memory of {device}"
+            ) from error
+        finally:
+            network.free()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(0, int(free) - peak_bytes)
+
+
+def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
+    """The most memory that a step allocates beside what is allocated already."""
+    device = network.device
+    network.allocate(1, config.block_size)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    count = config.max_num_batched_tokens
+    rows = min(count, config.max_num_seqs)
+    step = largest_step(count, rows, config.block_size, len(network.layout.windows), device)
+    logits = network.logits(step)
+    drawn = Draw(SamplingParams(temperature=1.0, top_k=1), key=0, index=0)  # sorts
+    sample(torch.zeros_like(logits), [drawn] * len(logits))
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def largest_step(
+    num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
+) -> StepTensors:
+    """A step of one prompt, which writes nowhere and reads the null block. O(num_tokens).
+
+    Args:
+        num_tokens: of the prompt.
+        num_rows: logits that are wanted, of its first tokens.
+        block_size: tokens a block.
+        num_groups: layer groups of the cache.
+        device: where it runs.
+    """
+    width = -(-num_tokens // block_size)
+    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
+    batch = backends.PagedBatch(
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        block_table=torch.zeros((1, width), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
+    return StepTensors(
+        input_ids=tokens,
+        position_ids=tokens,
+        logit_rows=torch.arange(num_rows, device=device),
+        paged=(batch,) * num_groups,
+    )

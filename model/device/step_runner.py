@@ -1,0 +1,141 @@
+"""Steps carried out on the device: what moves, what is computed, what is drawn.
+
+Decides: which tensors a step is built in, and whether a pass is replayed from a CUDA graph.
+
+Invariants: everything of a step is on one stream, in order: stores, loads, the pass, the draws; a
+step may be sent before the tokens of the one before it have been read, because they are taken where
+they were drawn. No buffer is written while a copy from it may be under way: of two steps that are
+on their way at once each has its own.
+
+Does not know: who is planned and why, what becomes of a token.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kvcore
+from model.control.request import Request
+from model.control.step import Step
+from model.device.batch import BatchBuilder, StepTensors, chosen_ids
+from model.device.cuda_graphs import DecodeGraphs
+from model.device.network import PagedNetwork
+from model.device.prepare import Prepared
+from model.device.sampler import ChunkSums, Draw, Drawn, chunk_sums, draw
+from model.device.swap import BlockMover
+from model.trace import FORWARD, PREPARE, StepWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was sent, and what it draws.
+
+    Attributes:
+        sampling: who gets a token, in the order of the rows.
+        drawn: the tokens, once they are read.
+    """
+
+    sampling: tuple[Request, ...]
+    drawn: Drawn
+
+    def rows(self) -> dict[int, int]:
+        """request_id -> its row. O(num_sampled)."""
+        return {request.request_id: row for row, request in enumerate(self.sampling)}
+
+    def read(self) -> dict[int, int | None]:
+        """request_id -> its token, None if its logits are no numbers, once the step is done.
+
+        O(num_sampled).
+        """
+        tokens = self.drawn.read()
+        return {r.request_id: token for r, token in zip(self.sampling, tokens, strict=True)}
+
+
+class StepPasses:
+    """Sends steps to the device of one network.
+
+    Args:
+        network: computes.
+        mover: moves blocks.
+        groups: of the cache.
+        max_sampled: rows that a step may draw, if the next one is to be sent before they are read.
+        is_late: whether that happens.
+    """
+
+    def __init__(
+        self,
+        network: PagedNetwork,
+        mover: BlockMover,
+        groups: Sequence[kvcore.LayerGroup],
+        *,
+        max_sampled: int,
+        is_late: bool,
+    ) -> None:
+        self._network = network
+        self._mover = mover
+        chunks = network.layout.chunks
+        self._builders = [
+            BatchBuilder(network.device, len(groups), chunks) for _ in range(1 + is_late)
+        ]
+        self._is_late = is_late
+        self._drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
+        self._graphs: DecodeGraphs | None = None
+        self._sums_of: ChunkSums = chunk_sums
+
+    @property
+    def drawn(self) -> Tensor:
+        """What the last step has drawn, on the device: int64 [max_sampled]. O(1)."""
+        return self._drawn
+
+    def use(self, prepared: Prepared) -> None:
+        """Run as it was prepared from now on. O(1)."""
+        self._graphs = prepared.graphs
+        self._sums_of = prepared.sums_of
+
+    def can_read_late(self, sampling: Sequence[Request]) -> bool:
+        """Whether the next step may be sent before these get their tokens. O(1)."""
+        return self._is_late and len(sampling) <= len(self._drawn)
+
+    def send(
+        self,
+        step: Step,
+        sampling: tuple[Request, ...],
+        draws: Sequence[Draw | None],
+        rows_drawn: Mapping[int, int],
+        watch: StepWatch,
+    ) -> Flight:
+        """Have a step carried out; on a GPU it returns before it is done. One forward pass.
+
+        Args:
+            step: what the scheduler has planned.
+            sampling: who gets a token, in the order of the step's logits.
+            draws: how each of them draws.
+            rows_drawn: the rows of the step before, if its tokens have not been read.
+            watch: told when tensors are built and when the pass is sent.
+        """
+        self._mover.transfer(step.stores, step.loads)
+        if not step.chunks:
+            return Flight((), draw(torch.empty(0), ()))
+        self._builders.append(self._builders.pop(0))
+        tensors = self._builders[0].build(step, rows_drawn)
+        watch.done(PREPARE)
+        logits, most_likely = self._pass(step, tensors)
+        watch.done(FORWARD)
+        drawn = draw(logits, draws, most_likely, self._sums_of)
+        if self.can_read_late(sampling):
+            self._drawn[: len(sampling)].copy_(drawn.tokens)
+        return Flight(sampling, drawn)
+
+    def _pass(
+        self, step: Step, tensors: StepTensors
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        if self._graphs is not None and self._graphs.fits(step):
+            return self._graphs.replay(tensors)
+        tensors = tensors.to(self._network.device)
+        if tensors.sources is not None:
+            ids = chosen_ids(tensors.input_ids, tensors.sources, self._drawn)
+            tensors = dataclasses.replace(tensors, input_ids=ids, sources=None)
+        return self._network.logits(tensors), None
