@@ -25,7 +25,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self, TypeVar
@@ -35,6 +34,7 @@ from model.control.request import FinishReason, Request
 from model.engine import Engine, Prompt
 from model.errors import InvalidArgumentError, ModelError
 from model.text import TextStream
+from model.token_stream import Delta, Sample, TokenStream
 
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _T = TypeVar("_T")
@@ -84,22 +84,6 @@ class Health:
         return self.state is EngineState.READY
 
 
-class Delta(NamedTuple):
-    """What has come of one sample since it was last asked for.
-
-    Attributes:
-        sample: its number, from 0.
-        text: what became final; never part of a character.
-        tokens: the tokens drawn.
-        finish_reason: why it has ended; None: it has not.
-    """
-
-    sample: int
-    text: str
-    tokens: tuple[int, ...]
-    finish_reason: FinishReason | None
-
-
 class Observer(Protocol):
     """Is told on the loop what happens to requests; times in seconds."""
 
@@ -120,159 +104,6 @@ class _Silent:
 
     def sample_ended(self, sample: "Sample") -> None:
         pass
-
-
-class Sample:
-    """One continuation of a prompt, as the loop sees it.
-
-    Attributes:
-        number: among the samples of its prompt.
-        request: the engine's; only what never changes of it is read here.
-        tokens: all that have come.
-        finish_reason: None: it goes on.
-        arrived_s, first_s, last_s: when it was asked for, and when its tokens came.
-    """
-
-    __slots__ = (
-        "_num_taken",
-        "_text",
-        "arrived_s",
-        "finish_reason",
-        "first_s",
-        "last_s",
-        "number",
-        "request",
-        "tokens",
-    )
-
-    def __init__(self, number: int, request: Request, text: TextStream, arrived_s: float) -> None:
-        self.number = number
-        self.request = request
-        self.tokens: list[int] = []
-        self.finish_reason: FinishReason | None = None
-        self.arrived_s = self.first_s = self.last_s = arrived_s
-        self._text = text
-        self._num_taken = 0
-
-    def add(self, token: int | None, reason: FinishReason | None, now_s: float) -> bool:
-        """Take a token; whether a stop string ends it here. O(1), more with stop strings."""
-        if not self.tokens:
-            self.first_s = now_s
-        self.last_s = now_s
-        if token is not None:
-            self.tokens.append(token)
-            self._text.add(token)
-        is_stopped = self._text.is_stopped
-        self.finish_reason = FinishReason.STOP if is_stopped else reason
-        if self.finish_reason is not None:
-            self._text.close()
-        return is_stopped and reason is None
-
-    def take(self) -> Delta:
-        """What is new. O(tokens since)."""
-        tokens = tuple(self.tokens[self._num_taken :])
-        self._num_taken += len(tokens)
-        return Delta(self.number, self._text.take(), tokens, self.finish_reason)
-
-
-class TokenStream:
-    """The samples of one prompt, as they come: an asynchronous iterator of `Delta`.
-
-    A reader that is slow finds all that has come meanwhile in one Delta. Use it in `async with`, or
-    call `close`: what is unfinished then is aborted.
-
-    Attributes:
-        samples: in their order.
-    """
-
-    def __init__(
-        self, abort: "Callable[[TokenStream], None]", samples: Sequence[Sample]
-    ) -> None:
-        self.samples = tuple(samples)
-        self._abort = abort
-        self._news: deque[Sample] = deque()
-        self._num_open = len(samples)
-        self._error: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._wants_all = False
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt. O(1)."""
-        return self.samples[0].request.num_prompt_tokens
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the cache, known with the first token. O(1)."""
-        return self.samples[0].request.num_cached_tokens
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while not self._news:
-            if self._error is not None:
-                raise self._error
-            if self._num_open == 0:
-                raise StopAsyncIteration
-            await self._wait()
-        return self._news.popleft().take()
-
-    async def whole(self) -> list[Delta]:
-        """Wait for the end; everything of each sample that was not taken before.
-
-        Raises:
-            EngineFaultError: the engine failed.
-            NotServingError: it was stopped.
-        """
-        self._wants_all = True
-        while self._num_open and self._error is None:
-            await self._wait()
-        if self._error is not None:
-            raise self._error
-        self._news.clear()
-        return [sample.take() for sample in self.samples]
-
-    def close(self) -> None:
-        """Abort what is unfinished. O(samples)."""
-        self._abort(self)
-
-    async def _wait(self) -> None:
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def tell(self, sample: Sample) -> None:
-        """There is news of a sample: for who makes the stream. O(samples with news)."""
-        if sample not in self._news:
-            self._news.append(sample)
-        if sample.finish_reason is not None:
-            self._num_open -= 1
-        if not self._wants_all or self._num_open == 0:
-            self._wake()
-
-    def end(self, error: Exception) -> None:
-        """There will be no more, for this reason: for who makes the stream. O(1)."""
-        self._num_open = 0
-        self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class _Command(NamedTuple):
@@ -308,7 +139,9 @@ class AsyncEngine:
         observer: Observer | None = None,
     ) -> None:
         self.observer: Observer = _Silent() if observer is None else observer
-        self._make = (lambda: engine) if isinstance(engine, Engine) else engine
+        self._make: Callable[[], Engine] = (
+            (lambda: engine) if isinstance(engine, Engine) else engine
+        )
         self._max_waiting = max_waiting
         self._state = EngineState.STARTING
         self._num_faults = 0
@@ -463,7 +296,9 @@ class AsyncEngine:
 
     def _check_serving(self) -> None:
         if self._state is not EngineState.READY:
-            raise NotServingError(f"engine: wanted one that takes requests, it is {self._state.value}")
+            raise NotServingError(
+                f"engine: wanted one that takes requests, it is {self._state.value}"
+            )
 
     def _check_room(self, num_samples: int) -> None:
         if self._max_waiting is None:
@@ -638,8 +473,7 @@ class AsyncEngine:
                     if engine.has_unfinished:
                         self._step(engine)
             finally:
-                for request in engine.unfinished:
-                    engine.abort(request)
+                _abort_everything(engine)
         except _LoopGoneError:
             return
         except Exception as error:  # noqa: BLE001  # it is raised where `ready` is awaited
@@ -666,7 +500,7 @@ class AsyncEngine:
     def _step(self, engine: Engine) -> None:
         try:
             outputs = engine.step()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # a fault costs the requests it meets
             _log.exception("a step failed; the requests that were in it fail with it")
             self._post(functools.partial(self._faulted, error))
             self._recover(engine)
@@ -677,8 +511,7 @@ class AsyncEngine:
 
     def _recover(self, engine: Engine) -> None:
         """See whether the engine still computes; if not, that is its end."""
-        for request in engine.unfinished:
-            engine.abort(request)
+        _abort_everything(engine)
         engine.generate([[0]], SamplingParams(max_tokens=1, ignore_eos=True))
         self._post(self._recovered)
 
@@ -693,6 +526,11 @@ class AsyncEngine:
 
 class _LoopGoneError(Exception):
     """There is no one left to work for."""
+
+
+def _abort_everything(engine: Engine) -> None:
+    for request in (*engine.running, *engine.waiting):
+        engine.abort(request)
 
 
 def _itself(value: _T) -> _T:
