@@ -16,6 +16,8 @@ blocks back before the next step begins. Every stream ends: with its last token,
 Does not know: HTTP, what a client is.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import dataclasses
@@ -27,14 +29,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request
-from model.engine import Engine, Prompt
 from model.errors import InvalidArgumentError, ModelError
 from model.text import TextStream
 from model.token_stream import Delta, Sample, TokenStream
+
+if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from model.engine import Engine, Prompt
 
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _T = TypeVar("_T")
@@ -91,7 +95,7 @@ class Observer(Protocol):
         """A token came so long after the one before it, the first after its request."""
         ...
 
-    def sample_ended(self, sample: "Sample") -> None:
+    def sample_ended(self, sample: Sample) -> None:
         """A sample has its last token, was aborted, or failed."""
         ...
 
@@ -102,7 +106,7 @@ class _Silent:
     def token_came(self, waited_s: float, *, is_first: bool) -> None:
         pass
 
-    def sample_ended(self, sample: "Sample") -> None:
+    def sample_ended(self, sample: Sample) -> None:
         pass
 
 
@@ -139,9 +143,7 @@ class AsyncEngine:
         observer: Observer | None = None,
     ) -> None:
         self.observer: Observer = _Silent() if observer is None else observer
-        self._make: Callable[[], Engine] = (
-            (lambda: engine) if isinstance(engine, Engine) else engine
-        )
+        self._make: Callable[[], Engine] = engine if callable(engine) else lambda: engine
         self._max_waiting = max_waiting
         self._state = EngineState.STARTING
         self._num_faults = 0
@@ -190,7 +192,9 @@ class AsyncEngine:
         return len(self._open) + self._num_arriving
 
     def start(self) -> None:
-        """Start the thread; requests are taken from `ready` on. O(1)."""
+        """Start the thread, if that was not done; requests are taken from `ready` on. O(1)."""
+        if self._loop is not None:
+            return
         loop = self._loop = asyncio.get_running_loop()
         self._ready, self._gone = loop.create_future(), loop.create_future()
         self._ready.add_done_callback(_look)
@@ -223,31 +227,49 @@ class AsyncEngine:
         num_samples: int = 1,
         priority: int = 0,
     ) -> TokenStream:
-        """Queue a prompt, as `Engine.add_samples` does; what is returned has to be closed.
+        """Queue a prompt, to be continued `num_samples` times, as `add_all` does."""
+        return await self.add_all([prompt], params, num_samples=num_samples, priority=priority)
+
+    async def add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        priority: int = 0,
+    ) -> TokenStream:
+        """Queue several prompts between the same two steps, or none of them.
+
+        Returns:
+            What comes of them, to be closed; the samples of the first prompt have the first
+            numbers.
 
         Raises:
-            InvalidArgumentError: as the engine says; nothing is queued.
+            InvalidArgumentError: as the engine says of one of them; nothing is queued.
             QueueFullError: too many wait.
             NotServingError: no requests are taken now.
         """
         arrived_s = time.perf_counter()
+        count = len(prompts) * num_samples
+        if count < 1:
+            raise InvalidArgumentError("prompt: wanted at least one, got none")
         self._check_serving()
-        self._check_room(num_samples)
-        with self._arriving(num_samples):
-            tokens = await self._encode(prompt)
+        self._check_room(count)
+        with self._arriving(count):
+            every = [await self._encode(prompt) for prompt in prompts]
             self._check_serving()
         wanted = params or SamplingParams()
         # Stop strings are found on this side.
         plain = dataclasses.replace(wanted, stop=()) if wanted.stop else wanted
 
         def run(engine: Engine) -> list[Request]:
-            return engine.add_samples(tokens, plain, num_samples=num_samples, priority=priority)
+            return _add_all(engine, every, plain, num_samples=num_samples, priority=priority)
 
         def open_them(requests: list[Request]) -> TokenStream:
             return self._opened(requests, wanted.stop, arrived_s)
 
-        self._num_arriving += num_samples
-        return await self._ask(run, open_them, num_arriving=num_samples)
+        self._num_arriving += count
+        return await self._ask(run, open_them, num_arriving=count)
 
     def abort(self, stream: TokenStream) -> None:
         """End what is unfinished of a stream; its blocks are back before the next step. O(samples).
@@ -528,6 +550,27 @@ class _LoopGoneError(Exception):
     """There is no one left to work for."""
 
 
+def _add_all(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    num_samples: int,
+    priority: int,
+) -> list[Request]:
+    requests: list[Request] = []
+    try:
+        for prompt in prompts:
+            requests += engine.add_samples(
+                prompt, params, num_samples=num_samples, priority=priority
+            )
+    except Exception:
+        for request in requests:
+            engine.abort(request)
+        raise
+    return requests
+
+
 def _abort_everything(engine: Engine) -> None:
     for request in (*engine.running, *engine.waiting):
         engine.abort(request)
@@ -545,7 +588,7 @@ def _ignore(error: Exception) -> None:
     del error
 
 
-def _look(future: "asyncio.Future[None]") -> None:
+def _look(future: asyncio.Future[None]) -> None:
     """Take note of a future's error, so that asyncio does not complain where nobody waits."""
     if not future.cancelled():
         future.exception()

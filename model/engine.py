@@ -133,6 +133,11 @@ class Engine:
         return self._model
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids are below this. O(1)."""
+        return self._vocab_size
+
+    @property
     def running(self) -> tuple[Request, ...]:
         """The requests that hold a seat, in order. O(num_running)."""
         return self._scheduler.running

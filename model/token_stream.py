@@ -1,4 +1,4 @@
-"""What comes back from an asynchronous engine: the samples of one prompt, as they come.
+"""What comes back from an asynchronous engine: the samples of prompts, as they come.
 
 Decides: that text is made when it is taken, so that a slow reader costs less, not more; with stop
 strings at once, because they end a sample.
@@ -39,7 +39,7 @@ class Sample:
     """One continuation of a prompt, as the loop sees it.
 
     Attributes:
-        number: among the samples of its prompt.
+        number: among the samples of its stream.
         request: the engine's; only what never changes of it is read here.
         tokens: all that have come.
         finish_reason: None: it goes on.
@@ -89,7 +89,7 @@ class Sample:
 
 
 class TokenStream:
-    """The samples of one prompt, as they come: an asynchronous iterator of `Delta`.
+    """The samples of one prompt or of several, as they come: an asynchronous iterator of `Delta`.
 
     A reader that is slow finds all that has come meanwhile in one Delta. Use it in `async with`, or
     call `close`: what is unfinished then is aborted.
@@ -109,13 +109,22 @@ class TokenStream:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt. O(1)."""
-        return self.samples[0].request.num_prompt_tokens
+        """Tokens of the prompts, each counted once. O(samples)."""
+        return sum([r.num_prompt_tokens for r in self._leaders])
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens found in the cache, known with the first token. O(1)."""
-        return self.samples[0].request.num_cached_tokens
+        """Those of them that were found in the cache, known with the first token. O(samples)."""
+        return sum([r.num_cached_tokens for r in self._leaders])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that have come so far. O(samples)."""
+        return sum([len(sample.tokens) for sample in self.samples])
+
+    @property
+    def _leaders(self) -> list[Request]:
+        return [s.request for s in self.samples if s.request.sample == 0]
 
     async def __aenter__(self) -> Self:
         return self
