@@ -124,7 +124,7 @@ class Flags:
         self._defaults[declared] = defaults
         for one in _flagged(declared):
             dest = f"{declared.__name__}.{one.name}"
-            default = _default_text(defaults.get(one.name, one.default))
+            default = _default_text(one, defaults.get(one.name, one.default))
             words = f"{_help(one)} (default: {default})" if default else _help(one)
             name, text = flag_name(one), words.replace("%", "%%")
             if one.takes is bool:
@@ -171,7 +171,7 @@ class Flags:
                     FlagRow(
                         flag=negated if one.takes is bool else f"`{flag_name(one)}`",
                         value="" if one.takes is bool else _metavar(one),
-                        default=_default_text(default),
+                        default=_default_text(one, default),
                         help=_help(one),
                     )
                 )
@@ -233,10 +233,13 @@ def _metavar(one: Setting) -> str:
     return f"{word},..." if one.unit == "list" else word
 
 
-def _default_text(default: object) -> str:
+def _default_text(one: Setting, default: object) -> str:
     """A default as help shows it; nothing where that is nothing."""
     if default is True:
         return "on"
+    if one.unit == "bytes" and isinstance(default, int) and default >= 1024:
+        unit = max((u for u in _UNITS if default % _UNITS[u] == 0), key=_UNITS.__getitem__)
+        return f"{default // _UNITS[unit]}{unit}{unit and 'iB'}"
     if default is None or default is False or default == ():
         return ""
     if isinstance(default, tuple):

@@ -1,4 +1,4 @@
-"""The tables of flags in docs/running.md, printed from the declared settings.
+"""The tables of flags on pages, printed from the declared settings.
 
 `python -m tests.model.flags_page` writes them anew; `test_flags.py` says that they are so.
 """
@@ -8,7 +8,8 @@ from pathlib import Path
 from model.bench.args import bench_flags
 from model.cli.args import run_flags
 
-PAGE = Path(__file__).parents[2] / "docs" / "running.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"running.md": (run_flags(), bench_flags()), "serving.md": (serve_flags(),)}
 BEGIN = "<!-- printed by `python -m tests.model.flags_page` -->\n"
 END = "<!-- until here -->\n"
 
@@ -27,12 +28,14 @@ def tables(flags):
     return "\n".join(lines) + "\n"
 
 
-def printed(text):
+def printed(text, commands):
     """A page with its tables printed anew."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + "\n" + "".join(map(tables, (run_flags(), bench_flags()))) + END + after
+    return before + BEGIN + "\n" + "".join(map(tables, commands)) + END + after
 
 
 if __name__ == "__main__":
-    PAGE.write_text(printed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, commands in PAGES.items():
+        text = (DOCS / name).read_text(encoding="utf-8")
+        (DOCS / name).write_text(printed(text, commands), encoding="utf-8")
