@@ -7,6 +7,7 @@ from pathlib import Path
 
 from model.bench.args import bench_flags
 from model.cli.args import run_flags
+from model.serve.args import serve_flags
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"running.md": (run_flags(), bench_flags()), "serving.md": (serve_flags(),)}
