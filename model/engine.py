@@ -235,9 +235,7 @@ class Engine:
                     f"prompt: wanted token ids below {self._vocab_size}, got {max(request.tokens)}"
                 )
             self._scheduler.add(request)
-            self._streams[request.request_id] = TextStream(
-                self._model.codec.decode, request.params.stop
-            )
+            self._streams[request.request_id] = self._model.open_text(request.params.stop)
             self._next_id += 1
             requests.append(request)
         return requests
