@@ -56,8 +56,8 @@ class Follower:
         stats: what it has met.
     """
 
-    __slots__ = ("_can_ask", "_early", "_index", "_moved", "_time", "asking", "next", "publisher",
-                 "stats")  # fmt: skip
+    __slots__ = ("_can_ask", "_early", "_heard", "_index", "_moved", "_time", "asking", "next",
+                 "publisher", "stats")  # fmt: skip
 
     def __init__(self, publisher: str, index: Index, *, can_ask: bool = True) -> None:
         self.publisher = publisher
@@ -68,7 +68,7 @@ class Follower:
         self._can_ask = can_ask
         self._time = 0.0
         self._early: dict[int, Batch] = {}
-        self._moved = False
+        self._moved = self._heard = False
 
     def ask(self) -> int:
         """Say from which batch on to ask, and await the answer. O(1).
@@ -77,7 +77,7 @@ class Follower:
         stays without an answer is made again by another call.
         """
         self.asking = True
-        self._moved = False
+        self._moved = self._heard = False
         return 0 if self.next is None else max(0, self.next - 1)
 
     def live(self, sequence: int, batch: Batch) -> bool:
@@ -86,11 +86,12 @@ class Follower:
             if len(self._early) < MAX_EARLY:
                 self._early[sequence] = batch
             return False
-        if self.next is not None and sequence < self.next:
+        if self.next is None or sequence < self.next:
             if batch.time <= self._time:
                 self.stats.num_repeated += 1
                 return False
-            self._restart()
+            if self.next is not None:
+                self._restart()
         if sequence == (self.next or 0) or batch.begins_anew:
             self._apply(sequence, batch)
             return False
@@ -108,6 +109,7 @@ class Follower:
         True: the publisher has started again. The rest of the answer is of no use.
         """
         known = self.next
+        self._heard = True
         if batch.begins_anew or sequence == (known or 0):
             self._apply(sequence, batch)
         elif known is None or sequence > known:
@@ -118,15 +120,21 @@ class Follower:
             return True
         return False
 
-    def replay_ended(self) -> bool:
-        """Take the end of an answer; say whether something must be asked for again. O(early)."""
+    def replay_ended(self, *, answered: bool = True) -> bool:
+        """Take the end of an answer; say whether something must be asked for again. O(early).
+
+        Args:
+            answered: False: there was no answer, and none is awaited any more.
+        """
         self.asking = False
+        if answered and self.next is not None and not self._heard:
+            self._restart()  # who has sent something can repeat at least the last of it
         early, self._early = self._early, {}
         moved = self._moved
         numbers = sorted(early)
         for place, sequence in enumerate(numbers):
             batch = early[sequence]
-            if not moved and sequence > (self.next or 0):
+            if not moved and sequence > (self.next or 0) and batch.time > self._time:
                 self._lose()
                 self._apply(sequence, batch)
             elif self.live(sequence, batch):
@@ -135,8 +143,11 @@ class Follower:
         return False
 
     def _restart(self) -> None:
+        """Forget the publisher's life before; what comes late from it is a repeat by its time."""
         self.stats.num_restarts += 1
+        time = self._time
         self.forget()
+        self._time = time
 
     def _lose(self) -> None:
         self.stats.num_lost += 1

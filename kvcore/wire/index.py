@@ -8,7 +8,7 @@ event can cost speed, and never a match that the tokens do not have.
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
 that), on the GPU. What a sliding window still holds is not, so for a model with windows the answer
 is the longest prefix that its cache may serve. A publisher with several such groups serves what all
-of them hold.
+of them hold; a group is known once something was stored in it.
 
 Memory is about 300 bytes for each block of 16 tokens, once for all publishers that hold it
 (`python -m kvcore.wire.bench` measures it). Calls may come from any thread.

@@ -123,6 +123,7 @@ class Batch:
         return bool(self.events) and isinstance(self.events[0], Cleared)
 
 
+_BROKEN: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _BATCH: Final = msgspec.msgpack.Decoder(_EnvelopeArray)
 _BATCH_MAP: Final = msgspec.msgpack.Decoder(_Envelope)
@@ -144,13 +145,13 @@ def decode(payload: bytes) -> Batch:
     """
     try:
         envelope = (_BATCH_MAP if _is_map(payload) else _BATCH).decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _BROKEN as error:
         raise MalformedError(f"payload: wanted a batch of events, got {error}") from None
     events: list[WireEvent] = []
     for raw in envelope.events:
         try:
             event = (_EVENT_MAP if _is_map(raw) else _EVENT).decode(raw)
-        except (msgspec.DecodeError, RecursionError):
+        except _BROKEN:
             continue
         if _is_sound(event):
             events.append(event)

@@ -25,7 +25,7 @@ from kvcore.wire.index import Index
 from kvcore.wire.messages import END, Batch, decode, sequence_bytes, sequence_of
 
 MAX_MESSAGE_BYTES: Final = 1 << 30
-"""A publisher that sends more at once is cut off."""
+"""A publisher that sends more at once is cut off, until it has been silent for long."""
 
 _HIGH_WATER: Final = 100_000
 _MAX_ASKED: Final = 3  # so often without an answer, and what is missing is given up
@@ -70,7 +70,8 @@ class Subscriber:
         sources: where they are, by name. More come by `add`.
         ask_after_s: a request without an answer for so long is made again, and a publisher that is
             silent for so long is asked.
-        forget_after_s: a publisher that does not answer for so long is forgotten.
+        forget_after_s: a publisher that does not answer for so long is forgotten, and one that
+            publishes nothing for so long is connected to anew.
         max_message_bytes: the largest message that is read.
 
     Attributes:
@@ -130,6 +131,7 @@ class Subscriber:
             EndpointError: an address that is none.
             ClosedError: the subscriber is closed.
         """
+        self._check_open()
         self._open(name, source).close()  # an address that is none is the caller's mistake
         self._tell(name, source)
 
@@ -139,6 +141,7 @@ class Subscriber:
         Raises:
             ClosedError: the subscriber is closed.
         """
+        self._check_open()
         self._tell(name, None)
 
     def status(self) -> dict[str, SourceStatus]:
@@ -170,9 +173,11 @@ class Subscriber:
         """Close it."""
         self.close()
 
-    def _tell(self, name: str, source: Source | None) -> None:
+    def _check_open(self) -> None:
         if self._closing or not self._thread.is_alive():
             raise ClosedError("subscriber: wanted an open one, got one that is closed")
+
+    def _tell(self, name: str, source: Source | None) -> None:
         with self._lock:
             self._inbox.append((name, source))
         self._bell.send(b"!")
@@ -231,9 +236,8 @@ class _Link:
         self._max_message_bytes = max_message_bytes
         self._poller: zmq.Poller | None = None
         self.follower = Follower(name, index, can_ask=source.replay is not None)
-        self.heard_at = self._asked_at = time.monotonic()
-        self._live = self._socket(zmq.SUB, "endpoint", source.endpoint)
-        self._live.subscribe(source.topic.encode())
+        self.heard_at = self._asked_at = self._live_at = time.monotonic()
+        self._live = self._listen()
         self._asked: zmq.Socket[bytes] | None = None
         self._num_asked = 0
         if source.replay is not None:
@@ -268,9 +272,11 @@ class _Link:
 
     def tend(self, ask_after_s: float, forget_after_s: float) -> None:
         """Ask, or ask again, or forget, if it is time to."""
+        now = time.monotonic()
+        if now - self._live_at >= forget_after_s:
+            self._listen_again()
         if self._source.replay is None:
             return
-        now = time.monotonic()
         if now - self.heard_at >= forget_after_s and self.follower.next is not None:
             self.follower.forget()
         if self._asked is None:
@@ -281,18 +287,18 @@ class _Link:
             if self._num_asked < _MAX_ASKED:
                 self._ask()
             else:
-                self._end()
+                self._end(answered=False)
 
-    def _end(self) -> None:
+    def _end(self, *, answered: bool) -> None:
         """Take it that nothing more is answered."""
         self._hang_up()
         self._num_asked = 0
-        if self.follower.replay_ended():
+        if self.follower.replay_ended(answered=answered):
             self._ask()
 
     def _take(self, frames: list[bytes]) -> None:
         """Take a message as it was published."""
-        self.heard_at = time.monotonic()
+        self.heard_at = self._live_at = time.monotonic()
         try:
             asked = self.follower.live(*_read(frames))
         except MalformedError:
@@ -300,6 +306,21 @@ class _Link:
             return
         if asked:
             self._ask()
+
+    def _listen(self) -> zmq.Socket[bytes]:
+        opened = self._socket(zmq.SUB, "endpoint", self._source.endpoint)
+        opened.subscribe(self._source.topic.encode())
+        return opened
+
+    def _listen_again(self) -> None:
+        """Connect anew: ZeroMQ cuts off who sends too much at once, and for good."""
+        self._live_at = time.monotonic()
+        if self._poller is not None:
+            self._poller.unregister(self._live)
+        self._live.close(linger=0)
+        self._live = self._listen()
+        if self._poller is not None:
+            self._poller.register(self._live, zmq.POLLIN)
 
     def _ask(self) -> None:
         """Ask for what comes after what is known."""
@@ -325,7 +346,7 @@ class _Link:
             self.heard_at = self._asked_at = time.monotonic()
             try:
                 if frames[1:2] == [END]:
-                    self._end()
+                    self._end(answered=True)
                     return
                 again = self.follower.replayed(*_read(frames))
             except MalformedError:
