@@ -99,7 +99,7 @@ MODEL_LAYERS = (
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
     ("tiny/__init__", "tiny/corpus"),
     ("tiny/train",),
-    ("cli/__init__", "cli/exits", "cli/progress", "cli/writer"),
+    ("cli/__init__", "cli/bars", "cli/exits", "cli/progress", "cli/writer"),
     ("cli/settings", "cli/step_table", "cli/verify"),
     ("cli/options", "cli/report"),
     ("cli/args",),
