@@ -67,11 +67,12 @@ class Scheduler(StepPlanner):
         if leader is not None and not (
             request.is_led
             and self._unfinished.get(leader.request_id) is leader
-            and (leader.tokens, leader.priority) == (request.tokens, request.priority)
+            and (leader.tokens, leader.priority, leader.namespace)
+            == (request.tokens, request.priority, request.namespace)
         ):
             raise InvalidArgumentError(
-                f"leader: wanted an unfinished request of the same prompt and priority that has "
-                f"no token yet, got {leader!r}"
+                f"leader: wanted an unfinished request of the same prompt, priority and namespace "
+                f"that has no token yet, got {leader!r}"
             )
         self._check_length(request)
         number = self._num_added
