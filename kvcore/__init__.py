@@ -42,6 +42,7 @@ from kvcore.leases import Lease, LeaseBook
 from kvcore.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.manager import KVCacheManager
 from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, digest, encode_block
+from kvcore.peaks import peak_blocks
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.retention import Retention
@@ -116,6 +117,7 @@ __all__ = [
     "encode_namespace",
     "fold",
     "pack",
+    "peak_blocks",
     "slot_of",
     "slots_of",
 ]

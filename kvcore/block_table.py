@@ -71,9 +71,9 @@ class BlockTable:
             visible = num_tokens // self.chunk * self.chunk // size
         return max(0, min(visible, num_tokens // size - 1))
 
-    def next_pass(self) -> int:
-        """Return the least number of tokens of which `first_kept` is more than `num_null`. O(1)."""
-        begin = (self.num_null + 1) * self.block_size
+    def next_pass(self, kept: int) -> int:
+        """Return the least number of tokens of which `first_kept` is more than `kept`. O(1)."""
+        begin = (kept + 1) * self.block_size
         if self.window:
             visible = begin + self.window - 1
         elif self.chunk:

@@ -37,6 +37,7 @@ COMPILED = (
     "lifetimes",
     "manager",
     "names",
+    "peaks",
     "pool",
     "prefix",
     "published",

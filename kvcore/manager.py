@@ -24,6 +24,7 @@ from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
 from kvcore.lifetimes import MAX_STEP
+from kvcore.peaks import blocks_to_take
 from kvcore.prefix import (
     computed_after_cut,
     find_blocks,
@@ -121,11 +122,24 @@ class KVCacheManager(StepVerbs):
         *,
         namespace: Namespace | None = DEFAULT_NAMESPACE,
         items: Sequence[Item] = (),
+        chunk: SupportsIndex | None = None,
     ) -> Plan:
-        """Say what `open` and `reserve` of all the tokens would take; changes nothing.
+        """Say what `open` and the room for all the tokens would take; changes nothing.
 
-        O(len(tokens) + blocks under leases). Raises like `open`.
+        O(len(tokens) + blocks under leases); with `chunk` also what `peak_blocks` costs.
+
+        Args:
+            tokens: as for `open`; so are `namespace` and `items`.
+            namespace: with whom it shares.
+            items: content that is not tokens.
+            chunk: they are computed in steps of at most so many tokens, and what windows give back
+                on the way is taken again; None: in one step.
+
+        Raises:
+            InvalidArgumentError: as `open`, or `chunk` is below 1.
+            SequenceTooLongError: more tokens than `max_model_len`.
         """
+        width = None if chunk is None else as_int("chunk", chunk, 1)
         packed, key, checked = self._described(tokens, namespace, items)
         cached = 0
         hits: list[list[Block]] = []
@@ -133,9 +147,7 @@ class KVCacheManager(StepVerbs):
             cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
         return Plan(
             num_cached_tokens=cached,
-            num_new_blocks=sum(
-                [-(-len(packed) // g.block_size) - cached // g.block_size for g in self.groups]
-            ),
+            num_new_blocks=blocks_to_take(self.groups, hits, cached, len(packed), width),
             num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
             num_free_blocks=self.pool.num_free_blocks,
             num_deferred_blocks=self.leases.num_deferred_blocks(),

@@ -222,7 +222,7 @@ class KVSequence:
             if is_cached:
                 due = min(due, (table.num_published + 1) * size)
             if table.forgets:
-                due = min(due, table.next_pass())
+                due = min(due, table.next_pass(table.num_null))
         self.room = room
         self.due = due
 

@@ -26,6 +26,7 @@ from kvcore.items import Item, as_items, check_items
 from kvcore.leases import LeaseBook
 from kvcore.lifetimes import LifetimeRecorder
 from kvcore.names import NameAlgorithm
+from kvcore.peaks import blocks_still_taken
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
 from kvcore.stats import Stats
@@ -103,11 +104,24 @@ class CacheState:
         """How many blocks were handed out although they held content, since it was made. O(1)."""
         return self.pool.num_evicted_blocks
 
-    def num_missing_blocks(self, seq: KVSequence, num_tokens: SupportsIndex) -> int:
-        """How many free blocks `reserve(seq, num_tokens)` would take. O(groups)."""
+    def num_missing_blocks(
+        self, seq: KVSequence, num_tokens: SupportsIndex, *, chunk: SupportsIndex | None = None
+    ) -> int:
+        """How many free blocks `reserve(seq, num_tokens)` would take. O(groups).
+
+        With `chunk`: the most that are taken at once until so many tokens more are computed, in
+        steps of at most `chunk` tokens: what windows give back on the way is taken again.
+        O(groups) where there is room already, otherwise as `peak_blocks`.
+
+        Raises:
+            InvalidArgumentError: a negative number, or `chunk` is below 1.
+        """
         count = as_int("num_tokens", num_tokens, 0)
+        width = None if chunk is None else as_int("chunk", chunk, 1)
         self._check_open(seq)
         total = seq.num_computed_tokens + count
+        if width is not None:
+            return blocks_still_taken(seq, total, width)
         return sum([table.num_missing(total) for table in seq.tables])
 
     def num_exclusive_blocks(self, seq: KVSequence) -> int:

@@ -19,7 +19,6 @@ from dataclasses import replace
 
 import kvcore
 from model.control.config import SchedulerConfig
-from model.control.needs import missing_blocks, needed_blocks, peak_blocks
 from model.control.request import HostCopy, Request
 from model.control.step import Transfer
 from model.errors import SchedulerStateError
@@ -46,8 +45,8 @@ class Room:
         return self._long_above is not None and request.num_tokens > self._long_above
 
     def plan(self, request: Request) -> kvcore.Plan:
-        """What a start would find in the cache. O(its tokens)."""
-        return self._kv.plan(request.tokens, namespace=self._namespace(request))
+        """What a start would find in the cache, and take, token by token. O(its tokens)."""
+        return self._kv.plan(request.tokens, namespace=self._namespace(request), chunk=1)
 
     def _namespace(self, request: Request) -> kvcore.Namespace:
         if self._long_above is None:
@@ -59,19 +58,12 @@ class Room:
     def wanted(self, request: Request, plan: kvcore.Plan) -> int:
         """Free blocks that a start takes until all known tokens are computed. O(num_groups).
 
-        What it finds and what it adds, and never more than it can hold at once.
+        What it finds and what it adds, at the moment when it holds the most.
         """
-        length = request.num_tokens
-        if request.host_copy is not None and not self._keeps_all:
-            return needed_blocks(self._kv.groups, length)  # `_restore` finds nothing
-        added = plan.num_revived_blocks
-        most = 0
-        for group in self._kv.groups:
-            new = -(-length // group.block_size) - plan.num_cached_tokens // group.block_size
-            peak = peak_blocks(group, length)
-            added += min(new, peak)
-            most += peak
-        return min(added, most)
+        if request.host_copy is not None and not self._keeps_all:  # `_restore` finds nothing
+            size, groups = self._kv.block_size, self._kv.groups
+            return kvcore.peak_blocks(request.num_tokens, size, groups=groups, chunk=1)
+        return plan.num_new_blocks + plan.num_revived_blocks
 
     def promised(self, running: Iterable[Request], num_forks: int) -> int:
         """Blocks that a start has to leave free for others; none where nobody runs.
@@ -209,7 +201,9 @@ class Room:
         length = request.num_tokens
         room = -(-length // self._kv.block_size) * self._kv.block_size
         grows = request.max_total_tokens - 1 > room
-        missing = missing_blocks(request.running_sequence, length)
+        sequence = request.running_sequence
+        left = max(0, length - sequence.num_computed_tokens)
+        missing = self._kv.num_missing_blocks(sequence, left, chunk=1)
         return missing + grows * len(self._kv.groups)
 
     def _store(self, request: Request, sequence: kvcore.KVSequence) -> Transfer | None:

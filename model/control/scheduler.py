@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 
 import kvcore
 from model.control.config import SchedulerConfig
-from model.control.needs import needed_blocks
 from model.control.planner import StepPlanner
 from model.control.request import FinishReason, Request, Status
 from model.control.step import Chunk, Step
@@ -262,10 +261,11 @@ class Scheduler(StepPlanner):
                 f"a text cannot grow past that: give a max_tokens of {edge - prompt + 1}"
             )
         # The last token is handed out and never computed, so it needs no slot.
-        needed = needed_blocks(self._kv.groups, total - 1)
+        size, groups = self._kv.block_size, self._kv.groups
+        needed = kvcore.peak_blocks(total - 1, size, groups=groups, chunk=1)
         if needed > self._kv.num_usable_blocks:
             raise RequestTooLongError(
-                f"{what} needs {needed} blocks of {self._kv.block_size} tokens: "
+                f"{what} needs {needed} blocks of {size} tokens: "
                 f"the pool has {self._kv.num_usable_blocks}"
             )
 

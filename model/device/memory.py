@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import kvcore
 from model.control.config import EngineConfig
-from model.control.needs import needed_blocks
 from model.device.layout import CacheLayout
 from model.errors import InvalidArgumentError
 
@@ -165,7 +165,10 @@ def _useful_blocks(config: EngineConfig, layout: CacheLayout) -> int | None:
         return None
     groups = layout.groups(config.block_size)
     chunk = config.max_num_batched_tokens
-    return sum(needed_blocks(groups, length, chunk) for length in config.expected_lengths)
+    return sum(
+        kvcore.peak_blocks(length, config.block_size, groups=groups, chunk=chunk)
+        for length in config.expected_lengths
+    )
 
 
 def _layers(layout: CacheLayout) -> str:

@@ -29,16 +29,13 @@ def undisturbed(prompt, params):
 
 
 def peak_alone(groups, block_size, num_tokens):
-    """The most blocks that each group holds for a sequence alone, token by token; their sum."""
-    total = 0
-    for group in groups:
-        kv = kvcore.KVCacheManager(num_tokens + 3, block_size, groups=[group])
-        sequence = kv.open([0] * num_tokens)
-        for _ in range(num_tokens):
-            kv.reserve(sequence, 1)
-            kv.commit(sequence, 1)
-        total += kv.stats().peak_used_blocks
-    return total
+    """The most blocks that a sequence alone holds at one moment, computed token by token."""
+    kv = kvcore.KVCacheManager(len(groups) * num_tokens + 2, block_size, groups=groups)
+    sequence = kv.open([0] * num_tokens)
+    for _ in range(num_tokens):
+        kv.reserve(sequence, 1)
+        kv.commit(sequence, 1)
+    return kv.stats().peak_used_blocks
 
 
 class SimulatedModel:

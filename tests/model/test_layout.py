@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import backends
 import kvcore
 from model import EngineConfig, SamplingParams
-from model.control.needs import missing_blocks, needed_blocks, peak_blocks
 from model.device.kv_caches import KVCaches
 from model.device.layout import LayerShape, plan_layout
 from model.engine import Engine
@@ -49,7 +48,7 @@ def test_a_long_text_in_gemma_3_takes_a_sixth_of_what_layers_without_windows_wou
     every = range(1, 27)
     shapes = [LayerShape(1, 256, torch.bfloat16, 512 if n % 6 else None) for n in every]
     layout = plan_layout(shapes)
-    needed = needed_blocks(layout.groups(16), 32768)
+    needed = kvcore.peak_blocks(32768, 16, groups=layout.groups(16), chunk=1)
     assert layout.kv_bytes(needed, 16) == 140.375 * 2**20
     assert layout.token_bytes * 32768 == 832 * 2**20
 
@@ -91,37 +90,6 @@ def test_the_footprint_is_what_is_allocated(kinds, num_blocks, block_size):
     assert written[2 * place + 1] == [*nothing[1:], True]
     assert sum(row == nothing for row in written) == len(written) - 1
     assert 0 <= group < len(layout.windows)
-
-
-@given(
-    window=st.integers(1, 20),
-    block_size=st.integers(1, 6),
-    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=20),
-)
-def test_a_sequence_never_holds_more_than_it_was_said_to_need(window, block_size, chunks):
-    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(window)]
-    total, longest = sum(chunks), max(chunks)
-    kv = kvcore.KVCacheManager(1 + 40 * 9 * 2, block_size, groups=groups)
-    seq = kv.open([1] * total)
-    worst = [0, 0]
-    for chunk in chunks:
-        left = missing_blocks(seq, total, longest)
-        before = kv.num_free_blocks
-        kv.reserve(seq, chunk)
-        assert before - kv.num_free_blocks <= left
-        held = [len(table.blocks) - table.num_null for table in seq.tables]
-        worst = [max(pair) for pair in zip(worst, held, strict=True)]
-        kv.commit(seq, chunk)
-    assert missing_blocks(seq, total, longest) == 0
-    limits = [peak_blocks(group, total, longest) for group in kv.groups]
-    assert all(used <= limit for used, limit in zip(worst, limits, strict=True))
-    assert worst[0] == limits[0]
-    # One token at a time in a pool of exactly that size: it never runs out.
-    tight = kvcore.KVCacheManager(1 + needed_blocks(kv.groups, total), block_size, groups=groups)
-    seq = tight.open([1] * total)
-    for _ in range(total):
-        tight.reserve(seq, 1)
-        tight.commit(seq, 1)
 
 
 @functools.cache

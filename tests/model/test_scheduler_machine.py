@@ -270,6 +270,29 @@ class SwappingMachine(SchedulerMachine):
         super().add(text, length, max_tokens, (), priority, num_samples)
 
 
+class ForkingMachine(SchedulerMachine):
+    """Several samples of every prompt, which soon end."""
+
+    @initialize(num_blocks=st.integers(6, 14), block_size=st.integers(2, 4), late=st.booleans())
+    def start(self, num_blocks, block_size, late):
+        self.make(
+            kvcore.KVCacheManager(num_blocks, block_size),
+            max_num_batched_tokens=12,
+            max_num_seqs=4,
+            priority_span=2,
+            late=late,
+        )
+
+    @rule(
+        text=st.sampled_from(TEXTS),
+        length=st.integers(1, 6),
+        max_tokens=st.integers(1, 3),
+        num_samples=st.integers(2, 3),
+    )
+    def add(self, text, length, max_tokens, num_samples):
+        super().add(text, length, max_tokens, (), 0, num_samples)
+
+
 class BusyMachine(SchedulerMachine):
     """Steps too small for all that runs."""
 
@@ -318,6 +341,7 @@ class GrowingMachine(SwappingMachine):
         """Likewise."""
 
 
+TestForkingMachine = ForkingMachine.TestCase
 TestGrowingMachine = GrowingMachine.TestCase
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSwappingMachine = SwappingMachine.TestCase

@@ -10,6 +10,7 @@ import kvcore
 from model import Chunk, ModelError, Request, Scheduler, Status, Step
 from tests.model.test_scheduler_machine import (
     BusyMachine,
+    ForkingMachine,
     GrowingMachine,
     SchedulerMachine,
     SwappingMachine,
@@ -333,6 +334,7 @@ SWAPPING = {
     TakesTheBlocksOfOneGroupForThoseOfAnother,
 }
 MACHINES = dict.fromkeys(SWAPPING, SwappingMachine) | {
+    EndsBeforeItForks: ForkingMachine,
     GoesOnWithTheKeysOfAShortText: GrowingMachine,
     FindsShortTextsForLongOnes: GrowingMachine,
     KeepsNoTokenForTheFirst: BusyMachine,
