@@ -234,7 +234,7 @@ class Engine:
     def abort(self, request: Request) -> bool:
         """End a request now; whether it was unfinished. O(num_unfinished)."""
         self._streams.pop(request.request_id, None)
-        self._sampler.forget(request)
+        self._sampler.discard(request)
         return self._scheduler.abort(request)
 
     def step(self) -> list[Output]:
@@ -392,7 +392,7 @@ class Engine:
             self._scheduler.finish(request, FinishReason.STOP)
         stream.close()
         del self._streams[request.request_id]
-        self._sampler.forget(request)
+        self._sampler.discard(request)
 
     def _check_tokens(self, what: str, tokens: Sequence[int]) -> None:
         if tokens and max(tokens) >= self._vocab_size:

@@ -22,7 +22,8 @@ from model.errors import InvalidArgumentError, UsageError, shown
 from model.tiny import DEMO_PROMPTS
 
 _FIELDS = frozenset(field.name for field in fields(SamplingParams))
-_DRAWS = ("top_k", "top_p", "seed", "n")
+_DRAWS = ("top_k", "top_p", "min_p", "seed", "n")
+_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 _BESIDE = frozenset({"n", "priority"})  # fields of a line that are no sampling parameters
 _MAX_SAMPLES = 1024
 _MAX_PRIORITY = 1_000_000
@@ -204,7 +205,9 @@ def _params(
         if name != "prompt" and value is not None
     }
     if options.verify:
-        _refuse(where, [name for name in ("temperature", *_DRAWS) if name in own], "--verify")
+        _refuse(
+            where, [name for name in ("temperature", *_DRAWS, *_CHANGES) if name in own], "--verify"
+        )
     merged = {**options.sampling, **own}
     temperature = merged.get("temperature", 0)
     if temperature == 0:
@@ -232,6 +235,8 @@ def _integer(where: str, name: str, value: object, least: int, most: int) -> int
 def _value(name: str, value: object) -> object:
     if name == "stop" and isinstance(value, str):
         return (value,)
+    if name == "logit_bias" and isinstance(value, dict):  # JSON's keys are texts
+        return tuple((int(key) if key.isdecimal() else key, bias) for key, bias in value.items())
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -143,10 +143,10 @@ class RequestSampler:
         told = None if terms.telling is None else terms.telling.tell(logits, tokens)
         return Drawn(best, tokens, told)
 
-    def forget(self, request: Request) -> None:
+    def discard(self, request: Request) -> None:
         """Keep nothing of a request any more. O(1)."""
         self._streams.pop(request.request_id, None)
-        self._counts.forget(request)
+        self._counts.discard(request)
 
     def _terms_of(self, sampling: tuple[Request, ...]) -> "_StepTerms":
         """What the requests of a step ask for. O(requests)."""
@@ -322,7 +322,7 @@ class _TokenCounts:
         for request in requests:
             self._counted[request.request_id] += 1
 
-    def forget(self, request: Request) -> None:
+    def discard(self, request: Request) -> None:
         """Give the row of a request back, if it has one. O(1)."""
         slot = self._slots.pop(request.request_id, None)
         if slot is not None:

@@ -25,9 +25,7 @@ CHECK = settings(
 CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # of a threshold on a probability: 2**-17, and float32's own
 
-values = st.one_of(
-    st.floats(-20, 20, width=32), st.integers(-3, 3).map(float), st.just(-math.inf)
-)
+values = st.one_of(st.floats(-20, 20, width=32), st.integers(-3, 3).map(float), st.just(-math.inf))
 sizes = st.sampled_from([1, 2, 7, 40, 255, 256, 257, 600])
 
 
@@ -41,7 +39,9 @@ def rows_of_logits(draw):
         logits = logits.round()
     for place, value in draw(st.dictionaries(st.integers(0, size - 1), values, max_size=6)).items():
         logits[:, place] = value
-    logits[torch.arange(num_rows), draw(st.integers(0, size - 1))] = draw(st.floats(0, 20, width=32))
+    logits[torch.arange(num_rows), draw(st.integers(0, size - 1))] = draw(
+        st.floats(0, 20, width=32)
+    )
     return logits.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
 
 

@@ -25,12 +25,11 @@ def penalised(logits, how, prompt, output):
     """The logits after the penalties and the bias."""
     changed = []
     for token, value in enumerate(logits):
-        if token in prompt or token in output:
-            factor = how.repetition_penalty
-            value = value / factor if value > 0 else value * factor
+        factor = how.repetition_penalty if token in prompt or token in output else 1.0
         count = output.count(token)
-        value -= how.frequency_penalty * count + how.presence_penalty * (count > 0)
-        changed.append(value + dict(how.logit_bias).get(token, 0.0))
+        taken = how.frequency_penalty * count + how.presence_penalty * (count > 0)
+        repeated = value / factor if value > 0 else value * factor
+        changed.append(repeated - taken + dict(how.logit_bias).get(token, 0.0))
     return changed
 
 

