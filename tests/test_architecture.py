@@ -12,7 +12,7 @@ from tests.architecture import KVCORE_INSIDES, LAYERS, PACKAGES, violations
 
 ROOT = Path(__file__).parents[1]
 TOP_LEVEL = {
-    ".ci", ".git", ".gitignore", "README.md", "backends", "docs", "kvcore", "model",
+    ".ci", ".git", ".github", ".gitignore", "README.md", "backends", "docs", "kvcore", "model",
     "pyproject.toml", "tests",
 }  # fmt: skip
 

@@ -102,6 +102,8 @@ def measure(options: ServeOptions, trace: TextIO | None = None) -> Report:
     _warm_up(bench)
     startup_s = time.perf_counter() - begin
     recorder = bench.engine.record() if options.stats or trace is not None else None
+    if recorder is not None and trace is not None:
+        recorder.record_pool(bench.model.codec.decode)
     steps: StepStats | None = None
     ours: list[_Turn] = []
     others: dict[str, list[dict[str, float]]] = {name: [] for name in options.peers}

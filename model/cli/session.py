@@ -100,6 +100,8 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         how, seconds = _warm_up(model, backend, engine, prompts)
     say(f"network: {how}; compiled and warm in {seconds:.1f} s")
     recorder = engine.record() if options.stats or trace is not None else None
+    if recorder is not None and trace is not None:
+        recorder.record_pool(model.codec.decode)
     with stopping() as asked:  # until all that is finished is printed
         generated = _generate(options, engine, specs, requests, asked)
         if recorder is not None and trace is not None:
