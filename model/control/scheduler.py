@@ -43,6 +43,7 @@ class Scheduler(StepPlanner):
         super().__init__(kv, config)
         self._unfinished: dict[int, Request] = {}
         self._num_added = 0
+        self._keeps_time = False  # whether anything is kept for a number of steps
         self._in_flight: Step | None = None
         self._expecting: tuple[Request, ...] = ()  # what the last step draws for, unread
 
@@ -78,6 +79,7 @@ class Scheduler(StepPlanner):
         self._num_added += 1
         request.order = (number + request.priority * self.config.priority_span, number)
         self._unfinished[request.request_id] = request
+        self._keeps_time |= any(wish.max_steps for wish in request.retain)
         if leader is not None:
             self._followers.setdefault(leader.request_id, []).append(request)
         self._enqueue(request)
@@ -121,6 +123,8 @@ class Scheduler(StepPlanner):
         """
         if self._in_flight is not None:
             raise SchedulerStateError("schedule: the last step wants its update first")
+        if self._keeps_time:
+            self._kv.advance(1)
         self._in_flight = self.plan()
         return self._in_flight
 

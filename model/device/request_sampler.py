@@ -253,7 +253,7 @@ class _Changes:
         if some is logits:
             some = logits.clone()
         if self._counting:
-            counts = self._counts.table[self._counts.slots(self._counting)]
+            counts = self._counts.of(self._counting)
             own = penalised(some[self._places], counts, *self._penalties)
             some.index_put_((self._places,), own)
         if self._bias is not None:
@@ -295,30 +295,29 @@ def penalised(
 
 
 class _TokenCounts:
-    """How often each request has had each token, for those whose logits depend on it.
-
-    Attributes:
-        table: int32 [at least one for each of them, vocab_size].
-    """
+    """How often each request has had each token, for those whose logits depend on it."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._slots: dict[int, int] = {}
-        self._counted: dict[int, int] = {}  # tokens of each request
+        self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._slots: dict[int, int] = {}  # the row of each request
+        self._counted: dict[int, int] = {}  # and its tokens
         self._free: list[int] = []
 
-    def slots(self, requests: Sequence[Request]) -> Tensor:
-        """The rows of the table that are theirs. O(requests), O(tokens) of one that is new."""
+    def of(self, requests: Sequence[Request]) -> Tensor:
+        """As `penalised` takes them: int32 [requests, vocab_size].
+
+        O(requests * vocab_size), and O(tokens) of one that is new.
+        """
         for request in requests:
             if self._counted.get(request.request_id) != request.num_tokens:
                 self._bring(request)
-        return index_of([self._slots[r.request_id] for r in requests], self.table.device)
+        return self._table[self._rows(requests)]
 
     def add(self, requests: Sequence[Request], tokens: Tensor) -> None:
-        """Count a further token of each; `slots` has named them. O(requests)."""
-        slots = index_of([self._slots[r.request_id] for r in requests], self.table.device)
+        """Count a further token of each; `of` has told of them before. O(requests)."""
+        slots = self._rows(requests)
         ones = torch.ones_like(tokens, dtype=torch.int32)
-        self.table.index_put_((slots, tokens), ones, accumulate=True)
+        self._table.index_put_((slots, tokens), ones, accumulate=True)
         for request in requests:
             self._counted[request.request_id] += 1
 
@@ -328,6 +327,9 @@ class _TokenCounts:
         if slot is not None:
             del self._counted[request.request_id]
             self._free.append(slot)
+
+    def _rows(self, requests: Sequence[Request]) -> Tensor:
+        return index_of([self._slots[r.request_id] for r in requests], self._table.device)
 
     def _bring(self, request: Request) -> None:
         """Count what a request has; it has read all of it."""
@@ -339,16 +341,16 @@ class _TokenCounts:
                 self._grow()
             self._slots[number] = self._free.pop()
         tokens = np.frombuffer(request.tokens, np.uint32).astype(np.int64)
-        counts = np.bincount(tokens[request.num_prompt_tokens :], minlength=self.table.shape[1])
+        counts = np.bincount(tokens[request.num_prompt_tokens :], minlength=self._table.shape[1])
         counts[np.unique(tokens[: request.num_prompt_tokens])] += _IN_PROMPT
-        self.table[self._slots[number]] = torch.from_numpy(counts.astype(np.int32))
+        self._table[self._slots[number]] = torch.from_numpy(counts.astype(np.int32))
         self._counted[number] = len(tokens)
 
     def _grow(self) -> None:
-        old = len(self.table)
+        old = len(self._table)
         added = max(old, 4)
         self._free += range(old, old + added)
-        self.table = torch.cat([self.table, self.table.new_zeros(added, self.table.shape[1])])
+        self._table = torch.cat([self._table, self._table.new_zeros(added, self._table.shape[1])])
 
 
 class _Telling:
