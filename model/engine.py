@@ -324,14 +324,14 @@ class Engine:
         """
         requests = self.add_all(prompts, params)
         texts: dict[int, str] = {}
-        tokens: dict[int, list[SampledToken]] = {r.request_id: [] for r in requests}
+        told: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
         for output in self._drain(requests):
-            if (token := output.token) is not None:
-                tokens[output.request.request_id].append(token)
+            if output.request.params.logprobs is not None and (token := output.token):
+                told[output.request.request_id].append(token)
             if output.request.is_finished:
                 texts[output.request.request_id] = output.text
         return [
-            Completion(request, texts[request.request_id], tuple(tokens[request.request_id]))
+            Completion(request, texts[request.request_id], tuple(told[request.request_id]))
             for request in requests
         ]
 

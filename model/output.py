@@ -52,7 +52,7 @@ class Completion:
     """A finished request and its text.
 
     Attributes:
-        tokens: its output, each token with how likely it was if the request asks.
+        tokens: each token of its output with how likely it was; empty unless the request asks.
     """
 
     request: Request

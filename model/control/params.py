@@ -75,7 +75,8 @@ class SamplingParams:
     )
     seed: int | None = setting(
         None,
-        help="makes the draws a function of the request alone",
+        help="of the draws, which it makes a function of the request alone; the prompts of a "
+        "command line draw with this and their numbers, from 0, modulo 2**63",
         least=0,
         most=MAX_INT,
     )
@@ -87,7 +88,7 @@ class SamplingParams:
         flag="",
     )
     stop: tuple[str, ...] = setting((), help="a text ends before any of these", least=1)
-    ignore_eos: bool = setting(False, help="go on after the model's own end of text")  # noqa: FBT003
+    ignore_eos: bool = setting(False, help="go on after the model's own end of text")
     logprobs: int | None = setting(
         None,
         help="tell how likely each token was in the model's own distribution, and this many of the "
