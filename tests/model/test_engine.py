@@ -280,7 +280,7 @@ def test_a_prompt_longer_than_the_models_positions_is_refused():
     ("field", "value"), [("num_blocks", 1), ("block_size", 0), ("max_num_seqs", 0)]
 )
 def test_a_size_out_of_range_is_refused_by_name(field, value):
-    with pytest.raises(InvalidArgumentError, match=f"{field}: wanted an integer from"):
+    with pytest.raises(InvalidArgumentError, match=f"{field}: wanted an integer"):
         make(**{field: value})
 
 
