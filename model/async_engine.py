@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request
 from model.errors import InvalidArgumentError, ModelError
-from model.text import TextStream
 from model.token_stream import Delta, Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
@@ -394,9 +393,9 @@ class AsyncEngine:
         self, requests: Sequence[Request], stop: tuple[str, ...], arrived_s: float
     ) -> TokenStream:
         """The stream of requests that were queued; nothing of them has come yet."""
-        decode = self.engine.model.codec.decode
+        model = self.engine.model
         samples = [
-            Sample(number, request, TextStream(decode, stop), arrived_s)
+            Sample(number, request, model.open_text(stop), arrived_s)
             for number, request in enumerate(requests)
         ]
         stream = TokenStream(self.abort, samples)

@@ -252,9 +252,7 @@ class Engine:
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
-            self._streams[request.request_id] = TextStream(
-                self._model.codec.decode, request.params.stop
-            )
+            self._streams[request.request_id] = self._model.open_text(request.params.stop)
             self._next_id += 1
             requests.append(request)
         return requests
