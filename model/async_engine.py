@@ -527,7 +527,7 @@ class AsyncEngine:
             self._recover(engine)
             return
         if outputs:
-            given = [(o.request.request_id, o.token, o.request.finish_reason) for o in outputs]
+            given = [(o.request.request_id, o.token_id, o.request.finish_reason) for o in outputs]
             self._post(functools.partial(self._deliver, time.perf_counter(), given))
 
     def _recover(self, engine: Engine) -> None:

@@ -14,7 +14,7 @@ from model import (
     StalledError,
 )
 from model.device import profile
-from model.device.sampler import Drawn
+from model.device.request_sampler import Drawn
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from tests.model.networks import build, greedy_and_margin
@@ -180,7 +180,7 @@ def test_streamed_pieces_are_the_text_and_tokens_come_one_a_step():
     engine = make()
     whole = engine.generate([PROMPT], greedy())[0]
     outputs = list(engine.stream([PROMPT], greedy()))
-    assert [output.token for output in outputs] == whole.request.output_tokens
+    assert [output.token_id for output in outputs] == whole.request.output_tokens
     assert "".join(output.text for output in outputs) == whole.text
     assert outputs[-1].request.is_finished
 
