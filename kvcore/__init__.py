@@ -44,6 +44,7 @@ from kvcore.manager import KVCacheManager
 from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, digest, encode_block
 from kvcore.peaks import peak_blocks
 from kvcore.pool import BlockPool
+from kvcore.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
 from kvcore.retention import Retention
 from kvcore.sequence import KVSequence
@@ -54,7 +55,10 @@ from kvcore.tokens import Tokens, pack
 __version__ = "0.1.0"
 
 __all__ = [
+    "CACHED",
     "DEFAULT_NAMESPACE",
+    "EMPTY",
+    "HELD",
     "NULL_BLOCK",
     "PROPERTIES",
     "AllCleared",
@@ -62,6 +66,7 @@ __all__ = [
     "BlockHash",
     "BlockId",
     "BlockPool",
+    "BlockReport",
     "BlockStateError",
     "BlockTable",
     "BlocksRemoved",
@@ -112,12 +117,14 @@ __all__ = [
     "block_names",
     "check",
     "decode_namespace",
+    "describe_block",
     "digest",
     "encode_block",
     "encode_namespace",
     "fold",
     "pack",
     "peak_blocks",
+    "pool_map",
     "slot_of",
     "slots_of",
 ]

@@ -1,9 +1,11 @@
 """Compiles kvcore with mypyc when a wheel is built; hatchling runs this, kvcore never imports it.
 
 The environment decides: `KVCORE_COMPILE=1` compiles whatever is built, an editable install too
-(in place, so edits count again after the next build); `KVCORE_COMPILE=0` nothing; unset, wheels
-alone. The same `.py` files are shipped either way, and what cannot be compiled here, for want of
-mypyc or of a C compiler, is shipped as Python, with a warning.
+(in place, so edits count again after the next build), and a build that cannot is an error;
+`KVCORE_COMPILE=0` compiles nothing; unset, wheels alone, and what cannot be compiled here, for want
+of mypyc or of a C compiler, is built as Python, with a warning. The same `.py` files are shipped
+either way. pip hides what a build prints, so the warning and the progress of the compiler go to the
+terminal too, where there is one.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,34 +55,50 @@ COMPILED = (
 SUFFIXES = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 
 
+WITHOUT_COMPILER = "there is no C compiler (cc, gcc, clang or $CC)"
+TICK_SECONDS = 5.0
+
+
 class CompileHook(BuildHookInterface):  # type: ignore[type-arg]  # of any builder
     """Adds the compiled modules to what is built.
 
     Attributes:
         compiler: the command that compiles the files named after it, in place.
+        terminal: where the user looks while pip hides what a build prints.
     """
 
     compiler: tuple[str, ...] = (sys.executable, "-m", "mypyc", "--ignore-missing-imports")
+    terminal: Path = Path("/dev/tty")
     _work: TemporaryDirectory[str] | None = None
 
     def dependencies(self) -> list[str]:
         """Return what has to be installed before the build."""
         wanted = is_wanted(os.environ.get(VARIABLE, ""), "standard")
-        return ["mypy[mypyc]>=1.15", "setuptools"] if wanted else []
+        return ["mypy[mypyc]>=1.15", "setuptools"] if wanted and self.has_compiler() else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile, if that is wanted, before the files are collected."""
+        """Compile, if that is wanted, before the files are collected.
+
+        Raises:
+            RuntimeError: it is demanded and cannot be done.
+        """
         source = Path(self.root)
         if version == "editable":
             discard(source)
-        if not is_wanted(os.environ.get(VARIABLE, ""), version):
+        value = os.environ.get(VARIABLE, "")
+        if not is_wanted(value, version):
             return
         self._work = TemporaryDirectory()
         work = Path(self._work.name)
-        problem = compile_copy(source / "kvcore", work, self.compiler)
+        problem = None if self.has_compiler() else WITHOUT_COMPILER
+        problem = problem or compile_copy(source / "kvcore", work, self.compiler, self.tell)
         if problem:
             self.finalize()
-            self.app.display_warning(f"kvcore is built as Python: {problem}")
+            if value == "1":
+                raise RuntimeError(f"{VARIABLE}=1, and kvcore cannot be compiled: {problem}")
+            warning = f"kvcore is built as Python, several times slower: {problem}"
+            self.app.display_warning(warning)
+            self.tell(warning)
             return
         built = extensions(work)
         if version == "editable":
@@ -95,6 +116,17 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]  # of any build
         if self._work is not None:
             self._work.cleanup()
 
+    @staticmethod
+    def has_compiler() -> bool:
+        """Say whether a C compiler can be found; on Windows setuptools looks for itself."""
+        names = (*os.environ.get("CC", "").split()[:1], "cc", "gcc", "clang")
+        return os.name == "nt" or any(shutil.which(name) for name in names)
+
+    def tell(self, message: str) -> None:
+        """Write a line to the terminal, if there is one."""
+        with suppress(OSError), self.terminal.open("a", encoding="utf-8") as terminal:
+            terminal.write(f"\r{message}\n")
+
 
 def is_wanted(value: str, version: str) -> bool:
     """Say whether to compile, given what `KVCORE_COMPILE` says and what is built.
@@ -107,24 +139,58 @@ def is_wanted(value: str, version: str) -> bool:
     return value == "1" or (value == "" and version == "standard")
 
 
-def compile_copy(package: Path, work: Path, compiler: tuple[str, ...]) -> str | None:
-    """Copy a package into `work` and compile it there; return what went wrong, or None."""
+def compile_copy(
+    package: Path,
+    work: Path,
+    compiler: tuple[str, ...],
+    tell: Callable[[str], None],
+    tick_seconds: float = TICK_SECONDS,
+) -> str | None:
+    """Copy a package into `work` and compile it there; return what went wrong, or None.
+
+    `tell` hears of the progress, once every `tick_seconds`.
+    """
     copy = work / package.name
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__", "bench", "testing"))
+    left_out = shutil.ignore_patterns("__pycache__", "bench", "testing", "adapters", "wire")
+    shutil.copytree(package, copy, ignore=left_out)
     discard(work)
     files = [f"{package.name}/{module}.py" for module in COMPILED]
+    tell(f"kvcore: compiling {len(files)} modules, about a minute")
+    log = work / "compiler.log"
+    started = time.monotonic()
     try:
-        done = subprocess.run(  # noqa: S603  # our own command
-            [*compiler, *files], cwd=work, capture_output=True, text=True, check=False
-        )
+        with (
+            log.open("wb") as output,
+            subprocess.Popen(  # noqa: S603  # our own command
+                [*compiler, *files], cwd=work, stdout=output, stderr=subprocess.STDOUT
+            ) as process,
+        ):
+            while not _has_ended(process, tick_seconds):
+                seconds = time.monotonic() - started
+                tell(f"kvcore: {_stage(work)}, {seconds:.0f} s")
     except OSError as error:
         return str(error)
-    if done.returncode:
-        lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
-        return lines[-1] if lines else f"{compiler[0]} ended with {done.returncode}"
+    if process.returncode:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return lines[-1] if lines else f"{compiler[0]} ended with {process.returncode}"
     shutil.rmtree(work / "build", ignore_errors=True)
     missing = len(COMPILED) + 1 - len(extensions(work))  # and one that they share
     return f"{missing} extension modules are missing" if missing else None
+
+
+def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _stage(work: Path) -> str:
+    """Return how far mypyc is: what it has written says so."""
+    if next((work / "build").rglob("*.o"), None):
+        return "linking"
+    return "compiling C" if next((work / "build").rglob("*.c"), None) else "reading types"
 
 
 def extensions(root: Path) -> list[Path]:

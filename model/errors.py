@@ -27,6 +27,22 @@ class InvalidArgumentError(ModelError, ValueError):
     """An argument has a value that cannot be used: which one, what was wanted, what came."""
 
 
+class InvalidSettingError(InvalidArgumentError):
+    """A setting has a value that is not allowed.
+
+    Args:
+        name: of the setting.
+        wanted: which values are allowed, in words.
+        got: the value.
+    """
+
+    def __init__(self, name: str, wanted: str, got: object) -> None:
+        super().__init__(f"{name}: wanted {wanted}, got {shown(got)}")
+        self.name = name
+        self.wanted = wanted
+        self.got = got
+
+
 class RequestTooLongError(InvalidArgumentError):
     """The request could never finish here, even alone: pool or positions are too few."""
 

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.error import HTTPError
@@ -24,6 +25,8 @@ from urllib.request import Request, urlopen
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -53,6 +56,7 @@ from model.errors import (
     UnsupportedModelError,
     shown,
 )
+from model.text import Step, TextStream
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_TIMEOUT_S = 5.0
@@ -73,9 +77,38 @@ class TextCodec(Protocol):
         """Tokens of a prompt, with those that the model wants in front of it."""
         ...
 
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, as the model was trained on them.
+
+        Args:
+            messages: each with a `role` and a `content`.
+            opens_answer: whether they end where the assistant begins to speak.
+            options: further names that the model's template knows.
+        """
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of generated tokens; special tokens give none."""
         ...
+
+    def open_step(self) -> Step | None:
+        """What decodes one text piece by piece, faster than `decode`; None: there is nothing."""
+        ...
+
+
+def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
+    """A conversation for a model that has no chat template: a line for each message.
+
+    `user: Hello`, and `assistant:` at the end, where the assistant is to go on. O(messages).
+    """
+    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +132,10 @@ class LoadedModel:
     max_positions: int | None
     dense_implementation: str
 
+    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+        """Begin a text that this model writes. O(1)."""
+        return TextStream(self.codec.decode, stop, self.codec.open_step())
+
 
 class _HuggingFaceCodec:
     """A tokenizer of Transformers.
@@ -116,13 +153,42 @@ class _HuggingFaceCodec:
             self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
+        return self._encode(text, adds_special_tokens=True)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        if self._tokenizer.chat_template is None:
+            return self.encode(plain_chat(messages, opens_answer=opens_answer))
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **dict(options or {}),  # type: ignore[arg-type]
+            )
+        except Exception as error:  # a template refuses in its own words
+            raise InvalidArgumentError(
+                f"messages: wanted some that the model's chat template takes: {reason(error)}"
+            ) from error
+        return self._encode(str(text), adds_special_tokens=False)
+
+    def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         if self._max_characters is not None and len(text) > self._max_characters:
             raise InvalidArgumentError(
                 f"prompt: wanted at most {self._max_characters:,} characters, which is what the "
                 f"model's positions hold if every token is the longest, got {len(text):,}"
             )
         try:
-            return list(self._tokenizer.encode(text, truncation=False))
+            return list(
+                self._tokenizer.encode(
+                    text, truncation=False, add_special_tokens=adds_special_tokens
+                )
+            )
         except Exception as error:  # one that its own files do not fit
             raise InvalidArgumentError(
                 f"prompt: wanted text that the model's tokenizer takes: {reason(error)}"
@@ -133,6 +199,12 @@ class _HuggingFaceCodec:
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def open_step(self) -> Step | None:
+        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
+            return None
+        return partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
 
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:

@@ -3,6 +3,10 @@
 Decides: the phases of a step, and their names. `schedule` plans it, `prepare` builds its tensors,
 `forward` is the network, `sample` draws the tokens, `commit` tells the cache and makes text.
 
+A recorder can look at the pool too, in every step: what `python -m model.view` shows of a trace.
+The time that looking takes is not on its clock. However long a run is, what it keeps of the pool
+is bounded: neighbouring looks are folded into one, and of tokens the first million is kept.
+
 Invariants: the phases of a step follow one another without gaps inside it; steps never overlap;
 times come from one monotonic clock; a step that raised is not recorded. Nothing is kept, counted
 or timed for an engine that is not recorded.
@@ -15,15 +19,17 @@ Does not know: torch, how a step is computed, who looks at the file.
 
 import json
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
 
 import kvcore
+from model.control.pool_frames import FrameLog, PoolFrames, Schedule
 from model.control.request import Request
-from model.control.step import SchedulerStats, Step
+from model.control.step import Step
 from model.errors import UsageError
 
 SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
@@ -33,6 +39,11 @@ SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
     "sample",
     "commit",
 )
+
+
+MAX_TEXT_TOKENS = 1_000_000
+"""So many tokens of requests that have ended are kept, those of the first ones."""
+_CLOSE_SHARE = 10  # looks at every block take at most one part in so many of the time
 
 
 class StepWatch(Protocol):
@@ -69,25 +80,6 @@ class Unwatched:
 
     def end(self) -> None:
         """Nothing."""
-
-
-class Schedule(Protocol):
-    """What a recorder reads of a scheduler."""
-
-    @property
-    def stats(self) -> SchedulerStats:
-        """Its counters."""
-        ...
-
-    @property
-    def running(self) -> tuple[Request, ...]:
-        """The running requests."""
-        ...
-
-    @property
-    def waiting(self) -> tuple[Request, ...]:
-        """The others."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +151,30 @@ class StepRecorder:
         self._laps: list[tuple[str, int]] = []
         self._tokens = (0, 0)
         self._num_used_blocks = 0
+        self._pool: _PoolRecording | None = None
+
+    def record_pool(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """Record what the pool looks like in every step from now on, for `model.view`. O(1).
+
+        A step costs O(blocks of the running requests) more then, which its times leave out.
+
+        Args:
+            decode: tokens to text, to show what a block holds.
+        """
+        self._pool = _PoolRecording(self._kv, self._schedule, decode)
+
+    def pool_document(self) -> dict[str, object] | None:
+        """What was recorded of the pool, as docs/viewing.md spells it; None if nothing was.
+
+        O(what was kept of it).
+        """
+        if self._pool is None:
+            return None
+        return self._pool.document(self.steps[0].begin_ns if self.steps else self._now())
+
+    def _now(self) -> int:
+        paused = 0 if self._pool is None else self._pool.elapsed_ns
+        return time.perf_counter_ns() - paused
 
     def cache_stats(self) -> kvcore.Stats:
         """The cache's counters now. O(num_blocks)."""
@@ -167,7 +183,7 @@ class StepRecorder:
     def begin(self) -> None:
         """Start the clock of a step; one that has not ended is forgotten. O(1)."""
         self._laps = []
-        self._begin_ns = time.perf_counter_ns()
+        self._begin_ns = self._now()
 
     def scheduled(self, step: Step) -> None:
         """Note what was planned. O(num_chunks)."""
@@ -175,10 +191,12 @@ class StepRecorder:
         decodes = sum([_is_decode(chunk.num_tokens, chunk.samples) for chunk in step.chunks])
         self._tokens = (decodes, step.num_tokens - decodes)
         self._num_used_blocks = self._kv.num_usable_blocks - self._kv.num_free_blocks
+        if self._pool is not None:
+            self._pool.look(self._laps[-1][1])
 
     def done(self, phase: str) -> None:
         """Note the end of a phase. O(1)."""
-        self._laps.append((phase, time.perf_counter_ns()))
+        self._laps.append((phase, self._now()))
 
     def end(self) -> None:
         """Note the end of the step. O(num_running + num_waiting)."""
@@ -198,6 +216,62 @@ class StepRecorder:
                 num_evicted_blocks=self._kv.num_evicted_blocks,
             )
         )
+
+
+class _PoolRecording:
+    """Looks at a pool while it is used, and what it has seen.
+
+    Attributes:
+        elapsed_ns: what all looks have taken.
+    """
+
+    def __init__(
+        self,
+        kv: kvcore.KVCacheManager,
+        schedule: Schedule,
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
+        self.elapsed_ns = 0
+        self._log = FrameLog()
+        self._frames = PoolFrames(kv, schedule, ended=self._keep)
+        self._schedule = schedule
+        self._decode = decode
+        self._texts: dict[int, array[int]] = {}
+        self._num_tokens = 0
+        self._began_ns = time.perf_counter_ns()
+        self._close_ns = 0
+
+    def look(self, now_ns: int) -> None:
+        """Note what has changed; a close look only while those take little of the time."""
+        begin_ns = time.perf_counter_ns()
+        is_close = self._close_ns * _CLOSE_SHARE <= begin_ns - self._began_ns
+        self._log.add(self._frames.look(now_ns / 1e9, looks_closely=is_close))
+        took_ns = time.perf_counter_ns() - begin_ns
+        self.elapsed_ns += took_ns
+        self._close_ns += took_ns if is_close else 0
+
+    def document(self, origin_ns: int) -> dict[str, object]:
+        """All of it, with times from an origin."""
+        now_ns = time.perf_counter_ns() - self.elapsed_ns
+        self._log.add(self._frames.look(now_ns / 1e9))
+        texts = dict(self._texts)
+        for request in (*self._schedule.running, *self._schedule.waiting):
+            texts[request.request_id] = request.tokens
+        words = sorted({token for tokens in texts.values() for token in tokens})
+        frames = [frame.document() for frame in self._log.frames]
+        for frame, kept in zip(frames, self._log.frames, strict=True):
+            frame["t"] = round(max(0.0, kept.time_s - origin_ns / 1e9), 6)
+        return {
+            **self._frames.head(),
+            "frames": frames,
+            "texts": {str(number): tokens.tolist() for number, tokens in texts.items()},
+            "words": {str(token): self._decode([token]) for token in words},
+        }
+
+    def _keep(self, request: Request) -> None:
+        self._num_tokens += request.num_tokens
+        if self._num_tokens <= MAX_TEXT_TOKENS:
+            self._texts[request.request_id] = request.tokens
 
 
 @contextmanager
@@ -228,7 +302,7 @@ def write_trace(out: TextIO, recorder: StepRecorder) -> None:
     Steps and their phases are complete events ("X") of one thread, nested; blocks, requests and
     tokens are counters ("C"), of which each holds until the next. Times are microseconds from the
     first step's begin, to the nanosecond; events stand in the order of their times, a step before
-    its phases.
+    its phases. What was recorded of the pool stands behind the events, where they do not look.
     """
     steps, num_usable_blocks = recorder.steps, recorder.num_usable_blocks
     origin = steps[0].begin_ns if steps else 0
@@ -240,7 +314,12 @@ def write_trace(out: TextIO, recorder: StepRecorder) -> None:
         events += _step_events(number, step, origin, num_usable_blocks)
     out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
     out.write(",\n".join(map(json.dumps, events)))
-    out.write("\n]}\n")
+    out.write("\n]")
+    pool = recorder.pool_document()
+    if pool is not None:
+        out.write(',\n"kvcore": ')
+        out.write(json.dumps(pool, separators=(",", ":")))
+    out.write("}\n")
 
 
 def _step_events(

@@ -10,7 +10,8 @@ from pathlib import Path
 
 PACKAGES = ("kvcore", "backends", "model")
 
-# A file may import, of its own package, only files of an earlier row.
+# A file may import, of its own package, only files of an earlier row. What stands below
+# `kvcore`'s folders (`bench`, `testing`) has no rows: nothing else of kvcore imports it.
 KVCORE_LAYERS = (
     ("errors",),
     ("arguments",),
@@ -27,12 +28,104 @@ KVCORE_LAYERS = (
     ("leases", "sequence"),
     ("rewind", "advance", "peaks"),
     ("prefix", "state"),
-    ("steps",),
+    ("steps", "pool_map"),
     ("manager",),
     ("invariants",),
     ("__init__",),
     ("build_hook",),  # runs when kvcore is built; nothing imports it
 )
+
+BACKENDS_LAYERS = (
+    ("errors",),
+    ("contract",),
+    ("checks", "oracle", "registry"),
+    ("__init__",),
+    ("numba_cpu/bits", "numba_cpu/plans", "numba_cpu/workers"),
+    ("numba_cpu/scales", "numba_cpu/schedule", "numba_cpu/tiles", "numba_cpu/warm_up"),
+    ("numba_cpu/rows", "numba_cpu/slot_mapping", "numba_cpu/store_kv"),
+    ("numba_cpu/item", "numba_cpu/copy_blocks"),
+    ("numba_cpu/paged_attention",),
+    ("numba_cpu/backend",),
+    ("numba_cpu/__init__",),
+    ("triton_gpu/place", "triton_gpu/terms"),
+    ("triton_gpu/e4m3", "triton_gpu/launch", "triton_gpu/soft_cap", "triton_gpu/splits"),
+    ("triton_gpu/cascade", "triton_gpu/chunk", "triton_gpu/prefill_order"),
+    ("triton_gpu/copy_blocks", "triton_gpu/slot_mapping", "triton_gpu/store_kv"),
+    ("triton_gpu/hopper_items", "triton_gpu/merge"),
+    ("triton_gpu/decode", "triton_gpu/hopper_consume", "triton_gpu/hopper_load"),
+    ("triton_gpu/hopper_prefill",),
+    ("triton_gpu/prefill",),
+    ("triton_gpu/paged_attention",),
+    ("triton_gpu/warm_up",),
+    ("triton_gpu/backend",),
+    ("triton_gpu/__init__",),
+    ("conformance/cases", "conformance/report"),
+    ("conformance/attention", "conformance/movement", "conformance/relations"),
+    ("conformance/parallel",),
+    ("conformance/__init__",),
+    ("conformance/__main__",),
+    ("bench/__init__", "bench/measured"),
+    ("bench/cpu", "bench/graphs", "bench/host"),
+    ("bench/moves", "bench/prefill"),
+    ("bench/gpu",),
+    ("bench/__main__",),
+)
+
+MODEL_LAYERS = (
+    ("errors",),
+    ("control/__init__", "control/settings"),
+    ("control/config", "control/params"),
+    ("control/request",),
+    ("control/step",),
+    ("control/admission", "control/pool_frames"),
+    ("control/planner",),
+    ("control/scheduler",),
+    ("text", "trace", "checkpoint"),
+    ("output", "token_stream"),
+    ("device/__init__", "device/layout", "device/chunks", "device/rope", "device/sight"),
+    ("device/kv_caches", "device/memory", "device/sampler"),
+    ("device/attention", "device/batch", "device/request_sampler", "device/swap"),
+    ("device/fx_trace", "device/probes"),
+    ("device/piecewise",),
+    ("architectures",),
+    ("loader",),
+    ("device/network",),
+    ("device/cuda_graphs", "device/profile"),
+    ("device/prepare",),
+    ("device/step_runner",),
+    ("engine",),
+    ("async_engine",),
+    ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
+    ("tiny/__init__", "tiny/corpus"),
+    ("tiny/train",),
+    ("cli/__init__", "cli/bars", "cli/exits", "cli/progress", "cli/writer"),
+    ("cli/settings", "cli/step_table", "cli/verify"),
+    ("cli/options", "cli/report"),
+    ("cli/args",),
+    ("cli/prompts",),
+    ("cli/session",),
+    ("bench/__init__", "bench/configs", "bench/metrics", "bench/workloads"),
+    ("bench/networks", "bench/options", "bench/report", "bench/serve"),
+    ("bench/args", "bench/peers", "bench/simulate"),
+    ("bench/waste",),
+    ("bench/host", "bench/session", "bench/waste_session"),
+    ("bench/__main__",),
+    ("run",),
+    ("serve/__init__", "serve/config"),
+    ("serve/args", "serve/errors", "serve/listener", "serve/boot", "serve/metrics"),
+    ("serve/gate", "serve/protocol"),
+    ("serve/service", "serve/generation"),
+    ("serve/about", "serve/chat", "serve/completions"),
+    ("serve/app",),
+    ("serve/process",),
+    ("serve/__main__",),
+    ("__init__",),
+)
+
+LAYERS = {"kvcore": KVCORE_LAYERS, "backends": BACKENDS_LAYERS, "model": MODEL_LAYERS}
+
+# Two folders of one package that do not know each other.
+STRANGERS = {"numba_cpu", "triton_gpu"}
 
 # Which other packages a package may import, by their roots alone.
 MAY_IMPORT = {"kvcore": set(), "backends": set(), "model": {"kvcore", "backends"}}
@@ -44,8 +137,9 @@ TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 # What kvcore may import beside the standard library, and what a part that nothing else imports may.
 KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
-    "kvcore/testing": {"hypothesis"},
+    "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
+    "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
 
@@ -81,7 +175,7 @@ def violations(root):
             name = path.relative_to(root).as_posix()
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
-            for check in (_imports, _needs, _planes, _lazy, _insides, _sizes):
+            for check in (_imports, _downward, _needs, _planes, _lazy, _insides, _sizes):
                 found += [f"{name}: {what}" for what in check(path, name, source, tree)]
     return found
 
@@ -93,6 +187,15 @@ def imported(tree):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "." * node.level + (node.module or "")
+
+
+def imported_names(tree):
+    """Yield the dotted name of everything that is imported, of a module or of what is in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _imports(path, name, source, tree):
@@ -109,16 +212,31 @@ def _imports(path, name, source, tree):
                 ).is_dir()
             ):
                 yield f"imports {module}: a package is imported by its root"
-        if package == "kvcore" and top == "kvcore" and name.count("/") == 1:
-            yield from _downward(Path(name).stem, rest)
 
 
-def _downward(importer, target):
-    rows = {file: row for row, files in enumerate(KVCORE_LAYERS) for file in files}
-    if importer not in rows:
-        yield "is in no layer: give it a row in KVCORE_LAYERS and in docs/architecture.md"
-    elif rows.get(target, -1) >= rows[importer]:
-        yield f"imports kvcore.{target}, which does not stand above it"
+def _downward(path, name, source, tree):
+    package, _, rest = name.removesuffix(".py").partition("/")
+    if package == "kvcore" and "/" in rest:
+        return
+    rows = {file: row for row, files in enumerate(LAYERS[package]) for file in files}
+    if rest not in rows:
+        table = f"{package.upper()}_LAYERS"
+        yield f"is in no layer: give it a row in {table} and in docs/architecture.md"
+        return
+    for imported_name in imported_names(tree):
+        top, *parts = imported_name.split(".")
+        if top != package:
+            continue
+        # A name is that of a module, or stands in the module, or in the package, before it.
+        for target in ("/".join(parts), "/".join(parts[:-1]), "/".join([*parts[:-1], "__init__"])):
+            if target in rows:
+                if rows[target] >= rows[rest]:
+                    dotted = target.replace("/", ".")
+                    yield f"imports {package}.{dotted}, which does not stand above it"
+                strangers = {target.split("/")[0], rest.split("/")[0]}
+                if strangers == STRANGERS:
+                    yield f"{rest.split('/')[0]} does not know {target.split('/')[0]}"
+                break
 
 
 def _needs(path, name, source, tree):

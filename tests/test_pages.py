@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.architecture import PACKAGES
 from tests.kvcore.sabotage import SABOTAGES
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +73,14 @@ def test_every_page_is_in_the_readmes_reading_order():
         assert f"docs/{page.name}" in README, page.name
 
 
-def test_the_architecture_names_every_file_of_kvcore():
+def test_the_architecture_names_every_file_and_no_other():
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for path in (ROOT / "kvcore").glob("*.py"):
-        assert f"`{path.name}`" in text or path.name == "__init__.py", path.name
+    for package in PACKAGES:
+        section = re.search(rf"^## {package}:.*?(?=^## )", text, re.DOTALL | re.MULTILINE)[0]
+        cells = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
+        named = {name for cell in cells for name in re.findall(r"`([\w/.]+)`", cell)}
+        assert all((ROOT / package / name).exists() for name in named), package
+        for path in (ROOT / package).glob("**/*.py"):
+            name = path.relative_to(ROOT / package)
+            folders = {f"{parent}/" for parent in name.parents}
+            assert name.stem.startswith("__") or named & {str(name), *folders}, name

@@ -2,10 +2,12 @@
 
 import importlib.machinery
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 
 build_hook = pytest.importorskip("kvcore.build_hook", reason="not in the wheel")
@@ -38,7 +40,15 @@ class Listener:
 def hook(root, script, listener):
     made = build_hook.CompileHook(str(root), {}, None, None, str(root / "dist"), "wheel", listener)
     made.compiler = (sys.executable, "-c", script)
+    made.has_compiler = lambda: True
+    made.terminal = root / "terminal"
+    made.terminal.touch()
     return made
+
+
+def told(project):
+    """What the user saw on the terminal."""
+    return (project / "terminal").read_bytes().decode().replace("\r", "").splitlines()
 
 
 @pytest.fixture
@@ -106,7 +116,58 @@ def test_a_failed_compile_gives_a_warning_and_a_python_wheel(
     data = {"force_include": {}}
     hook(project, script, listener).initialize("standard", data)
     assert data == {"force_include": {}}
-    assert listener.warnings == [f"kvcore is built as Python: {reason}"]
+    assert listener.warnings == [f"kvcore is built as Python, several times slower: {reason}"]
+    assert told(project)[-1] == listener.warnings[0]
+
+
+def test_without_a_compiler_nothing_is_tried_or_fetched_and_the_user_hears_of_it(
+    project, listener, monkeypatch
+):
+    monkeypatch.delenv(build_hook.VARIABLE, raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(project))
+    made = hook(project, WORKS, listener)
+    del made.has_compiler
+    made.initialize("standard", {"force_include": {}})
+    assert made.dependencies() == []
+    assert listener.warnings[0].endswith("there is no C compiler (cc, gcc, clang or $CC)")
+    assert told(project) == listener.warnings
+    monkeypatch.setenv("CC", f"{sys.executable} -O2")
+    assert made.has_compiler()
+
+
+@pytest.mark.parametrize("version", ["standard", "editable"])
+def test_what_is_demanded_and_cannot_be_compiled_is_an_error(
+    project, listener, monkeypatch, version
+):
+    monkeypatch.setenv(build_hook.VARIABLE, "1")
+    with pytest.raises(RuntimeError, match=r"KVCORE_COMPILE=1, .*: error: no C compiler"):
+        hook(project, FAILS, listener).initialize(version, {"force_include": {}})
+
+
+def test_a_long_compile_shows_how_far_it_is(project):
+    lines, step = [], project / "go-on"
+    waits = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(step)!r}).exists(): time.sleep(0.01)\n"
+    )
+
+    def tell(line):
+        lines.append(line)
+        work = project / "work"
+        if len(lines) == 2:
+            (work / "build").mkdir()
+            (work / "build" / "__native.c").touch()
+        if len(lines) == 3:
+            (work / "build" / "__native.o").touch()
+        if len(lines) == 4:
+            step.touch()
+
+    compiler = (sys.executable, "-c", waits + WORKS)
+    problem = build_hook.compile_copy(project / "kvcore", project / "work", compiler, tell, 0.05)
+    assert problem is None
+    assert lines[0].startswith(f"kvcore: compiling {len(build_hook.COMPILED)} modules")
+    stages = [line.partition(",")[0] for line in lines[1:4]]
+    assert stages == ["kvcore: reading types", "kvcore: compiling C", "kvcore: linking"]
 
 
 def test_a_compiler_that_is_not_there_gives_a_warning_too(project, listener, monkeypatch):
@@ -149,3 +210,15 @@ def test_the_wheel_leaves_the_build_hook_at_home(tmp_path, monkeypatch):
     (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(wheel) as archive:
         assert "kvcore/build_hook.py" not in archive.namelist()
+        assert any(name.endswith("/licenses/docs/LICENSE") for name in archive.namelist())
+
+
+def test_the_sdist_has_all_that_a_build_needs(tmp_path):
+    (sdist,) = SdistBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        archive.extractall(tmp_path, filter="data")
+    assert {"docs/LICENSE", "README.md", "pyproject.toml", "kvcore/build_hook.py"} <= names
+    assert {name.split("/")[0] for name in names} <= {
+        "docs", "README.md", "pyproject.toml", "kvcore", "PKG-INFO", ".gitignore",
+    }  # fmt: skip

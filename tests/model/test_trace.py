@@ -2,10 +2,13 @@
 
 import functools
 import io
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 
+import kvcore
 from model import EngineConfig, SamplingParams
 from model.cli.step_table import Durations, step_table, summarize_steps
 from model.engine import Engine
@@ -13,6 +16,7 @@ from model.errors import UsageError
 from model.trace import PHASES, StepRecorder, trace_file, write_trace
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
+from tests.model.view.replay import Replay
 
 PROMPTS = ["first", "second prompt", "second prompt, again", "a fourth one"]
 
@@ -141,6 +145,57 @@ def test_the_table_is_of_the_recording_alone():
         stats.step.total_s
     )
     assert [line.split()[0] for line in step_table(stats).splitlines()[1:7]] == [*PHASES, "step"]
+
+
+def test_a_trace_of_the_pool_says_what_the_events_say_and_which_tokens_there_were():
+    sizes = EngineConfig(num_blocks=16, block_size=4, swap_memory_bytes=0)
+    engine = Engine(network(), ReferenceBackend(), sizes)
+    recorder = engine.record()
+    recorder.record_pool(network().codec.decode)
+    completions = engine.generate(PROMPTS, SamplingParams(max_tokens=14))
+    out = io.StringIO()
+    write_trace(out, recorder)
+    document = json.loads(out.getvalue())
+    assert faults(document["traceEvents"]) == []
+    pool, replay = document["kvcore"], Replay(document["kvcore"])
+    assert pool["num_blocks"] == 16
+    assert pool["groups"] == [{"kind": "FullAttention", "block_size": 4}]
+    used = [e["args"]["used"] for e in document["traceEvents"] if e["name"] == "blocks"]
+    for frame, count in zip(pool["frames"], used, strict=False):
+        replay.apply(frame)
+        assert len({block for table in replay.held().values() for block in table}) == count
+        assert replay.counts["used"] == count
+    replay.apply(pool["frames"][-1])
+    assert replay.held() == {}
+    assert set(replay.statuses.values()) == {"length"}
+    held = {b for b, state in enumerate(kvcore.pool_map(engine.kv)) if state == kvcore.CACHED}
+    assert {block for block, state in replay.cached.items() if state} == held
+    texts = {int(number): tokens for number, tokens in pool["texts"].items()}
+    assert texts == {c.request.request_id: c.request.tokens.tolist() for c in completions}
+    assert set(pool["words"]) == {str(token) for tokens in texts.values() for token in tokens}
+    assert len(used) == len(pool["frames"]) - 1 == engine.stats.num_steps
+
+
+def test_looking_at_the_pool_is_not_on_the_clock(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr("model.trace.time", SimpleNamespace(perf_counter_ns=lambda: next(clock)))
+    engine = Engine(network(), ReferenceBackend(), EngineConfig(num_blocks=90, block_size=4))
+    recorder = engine.record()
+    recorder.record_pool(network().codec.decode)
+    look = recorder._pool._frames.look
+
+    def slow(*args, **settings):
+        for _ in range(1000):
+            next(clock)
+        return look(*args, **settings)
+
+    recorder._pool._frames.look = slow
+    engine.generate(PROMPTS[:1], SamplingParams(max_tokens=3))
+    assert len(recorder.steps) == 3
+    assert all(step.elapsed_ns < 100 for step in recorder.steps)
+    times = [frame["t"] for frame in recorder.pool_document()["frames"]]
+    assert len(times) == 4
+    assert times[-1] < 1000e-9
 
 
 def test_what_is_not_recorded_costs_no_memory():

@@ -2,7 +2,8 @@
 
 import kvcore
 from kvcore.content_tree import ContentTree
-from tests.kvcore.sabotage.registry import in_manager
+from kvcore.idle_blocks import IdleBlocks
+from tests.kvcore.sabotage.registry import changed, in_manager
 
 
 @in_manager("P1", "P18", "P15")
@@ -151,3 +152,35 @@ class manager_uses_a_node_that_stands_for_something(kvcore.BlockPool):
     def __init__(self, num_blocks, *block_sizes, log=None):
         super().__init__(num_blocks, *block_sizes, log=log)
         self.trees = (CarelessTree(*block_sizes),)
+
+
+class RestlessQueue(IdleBlocks):
+    """Puts back what was found where it stood, whatever has happened since."""
+
+    def push_run(self, blocks, *, is_alone=False):
+        found, before, after = self._found, self._before, self._after
+        linked = before is not None and before.next_free is after
+        if found and linked and len(found) == len(blocks) and not self.kept:
+            self.queue.insert_run(blocks, before, after)
+        else:
+            super().push_run(blocks)
+        self._found = found
+
+
+def with_restless_queue(manager):
+    manager.pool.idle_blocks = RestlessQueue()
+
+
+changed("look_ups_make_what_was_used_old", with_restless_queue, "P15")
+
+
+class YoungQueue(IdleBlocks):
+    def find_run(self, blocks):
+        self.remove_run(blocks)
+
+
+def with_young_queue(manager):
+    manager.pool.idle_blocks = YoungQueue()
+
+
+changed("look_ups_make_what_they_find_young", with_young_queue, "P15")

@@ -1,0 +1,457 @@
+"""What a pool and its requests look like, frame by frame: for the page that shows them.
+
+Decides: the frames, live and recorded alike; docs/viewing.md spells them. A frame says what has
+changed since the one before it. The first one, and every one with `is_whole`, begins from nothing.
+
+Invariants: frames in order give, at each of them, the tables of the running requests as they were;
+which free blocks hold content is exact where `looks_closely`, and otherwise presumed of a block
+that has just been let go, until the next look that is close; `fold` of two frames says what both
+say one after the other. What is kept is bounded: `FrameLog` folds neighbours when there is too
+much. Looking changes nothing.
+
+Does not know: torch, text, clocks, who looks.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import kvcore
+from model.control.request import Request
+from model.control.step import SchedulerStats
+
+VERSION = 1
+
+
+class Schedule(Protocol):
+    """What is read of a scheduler."""
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Its counters."""
+        ...
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """The running requests."""
+        ...
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The others."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A request that is seen for the first time: its prompt's tokens, its sample, a label."""
+
+    num_prompt_tokens: int
+    sample: int
+    label: str
+
+
+@dataclass(slots=True)
+class Frame:
+    """What has changed.
+
+    Attributes:
+        time_s: when, since the first frame.
+        is_whole: whatever was before is to be forgotten.
+        counts: of this moment, by name.
+        begun: requests seen for the first time, by id.
+        statuses: requests whose status has changed: "waiting", "running", "preempted", or why they
+            have ended.
+        progress: tokens computed and tokens in all, of requests for which one has changed.
+        tables: for a request and a layer group, from which entry on its table is what it is now.
+        cached: blocks that are free with content now (1), or not any more (0).
+        hits: how often blocks were found since they hold what they hold, where that has changed.
+    """
+
+    time_s: float
+    is_whole: bool = False
+    counts: dict[str, int] = field(default_factory=dict)
+    begun: dict[int, Beginning] = field(default_factory=dict)
+    statuses: dict[int, str] = field(default_factory=dict)
+    progress: dict[int, tuple[int, int]] = field(default_factory=dict)
+    tables: dict[tuple[int, int], tuple[int, array[int]]] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    hits: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How much it says, in entries. O(tables)."""
+        size = len(self.begun) + len(self.statuses) + len(self.progress)
+        size += len(self.cached) + len(self.hits) + len(self.tables)
+        return size + sum([len(ids) for _, ids in self.tables.values()])
+
+    def document(self) -> dict[str, object]:
+        """As docs/viewing.md has it, for JSON; what is empty is left out. O(size)."""
+        begun = [[n, b.num_prompt_tokens, b.sample, b.label] for n, b in self.begun.items()]
+        tables = [
+            [number, group, first, _runs(ids)]
+            for (number, group), (first, ids) in self.tables.items()
+        ]
+        parts: dict[str, object] = {
+            "whole": self.is_whole,
+            "counts": self.counts,
+            "begun": begun,
+            "status": [part for pair in self.statuses.items() for part in pair],
+            "progress": [part for n, both in self.progress.items() for part in (n, *both)],
+            "tables": tables,
+            "cached": _equal_runs(self.cached),
+            "hits": _equal_runs(self.hits),
+        }
+        return {"t": round(self.time_s, 6)} | {name: part for name, part in parts.items() if part}
+
+
+def fold(first: Frame, then: Frame) -> Frame:
+    """One frame that says what two say, one after the other. O(size of both).
+
+    A request that begins in the first and ends in the second leaves no trace.
+    """
+    if then.is_whole:
+        return then
+    short = {n for n in first.begun if then.statuses.get(n, "running") not in _UNFINISHED}
+    tables = dict(first.tables)
+    for place, (entry, ids) in then.tables.items():
+        start, before = tables.get(place, (entry, array("I")))
+        kept = before[: max(0, entry - start)]
+        tables[place] = (min(start, entry), kept + ids)
+    return Frame(
+        then.time_s,
+        first.is_whole,
+        then.counts,
+        {n: one for n, one in (first.begun | then.begun).items() if n not in short},
+        {n: one for n, one in (first.statuses | then.statuses).items() if n not in short},
+        {n: one for n, one in (first.progress | then.progress).items() if n not in short},
+        {place: one for place, one in tables.items() if place[0] not in short},
+        first.cached | then.cached,
+        first.hits | then.hits,
+    )
+
+
+class FrameLog:
+    """Frames of a run of any length, in bounded memory: neighbours are folded as it grows.
+
+    Args:
+        max_size: entries that may be kept.
+
+    Attributes:
+        frames: what is kept, in order.
+    """
+
+    def __init__(self, max_size: int = 400_000) -> None:
+        self.frames: list[Frame] = []
+        self._max_size = max_size
+        self._size = 0
+        self._stride = 1  # so many frames are folded into one
+        self._num_folded = 0  # in the last one
+
+    def add(self, frame: Frame) -> None:
+        """Keep a frame. O(size); now and then O(max_size)."""
+        if self.frames and self._num_folded < self._stride:
+            last = self.frames.pop()
+            self._size -= last.size + 1
+            frame = fold(last, frame)
+        else:
+            self._num_folded = 0
+        self._num_folded += 1
+        self.frames.append(frame)
+        self._size += frame.size + 1
+        while self._size > self._max_size and len(self.frames) > 2:
+            self._halve()
+
+    def _halve(self) -> None:
+        old = self.frames
+        self.frames = [fold(*old[i : i + 2]) for i in range(0, len(old) - 1, 2)]
+        if len(old) % 2:
+            self.frames.append(old[-1])
+        else:
+            self._num_folded += self._stride
+        self._stride *= 2
+        self._size = sum([frame.size + 1 for frame in self.frames])
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A request as it was when it was last looked at."""
+
+    request: Request
+    beginning: Beginning
+    status: str
+    progress: tuple[int, int]
+    sequence: kvcore.KVSequence | None
+    tables: list[array[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    number: int
+    group: int
+    first: int
+    ids: array[int]
+    num_hit: int
+
+
+class PoolFrames:
+    """Looks at a pool and its requests, again and again, and says what has changed.
+
+    Args:
+        kv: the pool.
+        schedule: its requests.
+        label: what a request is called; None: nothing.
+        ended: is called with each request that is seen no more; None: nobody wants to know.
+    """
+
+    def __init__(
+        self,
+        kv: kvcore.KVCacheManager,
+        schedule: Schedule,
+        *,
+        label: Callable[[Request], str] | None = None,
+        ended: Callable[[Request], None] | None = None,
+    ) -> None:
+        self._kv = kv
+        self._schedule = schedule
+        self._label = label
+        self._ended = ended
+        self._seen: dict[int, _Seen] = {}
+        self._holders = array("I", bytes(4 * kv.num_blocks))  # tables that a block stands in
+        self._cached = bytearray(kv.num_blocks)
+        self._hits = array("I", bytes(4 * kv.num_blocks))
+        self._num_output = 0
+        self._changes: list[_Change] = []
+        self._left: dict[int, int] = {}
+        self._last: Frame | None = None
+
+    def head(self) -> dict[str, object]:
+        """What does not change: sizes and layer groups. O(groups)."""
+        return {
+            "version": VERSION,
+            "num_blocks": self._kv.num_blocks,
+            "groups": [
+                {"kind": type(group).__name__, "block_size": group.block_size}
+                for group in self._kv.groups
+            ],
+        }
+
+    def look(self, time_s: float, *, looks_closely: bool = True) -> Frame:
+        """What has changed since the last look; the first says all.
+
+        O(blocks of the running requests + changes), and where it looks closely O(num_blocks).
+
+        Args:
+            time_s: since the first look, as the caller counts.
+            looks_closely: ask the pool which free blocks hold content.
+        """
+        frame = Frame(time_s, is_whole=self._last is None)
+        requests = (*self._schedule.running, *self._schedule.waiting)
+        unfinished = {request.request_id: request for request in requests}
+        for number in list(self._seen):
+            if unfinished.get(number) is not self._seen[number].request:
+                self._let_go(self._seen.pop(number), frame)
+        for request in requests:
+            self._look_at(request, frame)
+        released = self._settle(frame)
+        self._look_for_content(frame, released, looks_closely=looks_closely)
+        stats = self._schedule.stats
+        frame.counts = {
+            "used": self._kv.num_usable_blocks - self._kv.num_free_blocks,
+            "running": len(self._schedule.running),
+            "waiting": len(self._schedule.waiting),
+            "prompt": stats.num_prompt_tokens,
+            "hit": stats.num_hit_tokens,
+            "output": self._num_output,
+            "evicted": self._kv.num_evicted_blocks,
+            "preemptions": stats.num_preemptions,
+            "steps": stats.num_steps,
+        }
+        self._last = frame
+        return frame
+
+    def whole(self) -> Frame | None:
+        """What the last look saw, from nothing; None before the first. O(num_blocks + tables)."""
+        if self._last is None:
+            return None
+        seen = self._seen
+        return Frame(
+            self._last.time_s,
+            True,  # noqa: FBT003  # a field of a record
+            self._last.counts,
+            {number: one.beginning for number, one in seen.items()},
+            {number: one.status for number, one in seen.items()},
+            {number: one.progress for number, one in seen.items()},
+            {
+                (number, group): (0, ids)
+                for number, one in seen.items()
+                for group, ids in enumerate(one.tables)
+                if ids
+            },
+            {number: 1 for number, state in enumerate(self._cached) if state},
+            {number: count for number, count in enumerate(self._hits) if count},
+        )
+
+    def _look_at(self, request: Request, frame: Frame) -> None:
+        number = request.request_id
+        one = self._seen.get(number)
+        if one is None:
+            label = "" if self._label is None else self._label(request)
+            beginning = Beginning(request.num_prompt_tokens, request.sample, label)
+            one = _Seen(request, beginning, "", (0, 0), None, [array("I") for _ in self._kv.groups])
+            self._seen[number] = one
+            frame.begun[number] = beginning
+        status = request.status.value
+        if status != one.status:
+            frame.statuses[number] = one.status = status
+        computed = one.progress[0]
+        progress = (request.num_computed_tokens, request.num_tokens)
+        if progress != one.progress:
+            had = max(one.progress[1], request.num_prompt_tokens)
+            self._num_output += max(0, progress[1] - had)
+            frame.progress[number] = one.progress = progress
+        sequence = request.sequence
+        is_new = sequence is not one.sequence
+        if is_new:
+            self._clear(one, computed)
+            one.sequence = sequence
+        if sequence is not None:
+            num_hit = sequence.num_cached_tokens if is_new else 0
+            for group, table in enumerate(sequence.tables):
+                if table.block_ids != one.tables[group]:
+                    num_entries = num_hit // table.block_size
+                    self._change(one, group, table.block_ids[:], num_hit=num_entries)
+
+    def _let_go(self, one: _Seen, frame: Frame) -> None:
+        request, reason = one.request, one.request.finish_reason
+        number, total = request.request_id, request.num_tokens
+        frame.statuses[number] = "aborted" if reason is None else reason.value
+        frame.progress[number] = (0, total)
+        # The last token of a text is never computed.
+        self._clear(one, total - 1 if total > request.num_prompt_tokens else one.progress[0])
+        self._num_output += max(0, total - max(one.progress[1], request.num_prompt_tokens))
+        if self._ended is not None:
+            self._ended(request)
+
+    def _clear(self, one: _Seen, num_computed: int) -> None:
+        """Note that a request has let go of all its blocks, of which so many tokens were full."""
+        for group, ids in enumerate(one.tables):
+            if ids:
+                num_full = num_computed // self._kv.groups[group].block_size
+                self._change(one, group, array("I"), num_full=num_full)
+
+    def _change(
+        self, one: _Seen, group: int, ids: array[int], *, num_hit: int = 0, num_full: int = 2**32
+    ) -> None:
+        """Note a table that has changed.
+
+        So many of its first entries were found in the cache; so many of those that it had are full,
+        and presumed to be cached where nobody holds them any more.
+        """
+        before = one.tables[group]
+        first = _first_difference(before, ids)
+        for place, block_id in enumerate(before[first:], first):
+            self._holders[block_id] -= 1
+            self._left[block_id] = int(place < num_full and self._kv.enable_caching)
+        one.tables[group] = ids
+        self._changes.append(_Change(one.request.request_id, group, first, ids, num_hit))
+
+    def _settle(self, frame: Frame) -> dict[int, int]:
+        """Count who holds what, now that all have let go; say what nobody holds any more.
+
+        Returns:
+            For each such block whether it is presumed to hold content.
+        """
+        for change in self._changes:
+            new = change.ids[change.first :]
+            for block_id in new:
+                self._holders[block_id] += 1
+                if self._cached[block_id]:
+                    self._cached[block_id] = frame.cached[block_id] = 0
+            self._count_hits(change, frame)
+            place = (change.number, change.group)
+            start, known = frame.tables.get(place, (change.first, array("I")))
+            frame.tables[place] = (
+                min(start, change.first),
+                known[: max(0, change.first - start)] + new,
+            )
+        left, self._left, self._changes = self._left, {}, []
+        return {n: state for n, state in left.items() if n and not self._holders[n]}
+
+    def _count_hits(self, change: _Change, frame: Frame) -> None:
+        """Count the new entries of a table that were found; what is handed out anew has none."""
+        first, hits = change.first, self._hits
+        for block_id in change.ids[first : change.num_hit]:
+            if block_id != kvcore.NULL_BLOCK:
+                hits[block_id] += 1
+                frame.hits[block_id] = hits[block_id]
+        for block_id in change.ids[max(first, change.num_hit) :]:
+            if hits[block_id] and self._holders[block_id] == 1:
+                hits[block_id] = frame.hits[block_id] = 0
+
+    def _look_for_content(
+        self, frame: Frame, released: dict[int, int], *, looks_closely: bool
+    ) -> None:
+        """Note which free blocks hold content, presumed or as the pool says."""
+        if not looks_closely:
+            for block_id, state in released.items():
+                if self._cached[block_id] != state:
+                    self._cached[block_id] = frame.cached[block_id] = state
+            return
+        states = kvcore.pool_map(self._kv).translate(_IS_CACHED)
+        for start in range(0, len(states), _PIECE):
+            piece = states[start : start + _PIECE]
+            if piece != self._cached[start : start + _PIECE]:
+                for block_id, state in enumerate(piece, start):
+                    if state != self._cached[block_id]:
+                        self._cached[block_id] = frame.cached[block_id] = state
+
+
+_UNFINISHED = ("waiting", "running", "preempted")
+_PIECE = 256
+_IS_CACHED = bytes([state == kvcore.CACHED for state in range(256)])
+
+
+def _first_difference(one: array[int], other: array[int]) -> int:
+    """Where two tables part. O(the shorter one)."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # they agree before `low`, and differ before `high`
+        middle = (low + high) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _runs(ids: Sequence[int]) -> list[int]:
+    """Pairs of a first id and a count: ids that follow one another, or null blocks. O(ids)."""
+    found: list[int] = []
+    for block_id in ids:
+        wanted = found[-2] + found[-1] if found and found[-2] else 0
+        if found and block_id == wanted:
+            found[-1] += 1
+        else:
+            found += (block_id, 1)
+    return found
+
+
+def _equal_runs(values: dict[int, int]) -> list[int]:
+    """Triples of a first block, a count and the value that all of these have. O(n log n)."""
+    found: list[int] = []
+    for block_id, value in sorted(values.items()):
+        if found and found[-3] + found[-2] == block_id and found[-1] == value:
+            found[-2] += 1
+        else:
+            found += (block_id, 1, value)
+    return found
+
+
+def documents(frames: Iterable[Frame]) -> list[dict[str, object]]:
+    """Frames as docs/viewing.md has them. O(their sizes)."""
+    return [frame.document() for frame in frames]

@@ -1,0 +1,226 @@
+"""A setting is declared once: a field of a dataclass with its default, its range and its words.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class CacheConfig:
+        block_size: int = setting(16, help="tokens of a block", least=1, most=1 << 20)
+
+        def __post_init__(self) -> None:
+            check_settings(self)
+
+Decides: what a declaration says, which values it allows, and how a wrong one is told. Flags
+(`model/cli/settings.py`), fields of files and of requests and the page of flags are made from what
+`settings_of` returns; `check_settings` is the check. What two settings may not mean together is
+said by the class that has both.
+
+Invariants: a value that is allowed has the type of its annotation, NaN is no number and a bool no
+integer; an error names the setting, what was wanted and what came.
+
+Does not know: torch, command lines, requests.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import (
+    TYPE_CHECKING,
+    Literal,
+    TypeVar,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from model.errors import InvalidSettingError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Value = TypeVar("_Value")
+_NOUNS = {int: "integer", float: "number", str: "text"}
+
+
+def setting(
+    default: _Value,
+    *,
+    help: str,  # noqa: A002  # argparse's, click's and cyclopts' word for it
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    unit: str = "",
+    flag: str | None = None,
+    metavar: str | None = None,
+) -> _Value:
+    """Declare a field of a dataclass as a setting. O(1).
+
+    The annotation says what it takes: `bool`, `int`, `float`, `str`, a `Literal`, a `tuple[T, ...]`
+    of one of these, and any of them `| None`, where None means that nothing was said. A class that
+    has `WANTED`, words, and `from_text`, a class method, can stand on a command line too. A field
+    that takes anything else is declared all the same, and checked by who has it.
+
+    Args:
+        default: what it is where nobody says; shown wherever it is described, unless it is None.
+        help: what it means, for whoever sets it: a phrase, without a full stop.
+        least: the smallest number that is allowed, of each where it takes several; 1 of a text: it
+            is not empty.
+        most: the largest, likewise.
+        above: numbers must be above this.
+        below: numbers must be below this; `math.inf` asks for a finite one.
+        unit: "bytes": a command line takes 2GiB for it too; "list": it takes all of several values
+            at once, with commas between them, where else the flag is repeated.
+        flag: its name on a command line, where that is not the field's; "": it is no flag.
+        metavar: what stands for its value in a description of the flag; None: N for a number, and
+            so on.
+    """
+    said = Setting(
+        default=default,
+        help=help,
+        least=least,
+        most=most,
+        above=above,
+        below=below,
+        unit=unit,
+        flag=flag,
+        metavar=metavar,
+    )
+    return field(default=default, metadata={"help": help, "setting": said})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is declared of a setting: the arguments of `setting`, and what its field says.
+
+    Attributes:
+        name: of the field.
+        takes: its annotation without None.
+        is_optional: whether None is allowed.
+    """
+
+    name: str = ""
+    takes: object = object
+    is_optional: bool = False
+    default: object
+    help: str
+    least: float | None
+    most: float | None
+    above: float | None
+    below: float | None
+    unit: str
+    flag: str | None
+    metavar: str | None
+
+    @property
+    def wanted(self) -> str:
+        """Which values are allowed, in words: "an integer from 1 to 8". O(1)."""
+        return f"a list, each {self.wanted_each}" if self.takes_several else self.wanted_each
+
+    @property
+    def wanted_each(self) -> str:
+        """The same of one value, where it takes several. O(1)."""
+        return self._wanted(self.takes_each)
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether it takes a tuple of values. O(1)."""
+        return get_origin(self.takes) is tuple
+
+    @property
+    def takes_each(self) -> object:
+        """The type of one value, where it takes several. O(1)."""
+        return get_args(self.takes)[0] if self.takes_several else self.takes
+
+    def check(self, value: object) -> None:
+        """Raise unless the value is allowed. O(1), O(values) where it takes several.
+
+        Raises:
+            InvalidSettingError: it is not.
+        """
+        if not self.allows(value):
+            raise InvalidSettingError(self.name, self.wanted, value)
+
+    def allows(self, value: object) -> bool:
+        """Whether the value is allowed; O(1), O(values) where it takes several."""
+        if value is None:
+            return self.is_optional
+        if self.takes_several:
+            return isinstance(value, tuple) and all(map(self.allows_each, value))
+        return self.allows_each(value)
+
+    def allows_each(self, value: object) -> bool:
+        """Whether one value is allowed, where it takes several. O(1)."""
+        return self._allows(self.takes_each, value)
+
+    def _allows(self, kind: object, value: object) -> bool:
+        if get_origin(kind) is Literal:
+            return any(type(value) is type(one) and value == one for one in get_args(kind))
+        if kind is bool:
+            return isinstance(value, bool)
+        if kind is str:
+            return isinstance(value, str) and len(value) >= (self.least or 0)
+        if kind is int or kind is float:
+            is_number = isinstance(value, int if kind is int else (int, float))
+            return is_number and not isinstance(value, bool) and self._is_in_range(value)
+        return isinstance(value, kind) if isinstance(kind, type) else True
+
+    def _is_in_range(self, value: object) -> bool:
+        number = cast("float", value)  # exact for an integer of any size
+        return (
+            number == number  # noqa: PLR0124  # NaN is not
+            and (self.least is None or self.least <= number)
+            and (self.most is None or number <= self.most)
+            and (self.above is None or self.above < number)
+            and (self.below is None or number < self.below)
+        )
+
+    def _wanted(self, kind: object) -> str:
+        if get_origin(kind) is Literal:
+            return "one of " + ", ".join(map(repr, get_args(kind)))
+        if kind is bool:
+            return "true or false"
+        noun = _NOUNS.get(cast("type", kind))
+        if noun is None:
+            return str(getattr(kind, "WANTED", "another value"))
+        if self.below == math.inf:
+            noun = f"finite {noun}"
+        if kind is str:
+            return "text that is not empty" if self.least == 1 else "text"
+        article = "an" if noun[0] in "ai" else "a"
+        if kind is int and self.least is not None and self.most is not None:
+            return f"{article} {noun} from {self.least} to {self.most}"
+        limits = " and ".join(self._limits())
+        of = "of " if limits.startswith("at ") else ""
+        return f"{article} {noun} {of}{limits}".rstrip()
+
+    def _limits(self) -> Iterator[str]:
+        limits = (("at least", self.least), ("above", self.above), ("at most", self.most))
+        yield from (f"{word} {limit}" for word, limit in limits if limit is not None)
+        if self.below is not None and self.below != math.inf:
+            yield f"below {self.below}"
+
+
+@functools.cache
+def settings_of(declared: type["DataclassInstance"]) -> tuple[Setting, ...]:
+    """The settings of a dataclass, in order; its other fields are left out. O(fields), once."""
+    hints = get_type_hints(declared)
+    found = []
+    for each in fields(declared):
+        said = each.metadata.get("setting")
+        if isinstance(said, Setting):
+            kind = hints[each.name]
+            is_optional = type(None) in get_args(kind)
+            if is_optional:
+                (kind,) = [one for one in get_args(kind) if one is not type(None)]
+            found.append(replace(said, name=each.name, takes=kind, is_optional=is_optional))
+    return tuple(found)
+
+
+def check_settings(declared: "DataclassInstance") -> None:
+    """Raise unless every setting of a dataclass's instance is allowed. O(settings).
+
+    Raises:
+        InvalidSettingError: the first that is not.
+    """
+    for one in settings_of(type(declared)):
+        one.check(getattr(declared, one.name))

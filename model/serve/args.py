@@ -1,0 +1,60 @@
+"""The server's command line: which flags there are.
+
+Decides: nothing but what the environment adds. Invariants: options that exist are consistent; a
+wrong flag raises, it never exits or prints by itself (`--help` alone does).
+
+Does not know: FastAPI, torch, models.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from model.cli.options import ModelOptions
+from model.cli.settings import Flags
+from model.control.config import EngineConfig
+from model.serve.config import ServeConfig
+
+_EPILOG = """\
+Serves OpenAI's interface under /v1, metrics for Prometheus under /metrics. SIGTERM and SIGINT let
+what runs go on for --drain-timeout-s; a second one ends it.
+
+Exit codes are those of model.run.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """The command line, parsed."""
+
+    model: ModelOptions
+    engine: EngineConfig
+    serve: ServeConfig
+
+
+def serve_flags() -> Flags:
+    """The flags of `python -m model.serve`. O(flags)."""
+    flags = Flags("python -m model.serve", "Serve a model to OpenAI's clients.", _EPILOG)
+    flags.add("how clients are met", ServeConfig)
+    flags.add("what runs", ModelOptions)
+    flags.add("how large the cache and a step are, and how it runs", EngineConfig)
+    return flags
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
+    """Parse a command line; None: the process's own. O(argv).
+
+    Raises:
+        UsageError: an unknown flag, or a value that is not allowed.
+        InvalidArgumentError: settings that mean nothing together.
+    """
+    said = serve_flags().parse(argv)
+    model = said.of(ModelOptions)
+    key = os.environ.get("KVCORE_API_KEY")
+    serve = said.of(
+        ServeConfig,
+        served_model_name=PurePath(model.path).name,
+        api_keys=(key,) if key else (),
+    )
+    return ServeOptions(model=model, engine=said.of(EngineConfig), serve=serve)

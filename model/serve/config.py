@@ -1,0 +1,62 @@
+"""The settings of the server, beside those of the engine that it serves.
+
+Invariants: a configuration that exists is in range; it never changes.
+
+Does not know: FastAPI, the engine.
+"""
+
+import math
+from dataclasses import dataclass
+
+from model.control.settings import check_settings, setting
+from model.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """How a server meets its clients."""
+
+    host: str = setting("127.0.0.1", help="address to listen on", metavar="ADDRESS")
+    port: int = setting(8000, help="likewise; 0: any that is free", least=0, most=65_535)
+    served_model_name: str | None = setting(
+        None,
+        help="what clients call the model (default: the end of its path or id)",
+        metavar="NAME",
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        help="clients have to show one (default: $KVCORE_API_KEY, else none is asked)",
+        flag="api-key",
+        metavar="KEY",
+    )
+    allow_origins: tuple[str, ...] = setting(
+        (),
+        help="pages of this origin may read answers (CORS; default: none)",
+        flag="allow-origin",
+        metavar="ORIGIN",
+    )
+    tls_certfile: str | None = setting(None, help="HTTPS with this certificate", metavar="PATH")
+    tls_keyfile: str | None = setting(None, help="and this key", metavar="PATH")
+    max_waiting: int = setting(
+        1024,
+        help="requests that may wait beside those that run; more are told to come again",
+        least=0,
+    )
+    max_request_bytes: int = setting(4 << 20, help="the largest request", least=1, unit="bytes")
+    request_timeout_s: float = setting(
+        60.0,
+        help="how long a request may take to come, and an answer to be read on",
+        least=0,
+        below=math.inf,
+    )
+    drain_timeout_s: float = setting(
+        30.0, help="how long requests may go on after SIGTERM", least=0, below=math.inf
+    )
+    access_log: str | None = setting(
+        None, help="write a JSON line for each request; -: to stdout", metavar="PATH"
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if (self.tls_certfile is None) != (self.tls_keyfile is None):
+            raise InvalidArgumentError("tls_certfile: wanted together with tls_keyfile, got one")
