@@ -129,17 +129,13 @@ class FreeQueue:
         self.length -= len(blocks)
 
     def push_run(self, blocks: list[Block]) -> None:
-        """Put blocks that are in no queue, each named once, last in line. O(len(blocks)).
-
-        Nobody holds them from here on: their ref counts become 0.
-        """
+        """Put blocks that are in no queue, each named once, last in line. O(len(blocks))."""
         self.insert_run(blocks, self._tail.prev_free or self._head, self._tail)
 
     def insert_run(self, blocks: list[Block], before: Block, after: Block) -> None:
         """Do what `push_run` does, between two neighbours. O(len(blocks))."""
         last = before
         for block in blocks:
-            block.ref_count = 0
             block.prev_free = last
             last.next_free = block
             last = block

@@ -26,16 +26,17 @@ class IdleBlocks:
     """The free blocks that hold content, in the order of their reuse.
 
     Attributes:
+        found: what a look-up has found last, while nothing was taken, moved or given back since.
         queue: those that nobody wants kept: they go first, least recently used first.
         kept: for each kept block's id, free or held, its wishes: the highest priority first, and
             after it only what holds for longer.
         num_shelved: how many wait because they are kept.
     """
 
-    __slots__ = ("_after", "_before", "_found", "_shelves", "kept", "num_shelved", "queue")
+    __slots__ = ("_after", "_before", "_shelves", "found", "kept", "num_shelved", "queue")
 
     def __init__(self) -> None:
-        self._found: list[Block] = []  # what was taken out last, if it stood between these two:
+        self.found: list[Block] | None = None  # it stood between these two:
         self._before: Block | None = None
         self._after: Block | None = None
         self.queue = FreeQueue()
@@ -89,12 +90,12 @@ class IdleBlocks:
     def push_run(self, blocks: list[Block], *, is_alone: bool = False) -> None:
         """Let blocks wait that nobody holds any more, each last in its line. Cannot fail.
 
-        Their ref counts become 0. Alone, without others that their holder had, those that were
+        Alone, without others that their holder had, those that were
         found last go back to where they stood. O(len(blocks)).
         """
         if not self.kept:
-            found, before, after = self._found, self._before, self._after
-            self._found = []
+            found, before, after = self.found, self._before, self._after
+            self.found = None
             if (
                 is_alone
                 and found
@@ -108,9 +109,8 @@ class IdleBlocks:
             else:
                 self.queue.push_run(blocks)
             return
-        self._found = []
+        self.found = None
         for block in blocks:
-            block.ref_count = 0
             wishes = self.kept.get(block.block_id)
             if wishes:
                 self._shelves[wishes[0][0]].push_back(block)
@@ -120,7 +120,7 @@ class IdleBlocks:
 
     def remove(self, block: Block) -> None:
         """Take out a block, from wherever it waits. Cannot fail. O(1)."""
-        self._found = []
+        self.found = None
         wishes = self.kept.get(block.block_id)
         if wishes:
             self._shelves[wishes[0][0]].remove(block)
@@ -130,7 +130,7 @@ class IdleBlocks:
 
     def remove_run(self, blocks: list[Block]) -> None:
         """Take out blocks, each named once. Cannot fail. O(len(blocks))."""
-        self._found = []
+        self.found = None
         if self.num_shelved:
             for block in blocks:
                 self.remove(block)
@@ -145,7 +145,7 @@ class IdleBlocks:
         before, after = blocks[-1].prev_free, blocks[0].next_free
         self.remove_run(blocks)
         if not self.num_shelved and before is not None and before.next_free is after:
-            self._found, self._before, self._after = blocks, before, after
+            self.found, self._before, self._after = blocks, before, after
 
     def cut_front(self, blocks: list[Block]) -> None:
         """Take out the blocks that are reused next, as `first` has named them. Cannot fail.
@@ -153,7 +153,7 @@ class IdleBlocks:
         They are not kept any more. Their links are left to the caller, as `FreeQueue.cut_front`
         does. O(1), and O(len(blocks)) where any block is kept.
         """
-        self._found = []
+        self.found = None
         if not self.kept:
             self.queue.cut_front(blocks)
             return
@@ -163,7 +163,7 @@ class IdleBlocks:
 
     def clear(self) -> None:
         """Keep nothing any more; whatever waits is free elsewhere. Cannot fail. O(waiting)."""
-        self._found = []
+        self.found = None
         self.queue.clear()
         for queue in self._shelves.values():
             queue.clear()

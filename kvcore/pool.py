@@ -113,11 +113,8 @@ class BlockPool:
         self._log = log
         self.lifetimes: LifetimeRecorder | None = None
         self.step = 0
-        self.num_used_blocks = 0
-        self.peak_used_blocks = 0
-        self.num_cached_blocks = 0
-        self.num_evicted_blocks = 0
-        self.num_allocated_blocks = 0
+        self.num_used_blocks = self.peak_used_blocks = self.num_cached_blocks = 0
+        self.num_evicted_blocks = self.num_allocated_blocks = 0
 
     @property
     def blocks(self) -> list[Block]:
@@ -146,7 +143,7 @@ class BlockPool:
         return 0 if self._log is None else self._log.number
 
     def free_blocks(self) -> Iterator[Block]:
-        """Yield the free blocks in the order of their reuse. O(num_free_blocks)."""
+        """Yield the free blocks in the order of their reuse."""
         yield from reversed(self.empty_blocks)
         yield from self.blocks[self._num_seen :]
         yield from self.idle_blocks
@@ -184,6 +181,7 @@ class BlockPool:
         if type(num_blocks) is int and num_blocks == 1 and self.empty_blocks:
             taken = [self.empty_blocks[-1]]
             self.empty_blocks.pop().ref_count = 1
+            self.idle_blocks.found = None
             self.num_allocated_blocks += 1
             used = self.num_used_blocks = self.num_used_blocks + 1
             if used > self.peak_used_blocks:  # noqa: PLR1730  # a call would cost a third of it all
@@ -216,6 +214,7 @@ class BlockPool:
             del empty[:size]
             for block in others:
                 block.ref_count = 1
+        self.idle_blocks.found = None if count else self.idle_blocks.found
         self.num_allocated_blocks += count
         self.num_used_blocks += count
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
@@ -598,10 +597,11 @@ class BlockPool:
         freed = self._uncount(named)
         try:
             leaving.content = [block for block in freed if block.node is not None]
-            leaving.empty = freed
             if leaving.content and (self.is_uneven or losing):
                 self._sort_out(leaving, freed, losing)
-            elif leaving.content:
+            elif not leaving.content:
+                leaving.empty = freed
+            elif len(leaving.content) < len(freed):
                 leaving.empty = [block for block in freed if block.node is None]
             self.empty_blocks += leaving.empty
         except BaseException:

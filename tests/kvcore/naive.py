@@ -86,6 +86,8 @@ class NaivePool:
 
     def take(self, count):
         taken = self.order()[:count]
+        if taken:
+            self.found = []
         for block_id in taken:
             self.take_out(block_id)
             if self.content_of(block_id) is not None:

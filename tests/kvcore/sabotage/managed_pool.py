@@ -158,13 +158,13 @@ class RestlessQueue(IdleBlocks):
     """Puts back what was found where it stood, whatever has happened since."""
 
     def push_run(self, blocks, *, is_alone=False):
-        found, before, after = self._found, self._before, self._after
+        found, before, after = self.found, self._before, self._after
         linked = before is not None and before.next_free is after
         if found and linked and len(found) == len(blocks) and not self.kept:
             self.queue.insert_run(blocks, before, after)
         else:
             super().push_run(blocks)
-        self._found = found
+        self.found = found
 
 
 def with_restless_queue(manager):
