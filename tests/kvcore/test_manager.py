@@ -88,7 +88,7 @@ def test_a_hit_makes_a_free_block_the_most_recently_used():
     for tokens in ([1, 2, 0], [3, 4, 0]):
         kv.close(filled(kv, tokens))
     assert order(kv) == [3, 4, 1, 2]
-    kv.close(kv.open([1, 2, 0]))
+    kv.close(filled(kv, [1, 2, 0]))
     assert order(kv) == [3, 4, 2, 1]
 
 
