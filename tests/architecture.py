@@ -102,6 +102,7 @@ MODEL_LAYERS = (
     ("device/prepare",),
     ("device/step_runner",),
     ("engine",),
+    ("start",),
     ("async_engine",),
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
     ("tiny/__init__", "tiny/corpus"),

@@ -16,12 +16,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 import torch
-from transformers.utils import logging as transformers_logging
 
-import backends
 from model.bench.metrics import summarize
 from model.bench.networks import load
 from model.bench.options import BenchOptions
@@ -30,12 +29,11 @@ from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
 from model.cli.bars import bar
-from model.cli.session import BAD_INPUT, choose_threads
 from model.cli.step_table import StepStats, summarize_steps
 from model.device.ranges import DeviceRanges
 from model.engine import Engine
-from model.errors import UsageError
 from model.loader import LoadedModel
+from model.start import input_errors, start
 from model.trace import trace_file, write_trace
 
 _WARM_REQUESTS = 8
@@ -73,11 +71,8 @@ def execute(options: BenchOptions) -> None:
         ModelError: the options cannot be run.
         OSError: what was printed could not be written.
     """
-    try:
-        with trace_file(options.trace.trace) as trace:
-            report = measure(options, trace)
-    except BAD_INPUT as error:
-        raise UsageError(str(error)) from error
+    with input_errors(), trace_file(options.trace.trace) as trace:
+        report = measure(options, trace)
     if options.json:
         json.dump(document(report), sys.stdout)
         print()
@@ -95,8 +90,6 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     Raises:
         ModelError: the options cannot be run.
     """
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     begin = time.perf_counter()
     bench = _prepare(options)
@@ -124,12 +117,13 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
 
 
 def _prepare(options: BenchOptions) -> _Bench:
-    backend = backends.get_backend(options.model.backend)
-    dtype: torch.dtype = getattr(torch, _dtype_name(options, backend))
-    model = load(
-        options.model.path, backend.device, dtype, dummy_weights=options.work.dummy_weights
+    what = options.model
+    model, backend = start(
+        what.path,
+        what.backend,
+        what.dtype,
+        load=partial(load, dummy_weights=options.work.dummy_weights),
     )
-    choose_threads(model)
     vocab_size: int = model.network.config.get_text_config().vocab_size
     requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.arrivals.seed)
     lengths = tuple([total - 1 for total in total_lengths(requests)])  # the last is not computed
@@ -138,12 +132,6 @@ def _prepare(options: BenchOptions) -> _Bench:
     )
     engine = Engine(model, backend, config)
     return _Bench(options, model, engine, requests, engine.prepare())
-
-
-def _dtype_name(options: BenchOptions, backend: backends.Backend) -> str:
-    if options.model.dtype != "auto":
-        return options.model.dtype
-    return "bfloat16" if backend.device.type == "cuda" else "float32"
 
 
 def _warm_up(bench: _Bench) -> None:
