@@ -72,6 +72,9 @@ class Engine:
                 is_gpu=backend.device.type == "cuda",
                 free_bytes=free_bytes(self.network, self.config),
             )
+            if model.ranks is not None:  # the blocks of all, where one has the least memory
+                most = model.ranks.least(self.memory.num_blocks)
+                self.memory = self.memory.limited(most)
             self.network.allocate(self.memory.num_blocks, self.config.block_size)
         else:
             self.network, self.memory = caches_of.network, caches_of.memory
@@ -92,6 +95,8 @@ class Engine:
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory
         )
+        if model.ranks is not None:
+            self.num_host_blocks = model.ranks.least(self.num_host_blocks)
         rope = self.network.rope
         limits = SchedulerConfig(
             max_num_batched_tokens=self.config.max_num_batched_tokens,

@@ -48,6 +48,8 @@ class Options:
 
     backend: str
     model: str
+    tp: int
+    check_ranks: bool
     dtype: str
     prompts: tuple[str, ...]
     prompts_file: str | None
@@ -102,6 +104,8 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     return Options(
         backend=flags.backend,
         model=flags.model,
+        tp=flags.tp,
+        check_ranks=flags.check_ranks,
         dtype=flags.dtype,
         prompts=tuple(flags.prompt),
         prompts_file=flags.prompts_file,
@@ -126,6 +130,18 @@ def _parser() -> argparse.ArgumentParser:
     what_runs = parser.add_argument_group("what runs").add_argument
     add_model(what_runs)
     add_execution(what_runs, compiles=False)
+    what_runs(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that share the network, as many as torchrun starts (default: 1)",
+    )
+    what_runs(
+        "--check-ranks",
+        action="store_true",
+        help="with --tp: compare the block tables of all processes after every step",
+    )
     _add_prompts(what_runs)
     _add_sampling(parser.add_argument_group("how tokens are chosen").add_argument)
     add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)

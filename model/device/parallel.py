@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as _collectives  # registers its operations
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -34,6 +33,8 @@ _SUMMED = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _HOOKED = {"moe_tp_experts", "all_reduce", "moe_identity_expert"}
 _OF_PARAMETERS = {"colwise", "rowwise", "packed_colwise", "packed_rowwise"}
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
+_FUSED = {"qkv_proj", "query_key_value"}
+_GROUPS = "num_key_value_groups"
 
 
 def shard_network(network: PreTrainedModel, ranks: Ranks) -> None:
@@ -71,32 +72,34 @@ class _Sharding:
             for own, parameter in list(module.named_parameters(recurse=False)):
                 style = self._plan.get(_generic(f"{name}.{own}"))
                 if style in _OF_PARAMETERS:
-                    part = self._part_of(f"{name}.{own}", parameter, style)
-                    module.register_parameter(own, _parameter(part))
+                    self._cut_parameter(name, module, own, parameter, style)
                 elif style is not None and style not in _WHOLE:
                     raise self._unknown(f"{name}.{own}", style)
-        if self._repeats:
+        if self._repeats:  # what repeats heads for attention that has as many of both
+            groups: object = self._num_heads // self._ranks.size
             for module in self._network.modules():
-                if hasattr(module, "num_key_value_groups"):
-                    module.num_key_value_groups = self._num_heads // self._ranks.size
+                if hasattr(module, _GROUPS):
+                    setattr(module, _GROUPS, groups)
 
     @property
     def _repeats(self) -> bool:
         """Whether several ranks have the same KV head. O(1)."""
-        return self._num_kv_heads < self._ranks.size and self._cuts_keys
+        return self._num_kv_heads < self._ranks.size and bool(self._cut_projections)
 
     @property
-    def _cuts_keys(self) -> bool:
-        return any(
-            name.rsplit(".", 1)[-1] in {"k_proj", "qkv_proj", "query_key_value"}
-            and style == "colwise"
-            for name, style in self._plan.items()
-        )
+    def _cut_projections(self) -> set[str]:
+        """The last names of the layers that make keys, where those are cut. O(plan)."""
+        cut = {name.rsplit(".", 1)[-1] for name, way in self._plan.items() if way == "colwise"}
+        return cut & {"k_proj", *_FUSED}
 
     def _check_heads(self) -> None:
         size = self._ranks.size
-        if not self._cuts_keys:
+        if not self._cut_projections:
             return
+        if self._num_kv_heads % size and not self._cut_projections.isdisjoint(_FUSED):
+            raise UnsupportedModelError(
+                f"--tp: wanted a divisor of the network's {self._num_kv_heads} KV heads, got {size}"
+            )
         if self._num_heads % size:
             raise UnsupportedModelError(
                 f"--tp: wanted a divisor of the network's {self._num_heads} attention heads, "
@@ -117,9 +120,7 @@ class _Sharding:
             self._replace(name, _RowwiseEmbedding(module, self._ranks, self._group))
         elif isinstance(module, nn.Linear) and style in {"colwise", "packed_colwise"}:
             for own, parameter in list(module.named_parameters(recurse=False)):
-                part = self._part_of(f"{name}.{own}", parameter, style)
-                module.register_parameter(own, _parameter(part))
-            module.out_features = module.weight.shape[0]
+                self._cut_parameter(name, module, own, parameter, style)
         elif isinstance(module, nn.Linear) and style in _GATHERED:
             self._replace(name, _GatheredLinear(module, self._ranks, self._group))
         elif isinstance(module, nn.Linear) and style in _SUMMED:
@@ -129,6 +130,12 @@ class _Sharding:
             self._replace(name, summed)
         else:
             raise self._unknown(name, style)
+
+    def _cut_parameter(
+        self, name: str, module: nn.Module, own: str, parameter: Tensor, style: str
+    ) -> None:
+        part = self._part_of(f"{name}.{own}", parameter, style)
+        module.register_parameter(own, _parameter(part))
 
     def _hook(self, module: nn.Module, style: str) -> None:
         group, size = self._group, self._ranks.size
@@ -209,7 +216,8 @@ class _GatheredLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = whole.out_features, whole.in_features
         self.weight = _parameter(_padded_part(whole.weight, ranks))
-        self.bias = None if whole.bias is None else _parameter(_padded_part(whole.bias, ranks))
+        bias: Tensor | None = whole.bias
+        self.bias = None if bias is None else _parameter(_padded_part(bias, ranks))
         self._group, self._size = group, ranks.size
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -223,7 +231,7 @@ class _GatheredLinear(nn.Module):
 class _RowwiseEmbedding(nn.Module):
     """A table of which each rank has some rows: the others give zeros, and the sum is shared.
 
-    What a network's own kind of table does beside looking up, such as Gemma's factor, it still does.
+    What a network's own kind of table does beside looking up, such as Gemma's factor, stays.
     """
 
     def __init__(self, whole: nn.Embedding, ranks: Ranks, group: str) -> None:
@@ -235,7 +243,7 @@ class _RowwiseEmbedding(nn.Module):
         self._group = group
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """The rows of this rank. O(1)."""
         return self.part.weight
 

@@ -89,6 +89,24 @@ class Ranks:
             dist.all_gather(found, mine, group=self._control)
         return [each.numpy().tobytes() for each in found]
 
+    def wait_turn(self) -> None:
+        """Wait until the ranks before this one have had their turn; then `end_turn`.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        for _ in range(self.rank):
+            self.least(0)
+
+    def end_turn(self) -> None:
+        """Let the next rank have its turn, and wait until all have had theirs.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        for _ in range(self.size - self.rank):
+            self.least(0)
+
     def share(self, tensor: Tensor) -> None:
         """Give every rank the first one's tensor, in place, in the order of the device's stream."""
         with _noticing():
