@@ -164,3 +164,16 @@ class TwinEngine(Engine):
                 raise RanksDivergedError(
                     f"rank {rank} has other block tables than rank 0 after the same calls"
                 )
+
+
+def engine_of(
+    model: LoadedModel,
+    backend: backends.Backend,
+    config: EngineConfig | None = None,
+    *,
+    checks_ranks: bool = False,
+) -> Engine:
+    """An engine on as many ranks as share the model: on one an engine, else twins. As an engine."""
+    if model.ranks is None:
+        return Engine(model, backend, config)
+    return TwinEngine(model, backend, config, is_checked=checks_ranks)

@@ -164,7 +164,6 @@ def _noticing() -> Iterator[None]:
 
 def lost(error: RuntimeError) -> RuntimeError | RankLostError:
     """The loss of a rank, if that is what an error of a collective tells of; else the error."""
-    line = str(error).strip().split("\n")[0]
     if any(word in str(error).lower() for word in _LOST):
-        return RankLostError(f"another rank is gone, and the network with it: {line}")
+        return RankLostError("another of the processes that share the network is gone")
     return error
