@@ -180,6 +180,22 @@ class Engine:
         self._passes.use(prepared)
         return prepared.how
 
+    def empty_cache(self, *, enable_caching: bool) -> None:
+        """Let nothing that was computed be found any more; whether what comes may be. O(contents).
+
+        Args:
+            enable_caching: as `enable_prefix_caching` of the configuration, from now on.
+        """
+        self.kv.reset()
+        self.kv.enable_caching = enable_caching
+
+    def end(self, *, goes_on: bool = False) -> None:
+        """Say that no more steps come; only several ranks need to be told. O(1).
+
+        Args:
+            goes_on: whether the network is used once more, by all.
+        """
+
     def record(self) -> StepRecorder:
         """Record every step from now on; the recorder grows with each. O(1)."""
         recorder = StepRecorder(self.kv, self._scheduler)

@@ -37,6 +37,10 @@ class _Aborted(NamedTuple):
     request_id: int
 
 
+class _Emptied(NamedTuple):
+    enable_caching: bool
+
+
 class _Ended(NamedTuple):
     goes_on: bool
 
@@ -69,7 +73,7 @@ class TwinEngine(Engine):
             raise InvalidArgumentError("model: wanted one that several ranks share, it is whole")
         self._ranks = model.ranks
         self._is_checked = is_checked
-        self._said: list[_Added | _Aborted] = []
+        self._said: list[_Added | _Aborted | _Emptied] = []
 
     @property
     def leads(self) -> bool:
@@ -109,6 +113,11 @@ class TwinEngine(Engine):
         self._said = []
         return self._step()
 
+    def empty_cache(self, *, enable_caching: bool) -> None:
+        """As an engine's; the other ranks do it before their next step. O(contents)."""
+        super().empty_cache(enable_caching=enable_caching)
+        self._said.append(_Emptied(enable_caching))
+
     def end(self, *, goes_on: bool = False) -> None:
         """Let the other ranks come back from `follow`. One message.
 
@@ -135,6 +144,8 @@ class TwinEngine(Engine):
                     requests += Engine.add_samples(
                         self, tokens, params, num_samples=num_samples, priority=priority
                     )
+                elif isinstance(each, _Emptied):
+                    Engine.empty_cache(self, enable_caching=each.enable_caching)
                 else:
                     Engine.abort(self, requests[each.request_id])
             try:

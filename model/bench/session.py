@@ -160,8 +160,7 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
         seed=options.arrivals.seed,
     )
     # Nothing runs, so the cache can be emptied, and turned off for a turn.
-    engine.kv.reset()
-    engine.kv.enable_caching = prefix_cache and options.engine.enable_prefix_caching
+    engine.empty_cache(enable_caching=prefix_cache and options.engine.enable_prefix_caching)
     engine.stats.peak_running = 0
     before = _counters(engine)
     gc.collect()
@@ -175,7 +174,7 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
                 on_finish=progress.advance,
             )
     finally:
-        engine.kv.enable_caching = options.engine.enable_prefix_caching
+        engine.empty_cache(enable_caching=options.engine.enable_prefix_caching)
     return _Turn(served, _counters(engine).since(before))
 
 

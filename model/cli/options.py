@@ -5,6 +5,7 @@ Decides: the flags that several commands have, and what they mean. Invariants: a
 Does not know: files, models, backends; whether a name means anything is told by who loads it.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +33,11 @@ class ModelOptions:
     check_ranks: bool = setting(
         False, help="with --tp: compare the block tables of all processes after every step"
     )
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process leads this one, which has nothing to say then. O(1)."""
+        return self.tp > 1 and os.environ.get("RANK", "0") != "0"
 
     @property
     def path(self) -> str:

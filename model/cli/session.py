@@ -109,8 +109,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         recorder.record_pool(model.codec.decode)
     with stopping() as asked:  # until all that is finished is printed
         generated = _generate(options, engine, specs, requests, asked)
-        if isinstance(engine, TwinEngine):
-            engine.end(goes_on=options.verify and generated.fault is None)
+        engine.end(goes_on=options.output.verify and generated.fault is None)
         if recorder is not None and trace is not None:
             write_trace(trace, recorder)
         mismatches = None
