@@ -18,6 +18,7 @@ import backends
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import Request
+from model.device.ranks import noticing
 from model.engine import Engine, Prompt
 from model.errors import InvalidArgumentError, RanksDivergedError, StalledError
 from model.loader import LoadedModel
@@ -155,7 +156,8 @@ class TwinEngine(Engine):
         return requests, said.goes_on
 
     def _step(self) -> list[Output]:
-        outputs = super().step()
+        with noticing():
+            outputs = super().step()
         if self._is_checked:
             self._compare()
         return outputs

@@ -52,7 +52,7 @@ class Ranks:
             RankLostError: another rank is gone.
         """
         value = torch.tensor(number)
-        with _noticing():
+        with noticing():
             dist.all_reduce(value, dist.ReduceOp.MIN, group=self._control)
         return int(value)
 
@@ -66,7 +66,7 @@ class Ranks:
         """
         content = b"" if message is None else pickle.dumps(message)
         size = torch.tensor(len(content))
-        with _noticing():
+        with noticing():
             dist.broadcast(size, 0, group=self._control)
             if not size:
                 return None
@@ -85,7 +85,7 @@ class Ranks:
         """
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with _noticing():
+        with noticing():
             dist.all_gather(found, mine, group=self._control)
         return [each.numpy().tobytes() for each in found]
 
@@ -109,7 +109,7 @@ class Ranks:
 
     def share(self, tensor: Tensor) -> None:
         """Give every rank the first one's tensor, in place, in the order of the device's stream."""
-        with _noticing():
+        with noticing():
             dist.broadcast(tensor, 0)
 
     def leave(self) -> None:
@@ -154,16 +154,13 @@ def join_ranks(size: int) -> Ranks | None:
 
 
 @contextmanager
-def _noticing() -> Iterator[None]:
-    """Let the loss of a rank be told as that."""
+def noticing() -> Iterator[None]:
+    """Run collectives; the loss of a rank becomes a RankLostError."""
     try:
         yield
     except RuntimeError as error:
-        raise lost(error) from error
-
-
-def lost(error: RuntimeError) -> RuntimeError | RankLostError:
-    """The loss of a rank, if that is what an error of a collective tells of; else the error."""
-    if any(word in str(error).lower() for word in _LOST):
-        return RankLostError("another of the processes that share the network is gone")
-    return error
+        if any(word in str(error).lower() for word in _LOST):
+            raise RankLostError(
+                "another of the processes that share the network is gone"
+            ) from error
+        raise
