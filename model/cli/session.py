@@ -23,15 +23,16 @@ from transformers.utils import logging as transformers_logging
 import backends
 import kvcore
 from model.cli.args import Options
+from model.cli.bars import bar
 from model.cli.exits import FAILED, Asked, Stopped, stopping
-from model.cli.progress import Progress, say, telling
+from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
 from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
 from model.control.params import SamplingParams
-from model.control.request import FinishReason, Request
+from model.control.request import FinishReason, Request, SampledToken
 from model.device.memory import show_bytes
 from model.device.prepare import is_small
 from model.device.ranks import join_ranks
@@ -275,21 +276,24 @@ def _generate(
 ) -> _Generated:
     """Step until all have ended, a signal asks for an end, or a step fails."""
     texts: dict[int, str] = {request.request_id: "" for request in requests}
+    told: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
     latest: dict[int, Output] = {}
     writer = StreamWriter(_heads(specs), sys.stdout) if options.output.stream else None
     fault: BaseException | None = None
     started = time.perf_counter()
-    with Progress("generated", len(requests), is_wanted=not writer) as progress:
+    with bar("generated", len(requests), is_wanted=not writer) as advance:
         try:
             while engine.has_unfinished and not asked:
                 for output in engine.step():
                     number, is_last = output.request.request_id, output.request.is_finished
                     latest[number] = output
+                    if output.request.params.logprobs is not None and (token := output.token):
+                        told[number].append(token)
                     if writer is not None:
                         piece = output.text
                         texts[number] += piece
                         writer.write(number, piece, is_last=is_last)
-                    progress.advance(is_last)
+                    advance(int(is_last))
         except Exception as error:  # noqa: BLE001  # raised again, once what is finished is printed
             fault = error
     elapsed_s = time.perf_counter() - started
@@ -301,7 +305,10 @@ def _generate(
         engine.abort(request)
     if writer is None:
         texts |= {number: output.text for number, output in latest.items()}
-    completions = [Completion(request, texts[request.request_id]) for request in requests]
+    completions = [
+        Completion(request, texts[request.request_id], tuple(told[request.request_id]))
+        for request in requests
+    ]
     return _Generated(completions, elapsed_s, fault)
 
 
