@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import backends
+import kvcore
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import Request
@@ -32,6 +33,8 @@ class _Added(NamedTuple):
     params: SamplingParams
     num_samples: int
     priority: int
+    namespace: kvcore.Namespace
+    retain: Sequence[kvcore.Retention]
 
 
 class _Aborted(NamedTuple):
@@ -88,11 +91,20 @@ class TwinEngine(Engine):
         *,
         num_samples: int,
         priority: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
+        retain: Sequence[kvcore.Retention] = (),
     ) -> list[Request]:
         """As an engine's; the other ranks do it before their next step. O(samples * prompt)."""
-        requests = super().add_samples(prompt, params, num_samples=num_samples, priority=priority)
-        first = requests[0]
-        self._said.append(_Added(list(first.tokens), first.params, num_samples, priority))
+        requests = super().add_samples(
+            prompt,
+            params,
+            num_samples=num_samples,
+            priority=priority,
+            namespace=namespace,
+            retain=retain,
+        )
+        tokens, params = list(requests[0].tokens), requests[0].params
+        self._said.append(_Added(tokens, params, num_samples, priority, namespace, retain))
         return requests
 
     def abort(self, request: Request) -> bool:
@@ -141,9 +153,14 @@ class TwinEngine(Engine):
         while not isinstance(said := self._ranks.told(), _Ended):
             for each in said if isinstance(said, list) else ():
                 if isinstance(each, _Added):
-                    tokens, params, num_samples, priority = each
                     requests += Engine.add_samples(
-                        self, tokens, params, num_samples=num_samples, priority=priority
+                        self,
+                        each.tokens,
+                        each.params,
+                        num_samples=each.num_samples,
+                        priority=each.priority,
+                        namespace=each.namespace,
+                        retain=each.retain,
                     )
                 elif isinstance(each, _Emptied):
                     Engine.empty_cache(self, enable_caching=each.enable_caching)

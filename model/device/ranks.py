@@ -107,10 +107,19 @@ class Ranks:
         for _ in range(self.size - self.rank):
             self.least(0)
 
-    def share(self, tensor: Tensor) -> None:
-        """Give every rank the first one's tensor, in place, in the order of the device's stream."""
+    def shared(self, tensor: Tensor) -> Tensor:
+        """The first rank's tensor, on its device, in the order of the device's stream.
+
+        Args:
+            tensor: [n], of the same shape and type on every rank.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        own = tensor.clone()
         with noticing():
-            dist.broadcast(tensor, 0)
+            dist.broadcast(own, 0)
+        return own
 
     def leave(self) -> None:
         """Be one of them no longer. O(1)."""
