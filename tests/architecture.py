@@ -83,7 +83,14 @@ MODEL_LAYERS = (
     ("control/scheduler",),
     ("text", "trace", "checkpoint"),
     ("output", "token_stream"),
-    ("device/__init__", "device/layout", "device/chunks", "device/rope", "device/sight"),
+    (
+        "device/__init__",
+        "device/layout",
+        "device/chunks",
+        "device/ranges",
+        "device/rope",
+        "device/sight",
+    ),
     ("device/kv_caches", "device/memory", "device/ranks", "device/sampler"),
     ("device/attention", "device/batch", "device/request_sampler", "device/swap"),
     ("device/fx_trace", "device/probes"),
@@ -139,7 +146,7 @@ TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 # What kvcore may import beside the standard library, and what a part that nothing else imports may.
 KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
-    "kvcore/testing": {"hypothesis"},
+    "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},

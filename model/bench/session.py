@@ -32,6 +32,7 @@ from model.bench.workloads import BenchRequest, make_requests, total_lengths
 from model.cli.bars import bar
 from model.cli.session import BAD_INPUT, choose_threads
 from model.cli.step_table import StepStats, summarize_steps
+from model.device.ranges import DeviceRanges
 from model.device.ranks import join_ranks
 from model.engine import Engine
 from model.errors import UsageError
@@ -123,6 +124,8 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     recorder = bench.engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(bench.model.codec.decode)
+        if bench.model.network.device.type == "cuda":
+            recorder.record_device(DeviceRanges(bench.model.network.device))
     steps: StepStats | None = None
     ours: list[_Turn] = []
     others: dict[str, list[dict[str, float]]] = {name: [] for name in options.work.peer}

@@ -35,6 +35,7 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.device.memory import show_bytes
 from model.device.prepare import is_small
+from model.device.ranges import DeviceRanges
 from model.device.ranks import join_ranks
 from model.engine import Engine
 from model.errors import InvalidArgumentError, UsageError
@@ -108,6 +109,8 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
     recorder = engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(model.codec.decode)
+        if model.network.device.type == "cuda":
+            recorder.record_device(DeviceRanges(model.network.device))
     with stopping() as asked:  # until all that is finished is printed
         generated = _generate(options, engine, specs, requests, asked)
         engine.end(goes_on=options.output.verify and generated.fault is None)
