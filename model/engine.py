@@ -128,6 +128,34 @@ class Engine:
         return self._scheduler.has_unfinished
 
     @property
+    def model(self) -> LoadedModel:
+        """What it runs. O(1)."""
+        return self._model
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this. O(1)."""
+        return self._vocab_size
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """The requests that hold a seat, in order. O(num_running)."""
+        return self._scheduler.running
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The requests that wait for a seat or for blocks, in order. O(num_waiting)."""
+        return self._scheduler.waiting
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a request may come to for sure, its prompt included. O(1)."""
+        room = self.kv.num_usable_blocks * self.kv.block_size + 1  # the last is never computed
+        limits = self._scheduler.config
+        edges = [limits.max_model_len, None if limits.may_cross else limits.long_above]
+        return min(room, *[edge for edge in edges if edge is not None])
+
+    @property
     def stats(self) -> SchedulerStats:
         """The scheduler's counters, live. O(1)."""
         return self._scheduler.stats

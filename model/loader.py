@@ -73,9 +73,34 @@ class TextCodec(Protocol):
         """Tokens of a prompt, with those that the model wants in front of it."""
         ...
 
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, as the model was trained on them.
+
+        Args:
+            messages: each with a `role` and a `content`.
+            opens_answer: whether they end where the assistant begins to speak.
+            options: further names that the model's template knows.
+        """
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of generated tokens; special tokens give none."""
         ...
+
+
+def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
+    """A conversation for a model that has no chat template: a line for each message.
+
+    `user: Hello`, and `assistant:` at the end, where the assistant is to go on. O(messages).
+    """
+    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    return "".join([*lines, "assistant:" if opens_answer else ""])
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +141,42 @@ class _HuggingFaceCodec:
             self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
+        return self._encode(text, adds_special_tokens=True)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        if self._tokenizer.chat_template is None:
+            return self.encode(plain_chat(messages, opens_answer=opens_answer))
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **dict(options or {}),  # type: ignore[arg-type]
+            )
+        except Exception as error:  # a template refuses in its own words
+            raise InvalidArgumentError(
+                f"messages: wanted some that the model's chat template takes: {reason(error)}"
+            ) from error
+        return self._encode(str(text), adds_special_tokens=False)
+
+    def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         if self._max_characters is not None and len(text) > self._max_characters:
             raise InvalidArgumentError(
                 f"prompt: wanted at most {self._max_characters:,} characters, which is what the "
                 f"model's positions hold if every token is the longest, got {len(text):,}"
             )
         try:
-            return list(self._tokenizer.encode(text, truncation=False))
+            return list(
+                self._tokenizer.encode(
+                    text, truncation=False, add_special_tokens=adds_special_tokens
+                )
+            )
         except Exception as error:  # one that its own files do not fit
             raise InvalidArgumentError(
                 f"prompt: wanted text that the model's tokenizer takes: {reason(error)}"

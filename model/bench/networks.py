@@ -7,7 +7,7 @@ for the same configuration, dtype and device.
 Does not know: requests, engines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -26,6 +26,17 @@ class Wordless:
     def encode(self, text: str) -> list[int]:
         """Refuse: there are no words."""
         raise UsageError(f"prompt: wanted token ids, dummy weights have no words; got {text!r}")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """Refuse: there are no words."""
+        del opens_answer, options
+        raise UsageError(f"messages: wanted none, dummy weights have no words; got {messages!r}")
 
     def decode(self, tokens: Sequence[int]) -> str:
         """No text. O(1)."""

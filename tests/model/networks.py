@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from model.engine import Engine
-from model.loader import LoadedModel, wrap_network
+from model.loader import LoadedModel, plain_chat, wrap_network
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 320,
@@ -76,6 +76,9 @@ class ByteCodec:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_chat(self, messages, *, opens_answer=True, options=None):
+        return self.encode(plain_chat(messages, opens_answer=opens_answer))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")

@@ -1,0 +1,599 @@
+"""An engine for asyncio: requests from one event loop, tokens to it, the engine on its own thread.
+
+Decides: when the two sides meet. What is asked of the engine waits in an inbox that is emptied
+before every step, so whatever is asked happens between two steps; what a step gives crosses to the
+loop in one call. And what a fault costs: the requests it meets, and no more if the engine still
+computes a token afterwards.
+
+Text is made on the loop's side, when it is taken, so no step waits for it. So it is there that a
+stop string is found; the request is aborted then, and what the engine has drawn for it meanwhile is
+dropped: tokens and text are those that the engine alone would give.
+
+Invariants: one thread touches the engine; everything else here belongs to the loop. A refusal is
+raised before the first token. A stream that is closed, or that nobody reads to its end, has its
+blocks back before the next step begins. Every stream ends: with its last token, or by an error.
+
+Does not know: HTTP, what a client is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import enum
+import functools
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
+
+from model.control.params import SamplingParams
+from model.control.request import FinishReason, Request
+from model.errors import InvalidArgumentError, ModelError
+from model.text import TextStream
+from model.token_stream import Delta, Sample, TokenStream
+
+if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from model.engine import Engine, Prompt
+
+_LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+_log = logging.getLogger(__name__)
+
+
+class EngineState(enum.Enum):
+    """Where an asynchronous engine stands."""
+
+    STARTING = "starting"
+    READY = "ready"
+    RECOVERING = "recovering"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class NotServingError(ModelError):
+    """The engine takes no requests now: it starts, drains, or has stopped."""
+
+
+class QueueFullError(ModelError):
+    """As many requests wait as may wait."""
+
+
+class EngineFaultError(ModelError):
+    """The engine failed while it worked on this request."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Health:
+    """How an engine is.
+
+    Attributes:
+        state: whether it takes requests.
+        num_faults: how often a step has failed.
+        last_fault: what was said then; None: none has.
+    """
+
+    state: EngineState
+    num_faults: int
+    last_fault: str | None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes requests. O(1)."""
+        return self.state is EngineState.READY
+
+
+class Observer(Protocol):
+    """Is told on the loop what happens to requests; times in seconds."""
+
+    def token_came(self, waited_s: float, *, is_first: bool) -> None:
+        """A token came so long after the one before it, the first after its request."""
+        ...
+
+    def sample_ended(self, sample: Sample) -> None:
+        """A sample has its last token, was aborted, or failed."""
+        ...
+
+
+class _Silent:
+    """Nobody wants to know."""
+
+    def token_came(self, waited_s: float, *, is_first: bool) -> None:
+        pass
+
+    def sample_ended(self, sample: Sample) -> None:
+        pass
+
+
+class _Command(NamedTuple):
+    """Something to do between two steps.
+
+    Attributes:
+        run: what the engine's thread does; returns what the loop does then.
+        fail: what the loop does where that raised, or can never run.
+    """
+
+    run: Callable[[Engine], Callable[[], None]]
+    fail: Callable[[Exception], None]
+
+
+_Given = tuple[int, int | None, FinishReason | None]  # request_id, token, why it ended
+
+
+class AsyncEngine:
+    """Runs an engine on a thread of its own, for the event loop that starts it.
+
+    Args:
+        engine: the engine, or what makes one; that is called on the thread.
+        max_waiting: the most samples that may wait beside those that have a seat; None: any
+            number.
+        observer: is told what happens.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | Callable[[], Engine],
+        *,
+        max_waiting: int | None = None,
+        observer: Observer | None = None,
+    ) -> None:
+        self.observer: Observer = _Silent() if observer is None else observer
+        self._make: Callable[[], Engine] = engine if callable(engine) else lambda: engine
+        self._max_waiting = max_waiting
+        self._state = EngineState.STARTING
+        self._num_faults = 0
+        self._last_fault: str | None = None
+        self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._open: dict[int, tuple[TokenStream, Sample]] = {}  # by request_id
+        self._num_arriving = 0
+        self._engine: Engine | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ready: asyncio.Future[None] | None = None
+        self._gone: asyncio.Future[None] | None = None
+        self._idle: asyncio.Future[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        await self.ready()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    @property
+    def health(self) -> Health:
+        """How it is. O(1)."""
+        return Health(self._state, self._num_faults, self._last_fault)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, to be read; what changes it belongs into `call`. O(1).
+
+        Raises:
+            NotServingError: it is not there yet.
+        """
+        if self._engine is None:
+            raise NotServingError(f"engine: wanted one that is there, it is {self._state.value}")
+        return self._engine
+
+    @property
+    def num_open(self) -> int:
+        """Samples that are unfinished, those on their way to the engine included. O(1)."""
+        return len(self._open) + self._num_arriving
+
+    def start(self) -> None:
+        """Start the thread, if that was not done; requests are taken from `ready` on. O(1)."""
+        if self._loop is not None:
+            return
+        loop = self._loop = asyncio.get_running_loop()
+        self._ready, self._gone = loop.create_future(), loop.create_future()
+        self._ready.add_done_callback(_look)
+        threading.Thread(target=self._run, name="engine", daemon=True).start()
+
+    async def ready(self) -> None:
+        """Wait until requests are taken.
+
+        Raises:
+            NotServingError: it was not started, or was stopped before.
+            Exception: what kept the engine from being made.
+        """
+        if self._ready is None:
+            raise NotServingError("ready: wanted an engine that was started")
+        await asyncio.shield(self._ready)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[Delta]:
+        """Continue a prompt; what has come, as it comes. As `add`, and closed with the iterator."""
+        async with await self.add(prompt, params, priority=priority) as stream:
+            async for delta in stream:
+                yield delta
+
+    async def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        priority: int = 0,
+    ) -> TokenStream:
+        """Queue a prompt, to be continued `num_samples` times, as `add_all` does."""
+        return await self.add_all([prompt], params, num_samples=num_samples, priority=priority)
+
+    async def add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int = 1,
+        priority: int = 0,
+    ) -> TokenStream:
+        """Queue several prompts between the same two steps, or none of them.
+
+        Returns:
+            What comes of them, to be closed; the samples of the first prompt have the first
+            numbers.
+
+        Raises:
+            InvalidArgumentError: as the engine says of one of them; nothing is queued.
+            QueueFullError: too many wait.
+            NotServingError: no requests are taken now.
+        """
+        arrived_s = time.perf_counter()
+        count = len(prompts) * num_samples
+        if count < 1:
+            raise InvalidArgumentError("prompt: wanted at least one, got none")
+        self._check_serving()
+        self._check_room(count)
+        with self._arriving(count):
+            every = [await self._encode(prompt) for prompt in prompts]
+            self._check_serving()
+        wanted = params or SamplingParams()
+        # Stop strings are found on this side.
+        plain = dataclasses.replace(wanted, stop=()) if wanted.stop else wanted
+
+        def run(engine: Engine) -> list[Request]:
+            return _add_all(engine, every, plain, num_samples=num_samples, priority=priority)
+
+        def open_them(requests: list[Request]) -> TokenStream:
+            return self._opened(requests, wanted.stop, arrived_s)
+
+        self._num_arriving += count
+        return await self._ask(run, open_them, num_arriving=count)
+
+    def abort(self, stream: TokenStream) -> None:
+        """End what is unfinished of a stream; its blocks are back before the next step. O(samples).
+
+        Aborting a finished one changes nothing.
+        """
+        left = [s.request for s in stream.samples if self._forget(s, FinishReason.ABORTED)]
+        if left:
+            self._abort_requests(left)
+            stream.end(NotServingError("request: it was aborted"))
+
+    async def call(self, run: Callable[[Engine], _T]) -> _T:
+        """Run a function on the engine's thread between two steps; what it returns or raises.
+
+        Raises:
+            NotServingError: the engine has stopped, or is not there yet.
+        """
+        if self._engine is None or self._state is EngineState.STOPPED:
+            raise NotServingError(f"call: wanted an engine that is there, got {self._state.value}")
+        return await self._ask(run, _itself)
+
+    async def drain(self, deadline_s: float) -> int:
+        """Take no more requests, wait for those that are there, and stop.
+
+        Returns:
+            How many were cut off, because they had not ended after `deadline_s`.
+        """
+        if self._state is not EngineState.STOPPED:
+            self._state = EngineState.DRAINING
+        if self.num_open:
+            self._idle = asyncio.get_running_loop().create_future()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await self._idle
+        num_cut = self.num_open
+        await self.stop()
+        return num_cut
+
+    async def stop(self) -> None:
+        """End everything, and the thread with it; the step that it is at is waited for."""
+        if self._gone is not None:
+            self._inbox.put(None)
+            await asyncio.shield(self._gone)
+
+    # What follows runs on the loop, until the next such line.
+
+    def _check_serving(self) -> None:
+        if self._state is not EngineState.READY:
+            raise NotServingError(
+                f"engine: wanted one that takes requests, it is {self._state.value}"
+            )
+
+    def _check_room(self, num_samples: int) -> None:
+        if self._max_waiting is None:
+            return
+        limit = self.engine.config.max_num_seqs + self._max_waiting
+        if num_samples > limit:
+            raise InvalidArgumentError(f"n: wanted at most {limit}, got {num_samples}")
+        if self.num_open + num_samples > limit:
+            raise QueueFullError(
+                f"max_waiting: {self.num_open} requests run or wait, and at most {limit} may"
+            )
+
+    async def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        encode = self.engine.model.codec.encode
+        if len(prompt) <= _LONG_TEXT:
+            return encode(prompt)
+        return await asyncio.to_thread(encode, prompt)
+
+    @contextlib.contextmanager
+    def _arriving(self, num_samples: int) -> Iterator[None]:
+        """Count samples that are not in the inbox yet."""
+        self._num_arriving += num_samples
+        try:
+            yield
+        finally:
+            self._num_arriving -= num_samples
+            self._tell_idle()
+
+    async def _ask(
+        self,
+        run: Callable[[Engine], _T],
+        settle: Callable[[_T], _U],
+        *,
+        num_arriving: int = 0,
+    ) -> _U:
+        """Let the thread run something and the loop settle it; what came of that.
+
+        It is settled before anything that a later step gives; a stream that nobody waits for any
+        more is closed.
+        """
+        waiter: asyncio.Future[_U] = asyncio.get_running_loop().create_future()
+
+        def settled(result: _T) -> None:
+            self._num_arriving -= num_arriving
+            value = settle(result)
+            if waiter.done():
+                _close(value)
+            else:
+                waiter.set_result(value)
+
+        def failed(error: Exception) -> None:
+            self._num_arriving -= num_arriving
+            if not waiter.done():
+                waiter.set_exception(error)
+            self._tell_idle()
+
+        def command(engine: Engine) -> Callable[[], None]:
+            return functools.partial(settled, run(engine))
+
+        self._inbox.put(_Command(command, failed))
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                _close(waiter.result())  # it came at the same moment
+            raise
+
+    def _opened(
+        self, requests: Sequence[Request], stop: tuple[str, ...], arrived_s: float
+    ) -> TokenStream:
+        """The stream of requests that were queued; nothing of them has come yet."""
+        decode = self.engine.model.codec.decode
+        samples = [
+            Sample(number, request, TextStream(decode, stop), arrived_s)
+            for number, request in enumerate(requests)
+        ]
+        stream = TokenStream(self.abort, samples)
+        for sample in samples:
+            self._open[sample.request.request_id] = (stream, sample)
+        return stream
+
+    def _deliver(self, now_s: float, given: Sequence[_Given]) -> None:
+        """Hand out what a step gave."""
+        stopped: list[Request] = []
+        for number, token, reason in given:
+            place = self._open.get(number)
+            if place is None:  # aborted, or ended here by a stop string
+                continue
+            stream, sample = place
+            before_s, is_first = sample.last_s, not sample.tokens
+            ended_here = sample.add(token, reason, now_s)
+            if token is not None:
+                self.observer.token_came(now_s - before_s, is_first=is_first)
+            if ended_here:
+                stopped.append(sample.request)
+            if sample.finish_reason is not None:
+                self._forget(sample, sample.finish_reason)
+            stream.tell(sample)
+        if stopped:
+            self._abort_requests(stopped)
+
+    def _abort_requests(self, requests: Sequence[Request]) -> None:
+        def run(engine: Engine) -> Callable[[], None]:
+            for request in requests:
+                engine.abort(request)
+            return _nothing
+
+        self._inbox.put(_Command(run, _ignore))
+
+    def _forget(self, sample: Sample, reason: FinishReason) -> bool:
+        """A sample has ended; whether it was open."""
+        if self._open.pop(sample.request.request_id, None) is None:
+            return False
+        sample.finish_reason = reason
+        self.observer.sample_ended(sample)
+        self._tell_idle()
+        return True
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream, sample in list(self._open.values()):
+            self._forget(sample, FinishReason.ERROR)
+            stream.end(error)
+
+    def _tell_idle(self) -> None:
+        if self._idle is not None and not self._idle.done() and not self.num_open:
+            self._idle.set_result(None)
+
+    def _made(self, engine: Engine) -> None:
+        self._engine = engine
+        if self._state is EngineState.STARTING:
+            self._state = EngineState.READY
+        if self._ready is not None:
+            self._ready.set_result(None)
+
+    def _faulted(self, error: Exception) -> None:
+        self._num_faults += 1
+        self._last_fault = f"{type(error).__name__}: {error}"
+        if self._state is EngineState.READY:
+            self._state = EngineState.RECOVERING
+        self._fail_all(EngineFaultError(f"engine: a step failed: {self._last_fault}"))
+
+    def _recovered(self) -> None:
+        if self._state is EngineState.RECOVERING:
+            self._state = EngineState.READY
+
+    def _ended(self, error: Exception | None) -> None:
+        """The thread is at its end: nothing that is or comes into the inbox will be done."""
+        self._state = EngineState.STOPPED
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(error or NotServingError("engine: it was stopped"))
+        reason = NotServingError("engine: wanted one that takes requests, it has stopped")
+        self._fail_all(reason)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                command = self._inbox.get_nowait()
+                if command is not None:
+                    command.fail(reason)
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+
+    # What follows runs on the engine's thread.
+
+    def _run(self) -> None:
+        fault: Exception | None = None
+        try:
+            engine = self._make()
+            self._post(functools.partial(self._made, engine))
+            try:
+                while self._obey(engine):
+                    if engine.has_unfinished:
+                        self._step(engine)
+            finally:
+                _abort_everything(engine)
+        except _LoopGoneError:
+            return
+        except Exception as error:  # noqa: BLE001  # it is raised where `ready` is awaited
+            fault = error
+        with contextlib.suppress(_LoopGoneError):
+            self._post(functools.partial(self._ended, fault))
+
+    def _obey(self, engine: Engine) -> bool:
+        """Do what is in the inbox, waiting for it if there is nothing else; False: it is over."""
+        while True:
+            try:
+                command = self._inbox.get(block=not engine.has_unfinished)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            try:
+                settle = command.run(engine)
+            except Exception as error:  # noqa: BLE001  # it belongs to whoever asked
+                settle = functools.partial(command.fail, error)
+            if settle is not _nothing:
+                self._post(settle)
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            outputs = engine.step()
+        except Exception as error:  # noqa: BLE001  # a fault costs the requests it meets
+            _log.exception("a step failed; the requests that were in it fail with it")
+            self._post(functools.partial(self._faulted, error))
+            self._recover(engine)
+            return
+        if outputs:
+            given = [(o.request.request_id, o.token, o.request.finish_reason) for o in outputs]
+            self._post(functools.partial(self._deliver, time.perf_counter(), given))
+
+    def _recover(self, engine: Engine) -> None:
+        """See whether the engine still computes; if not, that is its end."""
+        _abort_everything(engine)
+        engine.generate([[0]], SamplingParams(max_tokens=1, ignore_eos=True))
+        self._post(self._recovered)
+
+    def _post(self, do: Callable[[], None]) -> None:
+        if self._loop is None:
+            raise _LoopGoneError
+        try:
+            self._loop.call_soon_threadsafe(do)
+        except RuntimeError as error:  # the loop was closed without a word
+            raise _LoopGoneError from error
+
+
+class _LoopGoneError(Exception):
+    """There is no one left to work for."""
+
+
+def _add_all(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    *,
+    num_samples: int,
+    priority: int,
+) -> list[Request]:
+    requests: list[Request] = []
+    try:
+        for prompt in prompts:
+            requests += engine.add_samples(
+                prompt, params, num_samples=num_samples, priority=priority
+            )
+    except Exception:
+        for request in requests:
+            engine.abort(request)
+        raise
+    return requests
+
+
+def _abort_everything(engine: Engine) -> None:
+    for request in (*engine.running, *engine.waiting):
+        engine.abort(request)
+
+
+def _itself(value: _T) -> _T:
+    return value
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ignore(error: Exception) -> None:
+    del error
+
+
+def _look(future: asyncio.Future[None]) -> None:
+    """Take note of a future's error, so that asyncio does not complain where nobody waits."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _close(value: object) -> None:
+    if isinstance(value, TokenStream):
+        value.close()

@@ -1,0 +1,23 @@
+"""The server's command line: `python -m model.serve`.
+
+Decides: in which order a process starts. Its socket is open before anything slow is loaded, so that
+a port in use is told at once and a client is answered, by 503, while the model loads.
+
+Does not know: how requests are answered.
+"""
+
+from model.cli.exits import leaves
+
+if __name__ == "__main__":
+    with leaves():
+        import sys
+
+        from model.serve.args import parse_args
+        from model.serve.listener import listen
+
+        options = parse_args()
+        listener = listen(options.serve)
+
+        from model.serve.process import serve
+
+        sys.exit(serve(options, listener))

@@ -1,0 +1,93 @@
+"""What a client can ask beside generation: models, tokens, health, version, metrics.
+
+Does not know: how anything is generated.
+"""
+
+from fastapi import APIRouter, Response
+
+import kvcore
+from model.serve.errors import ApiError
+from model.serve.metrics import Metrics
+from model.serve.protocol import (
+    Detokenized,
+    DetokenizeRequest,
+    HealthReport,
+    ModelCard,
+    ModelList,
+    Tokenized,
+    TokenizeRequest,
+    Version,
+)
+from model.serve.service import Service
+
+
+def about(service: Service) -> APIRouter:
+    """The routes that tell of models and tokens. O(1)."""
+    router = APIRouter()
+
+    def card() -> ModelCard:
+        return ModelCard(
+            id=service.name,
+            created=service.created,
+            max_model_len=service.serving().max_model_len,
+        )
+
+    @router.get("/v1/models")
+    async def models() -> ModelList:
+        """Which models there are: one."""
+        return ModelList(data=[card()])
+
+    @router.get("/v1/models/{model}")
+    async def model(model: str) -> ModelCard:
+        """That model."""
+        service.check_model(model)
+        return card()
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Tokenized:
+        """The tokens of a prompt, or of messages."""
+        service.check_model(body.model)
+        limit = service.serving().max_model_len
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "prompt: wanted this or messages", param="prompt")
+        if body.prompt is not None:
+            tokens = await service.encode(body.prompt)
+        else:
+            tokens = await service.encode_chat(body.messages or [], opens_answer=True, options=None)
+        return Tokenized(count=len(tokens), max_model_len=limit, tokens=tokens)
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> Detokenized:
+        """The text of tokens."""
+        service.check_model(body.model)
+        codec = service.serving().model.codec
+        return Detokenized(prompt=codec.decode(service.checked(body.tokens)))
+
+    return router
+
+
+def status(service: Service, metrics: Metrics) -> APIRouter:
+    """The routes that tell how it goes. O(1)."""
+    router = APIRouter()
+
+    @router.get("/health", responses={503: {"model": HealthReport}})
+    async def health(response: Response) -> HealthReport:
+        """Whether requests are taken: 200, else 503."""
+        found = service.engine.health
+        response.status_code = 200 if found.is_ready else 503
+        return HealthReport(
+            status=found.state.value, num_faults=found.num_faults, last_fault=found.last_fault
+        )
+
+    @router.get("/version")
+    async def version() -> Version:
+        """Which kvcore this is."""
+        return Version(version=kvcore.__version__)
+
+    @router.get("/metrics", response_class=Response)
+    async def scrape() -> Response:
+        """What Prometheus reads."""
+        content, media_type = metrics.page()
+        return Response(content, headers={"Content-Type": media_type})
+
+    return router

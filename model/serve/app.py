@@ -1,0 +1,70 @@
+"""The application: every route over one engine.
+
+Decides: which routes there are, and what stands before them. Here, and nowhere else, routers are
+put in.
+
+Does not know: sockets, processes, how the engine is made.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+import kvcore
+from model.async_engine import AsyncEngine
+from model.serve.about import about, status
+from model.serve.chat import chat
+from model.serve.completions import completions
+from model.serve.config import ServeConfig
+from model.serve.errors import handle_errors
+from model.serve.gate import Gate
+from model.serve.metrics import Metrics
+from model.serve.protocol import ErrorReport, field_names
+from model.serve.service import Service
+
+_DEFAULT_NAME = "model"
+
+
+def create_app(
+    engine: AsyncEngine, config: ServeConfig, *, log: Callable[[str], None] | None = None
+) -> FastAPI:
+    """An application that serves an engine; the engine starts with it.
+
+    Args:
+        engine: not started yet; this becomes its observer.
+        config: how clients are met.
+        log: takes a line of JSON for each request; None: none is made.
+    """
+    service = Service(engine, config.served_model_name or _DEFAULT_NAME, config)
+    metrics = Metrics(service.name)
+    metrics.read_from(engine)
+    engine.observer = metrics
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        engine.start()
+        yield
+        await engine.stop()
+
+    app = FastAPI(
+        title="kvcore",
+        version=kvcore.__version__,
+        lifespan=lifespan,
+        docs_url=None,  # its page asks other servers for its scripts
+        redoc_url=None,
+        responses={400: {"model": ErrorReport}, 503: {"model": ErrorReport}},
+    )
+    for router in (status(service, metrics), about(service), completions(service), chat(service)):
+        app.include_router(router)
+    handle_errors(app, field_names())
+    if config.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allow_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type"],
+        )
+    app.add_middleware(Gate, config=config, log=log)
+    return app

@@ -1,0 +1,56 @@
+"""From the options of a server to its engine; loads torch and Transformers.
+
+Decides: that an engine is warm before it is asked: its kernels are compiled, its network prepared,
+and a few tokens computed that are forgotten again.
+
+Does not know: clients.
+"""
+
+import dataclasses
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import backends
+from model.cli.progress import say
+from model.cli.session import BAD_INPUT, choose_threads
+from model.control.config import EngineConfig
+from model.control.params import SamplingParams
+from model.engine import Engine
+from model.errors import UsageError
+from model.loader import load_model
+
+
+def make_engine(model: str, backend: str, dtype: str, config: EngineConfig) -> Engine:
+    """Load a model and prepare an engine for it. Seconds to minutes.
+
+    Args:
+        model: a folder, or an id on the hub.
+        backend: its name, or "auto".
+        dtype: its name, or "auto".
+        config: sizes.
+
+    Raises:
+        ModelError: there is no such model, or it does not run here.
+    """
+    try:
+        return _prepared(model, backend, dtype, config)
+    except BAD_INPUT as error:
+        raise UsageError(str(error)) from error
+
+
+def _prepared(model: str, backend: str, dtype: str, config: EngineConfig) -> Engine:
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    chosen = backends.get_backend(backend)
+    loaded = load_model(model, chosen.device, None if dtype == "auto" else getattr(torch, dtype))
+    choose_threads(loaded)
+    engine = Engine(loaded, chosen, config)
+    say(engine.memory.describe(engine.network.layout))
+    say(f"network: {engine.prepare()}")
+    # Another engine, over the same caches: what it counts and finds is forgotten with it.
+    sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
+    trial = Engine(loaded, chosen, sizes, caches_of=engine)
+    few = min(4, engine.config.max_num_seqs)
+    trial.generate([[0] * 32] * few, SamplingParams(max_tokens=2, ignore_eos=True))
+    return engine

@@ -1,0 +1,112 @@
+"""`/v1/completions`: prompts to texts.
+
+Does not know: how tokens come about, how an answer is sent (`generation.py`).
+"""
+
+import json
+from collections.abc import Sequence
+
+from fastapi import APIRouter, Request, Response
+
+from model.serve.errors import ApiError
+from model.serve.generation import Asked, answer, reason_name, usage
+from model.serve.protocol import Completion, CompletionChoice, CompletionRequest
+from model.serve.service import Service
+from model.token_stream import Delta, TokenStream
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+class _Texts:
+    """How completions are written.
+
+    Args:
+        body: what was asked.
+        service: who is asked.
+        echoes: the text before each answer, one a prompt; none: nothing.
+    """
+
+    def __init__(self, body: CompletionRequest, service: Service, echoes: Sequence[str]) -> None:
+        self._head = {
+            "id": service.new_id("cmpl"),
+            "object": "text_completion",
+            "created": service.now(),
+            "model": service.name,
+        }
+        self._begin = f"data: {json.dumps(self._head)[:-1]}, "
+        self._no_usage = ',"usage":null' if body.includes_usage else ""
+        self._includes_usage = body.includes_usage
+        self._num_samples = body.num_samples
+        self._echoes = list(echoes)
+        self._echoed: set[int] = set()
+
+    def begin(self) -> str:
+        return ""
+
+    def piece(self, delta: Delta) -> str:
+        reason = reason_name(delta)
+        text = self._echo(delta.sample) + delta.text
+        if not text and reason is None:
+            return ""
+        return (
+            f'{self._begin}"choices":[{{"index":{delta.sample},"text":{json.dumps(text)},'
+            f'"logprobs":null,"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
+        )
+
+    def end(self, stream: TokenStream) -> str:
+        if not self._includes_usage:
+            return ""
+        return f'{self._begin}"choices":[],"usage":{usage(stream).model_dump_json()}}}\n\n'
+
+    def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Completion:
+        choices = [
+            CompletionChoice(
+                index=delta.sample,
+                text=self._echo(delta.sample) + delta.text,
+                logprobs=None,
+                finish_reason=reason_name(delta),
+            )
+            for delta in deltas
+        ]
+        return Completion(**self._head, choices=choices, usage=usage(stream))  # type: ignore[arg-type]
+
+    def _echo(self, sample: int) -> str:
+        """The prompt, before the first piece of each sample."""
+        if not self._echoes or sample in self._echoed:
+            return ""
+        self._echoed.add(sample)
+        return self._echoes[sample // self._num_samples]
+
+
+def completions(service: Service) -> APIRouter:
+    """The routes. O(1)."""
+    router = APIRouter()
+
+    @router.post("/v1/completions", response_model=Completion)
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Continue prompts."""
+        body.check()
+        service.check_model(body.model)
+        engine = service.serving()
+        prompts = body.prompts
+        if body.echo and body.logprobs is not None:
+            raise ApiError(
+                400, "echo: wanted without logprobs: prompts have none here", param="echo"
+            )
+        codec = engine.model.codec
+        echoes = [
+            prompt if isinstance(prompt, str) else codec.decode(service.checked(prompt))
+            for prompt in (prompts if body.echo else ())
+        ]
+        max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        asked = Asked(
+            prompts=prompts,
+            params=body.sampling(max_tokens, body.logprobs),
+            num_samples=body.num_samples,
+            priority=body.priority or 0,
+            streams=bool(body.stream),
+            names={},
+        )
+        return await answer(request, service.engine, asked, _Texts(body, service, echoes))
+
+    return router

@@ -1,0 +1,197 @@
+"""From a request to its answer, whole or as a stream of events.
+
+Decides: what happens where a client goes away: a task watches the connection and closes the stream
+of tokens at once, whatever the answer waits for. An error before the first piece is an answer of
+its own; one after it is an event, because the status has been sent.
+
+Invariants: however an answer ends, nothing of its request is left in the engine.
+
+Does not know: what an answer looks like (`completions.py`, `chat.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from fastapi import Request, Response
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from model.async_engine import AsyncEngine
+from model.control.params import SamplingParams
+from model.control.request import FinishReason
+from model.errors import ModelError
+from model.serve.errors import ApiError, api_error
+from model.serve.protocol import PromptTokensDetails, Usage
+from model.token_stream import Delta, TokenStream
+
+if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from model.engine import Prompt
+
+CLIENT_GONE = 499
+"""The status in the access log of an answer that nobody waited for, as nginx has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a request asks of the engine.
+
+    Attributes:
+        prompts: each is continued `num_samples` times.
+        params: of every sample.
+        num_samples: likewise.
+        priority: likewise.
+        streams: whether pieces are sent as they come.
+        names: the request's names for what the runner calls otherwise.
+    """
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    num_samples: int
+    priority: int
+    streams: bool
+    names: dict[str, str]
+
+
+class Form(Protocol):
+    """How one answer is written."""
+
+    def begin(self) -> str:
+        """The events before the first token."""
+        ...
+
+    def piece(self, delta: Delta) -> str:
+        """The event of a piece; empty if there is nothing to tell."""
+        ...
+
+    def end(self, stream: TokenStream) -> str:
+        """The events after the last."""
+        ...
+
+    def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> BaseModel:
+        """The whole answer."""
+        ...
+
+
+def usage(stream: TokenStream) -> Usage:
+    """The counts of a stream's tokens. O(samples)."""
+    prompt, output = stream.num_prompt_tokens, stream.num_output_tokens
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=output,
+        total_tokens=prompt + output,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=stream.num_cached_tokens),
+    )
+
+
+def reason_name(delta: Delta) -> str | None:
+    """What OpenAI calls the reason why a sample has ended.
+
+    Raises:
+        ApiError: it ended because of an error.
+    """
+    reason = delta.finish_reason
+    if reason is FinishReason.ERROR:
+        raise ApiError(
+            500, "the model's logits are no numbers for this prompt", code="numerical_error"
+        )
+    return None if reason is None else reason.value
+
+
+async def answer(request: Request, engine: AsyncEngine, asked: Asked, form: Form) -> Response:
+    """Answer a request.
+
+    Raises:
+        ApiError: it is refused, or fails before anything was sent.
+    """
+    try:
+        stream = await engine.add_all(
+            asked.prompts,
+            asked.params,
+            num_samples=asked.num_samples,
+            priority=asked.priority,
+        )
+    except ModelError as error:
+        raise api_error(error, asked.names) from error
+    if asked.streams:
+        return _EventStream(stream, form)
+    async with stream, _watching(request.receive, stream) as watcher:
+        try:
+            deltas = await stream.whole()
+        except ModelError as error:
+            if watcher.done():
+                return Response(status_code=CLIENT_GONE)
+            raise api_error(error, asked.names) from error
+        _note(request.scope, stream)
+        return Response(form.whole(deltas, stream).model_dump_json(), media_type="application/json")
+
+
+class _EventStream(Response):
+    """Server-sent events of a stream of tokens."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: TokenStream, form: Form) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._stream = stream
+        self._form = form
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stream as stream, _watching(receive, stream):
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            async for event in self._events():
+                body = event.encode()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            _note(scope, stream)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[str]:
+        form, stream = self._form, self._stream
+        try:
+            begin = form.begin()
+            if begin:
+                yield begin
+            async for delta in stream:
+                event = form.piece(delta)
+                if event:
+                    yield event
+            yield form.end(stream)
+        except (ModelError, ApiError) as error:
+            yield f"data: {json.dumps(api_error(error).body)}\n\n"
+        yield "data: [DONE]\n\n"
+
+
+@contextlib.asynccontextmanager
+async def _watching(receive: Receive, stream: TokenStream) -> AsyncIterator[asyncio.Task[None]]:
+    """Close a stream as soon as its client has gone away."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        stream.close()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield watcher
+    finally:
+        watcher.cancel()
+
+
+def _note(scope: Scope, stream: TokenStream) -> None:
+    """Leave the counts for the access log."""
+    counts = scope.setdefault("state", {})
+    counts["prompt_tokens"] = stream.num_prompt_tokens
+    counts["cached_tokens"] = stream.num_cached_tokens
+    counts["completion_tokens"] = stream.num_output_tokens

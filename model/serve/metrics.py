@@ -1,0 +1,211 @@
+"""What Prometheus is told: vLLM's metrics, under `kvcore:` in place of `vllm:`.
+
+Decides: which. What the engine counts itself is read when it is asked for, so that no step pays for
+it; times are noted token by token, on the loop.
+
+Invariants: one registry an application; nothing global.
+
+Does not know: routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+import kvcore
+from model.async_engine import AsyncEngine, NotServingError
+from model.control.request import FinishReason
+from model.token_stream import Sample
+
+if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from model.engine import Engine
+
+_FIRST_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_BETWEEN_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_WHOLE_S = (
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0,
+    120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+_TICKS_S = 1000
+"""Ticks a second, as `AsyncEngine` lets them pass for the cache."""
+
+
+class Metrics:
+    """The metrics of one server; the observer of its engine.
+
+    Args:
+        model_name: the label of all of them.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._name = model_name
+
+        def histogram(name: str, says: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(
+                f"kvcore:{name}", says, ["model_name"], buckets=buckets, registry=self._registry
+            )
+            return made.labels(model_name)
+
+        self._first = histogram(
+            "time_to_first_token_seconds", "From a request to its first token.", _FIRST_S
+        )
+        self._between = histogram(
+            "inter_token_latency_seconds", "From one token to the next.", _BETWEEN_S
+        )
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "The mean of a request from one token to the next.",
+            _BETWEEN_S,
+        )
+        self._whole = histogram(
+            "e2e_request_latency_seconds", "From a request to its last token.", _WHOLE_S
+        )
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a request's prompt.", _LENGTHS)
+        self._output = histogram(
+            "request_generation_tokens", "Tokens that a request was given.", _LENGTHS
+        )
+        self._generated = Counter(
+            "kvcore:generation_tokens", "Tokens generated.", ["model_name"], registry=self._registry
+        ).labels(model_name)
+        self._ended = Counter(
+            "kvcore:request_success",
+            "Requests that have ended, by the reason why.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        for reason in FinishReason:
+            self._ended.labels(model_name, reason.value)  # a rate wants a zero before the first
+
+    def read_from(self, engine: AsyncEngine) -> None:
+        """Read what an engine counts whenever it is asked for. O(1)."""
+        self._registry.register(_Counts(engine, self._name))
+
+    def page(self) -> tuple[bytes, str]:
+        """What Prometheus gets, and its media type. O(metrics)."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def token_came(self, waited_s: float, *, is_first: bool) -> None:
+        """Count a token. O(buckets)."""
+        self._generated.inc()
+        (self._first if is_first else self._between).observe(waited_s)
+
+    def sample_ended(self, sample: Sample) -> None:
+        """Count a request. O(buckets)."""
+        reason = sample.finish_reason or FinishReason.ABORTED
+        self._ended.labels(self._name, reason.value).inc()
+        if reason in {FinishReason.STOP, FinishReason.LENGTH}:
+            count = len(sample.tokens)
+            self._prompt.observe(sample.request.num_prompt_tokens)
+            self._output.observe(count)
+            self._whole.observe(sample.last_s - sample.arrived_s)
+            if count > 1:
+                self._per_token.observe((sample.last_s - sample.first_s) / (count - 1))
+
+
+class _Counts(Collector):
+    """What an engine counts itself."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._engine = engine
+        self._labels = [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts of this moment; only the engine's state while there is none."""
+        health = self._engine.health
+        yield self._gauge("engine_ready", "1 while requests are taken.", health.is_ready)
+        yield self._counter("engine_faults", "Steps that failed.", health.num_faults)
+        try:
+            engine = self._engine.engine
+        except NotServingError:
+            return
+        yield from self._of_requests(engine)
+        yield from self._of_cache(engine)
+
+    def _of_requests(self, engine: Engine) -> Iterator[Metric]:
+        steps = engine.stats
+        yield self._gauge("num_requests_running", "Requests that hold a seat.", len(engine.running))
+        yield self._gauge("num_requests_waiting", "Requests that wait.", len(engine.waiting))
+        yield self._counter("num_preemptions", "Requests that gave way.", steps.num_preemptions)
+        yield self._counter(
+            "prompt_tokens", "Tokens of the prompts that were started.", steps.num_prompt_tokens
+        )
+        yield self._counter(
+            "prompt_tokens_cached", "Those found in the cache.", steps.num_hit_tokens
+        )
+        yield self._counter("engine_steps", "Forward passes.", steps.num_steps)
+
+    def _of_cache(self, engine: Engine) -> Iterator[Metric]:
+        cache = engine.kv.stats()
+        usable = engine.kv.num_usable_blocks
+        yield self._gauge(
+            "kv_cache_usage_perc",
+            "The share of the blocks that is held; 1: all.",
+            cache.num_used_blocks / usable,
+        )
+        yield self._counter(
+            "prefix_cache_queries", "Tokens looked for in the cache.", cache.num_queried_tokens
+        )
+        yield self._counter("prefix_cache_hits", "Tokens found in the cache.", cache.num_hit_tokens)
+        yield self._counter(
+            "kv_blocks_evicted", "Cached blocks that were reused.", cache.num_evicted_blocks
+        )
+        yield self._gauge(
+            "kv_blocks_cached", "Blocks whose content can be found.", cache.num_cached_blocks
+        )
+        info = InfoMetricFamily("kvcore:cache_config", "Sizes of the cache.", labels=["model_name"])
+        sizes = {"block_size": str(engine.kv.block_size), "num_gpu_blocks": str(usable)}
+        info.add_metric(self._labels, sizes)
+        yield info
+        if cache.lifetimes is not None:
+            yield from self._of_blocks(cache.lifetimes)
+
+    def _of_blocks(self, lives: kvcore.LifetimeStats) -> Iterator[Metric]:
+        for name, says, found in (
+            ("lifetime", "From a block's content to its eviction.", lives.lifetime),
+            (
+                "idle_before_evict",
+                "From the end of a block's last use to its eviction.",
+                lives.idle_before_eviction,
+            ),
+            ("reuse_gap", "From the end of a block's use to its next hit.", lives.reuse_gap),
+        ):
+            family = HistogramMetricFamily(
+                f"kvcore:kv_block_{name}_seconds", says, labels=["model_name"]
+            )
+            count, buckets = 0, []
+            for bits, number in enumerate(found.buckets):
+                count += number
+                buckets.append((str((2**bits - 1) / _TICKS_S), count))
+            buckets.append(("+Inf", found.count))
+            family.add_metric(self._labels, buckets, found.total / _TICKS_S)
+            yield family
+
+    def _gauge(self, name: str, says: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"kvcore:{name}", says, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family
+
+    def _counter(self, name: str, says: str, value: float) -> CounterMetricFamily:
+        family = CounterMetricFamily(f"kvcore:{name}", says, labels=["model_name"])
+        family.add_metric(self._labels, value)
+        return family

@@ -1,0 +1,152 @@
+"""The server as a process: its loop, its signals, its end.
+
+Decides: that the first SIGTERM or SIGINT drains (no new requests, those that run may end) and the
+second ends the process at once; and that a model which does not load ends it too.
+
+Does not know: how requests are answered.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from model.async_engine import AsyncEngine, EngineState
+from model.cli.progress import say
+from model.errors import UsageError
+from model.serve.app import create_app
+from model.serve.args import ServeOptions
+from model.serve.config import ServeConfig
+from model.serve.listener import address_of
+
+if TYPE_CHECKING:
+    from model.engine import Engine
+
+_LAST_BYTES_S = 2
+_KEEP_ALIVE_S = 75
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+def serve(options: ServeOptions, listener: socket.socket) -> int:
+    """Serve until a signal ends it; the exit code.
+
+    Raises:
+        ModelError: the model or the flags cannot be served.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+
+    def make() -> "Engine":
+        boot = import_module("model.serve.boot")  # torch is loaded on the engine's thread
+        made: Engine = boot.make_engine(
+            options.model, options.backend, options.dtype, options.engine
+        )
+        return made
+
+    engine = AsyncEngine(make, max_waiting=options.serve.max_waiting)
+    with _log_to(options.serve.access_log) as log:
+        app = create_app(engine, options.serve, log=log)
+        config = uvicorn.Config(
+            app,
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_LAST_BYTES_S,
+            ssl_certfile=options.serve.tls_certfile,
+            ssl_keyfile=options.serve.tls_keyfile,
+        )
+        try:
+            config.load()
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(f"--tls-certfile, --tls-keyfile: {error}") from error
+        server = Server(config)
+        say(f"{address_of(listener, options.serve)}: loading {options.model}")
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            runner.run(_run(server, engine, options.serve, listener))
+    return 0
+
+
+class Server(uvicorn.Server):
+    """A server of uvicorn that leaves signals to others."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave them alone. O(1)."""
+        yield
+
+
+async def _run(
+    server: uvicorn.Server, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
+) -> None:
+    began_s = time.monotonic()
+    asked = _asked()
+    engine.start()
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await _first_of(engine.ready(), asked.wait(), serving)
+        if engine.health.is_ready:
+            say(f"{address_of(listener, config)}: ready in {time.monotonic() - began_s:.1f} s")
+            await _first_of(asked.wait(), serving)
+            say(f"draining: {engine.num_open} requests")
+            num_cut = await engine.drain(config.drain_timeout_s)
+            say(f"drained: {num_cut} requests were cut off")
+    finally:
+        server.should_exit = True
+        if engine.health.state is EngineState.STOPPED:  # else it still loads, and nothing waits
+            await serving
+
+
+async def _first_of(*works: "Awaitable[object]") -> None:
+    """Wait for one of them; what it raises is raised here."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+def _asked() -> asyncio.Event:
+    """What the first signal sets; the next one does as it did before."""
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def ask() -> None:
+        for each, handler in before.items():
+            loop.remove_signal_handler(each)
+            signal.signal(each, handler)
+        asked.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, ask)
+    return asked
+
+
+@contextlib.contextmanager
+def _log_to(path: str | None) -> Iterator[Callable[[str], None] | None]:
+    """What writes lines to a file, "-" being stdout."""
+    if path is None:
+        yield None
+        return
+    with contextlib.ExitStack() as files:
+        try:
+            out = sys.stdout if path == "-" else files.enter_context(Path(path).open("a"))
+        except OSError as error:
+            raise UsageError(f"--access-log {path}: {error.strerror}") from error
+
+        def write(line: str) -> None:
+            out.write(f"{line}\n")
+            out.flush()
+
+        yield write

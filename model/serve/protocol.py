@@ -1,0 +1,442 @@
+"""What clients send and get: OpenAI's fields, and those that vLLM's clients add.
+
+Decides: names, types and defaults, which of OpenAI's fields are taken although nothing follows from
+them, and which are refused by name because an answer without them would be another one. What a
+value may be is checked where it is used: by `SamplingParams`.
+
+Invariants: a field that is not here is an error; so is a value of another type.
+
+Does not know: how anything is answered.
+"""
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from model.control.params import SamplingParams
+from model.serve.errors import ApiError
+
+_PARAMS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+MAX_SAMPLES = 128
+"""The largest n, as OpenAI has it."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """What a stream tells beside its pieces."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(_Strict):
+    """The schema of `response_format`."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """What form an answer has to have."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(_Strict):
+    """What completions and chats have in common."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[object, ...]]] = {}
+    """Fields that can only have these values, because nothing else is done."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # Taken, and nothing follows from them.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: bool | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """How many answers are wanted. O(1)."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the counts of tokens. O(1)."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Refuse what is not done here, by name. O(fields).
+
+        Raises:
+            ApiError: it asks for that.
+        """
+        for name, allowed in self.UNSUPPORTED.items():
+            value = getattr(self, name)
+            if value is not None and value not in allowed:
+                raise ApiError(
+                    400, f"{name}: this server does not support it", param=name, code="unsupported"
+                )
+        if not 1 <= self.num_samples <= MAX_SAMPLES:
+            raise ApiError(400, f"n: wanted 1 to {MAX_SAMPLES}, got {self.n}", param="n")
+        if self.stream_options is not None and not self.stream:
+            raise ApiError(400, "stream_options: wanted with stream alone", param="stream_options")
+        if self.priority is not None and abs(self.priority) >= 1 << 31:
+            raise ApiError(400, f"priority: wanted 32 bits, got {self.priority}", param="priority")
+
+    def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """The sampling parameters of each answer. O(fields).
+
+        Args:
+            max_tokens: the most tokens of it.
+            logprobs: how many likely tokens are told beside each, None: nothing.
+
+        Raises:
+            ApiError: the runner lacks one of them.
+            InvalidArgumentError: a value is out of range.
+        """
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        given: dict[str, object] = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": None if self.top_k in {-1, 0} else self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": tuple(stop),
+            "stop_token_ids": None if self.stop_token_ids is None else tuple(self.stop_token_ids),
+            "max_tokens": max_tokens,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": _biases(self.logit_bias),
+            "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs,
+        }
+        said = {name: value for name, value in given.items() if value is not None}
+        for name in list(said):
+            if name not in _PARAMS:
+                if said[name] not in _NO_EFFECT.get(name, ()):
+                    raise ApiError(
+                        400,
+                        f"{name}: this server does not support it",
+                        param=name,
+                        code="unsupported",
+                    )
+                del said[name]
+        return SamplingParams(**said)  # type: ignore[arg-type]  # its own check says what is wrong
+
+
+_NO_EFFECT: dict[str, tuple[object, ...]] = {
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ((),),
+}
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`."""
+
+    UNSUPPORTED = {
+        "suffix": ("",), "best_of": (), "store": (False,), "response_format": (),
+        "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+        "cache_salt": (),
+    }  # fmt: skip
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each of the prompts. O(prompts)."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if prompt and isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)  # type: ignore[arg-type]
+
+
+class TextPart(_Strict):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All that it says. O(content)."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ChatRequest(GenerationRequest):
+    """`POST /v1/chat/completions`."""
+
+    UNSUPPORTED = {
+        "store": (False,), "response_format": (),
+        "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+        "cache_salt": (), "tools": ([],), "tool_choice": ("none",), "functions": ([],),
+        "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
+        "reasoning_effort": (), "verbosity": (), "web_search_options": (),
+    }  # fmt: skip
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Refused unless they ask for nothing.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    prediction: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class TokenizeRequest(_Strict):
+    """`POST /tokenize`: of a prompt or of messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class DetokenizeRequest(_Strict):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+def _biases(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...] | None:
+    if bias is None:
+        return None
+    pairs = []
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdigit() and len(token) <= 10):
+            raise ApiError(
+                400, f"logit_bias: wanted token ids, got {token!r:.40}", param="logit_bias"
+            )
+        pairs.append((int(token), value))
+    return tuple(pairs)
+
+
+class PromptTokensDetails(BaseModel):
+    """What became of a prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """How many tokens an answer took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(BaseModel):
+    """A token, and how likely it was."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """The token that was drawn, and others in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """The tokens of a chat's answer."""
+
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(BaseModel):
+    """The tokens of a completion."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+
+
+class Completion(BaseModel):
+    """The answer of `/v1/completions`, and each piece of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ChatMessage(BaseModel):
+    """What the assistant says."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """One answer of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatCompletion(BaseModel):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    """A model that can be asked for."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "kvcore"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(BaseModel):
+    """The answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class Detokenized(BaseModel):
+    """The answer of `/detokenize`."""
+
+    prompt: str
+
+
+class HealthReport(BaseModel):
+    """The answer of `/health`."""
+
+    status: str
+    num_faults: int
+    last_fault: str | None
+
+
+class Version(BaseModel):
+    """The answer of `/version`."""
+
+    version: str
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReport(BaseModel):
+    """Every answer that is none."""
+
+    error: ErrorDetail
+
+
+def field_names() -> set[str]:
+    """The names of all fields that clients may send. O(fields)."""
+    every: tuple[type[BaseModel], ...] = (
+        CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message, TextPart,
+        StreamOptions, ResponseFormat, JsonSchema,
+    )  # fmt: skip
+    return {
+        name
+        for model in every
+        for key, field in model.model_fields.items()
+        for name in (key, field.alias or key)
+    }

@@ -1,0 +1,104 @@
+"""What all routes share: the engine, what its model is called, and when it serves.
+
+Invariants: a model that is not here is a 404, an engine that is not ready a 503.
+
+Does not know: routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from model.async_engine import AsyncEngine
+from model.errors import InvalidArgumentError
+from model.serve.config import ServeConfig
+from model.serve.errors import ApiError, api_error
+from model.serve.protocol import Message
+
+if TYPE_CHECKING:  # torch is not loaded before an engine is made
+    from model.engine import Engine
+
+_LONG_CHAT = 4096  # characters; more are made to tokens on a thread of their own
+
+
+class Service:
+    """What is served.
+
+    Attributes:
+        engine: runs it.
+        name: what clients call the model.
+        config: how clients are met.
+        created: when it was made, in seconds of the epoch.
+    """
+
+    def __init__(self, engine: AsyncEngine, name: str, config: ServeConfig) -> None:
+        self.engine = engine
+        self.name = name
+        self.config = config
+        self.created = self.now()
+
+    def now(self) -> int:
+        """Seconds of the epoch. O(1)."""
+        return int(time.time())
+
+    def new_id(self, kind: str) -> str:
+        """A name that no other answer has. O(1)."""
+        return f"{kind}-{uuid.uuid4().hex}"
+
+    def check_model(self, name: str | None) -> None:
+        """Raise unless this is the model that is served, or none is named. O(1)."""
+        if name is not None and name != self.name:
+            raise ApiError(
+                404,
+                f"model: wanted {self.name!r}, got {name!r:.100}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def serving(self) -> Engine:
+        """The engine, if it takes requests. O(1)."""
+        health = self.engine.health
+        if not health.is_ready:
+            raise ApiError(503, f"the engine is {health.state.value}", code="not_serving")
+        return self.engine.engine
+
+    def checked(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Tokens that the model has. O(tokens)."""
+        size = self.engine.engine.vocab_size
+        for token in tokens:
+            if not 0 <= token < size:
+                raise ApiError(
+                    400, f"tokens: wanted ids from 0 to {size - 1}, got {token}", param="tokens"
+                )
+        return tokens
+
+    async def encode(self, text: str) -> list[int]:
+        """The tokens of a text. O(text)."""
+        codec = self.engine.engine.model.codec
+        try:
+            if len(text) <= _LONG_CHAT:
+                return codec.encode(text)
+            return await asyncio.to_thread(codec.encode, text)
+        except InvalidArgumentError as error:
+            raise api_error(error) from error
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        opens_answer: bool,
+        options: Mapping[str, object] | None,
+    ) -> list[int]:
+        """The tokens of a conversation. O(its text)."""
+        codec = self.engine.engine.model.codec
+        said = [{"role": message.role, "content": message.text} for message in messages]
+        try:
+            return await asyncio.to_thread(
+                codec.encode_chat, said, opens_answer=opens_answer, options=options
+            )
+        except InvalidArgumentError as error:
+            raise api_error(error, {"prompt": "messages"}) from error

@@ -1,0 +1,195 @@
+"""What comes back from an asynchronous engine: the samples of prompts, as they come.
+
+Decides: that text is made when it is taken, so that a slow reader costs less, not more; with stop
+strings at once, because they end a sample.
+
+Invariants: it belongs to one event loop. Every token is in exactly one `Delta`; a stream ends with
+the last token of its samples, or by an error.
+
+Does not know: the engine, threads.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from model.control.request import FinishReason, Request
+from model.text import TextStream
+
+
+class Delta(NamedTuple):
+    """What has come of one sample since it was last asked for.
+
+    Attributes:
+        sample: its number, from 0.
+        text: what became final; never part of a character.
+        tokens: the tokens drawn.
+        finish_reason: why it has ended; None: it has not.
+    """
+
+    sample: int
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+class Sample:
+    """One continuation of a prompt, as the loop sees it.
+
+    Attributes:
+        number: among the samples of its stream.
+        request: the engine's; only what never changes of it is read here.
+        tokens: all that have come.
+        finish_reason: None: it goes on.
+        arrived_s, first_s, last_s: when it was asked for, and when its tokens came.
+    """
+
+    __slots__ = (
+        "_num_taken",
+        "_text",
+        "arrived_s",
+        "finish_reason",
+        "first_s",
+        "last_s",
+        "number",
+        "request",
+        "tokens",
+    )
+
+    def __init__(self, number: int, request: Request, text: TextStream, arrived_s: float) -> None:
+        self.number = number
+        self.request = request
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self.arrived_s = self.first_s = self.last_s = arrived_s
+        self._text = text
+        self._num_taken = 0
+
+    def add(self, token: int | None, reason: FinishReason | None, now_s: float) -> bool:
+        """Take a token; whether a stop string ends it here. O(1), more with stop strings."""
+        if not self.tokens:
+            self.first_s = now_s
+        self.last_s = now_s
+        if token is not None:
+            self.tokens.append(token)
+            self._text.add(token)
+        is_stopped = self._text.is_stopped
+        self.finish_reason = FinishReason.STOP if is_stopped else reason
+        if self.finish_reason is not None:
+            self._text.close()
+        return is_stopped and reason is None
+
+    def take(self) -> Delta:
+        """What is new. O(tokens since)."""
+        tokens = tuple(self.tokens[self._num_taken :])
+        self._num_taken += len(tokens)
+        return Delta(self.number, self._text.take(), tokens, self.finish_reason)
+
+
+class TokenStream:
+    """The samples of one prompt or of several, as they come: an asynchronous iterator of `Delta`.
+
+    A reader that is slow finds all that has come meanwhile in one Delta. Use it in `async with`, or
+    call `close`: what is unfinished then is aborted.
+
+    Attributes:
+        samples: in their order.
+    """
+
+    def __init__(self, abort: "Callable[[TokenStream], None]", samples: Sequence[Sample]) -> None:
+        self.samples = tuple(samples)
+        self._abort = abort
+        self._news: deque[Sample] = deque()
+        self._num_open = len(samples)
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._wants_all = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once. O(samples)."""
+        return sum([r.num_prompt_tokens for r in self._leaders])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Those of them that were found in the cache, known with the first token. O(samples)."""
+        return sum([r.num_cached_tokens for r in self._leaders])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that have come so far. O(samples)."""
+        return sum([len(sample.tokens) for sample in self.samples])
+
+    @property
+    def _leaders(self) -> list[Request]:
+        return [s.request for s in self.samples if s.request.sample == 0]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._news:
+            if self._error is not None:
+                raise self._error
+            if self._num_open == 0:
+                raise StopAsyncIteration
+            await self._wait()
+        return self._news.popleft().take()
+
+    async def whole(self) -> list[Delta]:
+        """Wait for the end; everything of each sample that was not taken before.
+
+        Raises:
+            EngineFaultError: the engine failed.
+            NotServingError: it was stopped.
+        """
+        self._wants_all = True
+        while self._num_open and self._error is None:
+            await self._wait()
+        if self._error is not None:
+            raise self._error
+        self._news.clear()
+        return [sample.take() for sample in self.samples]
+
+    def close(self) -> None:
+        """Abort what is unfinished. O(samples)."""
+        self._abort(self)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def tell(self, sample: Sample) -> None:
+        """There is news of a sample: for who makes the stream. O(samples with news)."""
+        if sample not in self._news:
+            self._news.append(sample)
+        if sample.finish_reason is not None:
+            self._num_open -= 1
+        if not self._wants_all or self._num_open == 0:
+            self._wake()
+
+    def end(self, error: Exception) -> None:
+        """There will be no more, for this reason: for who makes the stream. O(1)."""
+        self._num_open = 0
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

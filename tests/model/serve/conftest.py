@@ -1,0 +1,105 @@
+"""One server for all tests of the package: the tiny model, on a thread, on a port of its own."""
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+import uvicorn
+
+import backends
+from model.async_engine import AsyncEngine
+from model.control.config import EngineConfig
+from model.engine import Engine
+from model.loader import load_model
+from model.serve.app import create_app
+from model.serve.config import ServeConfig
+from model.serve.listener import address_of, listen
+from model.serve.process import Server
+from model.tiny import CHECKPOINT_DIR
+
+DEADLINE_S = 60
+
+
+class Served:
+    """A server on a thread."""
+
+    def __init__(self, engine, config):
+        self.engine = engine
+        self.lines = []
+        self.listener = listen(config)
+        self.url = address_of(self.listener, config)
+        self.app = create_app(engine, config, log=self.lines.append)
+        self.server = Server(
+            uvicorn.Config(self.app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+        )
+        self.loop = None
+        self.thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self.thread.start()
+        self.wait_for(lambda: self.engine.health.is_ready)
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+
+    def _run(self):
+        async def main():
+            self.loop = asyncio.get_running_loop()
+            await self.server.serve(sockets=[self.listener])
+
+        asyncio.run(main())
+
+    def run(self, coroutine):
+        """Run a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
+
+    def call(self, function):
+        """Run a function between two steps of the engine."""
+        return self.run(self.engine.call(function))
+
+    def num_free_blocks(self):
+        return self.call(lambda engine: engine.kv.num_free_blocks)
+
+    def wait_for(self, condition):
+        """Wait until something is so, but not for long."""
+        waits = threading.Event()
+        for _ in range(DEADLINE_S * 200):
+            if condition():
+                return
+            waits.wait(0.005)
+        raise AssertionError("it did not come about")
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    return load_model(str(CHECKPOINT_DIR), backends.get_backend("numba").device)
+
+
+@pytest.fixture(scope="session")
+def make_engine(tiny_model):
+    """Makes engines over the tiny model, small enough that blocks can run out."""
+
+    def make(**config):
+        sizes = {"num_blocks": 400, "max_num_seqs": 16, **config}
+        return Engine(tiny_model, backends.get_backend("numba"), EngineConfig(**sizes))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def served(make_engine):
+    config = ServeConfig(
+        port=0, served_model_name="tiny", max_waiting=300, max_request_bytes=1 << 20
+    )
+    with Served(AsyncEngine(make_engine, max_waiting=config.max_waiting), config) as running:
+        yield running
+
+
+@pytest.fixture
+def http(served):
+    with httpx.Client(base_url=served.url, timeout=DEADLINE_S) as client:
+        yield client
