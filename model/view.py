@@ -91,7 +91,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         port = self.connection.getsockname()[1]
         if self.headers.get("Host") not in {f"127.0.0.1:{port}", f"localhost:{port}"}:
             return "text/plain", b"wrong host\n", HTTPStatus.MISDIRECTED_REQUEST
-        if path == "/view/source":
+        if path == "/page/source":
             about = {"kind": "trace", "name": self._trace.name}
             return _JSON, json.dumps(about).encode(), HTTPStatus.OK
         if path == "/view/trace":

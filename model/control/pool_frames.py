@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 import kvcore
@@ -64,7 +64,7 @@ class Frame:
         time_s: when, since the first frame.
         is_whole: whatever was before is to be forgotten.
         counts: of this moment, by name.
-        begun: requests seen for the first time, by id.
+        begun: requests seen for the first time, by id, and those that have got their labels.
         statuses: requests whose status has changed: "waiting", "running", "preempted", or why they
             have ended.
         progress: tokens computed and tokens in all, of requests for which one has changed.
@@ -192,6 +192,7 @@ class _Seen:
     progress: tuple[int, int]
     sequence: kvcore.KVSequence | None
     tables: list[array[int]]
+    is_named: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,7 @@ class PoolFrames:
     Args:
         kv: the pool.
         schedule: its requests.
-        label: what a request is called; None: nothing.
+        label: what a request is called, asked once it has blocks; None: nothing.
         ended: is called with each request that is seen no more; None: nobody wants to know.
     """
 
@@ -312,8 +313,7 @@ class PoolFrames:
         number = request.request_id
         one = self._seen.get(number)
         if one is None:
-            label = "" if self._label is None else self._label(request)
-            beginning = Beginning(request.num_prompt_tokens, request.sample, label)
+            beginning = Beginning(request.num_prompt_tokens, request.sample, "")
             one = _Seen(request, beginning, "", (0, 0), None, [array("I") for _ in self._kv.groups])
             self._seen[number] = one
             frame.begun[number] = beginning
@@ -337,6 +337,10 @@ class PoolFrames:
                 if table.block_ids != one.tables[group]:
                     num_entries = num_hit // table.block_size
                     self._change(one, group, table.block_ids[:], num_hit=num_entries)
+            if self._label is not None and not one.is_named and one.tables[0]:
+                one.is_named = True
+                one.beginning = replace(one.beginning, label=self._label(request))
+                frame.begun[number] = one.beginning
 
     def _let_go(self, one: _Seen, frame: Frame) -> None:
         request, reason = one.request, one.request.finish_reason

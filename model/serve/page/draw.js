@@ -50,8 +50,8 @@ export class PoolMap {
     this.hatches = new Map();
   }
 
-  // `lit`: a request whose blocks stand out; `cursor`: a block with a frame around its cell.
-  draw(pool, { lit = -1, cursor = -1 } = {}) {
+  // `lit`: the requests whose blocks stand out, null: all; `cursor`: a block, its cell has a frame.
+  draw(pool, { lit = null, cursor = -1 } = {}) {
     const { ink, width, height } = start(this.canvas);
     this.layout = layMap(pool.head.num_blocks - 1, width, height);
     const { each, cells, size, columns, gap } = this.layout;
@@ -81,14 +81,13 @@ export class PoolMap {
     };
     box();
     if (held === 0) {
-      ink.globalAlpha = lit >= 0 ? 0.4 : 1;
+      ink.globalAlpha = lit ? 0.4 : 1;
       ink.fillStyle = pool.cached[block] ? this.palette.cached : this.palette.empty;
       ink.fill();
     } else {
-      const isLit = lit < 0 || holders.first[block] === lit || holders.second[block] === lit
-        || (held > 2 && pool.requests.get(lit)?.tables.some((ids) => ids.includes(block)));
-      ink.globalAlpha = isLit ? 1 : 0.16;
-      const first = isLit && lit >= 0 ? lit : holders.first[block];
+      const by = lit ? holderAmong(pool, holders, block, lit) : holders.first[block];
+      ink.globalAlpha = by < 0 ? 0.16 : 1;
+      const first = by < 0 ? holders.first[block] : by;
       const filled = holders.filled[block];
       ink.fillStyle = colour(first, filled < 1 ? "-soft" : "");
       ink.fill();
@@ -141,13 +140,13 @@ export class PoolMap {
     const largest = [...counts].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
     const [[one, ofOne] = [0, 0]] = largest;
     const [, [other] = [one]] = largest;
-    bar(ofOne, colour(one), lit < 0 || lit === one ? 1 : 0.2);
-    bar(held - ofOne, colour(other), lit < 0 || lit === other ? 1 : 0.2);
+    bar(ofOne, colour(one), !lit || lit.has(one) ? 1 : 0.2);
+    bar(held - ofOne, colour(other), !lit || lit.has(other) ? 1 : 0.2);
     if (shared * 2 > held) {
       ink.fillStyle = this.hatch(ink, side);
       ink.fillRect(x, bottom, side, y + side - bottom);
     }
-    bar(cached, this.palette.cached, lit < 0 ? 1 : 0.4);
+    bar(cached, this.palette.cached, lit ? 0.4 : 1);
   }
 
   hatch(ink, side) {
@@ -186,6 +185,16 @@ export class PoolMap {
   }
 }
 
+// One of some requests that holds a block; -1: none of them does.
+function holderAmong(pool, holders, block, some) {
+  const [first, second] = [holders.first[block], holders.second[block]];
+  if (some.has(first)) return first;
+  if (some.has(second)) return second;
+  if (holders.count[block] <= 2) return -1;
+  return [...some].find((id) => pool.requests.get(id)?.tables.some((ids) => ids.includes(block)))
+    ?? -1;
+}
+
 const LEFT = 0;
 export const RIGHT = 54; // room for what the lines at the right edge say
 
@@ -200,7 +209,7 @@ export class Lanes {
   }
 
   // The rows that something stands in between two times, packed.
-  draw(recording, { from, to, now, lit = -1 }) {
+  draw(recording, { from, to, now, lit = null }) {
     const { ink, width, height } = start(this.canvas);
     const scale = (width - LEFT - RIGHT) / Math.max(1e-9, to - from);
     const lanes = [...recording.lanes.values()].filter((one) => one.end >= from && one.begin <= to);
@@ -208,11 +217,12 @@ export class Lanes {
     const tall = Math.max(3, Math.min(22, Math.floor(height / Math.max(1, rows.length))));
     const places = new Map(rows.map((row, index) => [row, index * tall]));
     this.shown = [];
+    this.numHidden = Math.max(0, rows.length - Math.floor((height + 1) / tall));
     for (const lane of lanes) {
       const y = places.get(lane.row);
       if (y + tall > height + 1) continue;
       const end = Math.min(lane.end, to, recording.end);
-      ink.globalAlpha = lit < 0 || lit === lane.id ? 1 : 0.2;
+      ink.globalAlpha = !lit || lit.has(lane.id) ? 1 : 0.2;
       lane.spans.forEach((span, index) => {
         const until = Math.min(index + 1 < lane.spans.length ? lane.spans[index + 1].from : end, end);
         const [x0, x1] = [LEFT + (Math.max(span.from, from) - from) * scale,
@@ -288,7 +298,7 @@ export function drawChart(canvas, recording, usable, { from, to, now }) {
   const y = (share) => bottom - share * (bottom - top);
   ink.fillStyle = ink.strokeStyle = css("--rule");
   for (const share of [0, 0.5, 1]) ink.fillRect(LEFT, Math.round(y(share)), width - LEFT - RIGHT, 1);
-  drawTimes(ink, from, to, x, bottom, height, width - RIGHT);
+  drawTimes(ink, { from, to, origin: recording.start }, x, bottom, height, width - RIGHT);
   const all = recording.points;
   if (!all.length) return;
   const first = Math.max(0, all.findIndex((point) => point.t >= from) - 1);
@@ -337,16 +347,17 @@ function drawRate(ink, points, rates, x, y, end) {
   ink.stroke();
 }
 
-function drawTimes(ink, from, to, x, bottom, height, right) {
+function drawTimes(ink, { from, to, origin }, x, bottom, height, right) {
   const rough = (to - from) / 8;
   const power = 10 ** Math.floor(Math.log10(Math.max(rough, 1e-6)));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) ?? rough;
   ink.fillStyle = css("--quiet");
   ink.textAlign = "center";
   const digits = Math.max(0, -Math.floor(Math.log10(step)));
-  for (let t = Math.ceil(from / step) * step; t <= to; t += step) {
+  for (let n = Math.ceil((from - origin) / step); origin + n * step <= to; n += 1) {
+    const t = origin + n * step;
     if (x(t) < 12 || x(t) > right - 10) continue;
     ink.fillRect(x(t), bottom, 1, 4);
-    ink.fillText(`${t.toFixed(digits)} s`, x(t), height - 5);
+    ink.fillText(`${(n * step).toFixed(digits)} s`, x(t), height - 5);
   }
 }

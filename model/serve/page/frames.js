@@ -367,7 +367,10 @@ export class Recording {
   }
 
   lane(id, time, about) {
-    if (this.lanes.has(id)) return;
+    if (this.lanes.has(id)) {
+      Object.assign(this.lanes.get(id), about);
+      return;
+    }
     let row = this.rows.findIndex((last) => last.end <= time);
     if (row < 0) row = this.rows.length;
     const lane = { id, row, begin: time, end: Infinity, why: "", total: 0, spans: [], ...about };

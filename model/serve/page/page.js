@@ -13,7 +13,7 @@ const KEPT_SECONDS = 900; // and kept
 const map = new PoolMap($("map"));
 const lanes = new Lanes($("lanes"));
 const seen = { recording: null, isLive: false, isFollowing: true, isPlaying: false, time: 0,
-  to: 0, lit: -1, cursor: -1, isDirty: false, tipAsked: 0 };
+  to: 0, lit: null, cursor: -1, isDirty: false, tipAsked: 0 };
 
 function element(name, className, ...children) {
   const made = document.createElement(name);
@@ -52,9 +52,10 @@ function draw() {
   if (seen.isLive && seen.isFollowing) seen.time = recording.end;
   const index = recording.indexAt(seen.time);
   const pool = recording.at(index);
-  const shown = { ...windowShown(), now: seen.time, lit: seen.lit };
+  const shown = { ...windowShown(), now: seen.time };
+  if (seen.at && seen.at.frame !== index) refreshTip(pool, index);
   map.draw(pool, seen);
-  lanes.draw(recording, shown);
+  lanes.draw(recording, { ...shown, lit: seen.lit });
   drawChart($("chart"), recording, pool.head.num_blocks - 1, shown);
   drawNumbers(pool);
   const slider = $("slider");
@@ -63,6 +64,8 @@ function draw() {
     + `${(recording.end - recording.start).toFixed(1)}`;
   slider.setAttribute("aria-valuetext", `${$("clock").textContent}, frame ${index + 1} of `
     + `${recording.length}`);
+  $("about-lanes").textContent = "thin: waiting or preempted · pale: prompt · full: writing"
+    + (lanes.numHidden ? ` · ${lanes.numHidden} more rows do not fit` : "");
   if ($("list").open) drawTable(pool);
   document.documentElement.dataset.frame = index;
 }
@@ -80,13 +83,24 @@ function drawNumbers(pool) {
   put("hit", share(counts.hit, counts.prompt), `of ${many(counts.prompt)} prompt tokens`);
   put("running", many(counts.running));
   put("waiting", many(counts.waiting));
-  put("output", many(counts.output), `in ${many(counts.steps)} steps`);
+  put("output", many(counts.output), `${many(Math.round(rate()))} a second`);
+  put("steps", many(counts.steps));
   put("evicted", many(counts.evicted));
   put("preemptions", many(counts.preemptions));
   const { each } = map.layout;
   const sizes = pool.head.groups.map((one) => one.block_size);
   $("about-map").textContent = `${many(usable)} blocks of ${[...new Set(sizes)].join(" and ")} tokens`
     + (each > 1 ? `, ${many(each)} a cell` : "");
+}
+
+// Tokens a second around the moment that is shown.
+function rate() {
+  const { recording, time, isLive } = seen;
+  const { points } = recording;
+  const span = isLive ? 2 : Math.max(0.05, (recording.end - recording.start) / 20);
+  const until = points.findLast((point) => point.t <= time);
+  const since = points.findLast((point) => point.t <= time - span) ?? points[0];
+  return until && until.t > since.t ? (until.output - since.output) / (until.t - since.t) : 0;
 }
 
 function drawTable(pool) {
@@ -159,8 +173,9 @@ function point(found, x, y, { isKey = false } = {}) {
   const pool = seen.recording.at(seen.recording.indexAt(seen.time));
   seen.cursor = found.block;
   const block = found.count === 1 ? pool.block(found.block) : null;
-  seen.lit = block?.holders[0] ?? -1;
+  seen.lit = block?.holders.length ? new Set(block.holders) : null;
   redraw();
+  seen.at = { found, x, y };
   showTip(describeCell(pool, found), x, y);
   if (isKey) $("spoken").textContent = $("tip").textContent;
   if (block && block.state !== "empty" && seen.isLive && seen.isFollowing) {
@@ -168,8 +183,27 @@ function point(found, x, y, { isKey = false } = {}) {
   }
 }
 
+// Time goes on under a pointer that rests.
+function refreshTip(pool, index) {
+  const { found, x, y } = seen.at;
+  seen.at.frame = index;
+  if (found.count > 1) {
+    showTip(describeCell(pool, found), x, y);
+    return;
+  }
+  const block = pool.block(found.block);
+  seen.lit = block.holders.length ? new Set(block.holders) : null;
+  const told = seen.told?.id === block.id && seen.told.owner === block.owner ? seen.told : {};
+  showTip(describeBlock({ ...block, pieces: told.pieces, note: told.note }), x, y);
+  const isDue = performance.now() - (seen.askedAt ?? 0) > 1000;
+  if (isDue && block.state !== "empty" && seen.isLive && seen.isFollowing) {
+    askForBlock(block, x, y, false);
+  }
+}
+
 async function askForBlock(block, x, y, isKey) {
   seen.tipAsked += 1;
+  seen.askedAt = performance.now();
   const number = seen.tipAsked;
   await new Promise((resolve) => { setTimeout(resolve, 80); });
   if (number !== seen.tipAsked) return;
@@ -179,6 +213,7 @@ async function askForBlock(block, x, y, isKey) {
     const known = { ...block, state: told.state, holders: told.holders, start: told.start,
       group: told.group, pieces: told.pieces, note: told.note, length: told.num_tokens || block.size,
       owner: told.holders[0] ?? block.owner };
+    seen.told = known;
     showTip(describeBlock(known), x, y);
     if (isKey) $("spoken").textContent = $("tip").textContent;
   } catch (error) {
@@ -188,7 +223,7 @@ async function askForBlock(block, x, y, isKey) {
 
 function pointAway() {
   seen.tipAsked += 1;
-  [seen.lit, seen.cursor] = [-1, -1];
+  [seen.lit, seen.cursor, seen.at] = [null, -1, null];
   $("tip").hidden = true;
   redraw();
 }
@@ -270,7 +305,8 @@ function stepFrames(event) {
 function show(recording, { isLive, about }) {
   play(false);
   fault("");
-  Object.assign(seen, { recording, isLive, time: recording.start, lit: -1, cursor: -1 });
+  Object.assign(seen, { recording, isLive, time: recording.start, lit: null, cursor: -1, at: null });
+  $("tip").hidden = true;
   follow(isLive);
   $("view").hidden = false;
   $("follow").hidden = !isLive;
@@ -337,7 +373,7 @@ async function live(about) {
 async function begin() {
   let source;
   try {
-    source = await (await ask("view/source")).json();
+    source = await (await ask("page/source")).json();
   } catch {
     $("source").textContent = "no server here: open a trace";
     return;
@@ -379,14 +415,13 @@ for (const id of ["lanes", "chart"]) {
   $(id).addEventListener("pointermove", scrub);
 }
 $("lanes").addEventListener("pointermove", (event) => {
-  const lit = lanes.find(event.offsetX, event.offsetY);
-  if (lit === seen.lit) return;
-  seen.lit = lit;
+  const id = lanes.find(event.offsetX, event.offsetY);
+  seen.lit = id < 0 ? null : new Set([id]);
   redraw();
-  const lane = seen.recording?.lanes.get(lit);
+  const lane = seen.recording?.lanes.get(id);
   if (lane === undefined) $("tip").hidden = true;
   else {
-    showTip([element("b", "", `#${lit} `), seen.recording.label(lit).replace(/\s+/g, " "),
+    showTip([element("b", "", `#${id} `), seen.recording.label(id).replace(/\s+/g, " "),
       element("div", "quiet", `${lane.prompt} prompt tokens, ${Math.max(0, lane.total - lane.prompt)}`
         + ` written${lane.why ? ` · ${lane.why}` : ""}`)], event.clientX, event.clientY);
   }
