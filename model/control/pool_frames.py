@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import kvcore
@@ -49,11 +49,10 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A request that is seen for the first time: its prompt's tokens, its sample, a label."""
+    """A request that is seen for the first time: its prompt's tokens, its sample."""
 
     num_prompt_tokens: int
     sample: int
-    label: str
 
 
 @dataclass(slots=True)
@@ -64,7 +63,8 @@ class Frame:
         time_s: when, since the first frame.
         is_whole: whatever was before is to be forgotten.
         counts: of this moment, by name.
-        begun: requests seen for the first time, by id, and those that have got their labels.
+        begun: requests seen for the first time, by id.
+        labels: what requests are called that have got a label.
         statuses: requests whose status has changed: "waiting", "running", "preempted", or why they
             have ended.
         progress: tokens computed and tokens in all, of requests for which one has changed.
@@ -79,6 +79,7 @@ class Frame:
     is_whole: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     begun: dict[int, Beginning] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)
     statuses: dict[int, str] = field(default_factory=dict)
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
     tables: dict[tuple[int, int], tuple[int, Runs]] = field(default_factory=dict)
@@ -88,13 +89,13 @@ class Frame:
     @property
     def size(self) -> int:
         """How much it says, in numbers. O(tables)."""
-        size = len(self.begun) + len(self.statuses) + len(self.progress)
+        size = len(self.begun) + len(self.labels) + len(self.statuses) + len(self.progress)
         size += len(self.cached) + len(self.hits) + len(self.tables)
         return size + sum([len(runs) for _, runs in self.tables.values()])
 
     def document(self) -> dict[str, object]:
         """As docs/viewing.md has it, for JSON; what is empty is left out. O(size)."""
-        begun = [[n, b.num_prompt_tokens, b.sample, b.label] for n, b in self.begun.items()]
+        begun = [part for n, b in self.begun.items() for part in (n, b.num_prompt_tokens, b.sample)]
         tables = [
             [number, group, first, runs.tolist()]
             for (number, group), (first, runs) in self.tables.items()
@@ -103,6 +104,7 @@ class Frame:
             "whole": self.is_whole,
             "counts": self.counts,
             "begun": begun,
+            "labels": [part for pair in self.labels.items() for part in pair],
             "status": [part for pair in self.statuses.items() for part in pair],
             "progress": [part for n, both in self.progress.items() for part in (n, *both)],
             "tables": tables,
@@ -132,6 +134,7 @@ def fold(first: Frame, then: Frame) -> Frame:
         first.is_whole,
         then.counts,
         {n: one for n, one in (first.begun | then.begun).items() if n not in short},
+        {n: one for n, one in (first.labels | then.labels).items() if n not in short},
         {n: one for n, one in (first.statuses | then.statuses).items() if n not in short},
         {n: one for n, one in (first.progress | then.progress).items() if n not in short},
         {place: one for place, one in tables.items() if place[0] not in short},
@@ -192,6 +195,7 @@ class _Seen:
     progress: tuple[int, int]
     sequence: kvcore.KVSequence | None
     tables: list[array[int]]
+    label: str = ""
     is_named: bool = False
 
 
@@ -297,6 +301,7 @@ class PoolFrames:
             True,  # noqa: FBT003  # a field of a record
             self._last.counts,
             {number: one.beginning for number, one in seen.items()},
+            {number: one.label for number, one in seen.items() if one.label},
             {number: one.status for number, one in seen.items()},
             {number: one.progress for number, one in seen.items()},
             {
@@ -313,7 +318,7 @@ class PoolFrames:
         number = request.request_id
         one = self._seen.get(number)
         if one is None:
-            beginning = Beginning(request.num_prompt_tokens, request.sample, "")
+            beginning = Beginning(request.num_prompt_tokens, request.sample)
             one = _Seen(request, beginning, "", (0, 0), None, [array("I") for _ in self._kv.groups])
             self._seen[number] = one
             frame.begun[number] = beginning
@@ -339,8 +344,9 @@ class PoolFrames:
                     self._change(one, group, table.block_ids[:], num_hit=num_entries)
             if self._label is not None and not one.is_named and one.tables[0]:
                 one.is_named = True
-                one.beginning = replace(one.beginning, label=self._label(request))
-                frame.begun[number] = one.beginning
+                one.label = self._label(request)
+                if one.label:
+                    frame.labels[number] = one.label
 
     def _let_go(self, one: _Seen, frame: Frame) -> None:
         request, reason = one.request, one.request.finish_reason

@@ -55,6 +55,7 @@ export class PoolMap {
     const { ink, width, height } = start(this.canvas);
     this.layout = layMap(pool.head.num_blocks - 1, width, height);
     const { each, cells, size, columns, gap } = this.layout;
+    Object.assign(this.canvas.dataset, { each, cells, size, columns });
     const holders = pool.holders();
     this.palette = { empty: css("--empty"), cached: css("--cached"), ink: css("--ink") };
     const side = size - gap;
@@ -67,8 +68,8 @@ export class PoolMap {
       const cell = Math.floor((cursor - 1) / each);
       ink.strokeStyle = this.palette.ink;
       ink.lineWidth = 2;
-      ink.strokeRect((cell % columns) * size - 1, Math.floor(cell / columns) * size - 1,
-        side + 2, side + 2);
+      ink.strokeRect((cell % columns) * size + 1, Math.floor(cell / columns) * size + 1,
+        side - 2, side - 2);
     }
   }
 

@@ -19,6 +19,7 @@ function wanted(is, what, got) {
 }
 
 const isCount = (n) => Number.isSafeInteger(n) && n >= 0;
+const isId = (n) => isCount(n) && n < 2 ** 31;
 const isObject = (v) => typeof v === "object" && v !== null && !Array.isArray(v);
 
 export function checkHead(head) {
@@ -49,13 +50,13 @@ function checkFrame(frame, head, before) {
   for (const name of COUNTS) {
     wanted(isCount(frame.counts[name]), `counts: wanted a number of ${name}`, frame.counts[name]);
   }
-  for (const one of flat(frame, "begun", 1)) {
-    wanted(Array.isArray(one) && isCount(one[0]) && isCount(one[1]) && isCount(one[2])
-      && typeof one[3] === "string", "begun: wanted id, prompt, sample, label", one);
-  }
+  wanted(flat(frame, "begun", 3).every(isId), "begun: wanted ids and numbers", frame.begun);
+  const labels = flat(frame, "labels", 2);
+  wanted(labels.every((one, i) => (i % 2 ? typeof one === "string" : isId(one))),
+    "labels: wanted ids and texts", labels);
   const status = flat(frame, "status", 2);
   for (let i = 0; i < status.length; i += 2) {
-    wanted(isCount(status[i]) && STATUSES.includes(status[i + 1]), "status: wanted id and word",
+    wanted(isId(status[i]) && STATUSES.includes(status[i + 1]), "status: wanted id and word",
       status.slice(i, i + 2));
   }
   wanted(flat(frame, "progress", 3).every(isCount), "progress: wanted numbers", frame.progress);
@@ -75,7 +76,7 @@ function checkFrame(frame, head, before) {
 
 function checkTable(table, head) {
   const [id, group, first, runs] = Array.isArray(table) ? table : [];
-  wanted(isCount(id) && isCount(group) && group < head.groups.length && isCount(first)
+  wanted(isId(id) && isCount(group) && group < head.groups.length && isCount(first)
     && Array.isArray(runs) && runs.length % 2 === 0 && runs.every(isCount),
   "tables: wanted id, group, entry, runs", table);
   let entries = 0;
@@ -125,7 +126,7 @@ export class Pool {
   request(id) {
     let one = this.requests.get(id);
     if (one === undefined) {
-      one = { id, prompt: 0, sample: 0, label: "", status: "waiting", computed: 0, total: 0,
+      one = { id, prompt: 0, sample: 0, status: "waiting", computed: 0, total: 0,
         tables: this.head.groups.map(() => new Uint32Array(0)) };
       this.requests.set(id, one);
     }
@@ -136,10 +137,10 @@ export class Pool {
     if (frame.whole) this.forget();
     this.time = frame.t;
     this.counts = frame.counts;
-    for (const [id, prompt, sample, label] of frame.begun ?? []) {
-      Object.assign(this.request(id), { prompt, sample, label });
+    const { begun = [], status = [] } = frame;
+    for (let i = 0; i < begun.length; i += 3) {
+      Object.assign(this.request(begun[i]), { prompt: begun[i + 1], sample: begun[i + 2] });
     }
-    const status = frame.status ?? [];
     for (let i = 0; i < status.length; i += 2) this.request(status[i]).status = status[i + 1];
     const progress = frame.progress ?? [];
     for (let i = 0; i < progress.length; i += 3) {
@@ -258,7 +259,7 @@ export class Recording {
   }
 
   push(frame) {
-    const before = frame.whole || !this.frames.length ? 0 : this.newest.time;
+    const before = frame?.whole || !this.frames.length ? 0 : this.newest.time;
     const size = checkFrame(frame, this.head, before) + 20;
     if (frame.whole && this.frames.length) this.clearFrames(frame.t);
     wanted(this.frames.length || frame.whole, "wanted the first frame whole", frame.t);
@@ -331,8 +332,13 @@ export class Recording {
     const { used, prompt, hit, output, running } = frame.counts;
     const cached = this.newest.numCached;
     this.points.push({ t: frame.t, used, cached, prompt, hit, output, running });
-    for (const [id, tokens, sample, label] of frame.begun ?? []) {
-      this.lane(id, frame.t, { prompt: tokens, sample, label });
+    const { begun = [], labels = [] } = frame;
+    for (let i = 0; i < begun.length; i += 3) {
+      this.lane(begun[i], frame.t, begun[i + 1]);
+    }
+    for (let i = 0; i < labels.length; i += 2) {
+      const lane = this.lanes.get(labels[i]);
+      if (lane !== undefined) lane.label = labels[i + 1];
     }
     const ended = new Map();
     const { status = [], progress = [] } = frame;
@@ -366,14 +372,12 @@ export class Recording {
     if (lane !== undefined && lane.end === Infinity) [lane.end, lane.why] = [time, why];
   }
 
-  lane(id, time, about) {
-    if (this.lanes.has(id)) {
-      Object.assign(this.lanes.get(id), about);
-      return;
-    }
+  lane(id, time, tokens) {
+    if (this.lanes.has(id)) return;
     let row = this.rows.findIndex((last) => last.end <= time);
     if (row < 0) row = this.rows.length;
-    const lane = { id, row, begin: time, end: Infinity, why: "", total: 0, spans: [], ...about };
+    const lane = { id, row, begin: time, end: Infinity, why: "", label: "", prompt: tokens,
+      total: tokens, spans: [] };
     this.rows[row] = lane;
     this.lanes.set(id, lane);
   }
