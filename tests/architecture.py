@@ -85,7 +85,7 @@ MODEL_LAYERS = (
     ("output", "token_stream"),
     ("device/__init__", "device/layout", "device/chunks", "device/rope", "device/sight"),
     ("device/kv_caches", "device/memory", "device/sampler"),
-    ("device/attention", "device/batch", "device/swap"),
+    ("device/attention", "device/batch", "device/request_sampler", "device/swap"),
     ("device/fx_trace", "device/probes"),
     ("device/piecewise",),
     ("architectures",),
@@ -99,9 +99,10 @@ MODEL_LAYERS = (
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
     ("tiny/__init__", "tiny/corpus"),
     ("tiny/train",),
-    ("cli/__init__", "cli/exits", "cli/progress", "cli/writer"),
-    ("cli/size_flags", "cli/step_table", "cli/verify"),
-    ("cli/args", "cli/report"),
+    ("cli/__init__", "cli/bars", "cli/exits", "cli/progress", "cli/writer"),
+    ("cli/settings", "cli/step_table", "cli/verify"),
+    ("cli/options", "cli/report"),
+    ("cli/args",),
     ("cli/prompts",),
     ("cli/session",),
     ("bench/__init__", "bench/configs", "bench/metrics", "bench/workloads"),
@@ -140,6 +141,7 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis"},
     "kvcore/bench": set(),
+    "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
 
