@@ -7,7 +7,6 @@ its own name (a page elsewhere that has its own name point here gets nothing).
 Does not know: what is in a frame; the page checks that (`serve/page/frames.js`).
 """
 
-import argparse
 import http.server
 import json
 import sys
@@ -18,12 +17,24 @@ from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 
-from model.cli.args import Parser
 from model.cli.exits import leaves
+from model.cli.settings import Flags
+from model.control.settings import check_settings, setting
 from model.errors import UsageError
 from model.page import FILES, HEADERS, page_file
 
 _JSON = "application/json; charset=utf-8"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewOptions:
+    """How a trace is shown."""
+
+    port: int = setting(0, help="where to listen; 0: any that is free", least=0, most=2**16 - 1)
+    browser: bool = setting(True, help="open a browser")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,27 +125,22 @@ def make_server(trace: Trace, port: int) -> http.server.ThreadingHTTPServer:
         raise UsageError(f"--port: cannot listen on {port}: {error.strerror}") from error
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) >= 2**16:
-        raise argparse.ArgumentTypeError(f"wanted a number from 0 to 65535, got {text!r}")
-    return int(text)
-
-
 def main(arguments: Sequence[str]) -> None:
-    """Serve the trace that the command line names, until a signal.
+    """Serve the trace that the command line names first, until a signal.
 
     Raises:
         UsageError: a flag or the file is wrong.
     """
-    parser = Parser(prog="python -m model.view", description="Show a trace file in a browser.")
-    parser.add_argument("trace", help="a file that --trace has written")
-    parser.add_argument("--port", type=_port, default=0, help="where to listen (0: a free one)")
-    parser.add_argument("--no-browser", action="store_true", help="open no browser")
-    flags = parser.parse_args(arguments)
-    with make_server(read_trace(flags.trace), flags.port) as server:
+    flags = Flags("python -m model.view FILE", "Show a trace that --trace has written.")
+    flags.add("how", ViewOptions)
+    path = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    options = flags.parse(arguments[path is not None :]).of(ViewOptions)
+    if path is None:
+        raise UsageError("wanted a file that --trace has written, before all flags; got none")
+    with make_server(read_trace(path), options.port) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}/"
-        print(f"{flags.trace}: {address} (Ctrl-C ends)", flush=True)
-        if not flags.no_browser:
+        print(f"{path}: {address} (Ctrl-C ends)", flush=True)
+        if options.browser:
             webbrowser.open(address)
         server.serve_forever()
 
