@@ -109,7 +109,10 @@ export class PoolMap {
       ink.fillStyle = held ? css("--on-request") : this.palette.ink;
       ink.textAlign = "center";
       ink.globalAlpha *= 0.75;
-      ink.fillText(`${pool.hits[block]}×`, x + side / 2, y + side / 2 + 0.5);
+      const times = `${pool.hits[block]}×`;
+      if (ink.measureText(times).width < side - 2) {
+        ink.fillText(times, x + side / 2, y + side / 2 + 0.5);
+      }
     }
     ink.globalAlpha = 1;
   }

@@ -147,7 +147,7 @@ function describeBlock(block) {
   }
   if (block.state === "empty") return parts;
   const stop = block.start + (block.length ?? block.size);
-  const hits = block.hits === 1 ? "hit once" : `hit ${block.hits} times`;
+  const hits = ["not hit yet", "hit once"][block.hits] ?? `hit ${block.hits} times`;
   const { groups } = seen.recording.head;
   parts.push(element("div", "quiet", `tokens ${block.start} to ${stop - 1} · ${hits}`
     + (groups.length > 1 ? ` · ${groups[block.group].kind}` : "")));

@@ -261,6 +261,13 @@ def test_a_slow_reader_misses_frames_and_gets_the_whole_pool_after_them(make_eng
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
 
+class Like:
+    """A module with other functions in some places, for one reader alone."""
+
+    def __init__(self, module, **others):
+        self.__dict__.update(vars(module) | others)
+
+
 def test_looks_that_take_long_are_seldom(make_engine, monkeypatch):
     engine = make_engine()
 
@@ -271,16 +278,15 @@ def test_looks_that_take_long_are_seldom(make_engine, monkeypatch):
 
         async def sleep(seconds):
             waits.append(seconds)
-            await real(0)
+            await asyncio.sleep(0)
 
-        real = asyncio.sleep
         clock = iter(range(10**6))  # each look takes a second
-        monkeypatch.setattr(live.asyncio, "sleep", sleep)
-        monkeypatch.setattr(live.time, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(live, "asyncio", Like(asyncio, sleep=sleep))
+        monkeypatch.setattr(live, "time", Like(time, perf_counter=lambda: next(clock)))
         reader = feed.events()
         await anext(reader)
         while not waits:
-            await real(0)
+            await asyncio.sleep(0)
         await reader.aclose()
         assert set(waits) == {live._SHARE}
 
