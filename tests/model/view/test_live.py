@@ -274,10 +274,11 @@ def test_looks_that_take_long_are_seldom(make_engine, monkeypatch):
     async def run():
         source = Immediate(engine)
         feed = PoolFeed(source, shows_texts=False, period_s=0.0)
-        waits = []
+        waits, has_waited = [], asyncio.Event()
 
         async def sleep(seconds):
             waits.append(seconds)
+            has_waited.set()
             await asyncio.sleep(0)
 
         clock = iter(range(10**6))  # each look takes a second
@@ -285,8 +286,7 @@ def test_looks_that_take_long_are_seldom(make_engine, monkeypatch):
         monkeypatch.setattr(live, "time", Like(time, perf_counter=lambda: next(clock)))
         reader = feed.events()
         await anext(reader)
-        while not waits:
-            await asyncio.sleep(0)
+        await has_waited.wait()
         await reader.aclose()
         assert set(waits) == {live._SHARE}
 
