@@ -18,6 +18,7 @@ import backends
 import kvcore
 from model.control.params import SamplingParams
 from model.device.prepare import is_small
+from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
 from model.errors import UsageError
 from model.loader import LoadedModel, load_model
@@ -30,7 +31,7 @@ _BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     kvcore.OutOfBlocksError,
 )
 
-Load = Callable[[str, torch.device, torch.dtype], LoadedModel]
+Load = Callable[[str, torch.device, torch.dtype, Ranks | None], LoadedModel]
 
 
 @contextmanager
@@ -51,6 +52,7 @@ def start(
     backend_name: str,
     dtype_name: str,
     *,
+    num_ranks: int | None = None,
     is_exact: bool = False,
     load: Load = load_model,
 ) -> tuple[LoadedModel, backends.Backend]:
@@ -60,21 +62,23 @@ def start(
         name: a folder, or an id on the hub.
         backend_name: its name, or "auto".
         dtype_name: its name, or "auto": bfloat16 on a GPU, else float32.
+        num_ranks: processes that share the network; None: it is whole here.
         is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
             without near ties.
         load: what loads it.
 
     Raises:
-        ModelError: there is no such model, or it cannot run here.
+        ModelError: there is no such model, it cannot run here, or there are not as many processes.
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    ranks = None if num_ranks is None else join_ranks(num_ranks)
     backend = backends.get_backend(backend_name)
     if dtype_name == "auto":
         is_half = backend.device.type == "cuda" and not is_exact
         dtype_name = "bfloat16" if is_half else "float32"
     dtype: torch.dtype = getattr(torch, dtype_name)
-    model = load(name, backend.device, dtype)
+    model = load(name, backend.device, dtype, ranks)
     _choose_threads(model)
     return model, backend
 

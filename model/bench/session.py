@@ -35,6 +35,7 @@ from model.engine import Engine
 from model.loader import LoadedModel
 from model.start import input_errors, start
 from model.trace import trace_file, write_trace
+from model.twins import TwinEngine, engine_of
 
 _WARM_REQUESTS = 8
 _WARM_TOKENS = 4
@@ -71,13 +72,29 @@ def execute(options: BenchOptions) -> None:
         ModelError: the options cannot be run.
         OSError: what was printed could not be written.
     """
-    with input_errors(), trace_file(options.trace.trace) as trace:
-        report = measure(options, trace)
+    with input_errors():
+        if options.model.follows:
+            follow(options)
+            return
+        with trace_file(options.trace.trace) as trace:
+            report = measure(options, trace)
     if options.json:
         json.dump(document(report), sys.stdout)
         print()
     else:
         print(table(report))
+
+
+def follow(options: BenchOptions) -> None:
+    """Be a process that shares the network of one that measures, until that has done so.
+
+    Raises:
+        ModelError: the options cannot be run.
+        RankLostError: another process is gone.
+    """
+    engine = _prepare(options).engine
+    if isinstance(engine, TwinEngine):
+        engine.follow()
 
 
 def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
@@ -113,6 +130,7 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
             turns.append(_peer_turn(bench, name, ours[0].served, label))
     if recorder is not None and trace is not None:
         write_trace(trace, recorder)
+    bench.engine.end()
     return dataclasses.replace(_report(bench, startup_s, ours, others), steps=steps)
 
 
@@ -122,6 +140,7 @@ def _prepare(options: BenchOptions) -> _Bench:
         what.path,
         what.backend,
         what.dtype,
+        num_ranks=what.tp,
         load=partial(load, dummy_weights=options.work.dummy_weights),
     )
     vocab_size: int = model.network.config.get_text_config().vocab_size
@@ -130,7 +149,7 @@ def _prepare(options: BenchOptions) -> _Bench:
     config = dataclasses.replace(
         options.engine, expected_lengths=lengths, seed=options.arrivals.seed
     )
-    engine = Engine(model, backend, config)
+    engine = engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
     return _Bench(options, model, engine, requests, engine.prepare())
 
 
@@ -151,8 +170,7 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
         seed=options.arrivals.seed,
     )
     # Nothing runs, so the cache can be emptied, and turned off for a turn.
-    engine.kv.reset()
-    engine.kv.enable_caching = prefix_cache and options.engine.enable_prefix_caching
+    engine.empty_cache(enable_caching=prefix_cache and options.engine.enable_prefix_caching)
     engine.stats.peak_running = 0
     before = _counters(engine)
     gc.collect()
@@ -166,7 +184,7 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
                 on_finish=advance,
             )
     finally:
-        engine.kv.enable_caching = options.engine.enable_prefix_caching
+        engine.empty_cache(enable_caching=options.engine.enable_prefix_caching)
     return _Turn(served, _counters(engine).since(before))
 
 

@@ -35,6 +35,7 @@ from model.loader import LoadedModel
 from model.output import Completion, Output
 from model.start import input_errors, start, warm_up
 from model.trace import trace_file, write_trace
+from model.twins import TwinEngine, engine_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,17 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
 def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) -> int:
     what = options.model
     with telling(f"loading {what.path}"):
-        model, backend = start(what.path, what.backend, what.dtype, is_exact=options.output.verify)
+        model, backend = start(
+            what.path,
+            what.backend,
+            what.dtype,
+            num_ranks=what.tp,
+            is_exact=options.output.verify,
+        )
     prompts = _encode(model, specs)
     engine = _engine(options, model, backend, specs, prompts)
+    if isinstance(engine, TwinEngine) and not engine.leads:
+        return _follow(model, backend, engine, prompts)
     requests = _queue(engine, specs, prompts)
     about = {
         "model": what.path,
@@ -79,8 +88,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         say(_preemption(engine))
     with telling("compiling kernels: the first time on a machine takes longest"):
         started = time.perf_counter()
-        length = min(max(map(len, prompts)) - 1, 128)  # no longer than what was queued
-        how = warm_up(engine, model, backend, length=length, num_prompts=min(len(prompts), 4))
+        how = _warm_up(engine, model, backend, prompts)
     say(f"network: {how}; compiled and warm in {time.perf_counter() - started:.1f} s")
     recorder = engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
@@ -89,6 +97,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
             recorder.record_device(DeviceRanges(model.network.device))
     with stopping() as asked:  # until all that is finished is printed
         generated = _generate(options, engine, specs, requests, asked)
+        engine.end(goes_on=options.output.verify and generated.fault is None)
         if recorder is not None and trace is not None:
             write_trace(trace, recorder)
         mismatches = None
@@ -166,7 +175,38 @@ def _engine(
         for spec, prompt in zip(specs, prompts, strict=True)
         for _ in range(spec.samples.n)
     )
-    return Engine(model, backend, dataclasses.replace(options.engine, expected_lengths=lengths))
+    config = dataclasses.replace(options.engine, expected_lengths=lengths)
+    return engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
+
+
+def _follow(
+    model: LoadedModel,
+    backend: backends.Backend,
+    engine: TwinEngine,
+    prompts: Sequence[Sequence[int]],
+) -> int:
+    """What a rank does that is not the first: the same, and it says nothing.
+
+    A signal reaches the first one too, which tells the others when to end.
+    """
+    _warm_up(engine, model, backend, prompts)
+    with stopping():
+        requests, is_verified = engine.follow()
+        if is_verified:
+            for index, request in enumerate(requests):
+                find_mismatch(model, index, request)
+    return 0
+
+
+def _warm_up(
+    engine: Engine,
+    model: LoadedModel,
+    backend: backends.Backend,
+    prompts: Sequence[Sequence[int]],
+) -> str:
+    """Prepare an engine with a few prompts, none longer than what is queued."""
+    length = min(max(map(len, prompts)) - 1, 128)
+    return warm_up(engine, model, backend, length=length, num_prompts=min(len(prompts), 4))
 
 
 def _encode(model: LoadedModel, specs: Sequence[PromptSpec]) -> list[list[int]]:

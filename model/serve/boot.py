@@ -6,29 +6,44 @@ and a few tokens computed that are forgotten again.
 Does not know: clients.
 """
 
+from model.cli.exits import stopping
+from model.cli.options import ModelOptions
 from model.cli.progress import say
 from model.control.config import EngineConfig
 from model.engine import Engine
 from model.start import input_errors, start, warm_up
+from model.twins import TwinEngine, engine_of
 
 
-def make_engine(model: str, backend: str, dtype: str, config: EngineConfig) -> Engine:
+def make_engine(options: ModelOptions, config: EngineConfig) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
     Args:
-        model: a folder, or an id on the hub.
-        backend: its name, or "auto".
-        dtype: its name, or "auto".
+        options: which model on what.
         config: sizes.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
     with input_errors():
-        loaded, chosen = start(model, backend, dtype)
-        engine = Engine(loaded, chosen, config)
+        model, backend = start(options.path, options.backend, options.dtype, num_ranks=options.tp)
+        engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
         say(engine.memory.describe(engine.network.layout))
         few = min(4, engine.config.max_num_seqs)
-        how = warm_up(engine, loaded, chosen, length=32, num_prompts=few)
+        how = warm_up(engine, model, backend, length=32, num_prompts=few)
     say(f"network: {how}")
     return engine
+
+
+def follow(options: ModelOptions, config: EngineConfig) -> int:
+    """Be a process that shares the network of one that serves, until that ends; the exit code.
+
+    Raises:
+        ModelError: there is no such model, or it does not run here.
+        RankLostError: another process is gone.
+    """
+    engine = make_engine(options, config)
+    if isinstance(engine, TwinEngine):
+        with stopping():  # a signal reaches the one that serves too, which says when it is over
+            engine.follow()
+    return 0
