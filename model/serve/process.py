@@ -46,9 +46,9 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
 
     def make() -> "Engine":
-        boot = import_module("model.serve.boot")  # torch is loaded on the engine's thread
+        boot = import_module("model.boot")  # torch is loaded on the engine's thread
         made: Engine = boot.make_engine(
-            options.model, options.backend, options.dtype, options.engine
+            options.model, options.backend, options.dtype, options.engine, say
         )
         return made
 

@@ -1,27 +1,34 @@
-"""From the options of a server to its engine; loads torch and Transformers.
+"""From the name of a model to an engine that is warm; loads torch and Transformers.
 
 Decides: that an engine is warm before it is asked: its kernels are compiled, its network prepared,
 and a few tokens computed that are forgotten again.
 
-Does not know: clients.
+Does not know: who asks for it.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from transformers.utils import logging as transformers_logging
 
 import backends
-from model.cli.progress import say
 from model.cli.session import BAD_INPUT, choose_threads
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.engine import Engine
-from model.errors import UsageError
+from model.cli.args import DTYPES
+from model.errors import InvalidArgumentError, UsageError, shown
 from model.loader import load_model
 
 
-def make_engine(model: str, backend: str, dtype: str, config: EngineConfig) -> Engine:
+def make_engine(
+    model: str,
+    backend: str,
+    dtype: str,
+    config: EngineConfig,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
     Args:
@@ -29,25 +36,30 @@ def make_engine(model: str, backend: str, dtype: str, config: EngineConfig) -> E
         backend: its name, or "auto".
         dtype: its name, or "auto".
         config: sizes.
+        tell: is told what came about, a line each.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
     try:
-        return _prepared(model, backend, dtype, config)
+        return _prepared(model, backend, dtype, config, tell)
     except BAD_INPUT as error:
         raise UsageError(str(error)) from error
 
 
-def _prepared(model: str, backend: str, dtype: str, config: EngineConfig) -> Engine:
+def _prepared(
+    model: str, backend: str, dtype: str, config: EngineConfig, tell: Callable[[str], None]
+) -> Engine:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     chosen = backends.get_backend(backend)
+    if dtype not in DTYPES:
+        raise InvalidArgumentError(f"dtype: wanted one of {', '.join(DTYPES)}, got {shown(dtype)}")
     loaded = load_model(model, chosen.device, None if dtype == "auto" else getattr(torch, dtype))
     choose_threads(loaded)
     engine = Engine(loaded, chosen, config)
-    say(engine.memory.describe(engine.network.layout))
-    say(f"network: {engine.prepare()}")
+    tell(engine.memory.describe(engine.network.layout))
+    tell(f"network: {engine.prepare()}")
     # Another engine, over the same caches: what it counts and finds is forgotten with it.
     sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
     trial = Engine(loaded, chosen, sizes, caches_of=engine)
