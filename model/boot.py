@@ -13,28 +13,24 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import backends
+from model.cli.options import ModelOptions
 from model.cli.session import BAD_INPUT, choose_threads
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.engine import Engine
-from model.cli.args import DTYPES
-from model.errors import InvalidArgumentError, UsageError, shown
+from model.errors import UsageError
 from model.loader import load_model
 
 
 def make_engine(
-    model: str,
-    backend: str,
-    dtype: str,
+    model: ModelOptions,
     config: EngineConfig,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
     Args:
-        model: a folder, or an id on the hub.
-        backend: its name, or "auto".
-        dtype: its name, or "auto".
+        model: which, and on what it runs.
         config: sizes.
         tell: is told what came about, a line each.
 
@@ -42,20 +38,20 @@ def make_engine(
         ModelError: there is no such model, or it does not run here.
     """
     try:
-        return _prepared(model, backend, dtype, config, tell)
+        return _prepared(model, config, tell)
     except BAD_INPUT as error:
         raise UsageError(str(error)) from error
 
 
-def _prepared(
-    model: str, backend: str, dtype: str, config: EngineConfig, tell: Callable[[str], None]
-) -> Engine:
+def _prepared(model: ModelOptions, config: EngineConfig, tell: Callable[[str], None]) -> Engine:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    chosen = backends.get_backend(backend)
-    if dtype not in DTYPES:
-        raise InvalidArgumentError(f"dtype: wanted one of {', '.join(DTYPES)}, got {shown(dtype)}")
-    loaded = load_model(model, chosen.device, None if dtype == "auto" else getattr(torch, dtype))
+    chosen = backends.get_backend(model.backend)
+    loaded = load_model(
+        model.path,
+        chosen.device,
+        None if model.dtype == "auto" else getattr(torch, model.dtype),
+    )
     choose_threads(loaded)
     engine = Engine(loaded, chosen, config)
     tell(engine.memory.describe(engine.network.layout))

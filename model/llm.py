@@ -5,8 +5,8 @@
     outputs = LLM("model/tiny").generate(["A tuple is"], SamplingParams(max_tokens=8))
     print(outputs[0].outputs[0].text)
 
-Decides: what of vLLM's `LLM`, `RequestOutput` and `CompletionOutput` there is, and what it is called
-here. What else an engine can be told has the name of a field of `EngineConfig`.
+Decides: what of vLLM's `LLM`, `RequestOutput` and `CompletionOutput` there is, and what it is
+called here. What else an engine can be told has the name of a field of `EngineConfig`.
 
 Does not know: how tokens come about.
 """
@@ -15,14 +15,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
 from model.boot import make_engine
+from model.cli.options import ModelOptions
+from model.cli.progress import Progress
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import Request
 from model.engine import Engine
-from model.errors import InvalidArgumentError, shown
+from model.errors import InvalidArgumentError
 
 _ALIASES = {"enforce_eager": "eager", "gpu_memory_utilization": "kv_memory_fraction"}
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(EngineConfig))
@@ -108,8 +108,9 @@ class LLM:
         for name in said:
             if name not in _SETTINGS:
                 raise InvalidArgumentError(f"{name}: there is no such setting of an engine")
+        options = ModelOptions(model=str(model), backend=backend, dtype=dtype)  # type: ignore[arg-type]
         config = EngineConfig(**said)  # type: ignore[arg-type]  # it checks them
-        self.engine: Engine = make_engine(str(model), backend, dtype, config)
+        self.engine: Engine = make_engine(options, config)
 
     def generate(
         self,
@@ -125,7 +126,7 @@ class LLM:
             prompts: a text, or several texts or lists of token ids.
             sampling_params: of all of them, or one for each; None: greedy, with the default length.
             num_samples: how often each is continued.
-            use_tqdm: whether a bar is drawn on stderr.
+            use_tqdm: whether a bar is drawn, where stderr is a terminal.
 
         Raises:
             InvalidArgumentError: one of them cannot be run; none is then.
@@ -144,11 +145,11 @@ class LLM:
             for prompt, one in zip(each, every, strict=True):
                 groups.append(engine.add_samples(prompt, one, num_samples=num_samples))
             texts = {r.request_id: [] for group in groups for r in group}
-            with tqdm(total=len(texts), desc="generated", disable=not use_tqdm) as bar:
+            with Progress("generated", len(texts), is_wanted=use_tqdm) as progress:
                 while engine.has_unfinished:
                     for output in engine.step():
                         texts[output.request.request_id].append(output.text)
-                        bar.update(output.request.is_finished)
+                        progress.advance(output.request.is_finished)
         finally:
             for group in groups:
                 for request in group:

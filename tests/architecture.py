@@ -100,8 +100,9 @@ MODEL_LAYERS = (
     ("tiny/__init__", "tiny/corpus"),
     ("tiny/train",),
     ("cli/__init__", "cli/exits", "cli/progress", "cli/writer"),
-    ("cli/size_flags", "cli/step_table", "cli/verify"),
-    ("cli/args", "cli/report"),
+    ("cli/settings", "cli/step_table", "cli/verify"),
+    ("cli/options", "cli/report"),
+    ("cli/args",),
     ("cli/prompts",),
     ("cli/session",),
     ("boot",),
@@ -141,6 +142,7 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis"},
     "kvcore/bench": set(),
+    "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
 

@@ -1,5 +1,11 @@
-"""Hypothesis profiles: `default` for every save, `ci` for the gate, `deep` for an hour's hunt."""
+"""Hypothesis profiles: `default` for every save, `ci` for the gate, `deep` for an hour's hunt.
 
+And the collector is kept away from what was imported.
+"""
+
+import gc
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Wall-clock deadlines say more about the machine than about the code.
@@ -20,3 +26,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports():
+    """A collection looks at what tests have made: torch and Transformers are a million objects."""
+    gc.collect()
+    gc.freeze()

@@ -11,6 +11,7 @@ from typing import Final
 
 from kvcore.bench.engines import w7, w8, w9, w11
 from kvcore.bench.measure import Case, Row, measure
+from kvcore.bench.mixed import w12
 from kvcore.bench.ours import our_subjects
 from kvcore.bench.peer import WORKLOADS, PeerError, Subject, Workload, load_peer
 from kvcore.bench.pools import w1, w2, w6
@@ -31,6 +32,7 @@ _CASES: Final[dict[Workload, Callable[..., Iterator[Case]]]] = {
     "W9": w9,
     "W10": w10,
     "W11": w11,
+    "W12": w12,
 }
 
 
@@ -56,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Speed of the allocator, alone or in turns with others. W1: a block; W2: many "
         "blocks; W3: the life of a request; W4: a decode step; W5: a chat trace; W6: a new pool; "
         "W7: window groups; "
-        "W8: events; W9: request by request; W10: the slowest calls; W11: larger blocks.",
+        "W8: events; W9: request by request; W10: the slowest calls; "
+        "W11: larger blocks; W12: steps in which requests begin and end.",
     )
     parser.add_argument(
         "--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W1"

@@ -114,13 +114,18 @@ def spread(values: list[float]) -> Spread:
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Keep the collector away from everything that exists at the beginning."""
+    """Keep the collector away from everything that exists at the beginning.
+
+    Where something was frozen before, all of it stays so.
+    """
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
 
 
 def measure(case: Case) -> list[Row]:

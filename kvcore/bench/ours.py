@@ -40,6 +40,7 @@ class OurCache:
             prefault=prefault,
         )
         self._by_request = by_request
+        self._begun: list[int] = []  # tokens that the requests begun by the last `mixed` compute
 
     def start(self, tokens: Tokens) -> kvcore.KVSequence:
         """Open, reserve and commit a whole prompt."""
@@ -60,6 +61,21 @@ class OurCache:
             manager.commit(request, request.num_tokens - request.num_computed_tokens)
             manager.append(request, token)
             manager.reserve(request, 1)
+
+    def mixed(
+        self,
+        requests: Sequence[kvcore.KVSequence],
+        tokens: Sequence[int],
+        prompts: Sequence[Tokens],
+    ) -> list[kvcore.KVSequence]:
+        """Take all to the next forward pass, and make room in it for new prompts."""
+        manager = self.manager
+        num_computed = [1] * (len(requests) - len(self._begun)) + self._begun
+        manager.step(requests, num_computed, tokens)
+        new = [manager.open(prompt) for prompt in prompts]
+        self._begun = [seq.num_tokens - seq.num_computed_tokens for seq in new]
+        manager.reserve_step(new, self._begun)
+        return new
 
     def finish(self, request: kvcore.KVSequence) -> None:
         """Close."""

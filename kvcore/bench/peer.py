@@ -12,11 +12,21 @@ import importlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, Protocol, TypeAlias, TypedDict, Unpack, cast, get_args
+from typing import (
+    Final,
+    Literal,
+    Protocol,
+    TypeAlias,
+    TypedDict,
+    Unpack,
+    cast,
+    get_args,
+    runtime_checkable,
+)
 
 import kvcore
 
-Workload = Literal["W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W9", "W10", "W11"]
+Workload = Literal["W1", "W2", "W3", "W4", "W5", "W6", "W7", "W8", "W9", "W10", "W11", "W12"]
 WORKLOADS: Final[tuple[Workload, ...]] = get_args(Workload)
 
 Tokens: TypeAlias = "array[int] | list[int]"
@@ -32,7 +42,7 @@ Release = Callable[[object], object]
 
 
 class Options(TypedDict, total=False):
-    """What a cache of W7 to W11 is beside a pool of one full-attention group; W1 to W6 give none.
+    """What a cache of W7 to W12 is beside a pool of one full-attention group; W1 to W6 give none.
 
     Attributes:
         windows: a layer group of its own, beside the full one, for each of these window sizes.
@@ -52,6 +62,9 @@ class Options(TypedDict, total=False):
 
 PLAIN: Final[Options] = {}
 """What W1 to W6 give."""
+
+OPTIONS: Final = frozenset(Options.__annotations__)
+"""Every option there is."""
 
 
 class PeerError(kvcore.KVCoreError):
@@ -90,6 +103,22 @@ class Cache(Protocol):
         """Forget all cached content. Wanted by W10."""
 
 
+@runtime_checkable
+class StepCache(Cache, Protocol):
+    """A cache with one call for a whole step. Of another, W12 calls `decode` and `start`."""
+
+    def mixed(
+        self, requests: Sequence[object], tokens: Sequence[int], prompts: Sequence[Tokens]
+    ) -> Sequence[object]:
+        """Decode as `decode` does, and begin requests whose prompts are computed in the same step.
+
+        All of `requests` have been decoded before, or are what the last call returned, at the end.
+
+        Returns:
+            The new requests.
+        """
+
+
 class Peer(Protocol):
     """An allocator that can be measured.
 
@@ -97,6 +126,9 @@ class Peer(Protocol):
         name: what tables call it.
         tokens: the form in which it wants prompts.
         workloads: those that it can do.
+
+    One that cannot do every option has an attribute `options` too, the names of those that it can;
+    what asks for others is measured without it.
     """
 
     name: str
@@ -123,12 +155,18 @@ class Subject:
         peer: what is measured.
         tokens: the form of its prompts.
         is_ours: whether it is compared with the others, rather than they with it.
+        options: the fields of `Options` that it can do.
     """
 
     label: str
     peer: Peer
     tokens: TokenFormat
     is_ours: bool = False
+    options: frozenset[str] = OPTIONS
+
+    def can(self, workload: Workload, options: Options = PLAIN) -> bool:
+        """Return whether it can do a workload with these options."""
+        return workload in self.peer.workloads and self.options.issuperset(options)
 
     def make_pool(self, num_blocks: int, block_size: int) -> tuple[Take, Release]:
         """Make a pool. Raises PeerError where there is no method for it."""
@@ -183,7 +221,12 @@ def subject_of(peer: Peer, where: str) -> Subject:
     unknown = sorted(set(peer.workloads) - set(WORKLOADS))
     if unknown:
         raise PeerError(f"{where}: workloads: wanted some of {list(WORKLOADS)}, got {unknown}")
-    return Subject(peer.name, peer, peer.tokens)
+    options = frozenset(getattr(peer, "options", OPTIONS))
+    if not options <= OPTIONS:
+        raise PeerError(
+            f"{where}: options: wanted some of {sorted(OPTIONS)}, got {sorted(options - OPTIONS)}"
+        )
+    return Subject(peer.name, peer, peer.tokens, options=options)
 
 
 def _require(label: str, kind: str, owner: object, methods: Sequence[str], what_for: str) -> None:

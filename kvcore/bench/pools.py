@@ -14,7 +14,7 @@ from itertools import repeat
 from time import thread_time_ns
 
 from kvcore.bench.measure import Case, Round, Run, ran_ns
-from kvcore.bench.peer import Options, Release, Subject, Take, Workload
+from kvcore.bench.peer import PLAIN, Options, Release, Subject, Take, Workload
 from kvcore.bench.prompts import in_format, random_tokens, seeded
 
 BLOCK_SIZE = 16
@@ -50,12 +50,14 @@ def w6(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
         yield Case("W6", f"{num_blocks:,} blocks, {name}", "bytes/block", weigh, 1, 0)
 
 
-def once_each(subjects: list[Subject], workload: Workload) -> list[Subject]:
+def once_each(
+    subjects: list[Subject], workload: Workload, options: Options = PLAIN
+) -> list[Subject]:
     """Return the subjects that can do a workload in which prompts have no form."""
     return [
         subject
         for subject in subjects
-        if workload in subject.peer.workloads and (not subject.is_ours or subject.tokens != "list")
+        if subject.can(workload, options) and (not subject.is_ours or subject.tokens != "list")
     ]
 
 

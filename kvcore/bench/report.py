@@ -12,7 +12,7 @@ import kvcore
 from kvcore.bench.measure import Row, Spread
 
 HEADER = (
-    f"{'':<3} {'case':<46} {'subject':<18} {'median':>10} {'':<11} {'low .. high':>21}"
+    f"{'':<3} {'case':<48} {'subject':<18} {'median':>10} {'':<11} {'low .. high':>21}"
     f" {'hits / all there':>17}  faster than"
 )
 
@@ -23,7 +23,7 @@ def line(row: Row) -> str:
     between = f"{_number(cost.low)} .. {_number(cost.high)}"
     against = "  ".join(f"{peer} {_ratio(ratio)}" for peer, ratio in sorted(row.speedup.items()))
     text = (
-        f"{row.workload:<3} {row.case:<46} {row.subject:<18} {_number(cost.median):>10} "
+        f"{row.workload:<3} {row.case:<48} {row.subject:<18} {_number(cost.median):>10} "
         f"{row.unit:<11} {between:>21} {_hits(row):>17}  {against}"
     )
     return text.rstrip()

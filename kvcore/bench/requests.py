@@ -99,13 +99,17 @@ def decode_case(
     workload: Workload = "W4",
     options: Options = PLAIN,
 ) -> Case:
-    """Return one case of W4, or of W7 or W9: `count` running requests of 256 tokens and some."""
+    """Return one case of W4, or of W7 or W9: `count` running requests of 256 tokens and some.
+
+    Where there are windows they have 256 tokens more than the widest, so that all windows move.
+    """
     rng = seeded(count)
-    prompts = [random_tokens(rng, 256 + index % BLOCK_SIZE) for index in range(count)]
+    length = 256 + max(options.get("windows", ()), default=0)
+    prompts = [random_tokens(rng, length + index % BLOCK_SIZE) for index in range(count)]
     num_steps = (num_rounds + 1) * _DECODE_STEPS
     steps = [random_tokens(rng, count).tolist() for _ in range(num_steps)]
     # Twice what the requests need in the end, half of it idle content.
-    needed = count * (-(-(256 + BLOCK_SIZE + num_steps) // BLOCK_SIZE) + 1)
+    needed = count * (-(-(length + BLOCK_SIZE + num_steps) // BLOCK_SIZE) + 1)
     needed *= 1 + len(options.get("windows", ()))
     content = [random_tokens(rng, 256) for _ in range(2 * needed // BLOCK_SIZE)]
     runs: list[Run] = []
@@ -116,7 +120,7 @@ def decode_case(
         runs.append(Run(subject, _Decoding(subject, cache, requests, prompts[_WITNESS], steps)))
     return Case(
         workload=workload,
-        name=f"{count:,} running{_beside(options)}",
+        name=f"{count:,} running{beside(options)}",
         unit="ms",
         runs=runs,
         num_rounds=num_rounds,
@@ -128,21 +132,28 @@ def decode_case(
 
 def w5(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
     """Yield W5: seconds for the whole chat trace, net of the driver."""
+    yield chat_case(subjects, "W5", PLAIN, quick=quick)
+
+
+def chat_case(
+    subjects: list[Subject], workload: Workload, options: Options, *, quick: bool
+) -> Case:
+    """Return the case of W5, or of W9: seconds for the whole chat trace, net of the driver."""
     shape = ChatShape(num_requests=60, num_open=20, max_running=8) if quick else ChatShape()
     num_blocks = 2048 if quick else 32_768
     trace = chat_trace(5, shape)
-    able = able_subjects(subjects, "W5")
+    able = able_subjects(subjects, workload, options)
     prompts = {
         wanted: [in_format(turn.prompt, wanted) for turn in trace.turns]
         for wanted in dict.fromkeys([subject.tokens for subject in able])
     }
     runs = [
-        Run(subject, _chatting(subject, trace, prompts[subject.tokens], num_blocks))
+        Run(subject, _chatting(subject, trace, prompts[subject.tokens], num_blocks, options))
         for subject in able
     ]
-    yield Case(
-        workload="W5",
-        name=f"{len(trace.turns):,} requests, {num_blocks:,} blocks",
+    return Case(
+        workload=workload,
+        name=f"{len(trace.turns):,} requests, {num_blocks:,} blocks{beside(options)}",
         unit="s",
         runs=runs,
         num_rounds=2 if quick else 5,
@@ -172,9 +183,11 @@ def play(cache: Cache, trace: Trace, prompts: Sequence[Tokens]) -> float:
     return ran_ns(begin) / 1e9
 
 
-def able_subjects(subjects: list[Subject], workload: Workload) -> list[Subject]:
-    """Return the subjects that can do a workload."""
-    return [subject for subject in subjects if workload in subject.peer.workloads]
+def able_subjects(
+    subjects: list[Subject], workload: Workload, options: Options = PLAIN
+) -> list[Subject]:
+    """Return the subjects that can do a workload with these options."""
+    return [subject for subject in subjects if subject.can(workload, options)]
 
 
 def _living(
@@ -234,10 +247,10 @@ class _Decoding:
 
 
 def _chatting(
-    subject: Subject, trace: Trace, prompts: Sequence[Tokens], num_blocks: int
+    subject: Subject, trace: Trace, prompts: Sequence[Tokens], num_blocks: int, options: Options
 ) -> Callable[[], Round]:
     def measure() -> Round:
-        cache = subject.make_cache(num_blocks, BLOCK_SIZE, decodes=True)
+        cache = subject.make_cache(num_blocks, BLOCK_SIZE, decodes=True, options=options)
         with settled():
             gross = play(cache, trace, prompts)
             driver = play(EmptyCache(), trace, prompts)
@@ -250,7 +263,7 @@ def _short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
 
 
-def _beside(options: Options) -> str:
+def beside(options: Options) -> str:
     """Say what a cache has beside one group of full attention."""
     windows = [str(span) for span in options.get("windows", ())]
     found = [f", window {' + '.join(windows)}"] if windows else []
@@ -263,4 +276,4 @@ def _named(block_size: int, options: Options, fill: int) -> str:
     """Say what is special about a case of a request's life."""
     if block_size != BLOCK_SIZE:
         return f"blocks of {block_size}"
-    return _beside(options)[2:] or f"pool of {_short(fill)}"
+    return beside(options)[2:] or f"pool of {_short(fill)}"

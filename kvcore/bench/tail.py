@@ -1,10 +1,10 @@
 """W10: the slowest calls, which a median hides and a user meets.
 
-The chat trace of W5 is played once on a pool of a million blocks, ours made at once, with the
+A trace of agents is played once on a pool of a million blocks, ours made at once, with the
 collector kept away from what exists then; every call is timed, and what is read is the median, the
 99th percentile and the slowest of each kind. Then single calls: one step in which windows move in
-a pool where nothing is cached, a request that fills a part of a fresh pool, a reset of a fresh pool
-and of a full one, and reading the counters.
+a pool where nothing is cached, the requests that fill a fresh pool, a reset of a fresh pool and of
+a full one, and reading the counters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvcore.bench.measure import Case, Round, Run, ran_ns, settled
 from kvcore.bench.peer import PLAIN, Cache, Options, Subject, Tokens
 from kvcore.bench.pools import BLOCK_SIZE, once_each
 from kvcore.bench.prompts import in_format, random_tokens, seeded
-from kvcore.bench.trace import ChatShape, Trace, chat_trace
+from kvcore.bench.trace import AGENTS, ChatShape, Trace, chat_trace
 
 _KINDS = ("start", "decode", "finish")
 _QUANTILES = (("median", 0.5), ("99 %", 0.99), ("slowest", 1.0))
@@ -26,20 +26,21 @@ _QUANTILES = (("median", 0.5), ("99 %", 0.99), ("slowest", 1.0))
 def w10(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
     """Yield W10: microseconds for one call."""
     able = once_each(subjects, "W10")
-    shape = ChatShape(num_requests=60, num_open=20, max_running=8) if quick else ChatShape()
+    shape = ChatShape(num_requests=60, num_open=20, max_running=8) if quick else AGENTS
     num_blocks = 4_096 if quick else 1_000_000
-    played = [_Played(subject, chat_trace(5, shape), num_blocks) for subject in able]
+    trace = chat_trace(5, shape)
+    played = [_Played(subject, trace, num_blocks) for subject in able]
     for kind in _KINDS:
         for name, share in _QUANTILES:
             runs = [Run(each.subject, each.reading(kind, share)) for each in played]
             yield Case("W10", f"{kind}, {name}", "us", runs, 1, 0)
-    count, num_rounds = (8, 2) if quick else (256, 5)
     for size in (4_096,) if quick else (100_000, 1_000_000):
-        for how, by_request in (("", False), (" by request", True)):
-            options = Options(windows=(64,), caching=False, by_request=by_request)
-            runs = [Run(subject, _sliding(subject, size, count, options)) for subject in able]
-            name = f"a step, windows move{how}, {size:,} blocks"
-            yield Case("W10", name, "us", runs, num_rounds)
+        for count in (1, 8 if quick else 256):
+            for by_request in (False, True):
+                yield _slide_case(subjects, size, count, by_request, 2 if quick else 5)
+    for name, prefault in (("made before", True), ("made then", False)):
+        runs = [Run(subject, _filling(subject, num_blocks, prefault=prefault)) for subject in able]
+        yield Case("W10", f"fill a fresh pool, slowest 4k, blocks {name}", "us", runs, 1, 0)
     calls: list[tuple[str, Callable[[Cache, Tokens], object], bool]] = [
         ("4k tokens into a fresh pool", lambda cache, prompt: cache.start(prompt), False),
         ("reset of a fresh pool", lambda cache, _: cache.reset(), False),
@@ -74,15 +75,15 @@ class _Played:
     def _play(self) -> None:
         subject, trace = self.subject, self._trace
         cache = _ready(subject, self._num_blocks)
-        prompts = [in_format(turn.prompt, subject.tokens) for turn in trace.turns]
         times: dict[str, list[int]] = {kind: [] for kind in _KINDS}
         clock = thread_time_ns
         running: list[object] = []
         with settled():
             for step in trace.steps:
                 for turn in step.started:
+                    prompt = in_format(trace.turns[turn].prompt, subject.tokens)
                     begin = clock()
-                    running.append(cache.start(prompts[turn]))
+                    running.append(cache.start(prompt))
                     times["start"].append(ran_ns(begin))
                 begin = clock()
                 cache.decode(running, step.tokens)
@@ -99,6 +100,46 @@ def _ready(subject: Subject, num_blocks: int, options: Options = PLAIN) -> Cache
     """Return a cache for an engine that must not pause."""
     given: Options = {**options, "prefault": True} if subject.is_ours else options
     return subject.peer.make_cache(num_blocks, BLOCK_SIZE, **given)
+
+
+def _slide_case(
+    subjects: list[Subject],
+    num_blocks: int,
+    count: int,
+    by_request: bool,  # noqa: FBT001  # one private caller
+    num_rounds: int,
+) -> Case:
+    options = Options(windows=(64,), caching=False)
+    if by_request:
+        options["by_request"] = True
+    able = once_each(subjects, "W10", options)
+    runs = [Run(subject, _sliding(subject, num_blocks, count, options)) for subject in able]
+    name = "1 window moves" if count == 1 else f"{count} windows move"
+    name += f"{', by request' if by_request else ''}, {num_blocks:,} blocks"
+    return Case("W10", name, "us", runs, num_rounds)
+
+
+def _filling(subject: Subject, num_blocks: int, *, prefault: bool) -> Callable[[], Round]:
+    """Return what times the slowest of the requests that fill a new cache's last block but few."""
+
+    def measure() -> Round:
+        rng = seeded(13)
+        cache = (
+            _ready(subject, num_blocks)
+            if prefault
+            else subject.peer.make_cache(num_blocks, BLOCK_SIZE)
+        )
+        held: list[object] = []
+        slowest = 0
+        with settled():
+            for _ in range((num_blocks - 1) // (4096 // BLOCK_SIZE)):
+                prompt = in_format(random_tokens(rng, 4096), subject.tokens)
+                begin = thread_time_ns()
+                held.append(cache.start(prompt))
+                slowest = max(slowest, ran_ns(begin))
+        return Round(slowest / 1e3)
+
+    return measure
 
 
 def _sliding(

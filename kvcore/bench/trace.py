@@ -4,7 +4,8 @@ The schedule is computed before anything is measured and depends on no allocator
 prefilled in a step, which token each running one is given, which end. A conversation's next turn
 becomes ready some steps after the previous one has ended, never before, and its prompt is the
 previous prompt, the answer and a new message. Lengths and pauses are seeded; what the parameters
-aim at are 5,000 requests with a mean prompt of 2,219 tokens and a mean answer of 138.
+aim at are 5,000 requests with a mean prompt of 2,219 tokens and a mean answer of 138, and for
+`AGENTS` 3,000 with a mean prompt of 7,500 tokens.
 """
 
 from __future__ import annotations
@@ -42,6 +43,19 @@ class ChatShape:
     mean_answer: int = 138
     mean_turns: int = 5
     mean_pause: int = 600
+
+
+AGENTS = ChatShape(
+    num_requests=3000,
+    num_open=96,
+    num_systems=4,
+    mean_system=3000,
+    mean_message=600,
+    mean_answer=120,
+    mean_turns=16,
+    mean_pause=30,
+)
+"""Agents: long instructions, many turns, what a tool says in place of a user, and no long pause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,13 @@ from model.cli.exits import leaves
 if __name__ == "__main__":
     with leaves():
         from model.bench.args import parse_args
-        from model.bench.options import HostOptions, WasteOptions
 
         options = parse_args()
-
-        if isinstance(options, WasteOptions):
+        if options.work.workload == "waste":
             from model.bench import waste_session
 
             waste_session.execute(options)
-        elif isinstance(options, HostOptions):
+        elif options.work.workload == "host":
             from model.bench import host
 
             host.execute(options)

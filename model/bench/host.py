@@ -23,7 +23,7 @@ import torch
 import backends
 import kvcore
 from model.bench.networks import load
-from model.bench.options import HostOptions
+from model.bench.options import BenchOptions
 from model.cli.session import choose_threads
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
@@ -52,7 +52,7 @@ class HostReport:
     allocator_us: float
 
 
-def execute(options: HostOptions) -> None:
+def execute(options: BenchOptions) -> None:
     """Measure and print.
 
     Raises:
@@ -66,7 +66,7 @@ def execute(options: HostOptions) -> None:
         print(table(report))
 
 
-def measure(options: HostOptions) -> HostReport:
+def measure(options: BenchOptions) -> HostReport:
     """Run the engine, then the allocator. O(steps * requests)."""
     steps = _run_engine(options)
     phases: dict[str, list[int]] = {name: [] for name in PHASES if name != FORWARD}
@@ -75,7 +75,7 @@ def measure(options: HostOptions) -> HostReport:
             if name != FORWARD:
                 phases[name].append(end - begin)
     return HostReport(
-        num_running=options.num_running,
+        num_running=options.shape.num_requests,
         num_steps=len(steps),
         phases_us={name: statistics.median(times) / 1e3 for name, times in phases.items()},
         host_us=statistics.median(map(sum, zip(*phases.values(), strict=True))) / 1e3,
@@ -93,25 +93,28 @@ def table(report: HostReport) -> str:
     return "\n".join(lines)
 
 
-def _lengths(options: HostOptions) -> list[int]:
-    return [_PROMPT_LEN + number % options.block_size for number in range(options.num_running)]
+def _lengths(options: BenchOptions) -> list[int]:
+    return [
+        _PROMPT_LEN + number % options.engine.block_size
+        for number in range(options.shape.num_requests)
+    ]
 
 
-def _num_blocks(options: HostOptions) -> int:
-    longest = max(_lengths(options)) + options.num_steps + options.num_running
-    return 1 + options.num_running * (longest // options.block_size + 2)
+def _num_blocks(options: BenchOptions) -> int:
+    longest = max(_lengths(options)) + options.host.steps + options.shape.num_requests
+    return 1 + options.shape.num_requests * (longest // options.engine.block_size + 2)
 
 
-def _run_engine(options: HostOptions) -> list[StepRecord]:
+def _run_engine(options: BenchOptions) -> list[StepRecord]:
     """The steps in which all requests decode."""
     backend = backends.get_backend("auto")
     model = load("nothing", backend.device, torch.float32, dummy_weights=True)
     choose_threads(model)
     config = EngineConfig(
         num_blocks=_num_blocks(options),
-        block_size=options.block_size,
-        max_num_seqs=options.num_running,
-        max_num_batched_tokens=max(2048, options.num_running),
+        block_size=options.engine.block_size,
+        max_num_seqs=options.shape.num_requests,
+        max_num_batched_tokens=max(2048, options.shape.num_requests),
     )
     engine = Engine(model, backend, config)
     vocab_size = model.network.config.get_text_config().vocab_size
@@ -119,35 +122,37 @@ def _run_engine(options: HostOptions) -> list[StepRecord]:
         engine.add_request(
             # No two begin alike, or they would share blocks.
             [number % vocab_size, number // vocab_size, *[0] * (length - 2)],
-            SamplingParams(max_tokens=2 * options.num_running + options.num_steps, ignore_eos=True),
+            SamplingParams(
+                max_tokens=2 * options.shape.num_requests + options.host.steps, ignore_eos=True
+            ),
         )
         for number, length in enumerate(_lengths(options))
     ]
     while any(request.num_output_tokens == 0 for request in requests):
         engine.step()
     recorder = engine.record()
-    for _ in range(options.num_steps):
+    for _ in range(options.host.steps):
         engine.step()
     for request in requests:
         engine.abort(request)
-    return [step for step in recorder.steps if step.num_decode_tokens == options.num_running]
+    return [step for step in recorder.steps if step.num_decode_tokens == options.shape.num_requests]
 
 
-def _allocator_us(options: HostOptions) -> float:
+def _allocator_us(options: BenchOptions) -> float:
     """What kvcore needs for a decode step of as many sequences of the same lengths."""
-    kv = kvcore.KVCacheManager(_num_blocks(options), options.block_size)
+    kv = kvcore.KVCacheManager(_num_blocks(options), options.engine.block_size)
     seqs = []
     for number, length in enumerate(_lengths(options)):
         seq = kv.open([number, *[0] * (length - 1)])
         kv.reserve(seq, length)
         kv.commit(seq, length)
         seqs.append(seq)
-    stride = max(_lengths(options)) // options.block_size + options.num_steps + 1
+    stride = max(_lengths(options)) // options.engine.block_size + options.host.steps + 1
     tables = array("i", [0] * (stride * len(seqs)))
     slots = array("q", [0] * len(seqs))
     ones = [1] * len(seqs)
     times = []
-    for number in range(options.num_steps):
+    for number in range(options.host.steps):
         begin = time.perf_counter_ns()
         for seq in seqs:
             kv.append(seq, number)

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 import backends
 from model.bench.metrics import summarize
 from model.bench.networks import load
-from model.bench.options import ServeOptions
+from model.bench.options import BenchOptions
 from model.bench.peers import PEERS, Job, PeerSettings
 from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
@@ -45,7 +45,7 @@ _WARM_TOKENS = 4
 class _Bench:
     """What every turn needs."""
 
-    options: ServeOptions
+    options: BenchOptions
     model: LoadedModel
     engine: Engine
     requests: list[BenchRequest]
@@ -65,7 +65,7 @@ class _Turn:
         return summarize([one.timeline for one in self.served])
 
 
-def execute(options: ServeOptions) -> None:
+def execute(options: BenchOptions) -> None:
     """Run a benchmark and print what it found.
 
     Raises:
@@ -73,7 +73,7 @@ def execute(options: ServeOptions) -> None:
         OSError: what was printed could not be written.
     """
     try:
-        with trace_file(options.trace) as trace:
+        with trace_file(options.trace.trace) as trace:
             report = measure(options, trace)
     except BAD_INPUT as error:
         raise UsageError(str(error)) from error
@@ -84,7 +84,7 @@ def execute(options: ServeOptions) -> None:
         print(table(report))
 
 
-def measure(options: ServeOptions, trace: TextIO | None = None) -> Report:
+def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     """Run a benchmark. Takes rounds * (1 + peers) times what serving the requests takes.
 
     Args:
@@ -101,41 +101,45 @@ def measure(options: ServeOptions, trace: TextIO | None = None) -> Report:
     bench = _prepare(options)
     _warm_up(bench)
     startup_s = time.perf_counter() - begin
-    recorder = bench.engine.record() if options.stats or trace is not None else None
+    recorder = bench.engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(bench.model.codec.decode)
     steps: StepStats | None = None
     ours: list[_Turn] = []
-    others: dict[str, list[dict[str, float]]] = {name: [] for name in options.peers}
-    for number in range(options.rounds):
-        label = f"round {number + 1} of {options.rounds}"
+    others: dict[str, list[dict[str, float]]] = {name: [] for name in options.work.peer}
+    for number in range(options.work.rounds):
+        label = f"round {number + 1} of {options.work.rounds}"
         ours.append(_our_turn(bench, label))
         if number == 0 and recorder is not None:
             bench.engine.stop_recording()
-            steps = summarize_steps(recorder) if options.stats else None
-        for name in options.peers:
-            others[name].append(_peer_turn(bench, name, ours[0].served, label))
+            steps = summarize_steps(recorder) if options.trace.stats else None
+        for name, turns in others.items():
+            turns.append(_peer_turn(bench, name, ours[0].served, label))
     if recorder is not None and trace is not None:
         write_trace(trace, recorder)
     return dataclasses.replace(_report(bench, startup_s, ours, others), steps=steps)
 
 
-def _prepare(options: ServeOptions) -> _Bench:
-    backend = backends.get_backend(options.backend)
+def _prepare(options: BenchOptions) -> _Bench:
+    backend = backends.get_backend(options.model.backend)
     dtype: torch.dtype = getattr(torch, _dtype_name(options, backend))
-    model = load(options.model, backend.device, dtype, dummy_weights=options.dummy_weights)
+    model = load(
+        options.model.path, backend.device, dtype, dummy_weights=options.work.dummy_weights
+    )
     choose_threads(model)
     vocab_size: int = model.network.config.get_text_config().vocab_size
-    requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.seed)
+    requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.arrivals.seed)
     lengths = tuple([total - 1 for total in total_lengths(requests)])  # the last is not computed
-    config = dataclasses.replace(options.engine, expected_lengths=lengths, seed=options.seed)
+    config = dataclasses.replace(
+        options.engine, expected_lengths=lengths, seed=options.arrivals.seed
+    )
     engine = Engine(model, backend, config)
     return _Bench(options, model, engine, requests, engine.prepare())
 
 
-def _dtype_name(options: ServeOptions, backend: backends.Backend) -> str:
-    if options.dtype != "auto":
-        return options.dtype
+def _dtype_name(options: BenchOptions, backend: backends.Backend) -> str:
+    if options.model.dtype != "auto":
+        return options.model.dtype
     return "bfloat16" if backend.device.type == "cuda" else "float32"
 
 
@@ -145,13 +149,15 @@ def _warm_up(bench: _Bench) -> None:
         BenchRequest(request.tokens, min(_WARM_TOKENS, request.max_tokens))
         for request in bench.requests[:_WARM_REQUESTS]
     ]
-    serve(bench.engine, few, Arrivals(), temperature=bench.options.temperature)
+    serve(bench.engine, few, Arrivals(), temperature=bench.options.arrivals.temperature)
 
 
 def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
     options, engine = bench.options, bench.engine
     arrivals = Arrivals(
-        rate=options.request_rate, max_concurrency=options.max_concurrency, seed=options.seed
+        rate=options.arrivals.request_rate,
+        max_concurrency=options.arrivals.max_concurrency,
+        seed=options.arrivals.seed,
     )
     # Nothing runs, so the cache can be emptied, and turned off for a turn.
     engine.kv.reset()
@@ -165,7 +171,7 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
                 engine,
                 bench.requests,
                 arrivals,
-                temperature=options.temperature,
+                temperature=options.arrivals.temperature,
                 on_finish=progress.advance,
             )
     finally:
@@ -179,8 +185,10 @@ def _peer_turn(bench: _Bench, name: str, served: Sequence[Served], label: str) -
         return _our_turn(bench, f"{label}, {name}", prefix_cache=False).numbers
     options = bench.options
     jobs = [Job(one.prompt, len(one.output)) for one in served]
-    limit = min(options.max_concurrency or len(jobs), options.engine.max_num_seqs, len(jobs))
-    settings = PeerSettings(temperature=options.temperature, batch_size=limit)
+    limit = min(
+        options.arrivals.max_concurrency or len(jobs), options.engine.max_num_seqs, len(jobs)
+    )
+    settings = PeerSettings(temperature=options.arrivals.temperature, batch_size=limit)
     gc.collect()
     with Progress(f"{label}, {name}", len(jobs)) as progress:
         seconds = PEERS[name](bench.model, jobs, settings, progress.advance)
@@ -214,21 +222,21 @@ def _report(
     options, network = bench.options, bench.model.network
     return Report(
         about={
-            "workload": options.workload,
-            "model": options.model,
-            "dummy_weights": options.dummy_weights,
+            "workload": options.work.workload,
+            "model": options.model.path,
+            "dummy_weights": options.work.dummy_weights,
             "network": bench.network,
             "device": str(network.device),
             "dtype": str(network.dtype).removeprefix("torch."),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "num_prompts": len(bench.requests),
-            "request_rate": str(options.request_rate),
-            "max_concurrency": options.max_concurrency,
+            "request_rate": str(options.arrivals.request_rate),
+            "max_concurrency": options.arrivals.max_concurrency,
             "max_num_seqs": options.engine.max_num_seqs,
-            "seed": options.seed,
-            "temperature": options.temperature,
-            "rounds": options.rounds,
+            "seed": options.arrivals.seed,
+            "temperature": options.arrivals.temperature,
+            "rounds": options.work.rounds,
             "startup_s": startup_s,
         },
         numbers=numbers[middle],

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from model.bench.networks import config_of
-from model.bench.options import WasteOptions
+from model.bench.options import BenchOptions
 from model.bench.waste import Holding, TraceRow, hold, replay
 from model.bench.workloads import make_requests, total_lengths
 from model.cli.progress import Progress
@@ -36,7 +36,7 @@ class WasteReport:
     rows: tuple[TraceRow, ...]
 
 
-def execute(options: WasteOptions) -> None:
+def execute(options: BenchOptions) -> None:
     """Measure and print.
 
     Raises:
@@ -50,32 +50,32 @@ def execute(options: WasteOptions) -> None:
         print(table(report))
 
 
-def measure(options: WasteOptions) -> WasteReport:
+def measure(options: BenchOptions) -> WasteReport:
     """Hold the given lengths in both caches, and replay the trace on every block size.
 
     Raises:
         ModelError: the options cannot be run.
     """
-    requests = make_requests(options.shape, vocab_size=_VOCAB_SIZE, seed=options.seed)
+    requests = make_requests(options.shape, vocab_size=_VOCAB_SIZE, seed=options.arrivals.seed)
     row_slots = max(total_lengths(requests))
-    sizes = [size for size in options.block_sizes if size < row_slots]
+    sizes = [size for size in options.waste.block_sizes if size < row_slots]
     limits = SchedulerConfig(
         max_num_batched_tokens=options.engine.max_num_batched_tokens,
         max_num_seqs=options.engine.max_num_seqs,
     )
-    num_slots = options.rows * row_slots
+    num_slots = options.waste.rows * row_slots
     with Progress("replayed", len(requests) * (len(sizes) + 1)) as progress:
         rows = [
             replay(requests, size, num_slots, limits, progress.advance)
             for size in (*sizes, row_slots)
         ]
     return WasteReport(
-        model=options.model,
+        model=options.model.path,
         token_bytes=_token_bytes(options),
-        trace=options.trace,
+        trace=options.waste.trace_of,
         num_slots=num_slots,
-        flat=hold(options.lengths, options.row_slots),
-        paged=hold(options.lengths, options.engine.block_size),
+        flat=hold(options.waste.lengths, options.waste.row_slots),
+        paged=hold(options.waste.lengths, options.engine.block_size),
         rows=tuple(rows),
     )
 
@@ -107,10 +107,10 @@ def _trace_lines(trace: str, num_slots: int, rows: Sequence[TraceRow]) -> list[s
     return lines
 
 
-def _token_bytes(options: WasteOptions) -> int:
+def _token_bytes(options: BenchOptions) -> int:
     """Bytes of a token's keys and values in all layers, each holding every token."""
-    config = config_of(options.model).get_text_config()
-    name = "bfloat16" if options.dtype == "auto" else options.dtype
+    config = config_of(options.model.path).get_text_config()
+    name = "bfloat16" if options.model.dtype == "auto" else options.model.dtype
     dtype: torch.dtype = getattr(torch, name)
     heads: int = config.num_key_value_heads
     layers: int = config.num_hidden_layers

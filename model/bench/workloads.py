@@ -16,8 +16,13 @@ Does not know: engines, models, time.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Literal, Self
 
+from model.control.settings import check_settings, setting
 from model.errors import InvalidArgumentError
+
+Workload = Literal["uniform", "chat", "shared-prefix"]
+"""Workloads that serve requests."""
 
 _TOKEN_LIMIT = 10_000
 
@@ -25,6 +30,8 @@ _TOKEN_LIMIT = 10_000
 @dataclass(frozen=True, slots=True)
 class Span:
     """A length is drawn evenly from `low` to `high`, both included."""
+
+    WANTED: ClassVar[str] = "N or LOW:HIGH with 1 <= LOW <= HIGH"
 
     low: int
     high: int
@@ -34,6 +41,19 @@ class Span:
             raise InvalidArgumentError(
                 f"length: wanted LOW:HIGH with 1 <= LOW <= HIGH, got {self.low}:{self.high}"
             )
+
+    def __str__(self) -> str:
+        return f"{self.low}:{self.high}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Read LOW:HIGH, or N for N:N. O(text).
+
+        Raises:
+            ValueError: it is neither.
+        """
+        low, _, high = text.partition(":")
+        return cls(int(low), int(high or low))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,34 +74,24 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The parameters of a workload.
+    """The parameters of a workload."""
 
-    Attributes:
-        num_requests: how many.
-        input_len: tokens of a prompt, without what it shares.
-        output_len: tokens generated.
-        prefix_len: tokens that all prompts begin with.
-        turns: requests of a conversation.
-    """
-
-    num_requests: int
-    input_len: Span
-    output_len: Span
-    prefix_len: int = 0
-    turns: int = 1
+    num_requests: int = setting(256, help="how many", least=1)
+    input_len: Span = setting(
+        Span(100, 1024),
+        help="tokens of a prompt, without what it shares; N is N:N",
+        metavar="LOW:HIGH",
+    )
+    output_len: Span = setting(Span(100, 1024), help="tokens generated", metavar="LOW:HIGH")
+    prefix_len: int = setting(0, help="tokens that all prompts begin with", least=0)
+    turns: int = setting(1, help="requests of a conversation", least=1)
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("num_requests", self.num_requests, 1),
-            ("prefix_len", self.prefix_len, 0),
-            ("turns", self.turns, 1),
-        ):
-            if value < least:
-                raise InvalidArgumentError(f"{name}: wanted at least {least}, got {value}")
+        check_settings(self)
 
 
-SHAPES = {
-    "uniform": Shape(num_requests=256, input_len=Span(100, 1024), output_len=Span(100, 1024)),
+SHAPES: dict[str, Shape] = {
+    "uniform": Shape(),
     "chat": Shape(
         num_requests=128,
         input_len=Span(16, 96),

@@ -1,37 +1,56 @@
-"""The command line: which flags there are, and what they may not mean together.
+"""The command line of a run: which flags there are, and what they may not mean together.
 
-Decides: names, defaults and combinations of flags. Invariants: options that exist are consistent;
-a wrong flag raises, it never exits or prints by itself (`--help` alone does).
+Decides: combinations of flags. Invariants: options that exist are consistent; a wrong flag raises,
+it never exits or prints by itself (`--help` alone does).
 
 Does not know: files, models, backends; whether a name means anything is told by who loads it.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
 
-from model.cli.size_flags import add_execution, add_sizes, engine_config
+from model.cli.options import (
+    ModelOptions,
+    OutputOptions,
+    PromptOptions,
+    SampleOptions,
+    TraceOptions,
+)
+from model.cli.settings import Flags
 from model.control.config import EngineConfig
+from model.control.params import MAX_INT
+from model.control.settings import setting
 from model.errors import UsageError
-from model.tiny import CHECKPOINT_DIR
 
-__all__ = [
-    "DTYPES",
-    "Options",
-    "Parser",
-    "add_execution",
-    "add_model",
-    "add_sizes",
-    "add_tracing",
-    "engine_config",
-    "parse_args",
-]
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingFlags:
+    """How tokens are chosen; `SamplingParams` checks it."""
 
-_SAMPLING = ("temperature", "top_k", "top_p", "seed", "n")
+    max_tokens: int = setting(
+        64, help="the most tokens to generate for a prompt", least=1, most=MAX_INT
+    )
+    temperature: float = setting(
+        0.0, help="0: the most likely token; above 0: draw", least=0, below=math.inf
+    )
+    top_k: int | None = setting(
+        None, help="draw from the K most likely tokens", least=1, most=MAX_INT
+    )
+    top_p: float = setting(
+        1.0, help="draw from the most likely tokens that reach mass P", above=0, most=1
+    )
+    seed: int | None = setting(
+        None,
+        help="of the draws; prompt number i, from 0, draws with S + i modulo 2**63 (default: 0)",
+        least=0,
+        most=MAX_INT,
+    )
+    stop: tuple[str, ...] = setting((), help="a text ends before this", least=1)
+    ignore_eos: bool = setting(False, help="go on after the model's own end of text")
+
+
+_DRAWS = ("temperature", "top_k", "top_p", "seed", "n")
 _EPILOG = """\
 Without a prompt it continues a few of its own, which share a prefix. The table at the end: tokens a
 second after the kernels are compiled; prompt tokens found in the prefix cache; blocks; and the
@@ -44,193 +63,61 @@ disk; 130 interrupted; 141 output closed; 143 terminated.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The command line, parsed. `sampling` has only the fields that were given."""
+    """The command line, parsed.
 
-    backend: str
-    model: str
-    dtype: str
-    prompts: tuple[str, ...]
-    prompts_file: str | None
+    Attributes:
+        model: which runs, and on what.
+        prompts: where the prompts are.
+        sampling: how tokens are chosen: only what was given, because a prompt has its own too.
+        engine: sizes.
+        output: what is printed.
+        trace: what is told of the steps.
+    """
+
+    model: ModelOptions
+    prompts: PromptOptions
     sampling: dict[str, object]
     engine: EngineConfig
-    stream: bool
-    json: bool
-    verify: bool
-    trace: str | None
-    stats: bool
+    output: OutputOptions
+    trace: TraceOptions
 
 
-class _Writable(Protocol):
-    def write(self, text: str, /) -> object: ...
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that raises instead of leaving the process."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what is wrong with the command line."""
-        raise UsageError(message)
-
-    def print_help(self, file: _Writable | None = None) -> None:
-        """Write the help; unlike the original, an output that cannot be written is an error."""
-        (sys.stdout if file is None else file).write(self.format_help())
+def run_flags() -> Flags:
+    """The flags of `python -m model.run`. O(flags)."""
+    flags = Flags("python -m model.run", "Generate text with a paged KV cache.", _EPILOG)
+    flags.add("what runs", ModelOptions)
+    flags.add("what runs", PromptOptions)
+    flags.add("how tokens are chosen", SamplingFlags)
+    flags.add("how tokens are chosen", SampleOptions)
+    flags.add("how large the cache and a step are, and how it runs", EngineConfig)
+    flags.add("what comes out", OutputOptions)
+    flags.add("what comes out", TraceOptions)
+    return flags
 
 
 def parse_args(argv: Sequence[str] | None = None) -> Options:
     """Parse a command line; None: the process's own. O(argv).
 
     Raises:
-        UsageError: an unknown flag, a value of the wrong kind, or flags that exclude each other.
-        InvalidArgumentError: a size is out of range.
+        UsageError: an unknown flag, a value that is not allowed, or flags that exclude each other.
+        InvalidArgumentError: sizes that mean nothing together.
     """
-    flags = _parser().parse_args(argv)
-    sampling = {
-        name: value
-        for name in ("max_tokens", *_SAMPLING, "ignore_eos")
-        if (value := getattr(flags, name)) is not None
-    }
-    if flags.stop:
-        sampling["stop"] = tuple(flags.stop)
-    if flags.verify:
-        given = [f"--{name.replace('_', '-')}" for name in _SAMPLING if name in sampling]
+    said = run_flags().parse(argv)
+    sampling = {**said.given(SamplingFlags), **said.given(SampleOptions)}
+    output = said.of(OutputOptions)
+    if output.verify:
+        given = [f"--{name.replace('_', '-')}" for name in _DRAWS if name in sampling]
         if given:
             raise UsageError(
                 f"--verify compares with greedy generation: {', '.join(given)} cannot be given too"
             )
-    if flags.stream and flags.json:
+    if output.stream and output.json:
         raise UsageError("--stream writes text as it comes, --json one document: give one of them")
     return Options(
-        backend=flags.backend,
-        model=flags.model,
-        dtype=flags.dtype,
-        prompts=tuple(flags.prompt),
-        prompts_file=flags.prompts_file,
+        model=said.of(ModelOptions),
+        prompts=said.of(PromptOptions),
         sampling=sampling,
-        engine=engine_config(flags),
-        stream=flags.stream,
-        json=flags.json,
-        verify=flags.verify,
-        trace=flags.trace,
-        stats=flags.stats,
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="python -m model.run",
-        description="Generate text with a paged KV cache.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    what_runs = parser.add_argument_group("what runs").add_argument
-    add_model(what_runs)
-    add_execution(what_runs, compiles=False)
-    _add_prompts(what_runs)
-    _add_sampling(parser.add_argument_group("how tokens are chosen").add_argument)
-    add_sizes(parser.add_argument_group("how large the cache and a step are").add_argument)
-    what_comes_out = parser.add_argument_group("what comes out").add_argument
-    _add_output(what_comes_out)
-    add_tracing(what_comes_out)
-    return parser
-
-
-def add_model(flag: Callable[..., object]) -> None:
-    """Add the flags that say which model runs on what. O(1)."""
-    flag(
-        "--backend",
-        default="auto",
-        metavar="NAME",
-        help="auto, numba, triton or a plug-in's name (default: auto)",
-    )
-    flag(
-        "--model",
-        default=str(CHECKPOINT_DIR),
-        metavar="PATH_OR_ID",
-        help="a model folder, or owner/name on the hub (default: the tiny model)",
-    )
-    flag(
-        "--dtype",
-        default="auto",
-        choices=DTYPES,
-        help="auto: float32 on a CPU and with --verify, bfloat16 on a GPU",
-    )
-
-
-def _add_prompts(flag: Callable[..., object]) -> None:
-    flag(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="repeatable; - reads one prompt from stdin",
-    )
-    flag(
-        "--prompts-file",
-        metavar="PATH",
-        help=".txt: a prompt a line; .jsonl: an object a line, with prompt and any of its fields",
-    )
-
-
-def _add_sampling(flag: Callable[..., object]) -> None:
-    flag(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="the most tokens to generate for a prompt (default: 64)",
-    )
-    flag(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="0: the most likely token (default); above 0: draw",
-    )
-    flag("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
-    flag(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="draw from the most likely tokens that reach mass P",
-    )
-    flag("--n", type=int, metavar="N", help="texts to draw for each prompt (default: 1)")
-    flag(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="of the draws; prompt number i, from 0, draws with S + i modulo 2**63 (default: 0)",
-    )
-    flag(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="repeatable; a text ends before this",
-    )
-    flag(
-        "--ignore-eos",
-        action="store_true",
-        default=None,
-        help="go on after the model's own end of text",
-    )
-
-
-def add_tracing(flag: Callable[..., object]) -> None:
-    """Add the flags that tell what steps do. O(1)."""
-    flag(
-        "--trace",
-        metavar="FILE",
-        help="write a trace of the steps, for ui.perfetto.dev or chrome://tracing",
-    )
-    flag("--stats", action="store_true", help="tell where the time went and what the cache did")
-
-
-def _add_output(flag: Callable[..., object]) -> None:
-    flag("--stream", action="store_true", help="write text as it comes")
-    flag(
-        "--json", action="store_true", help="one JSON document on stdout; everything else on stderr"
-    )
-    flag(
-        "--verify",
-        action="store_true",
-        help="compare every token with Transformers' generate, each prompt on its own",
+        engine=said.of(EngineConfig),
+        output=output,
+        trace=said.of(TraceOptions),
     )

@@ -8,24 +8,25 @@ flag, or the file and the line; a prompt is text that UTF-8 can encode.
 Does not know: tokens, models.
 """
 
+import dataclasses
 import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from model.cli.args import Options, parse_args
+from model.cli.options import SampleOptions
 from model.control.params import MAX_INT, SamplingParams
+from model.control.settings import settings_of
 from model.errors import InvalidArgumentError, UsageError, shown
 from model.tiny import DEMO_PROMPTS
 
-_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_BESIDE = frozenset(one.name for one in settings_of(SampleOptions))
 _DRAWS = ("top_k", "top_p", "seed", "n")
-_BESIDE = frozenset({"n", "priority"})  # fields of a line that are no sampling parameters
-_MAX_SAMPLES = 1024
-_MAX_PRIORITY = 1_000_000
 _MAX_BYTES = 256 << 20
 _MAX_PROMPTS = 100_000
 _MAX_LINES = 1_000_000
@@ -39,15 +40,13 @@ class PromptSpec:
         where: where it came from, for messages.
         text: the prompt.
         params: how its tokens are chosen.
-        num_samples: how many times it is continued.
-        priority: the lower, the sooner.
+        samples: how many times it is continued, and when.
     """
 
     where: str
     text: str
     params: SamplingParams
-    num_samples: int = 1
-    priority: int = 0
+    samples: SampleOptions
 
 
 def read_command_line(
@@ -83,32 +82,22 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
         params, beside = _params(where, index, options, entry)
         for stop in params.stop:
             _check_encodable(f"{where}: stop", stop)
-        specs.append(
-            PromptSpec(
-                where,
-                text,
-                params,
-                num_samples=_integer(where, "n", beside.get("n", 1), 1, _MAX_SAMPLES),
-                priority=_integer(
-                    where, "priority", beside.get("priority", 0), -_MAX_PRIORITY, _MAX_PRIORITY
-                ),
-            )
-        )
+        specs.append(PromptSpec(where, text, params, beside))
     return specs
 
 
 def _entries(
     options: Options, stdin: BinaryIO | None
 ) -> Iterator[tuple[str, Mapping[str, object]]]:
-    for number, text in enumerate(options.prompts, start=1):
+    for number, text in enumerate(options.prompts.prompt, start=1):
         if text == "-":
             where = "--prompt - (stdin)"
             yield where, {"prompt": _stdin_text(where, stdin).rstrip("\n")}
         else:
             yield f"--prompt (number {number})", {"prompt": text}
-    if options.prompts_file is not None:
-        yield from _file_entries(options.prompts_file)
-    elif not options.prompts:
+    if options.prompts.prompts_file is not None:
+        yield from _file_entries(options.prompts.prompts_file)
+    elif not options.prompts.prompt:
         for number, text in enumerate(DEMO_PROMPTS, start=1):
             yield f"built-in prompt {number}", {"prompt": text}
 
@@ -196,37 +185,27 @@ def _parsed(where: str, line: str) -> Mapping[str, object]:
 
 def _params(
     where: str, index: int, options: Options, entry: Mapping[str, object]
-) -> tuple[SamplingParams, dict[str, object]]:
-    """The sampling parameters of an entry, and its other fields."""
+) -> tuple[SamplingParams, SampleOptions]:
+    """The sampling parameters of an entry, and what else is said of it."""
     own = {
         name: _value(name, value)
         for name, value in entry.items()
         if name != "prompt" and value is not None
     }
-    if options.verify:
+    if options.output.verify:
         _refuse(where, [name for name in ("temperature", *_DRAWS) if name in own], "--verify")
     merged = {**options.sampling, **own}
-    temperature = merged.get("temperature", 0)
-    if temperature == 0:
+    if merged.get("temperature", 0) == 0:
         _refuse(where, [name for name in _DRAWS if name in merged], "a temperature of 0")
     elif "seed" not in own:
         base = merged.get("seed", 0)
         if isinstance(base, int) and 0 <= base <= MAX_INT:  # any other is refused below
             merged["seed"] = (base + index) % (MAX_INT + 1)
     beside = {name: merged.pop(name) for name in _BESIDE if name in merged}
-    try:
-        params = SamplingParams(**merged)  # type: ignore[arg-type]  # the constructor checks each
+    try:  # the constructors check each
+        return SamplingParams(**merged), SampleOptions(**beside)  # type: ignore[arg-type]
     except InvalidArgumentError as error:
         raise UsageError(f"{where}: {error}") from error
-    return params, beside
-
-
-def _integer(where: str, name: str, value: object, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise UsageError(
-            f"{where}: {name}: wanted an integer from {least} to {most}, got {shown(value)}"
-        )
-    return value
 
 
 def _value(name: str, value: object) -> object:

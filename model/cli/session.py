@@ -69,7 +69,7 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
         OSError: what was printed could not be written.
     """
     try:
-        with trace_file(options.trace) as trace:
+        with trace_file(options.trace.trace) as trace:
             return _run(options, specs, trace)
     except BAD_INPUT as error:
         raise UsageError(str(error)) from error
@@ -78,16 +78,16 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
 def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) -> int:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    backend = backends.get_backend(options.backend)
+    backend = backends.get_backend(options.model.backend)
     dtype = _dtype(options, backend)
-    with telling(f"loading {options.model}"):
-        model = load_model(options.model, backend.device, dtype)
+    with telling(f"loading {options.model.path}"):
+        model = load_model(options.model.path, backend.device, dtype)
     choose_threads(model)
     prompts = _encode(model, specs)
     engine = _engine(options, model, backend, specs, prompts)
     requests = _queue(engine, specs, prompts)
     about = {
-        "model": options.model,
+        "model": options.model.path,
         "backend": backend.name,
         "device": str(backend.device),
         "dtype": str(dtype).removeprefix("torch."),
@@ -99,7 +99,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
     with telling("compiling kernels: the first time on a machine takes longest"):
         how, seconds = _warm_up(model, backend, engine, prompts)
     say(f"network: {how}; compiled and warm in {seconds:.1f} s")
-    recorder = engine.record() if options.stats or trace is not None else None
+    recorder = engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(model.codec.decode)
     with stopping() as asked:  # until all that is finished is printed
@@ -107,9 +107,9 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         if recorder is not None and trace is not None:
             write_trace(trace, recorder)
         mismatches = None
-        if options.verify and generated.fault is None:
+        if options.output.verify and generated.fault is None:
             mismatches = _verified(model, requests, asked)
-        steps = summarize_steps(recorder) if recorder is not None and options.stats else None
+        steps = summarize_steps(recorder) if recorder is not None and options.trace.stats else None
         _report(options, engine, specs, about, generated, mismatches, steps)
     if generated.fault is not None:
         raise generated.fault
@@ -131,12 +131,12 @@ def _report(
     """Print what was generated; of a run that was ended early, the texts that were finished."""
     completions = generated.completions
     stats = measure(engine, completions, generated.elapsed_s)
-    if options.json:
+    if options.output.json:
         whole = document(about, completions, stats, mismatches)
         json.dump(whole if steps is None else {**whole, "steps": asdict(steps)}, sys.stdout)
         print()
         return
-    if not options.stream:
+    if not options.output.stream:
         for head, completion in zip(_heads(specs), completions, strict=True):
             if completion.request.finish_reason is not FinishReason.ABORTED:
                 print(show(*head, completion.text), end="")
@@ -147,7 +147,7 @@ def _report(
 
 def _tell_failed(specs: Sequence[PromptSpec], requests: Sequence[Request]) -> int:
     """Name the requests that ended by an error of their own; how many there are."""
-    places = [spec.where for spec in specs for _ in range(spec.num_samples)]
+    places = [spec.where for spec in specs for _ in range(spec.samples.n)]
     failed = [
         (where, request)
         for where, request in zip(places, requests, strict=True)
@@ -183,10 +183,10 @@ def choose_threads(model: LoadedModel) -> None:
 
 
 def _dtype(options: Options, backend: backends.Backend) -> torch.dtype:
-    if options.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, options.dtype)
+    if options.model.dtype != "auto":
+        dtype: torch.dtype = getattr(torch, options.model.dtype)
         return dtype
-    if options.verify:
+    if options.output.verify:
         return torch.float32  # two ways of computing agree token by token only without near ties
     return torch.bfloat16 if backend.device.type == "cuda" else torch.float32
 
@@ -202,7 +202,7 @@ def _engine(
     lengths = tuple(  # the last token is handed out and never computed
         len(prompt) + spec.params.max_tokens - 1
         for spec, prompt in zip(specs, prompts, strict=True)
-        for _ in range(spec.num_samples)
+        for _ in range(spec.samples.n)
     )
     return Engine(model, backend, dataclasses.replace(options.engine, expected_lengths=lengths))
 
@@ -224,7 +224,7 @@ def _queue(
     for spec, prompt in zip(specs, prompts, strict=True):
         try:
             requests += engine.add_samples(
-                prompt, spec.params, num_samples=spec.num_samples, priority=spec.priority
+                prompt, spec.params, num_samples=spec.samples.n, priority=spec.samples.priority
             )
         except InvalidArgumentError as error:
             raise UsageError(f"{spec.where}: {error}") from error
@@ -234,9 +234,9 @@ def _queue(
 def _heads(specs: Sequence[PromptSpec]) -> list[tuple[str, str]]:
     """The label and the prompt of every text: 3, or 3.1 and 3.2 where the third has two samples."""
     return [
-        (f"{number}.{sample}" if spec.num_samples > 1 else f"{number}", spec.text)
+        (f"{number}.{sample}" if spec.samples.n > 1 else f"{number}", spec.text)
         for number, spec in enumerate(specs, 1)
-        for sample in range(1, spec.num_samples + 1)
+        for sample in range(1, spec.samples.n + 1)
     ]
 
 
@@ -250,7 +250,7 @@ def _generate(
     """Step until all have ended, a signal asks for an end, or a step fails."""
     texts: dict[int, str] = {request.request_id: "" for request in requests}
     latest: dict[int, Output] = {}
-    writer = StreamWriter(_heads(specs), sys.stdout) if options.stream else None
+    writer = StreamWriter(_heads(specs), sys.stdout) if options.output.stream else None
     fault: BaseException | None = None
     started = time.perf_counter()
     with Progress("generated", len(requests), is_wanted=not writer) as progress:

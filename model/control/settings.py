@@ -51,12 +51,14 @@ def setting(
     below: float | None = None,
     unit: str = "",
     flag: str | None = None,
+    metavar: str | None = None,
 ) -> _Value:
     """Declare a field of a dataclass as a setting. O(1).
 
     The annotation says what it takes: `bool`, `int`, `float`, `str`, a `Literal`, a `tuple[T, ...]`
-    of one of these, and any of them `| None`, where None means that nothing was said. A field that
-    takes anything else is declared all the same, and checked by its class.
+    of one of these, and any of them `| None`, where None means that nothing was said. A class that
+    has `WANTED`, words, and `from_text`, a class method, can stand on a command line too. A field
+    that takes anything else is declared all the same, and checked by who has it.
 
     Args:
         default: what it is where nobody says; shown wherever it is described, unless it is None.
@@ -66,8 +68,11 @@ def setting(
         most: the largest, likewise.
         above: numbers must be above this.
         below: numbers must be below this; `math.inf` asks for a finite one.
-        unit: "bytes": a command line takes 2GiB for it too.
+        unit: "bytes": a command line takes 2GiB for it too; "list": it takes all of several values
+            at once, with commas between them, where else the flag is repeated.
         flag: its name on a command line, where that is not the field's; "": it is no flag.
+        metavar: what stands for its value in a description of the flag; None: N for a number, and
+            so on.
     """
     said = Setting(
         default=default,
@@ -78,6 +83,7 @@ def setting(
         below=below,
         unit=unit,
         flag=flag,
+        metavar=metavar,
     )
     return field(default=default, metadata={"help": help, "setting": said})
 
@@ -103,13 +109,27 @@ class Setting:
     below: float | None
     unit: str
     flag: str | None
+    metavar: str | None
 
     @property
     def wanted(self) -> str:
         """Which values are allowed, in words: "an integer from 1 to 8". O(1)."""
-        if get_origin(self.takes) is tuple:
-            return f"a list, each {self._wanted(get_args(self.takes)[0])}"
-        return self._wanted(self.takes)
+        return f"a list, each {self.wanted_each}" if self.takes_several else self.wanted_each
+
+    @property
+    def wanted_each(self) -> str:
+        """The same of one value, where it takes several. O(1)."""
+        return self._wanted(self.takes_each)
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether it takes a tuple of values. O(1)."""
+        return get_origin(self.takes) is tuple
+
+    @property
+    def takes_each(self) -> object:
+        """The type of one value, where it takes several. O(1)."""
+        return get_args(self.takes)[0] if self.takes_several else self.takes
 
     def check(self, value: object) -> None:
         """Raise unless the value is allowed. O(1), O(values) where it takes several.
@@ -124,10 +144,13 @@ class Setting:
         """Whether the value is allowed; O(1), O(values) where it takes several."""
         if value is None:
             return self.is_optional
-        if get_origin(self.takes) is tuple:
-            one = get_args(self.takes)[0]
-            return isinstance(value, tuple) and all(self._allows(one, each) for each in value)
-        return self._allows(self.takes, value)
+        if self.takes_several:
+            return isinstance(value, tuple) and all(map(self.allows_each, value))
+        return self.allows_each(value)
+
+    def allows_each(self, value: object) -> bool:
+        """Whether one value is allowed, where it takes several. O(1)."""
+        return self._allows(self.takes_each, value)
 
     def _allows(self, kind: object, value: object) -> bool:
         if get_origin(kind) is Literal:
@@ -139,7 +162,7 @@ class Setting:
         if kind is int or kind is float:
             is_number = isinstance(value, int if kind is int else (int, float))
             return is_number and not isinstance(value, bool) and self._is_in_range(value)
-        return True  # its class knows
+        return isinstance(value, kind) if isinstance(kind, type) else True
 
     def _is_in_range(self, value: object) -> bool:
         number = cast("float", value)  # exact for an integer of any size
@@ -156,7 +179,9 @@ class Setting:
             return "one of " + ", ".join(map(repr, get_args(kind)))
         if kind is bool:
             return "true or false"
-        noun = _NOUNS.get(cast("type", kind), "another value")
+        noun = _NOUNS.get(cast("type", kind))
+        if noun is None:
+            return str(getattr(kind, "WANTED", "another value"))
         if self.below == math.inf:
             noun = f"finite {noun}"
         if kind is str:

@@ -5,62 +5,58 @@ Invariants: a configuration that exists is in range; it never changes.
 Does not know: FastAPI, the engine.
 """
 
+import math
 from dataclasses import dataclass
 
-from model.errors import InvalidArgumentError, shown
-
-_MAX_PORT = 65_535
+from model.control.settings import check_settings, setting
+from model.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """How a server meets its clients.
+    """How a server meets its clients."""
 
-    Attributes:
-        host: the address it listens on.
-        port: likewise; 0: any that is free.
-        served_model_name: what clients call the model; None: the end of its path or id.
-        api_keys: a client has to show one of these; none: anybody is served.
-        allow_origins: pages of these origins may read answers (CORS).
-        tls_certfile, tls_keyfile: HTTPS with this certificate and key.
-        max_waiting: requests that may wait beside those that have a seat; more are told to come
-            again.
-        max_request_bytes: the largest body.
-        request_timeout_s: how long a body may take to come, and an answer to be read on.
-        drain_timeout_s: how long requests may go on after a SIGTERM.
-        access_log: where a JSON line for each request is written; "-": stdout; None: nowhere.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
-    api_keys: tuple[str, ...] = ()
-    allow_origins: tuple[str, ...] = ()
-    tls_certfile: str | None = None
-    tls_keyfile: str | None = None
-    max_waiting: int = 1024
-    max_request_bytes: int = 4 << 20
-    request_timeout_s: float = 60.0
-    drain_timeout_s: float = 30.0
-    access_log: str | None = None
+    host: str = setting("127.0.0.1", help="address to listen on", metavar="ADDRESS")
+    port: int = setting(8000, help="likewise; 0: any that is free", least=0, most=65_535)
+    served_model_name: str | None = setting(
+        None,
+        help="what clients call the model (default: the end of its path or id)",
+        metavar="NAME",
+    )
+    api_keys: tuple[str, ...] = setting(
+        (),
+        help="clients have to show one (default: $KVCORE_API_KEY, else none is asked)",
+        flag="api-key",
+        metavar="KEY",
+    )
+    allow_origins: tuple[str, ...] = setting(
+        (),
+        help="pages of this origin may read answers (CORS; default: none)",
+        flag="allow-origin",
+        metavar="ORIGIN",
+    )
+    tls_certfile: str | None = setting(None, help="HTTPS with this certificate", metavar="PATH")
+    tls_keyfile: str | None = setting(None, help="and this key", metavar="PATH")
+    max_waiting: int = setting(
+        1024,
+        help="requests that may wait beside those that run; more are told to come again",
+        least=0,
+    )
+    max_request_bytes: int = setting(4 << 20, help="the largest request", least=1, unit="bytes")
+    request_timeout_s: float = setting(
+        60.0,
+        help="how long a request may take to come, and an answer to be read on",
+        least=0,
+        below=math.inf,
+    )
+    drain_timeout_s: float = setting(
+        30.0, help="how long requests may go on after SIGTERM", least=0, below=math.inf
+    )
+    access_log: str | None = setting(
+        None, help="write a JSON line for each request; -: to stdout", metavar="PATH"
+    )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= _MAX_PORT:
-            raise InvalidArgumentError(
-                f"port: wanted a number from 0 to {_MAX_PORT}, got {shown(self.port)}"
-            )
-        if self.max_waiting < 0:
-            raise InvalidArgumentError(
-                f"max_waiting: wanted at least 0, got {shown(self.max_waiting)}"
-            )
-        if self.max_request_bytes < 1:
-            raise InvalidArgumentError(
-                f"max_request_bytes: wanted at least 1, got {shown(self.max_request_bytes)}"
-            )
-        for name in ("request_timeout_s", "drain_timeout_s"):
-            if not getattr(self, name) >= 0:
-                raise InvalidArgumentError(
-                    f"{name}: wanted at least 0, got {shown(getattr(self, name))}"
-                )
+        check_settings(self)
         if (self.tls_certfile is None) != (self.tls_keyfile is None):
             raise InvalidArgumentError("tls_certfile: wanted together with tls_keyfile, got one")

@@ -99,6 +99,7 @@ class _Client(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over. O(1)."""
+        del exc
         if not self.gone.done():
             self.gone.set_result(None)
 
@@ -130,8 +131,10 @@ class _Tally:
 
 
 def _requests(job: Job) -> "deque[bytes]":
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {job.host}\r\nContent-Type: application/json\r\n"
-    ready = deque()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {job.host}\r\nContent-Type: application/json\r\n"
+    )
+    ready: deque[bytes] = deque()
     for prompt in job.prompts():
         asked: dict[str, object] = {
             "prompt": prompt,

@@ -47,9 +47,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
 
     def make() -> "Engine":
         boot = import_module("model.boot")  # torch is loaded on the engine's thread
-        made: Engine = boot.make_engine(
-            options.model, options.backend, options.dtype, options.engine, say
-        )
+        made: Engine = boot.make_engine(options.model, options.engine, say)
         return made
 
     engine = AsyncEngine(make, max_waiting=options.serve.max_waiting)
@@ -72,7 +70,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         except (OSError, ssl.SSLError) as error:
             raise UsageError(f"--tls-certfile, --tls-keyfile: {error}") from error
         server = Server(config)
-        say(f"{address_of(listener, options.serve)}: loading {options.model}")
+        say(f"{address_of(listener, options.serve)}: loading {options.model.path}")
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
             runner.run(_run(server, engine, options.serve, listener))
     return 0

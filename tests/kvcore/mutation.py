@@ -38,7 +38,7 @@ FILES = sorted(p.stem for p in (ROOT / "kvcore").glob("*.py") if p.stem not in N
 TESTS = (
     ("block", "free_queue", "groups", "hashing", "pool", "published", "free_blocks"),
     ("pool_properties", "manager", "capabilities"),
-    ("decode_step", "hostile", "invariants", "tokens", "slots", "short_ways", "faults"),
+    ("decode_step", "untold", "hostile", "invariants", "tokens", "slots", "short_ways", "faults"),
     ("block_keys", "inexpressible", "determinism", "package", "cost"),
     ("machines", "small_scope"),
 )
@@ -128,6 +128,7 @@ def survives(path, source, rounds):
         "--assert=plain",
         "-p",
         "no:cacheprovider",
+        "-n0",
         "--hypothesis-profile=mutation",
     ]
     for tests in rounds:

@@ -15,6 +15,7 @@ from kvcore.bench import PeerError
 from kvcore.bench.__main__ import main
 from kvcore.bench.engines import w7, w8, w9, w11
 from kvcore.bench.measure import Case, Round, Run, measure
+from kvcore.bench.mixed import w12
 from kvcore.bench.ours import OurCache, OurPeer, our_subjects
 from kvcore.bench.peer import WORKLOADS, load_peer, subject_of
 from kvcore.bench.pools import w1, w2, w6
@@ -417,10 +418,14 @@ def watched(cases):
 
 def test_window_groups_are_groups_of_their_own():
     made, rows = watched(w7)
-    assert {options["windows"] for options, *_ in made} == {(1024,), (1024, 4096)}
+    assert {options["windows"] for options, *_ in made} == {(1024,), (512, 1024)}
     for options, cache, _ in made:
         assert len(cache.manager.groups) == 1 + len(options["windows"])
         assert cache.manager.stats().num_evicted_blocks > 0
+    decoding = [seq for _, cache, _ in made for seq in cache.manager.sequences.values()]
+    assert len(decoding) == 2 * 32
+    for seq in decoding:  # what decodes is longer than its windows: they move
+        assert all(table.num_null > 0 for table in seq.tables[1:])
     assert all(row.hit_rate == row.wanted_hit_rate for row in rows)
 
 
@@ -434,7 +439,9 @@ def test_events_are_recorded_and_taken():
 
 def test_requests_are_decoded_by_their_own_calls_and_come_out_the_same():
     made, rows = watched(w9)
-    assert [row.hit_rate for row in rows] == [1, 1]
+    assert [row.hit_rate == row.wanted_hit_rate for row in rows] == [True, True, False]
+    assert 0.5 < rows[2].hit_rate < 1  # of a chat trace
+    assert all(options["by_request"] for options, *_ in made)
     (_, by_request, _), *_ = made
     step = OurCache(by_request.manager.num_blocks, 16)
     alone = OurCache(by_request.manager.num_blocks, 16, by_request=True)
@@ -451,10 +458,66 @@ def test_the_slowest_calls_are_at_least_the_median_ones():
     costs = {row.case: row.cost.median for row in rows}
     for kind in ("start", "decode", "finish"):
         assert costs[f"{kind}, median"] <= costs[f"{kind}, 99 %"] <= costs[f"{kind}, slowest"]
-    assert all(options["prefault"] for options, *_ in made)
+    assert sum(not options.get("prefault") for options, *_ in made) == 1  # blocks "made then"
     slide = [cache.manager for options, cache, _ in made if options.get("caching") is False]
-    assert [len(manager.groups) for manager in slide] == [2, 2]
+    assert [len(manager.groups) for manager in slide] == [2, 2, 2, 2]
     assert len(slide[0].pool.empty_blocks) > slide[0].num_blocks / 2  # what an exchange might copy
+
+
+def test_a_mixed_step_keeps_as_many_running_and_publishes_every_prompt():
+    made, rows = watched(w12)
+    assert [options for options, *_ in made] == [
+        {},
+        {"by_request": True},
+        {"windows": (512,)},
+        {"windows": (512,), "by_request": True},
+    ]
+    assert [row.hit_rate == row.wanted_hit_rate > 0.99 for row in rows] == [True] * 4
+    for _, cache, _ in made:
+        assert len(cache.manager.sequences) == 20
+        assert cache.manager.stats().num_evicted_blocks > 0
+
+
+def test_one_call_for_a_mixed_step_gives_what_the_calls_of_requests_give():
+    prompts = [[list(range(n, n + 40 + n)), list(range(7 * n, 7 * n + 33))] for n in range(9)]
+    tables = []
+    for by_request in (False, True):
+        cache = OurCache(400, 16, by_request=by_request)
+        running = [cache.start(list(range(900, 920)))]
+        cache.decode(running, [1])
+        for step, new in enumerate(prompts):
+            tokens = list(range(step, step + len(running)))
+            if by_request:
+                cache.decode(running, tokens)
+                running += [cache.start(prompt) for prompt in new]
+            else:
+                running += cache.mixed(running, tokens, new)
+        cache.decode(running, [3] * len(running))
+        tables.append([(seq.num_tokens, len(seq.block_table)) for seq in running])
+        written = [
+            cache.manager.plan(prompt).num_cached_tokens for new in prompts for prompt in new
+        ]
+        tables.append(written)
+    assert tables[:2] == tables[2:]
+    assert all(tables[1])
+
+
+def test_what_a_peer_has_no_option_for_is_measured_without_it():
+    class Plain(Toy):
+        workloads = frozenset({"W9", "W12"})
+        options = frozenset({"by_request"})
+
+        def make_cache(self, num_blocks, block_size, **options):
+            assert set(options) <= self.options
+            return super().make_cache(num_blocks, block_size)
+
+    subjects = [our_subjects()[0], subject_of(Plain(), "here")]
+    for cases, able in ((w9, [True, False, True]), (w12, [True, True, False, False])):
+        found = [[run.subject.label for run in case.runs] for case in cases(subjects, quick=True)]
+        assert found == [["kvcore", "toy"] if can else ["kvcore"] for can in able]
+    Plain.options = frozenset({"wings"})
+    with pytest.raises(PeerError, match=r"options: wanted some of .* got \['wings'\]"):
+        subject_of(Plain(), "here")
 
 
 def test_larger_blocks_are_as_large():

@@ -45,7 +45,7 @@ def test_packing_copies_so_that_the_callers_buffer_stays_its_own():
         bytearray(4),
         {1: 2},
         {1, 2},
-        iter([1, 2]),
+        pytest.param(iter([1, 2]), id="iterator"),
         7,
         None,
         [1.5],

@@ -386,23 +386,39 @@ CONFIG = (
 
 FLAGS = (
     Broken("an unknown flag", "unrecognized arguments: --nonsense", argv=("--nonsense",)),
-    Broken("a flag without its value", "expected one argument", argv=("--max-tokens",)),
-    Broken("a word for a number", "invalid int value: 'x'", argv=("--max-tokens", "x")),
-    Broken("--max-tokens 0", "max_tokens: wanted an integer from 1", argv=("--max-tokens", "0")),
+    Broken(
+        "a flag without its value", "--max-tokens: expected one argument", argv=("--max-tokens",)
+    ),
+    Broken(
+        "a word for a number", "--max-tokens: wanted an integer from 1", argv=("--max-tokens", "x")
+    ),
+    Broken("--max-tokens 0", "--max-tokens: wanted an integer from 1", argv=("--max-tokens", "0")),
     Broken(
         "more tokens than positions", "positions for 256 tokens", argv=("--max-tokens", "999999")
     ),
-    Broken("--temperature nan", "temperature: wanted a number", argv=("--temperature", "nan")),
-    Broken("--top-p 2", "top_p: wanted", argv=("--temperature", "1", "--top-p", "2")),
+    Broken("--temperature nan", "--temperature: wanted a", argv=("--temperature", "nan")),
+    Broken(
+        "--top-p 2",
+        "--top-p: wanted a number above 0 and at most 1",
+        argv=("--temperature", "1", "--top-p", "2"),
+    ),
     Broken("--backend of no name", "unknown backend 'nunba'", argv=("--backend", "nunba")),
     Broken("--model that is not there", "there is no folder './x'", argv=("--model", "./x")),
-    Broken("--num-blocks 1", "num_blocks: wanted at least 2", argv=("--num-blocks", "1")),
+    Broken("--num-blocks 1", "--num-blocks: wanted an integer from 2", argv=("--num-blocks", "1")),
     Broken(
         "more blocks than memory", "blocks of 4 tokens take", argv=("--num-blocks", "2147483647")
     ),
-    Broken("--block-size 0", "block_size: wanted at least 1", argv=("--block-size", "0")),
-    Broken("--kv-memory-bytes x", "wanted bytes, such as", argv=("--kv-memory-bytes", "x")),
-    Broken("--max-num-seqs 0", "max_num_seqs: wanted at least 1", argv=("--max-num-seqs", "0")),
+    Broken("--block-size 0", "--block-size: wanted an integer from 1", argv=("--block-size", "0")),
+    Broken(
+        "--kv-memory-bytes x",
+        "--kv-memory-bytes: wanted bytes, such as",
+        argv=("--kv-memory-bytes", "x"),
+    ),
+    Broken(
+        "--max-num-seqs 0",
+        "--max-num-seqs: wanted an integer of at least 1",
+        argv=("--max-num-seqs", "0"),
+    ),
     Broken("--prompt with nothing in it", "wanted a prompt with some text", argv=("--prompt", " ")),
     Broken(
         "a prompt that no positions can hold",

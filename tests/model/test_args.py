@@ -8,6 +8,7 @@ import pytest
 
 import kvcore
 from model.cli.args import parse_args
+from model.cli.options import ModelOptions, OutputOptions
 from model.cli.prompts import read_prompts
 from model.control.config import MAX_BLOCK_SIZE, MAX_NUM_BLOCKS, EngineConfig
 from model.control.params import SamplingParams
@@ -21,7 +22,7 @@ def read(*argv, stdin=b""):
 
 def test_without_arguments_the_tiny_model_says_its_own_prompts():
     options = parse_args([])
-    assert (options.backend, options.model) == ("auto", str(CHECKPOINT_DIR))
+    assert (options.model.backend, options.model.path) == ("auto", str(CHECKPOINT_DIR))
     specs = read_prompts(options, None)
     assert tuple(spec.text for spec in specs) == DEMO_PROMPTS
     assert all(spec.params == SamplingParams() for spec in specs)
@@ -39,16 +40,16 @@ def test_every_flag_arrives():
             *("--swap-memory-bytes", "13K"),
         ]
     )
-    assert (options.backend, options.model, options.dtype) == ("numba", "there", "float16")
+    assert options.model == ModelOptions(backend="numba", model="there", dtype="float16")
     assert (options.engine.num_blocks, options.engine.block_size) == (7, 8)
     assert (options.engine.max_num_batched_tokens, options.engine.max_num_seqs) == (9, 10)
     assert not options.engine.enable_prefix_caching
     assert (options.engine.watermark, options.engine.priority_span) == (0.25, 12)
     assert options.engine.swap_memory_bytes == 13 * 1024
-    assert (options.stream, options.json, options.verify) == (True, False, False)
+    assert options.output == OutputOptions(stream=True)
     first, second = read_prompts(options, None)
     assert (first.text, second.text) == ("a", "b")
-    assert (first.num_samples, second.num_samples) == (11, 11)
+    assert (first.samples.n, second.samples.n) == (11, 11)
     assert first.params == SamplingParams(
         max_tokens=3,
         temperature=0.5,
@@ -112,26 +113,35 @@ def test_a_line_of_json_has_its_own_parameters_over_those_of_the_command_line(tm
     [
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["--max-tok", "3"], "unrecognized arguments"),
-        (["--max-tokens", "many"], "--max-tokens: invalid int value: 'many'"),
-        (["--dtype", "int8"], "invalid choice: 'int8'"),
-        (["--block-size", "0"], "block_size: wanted at least 1 and at most 1048576, got 0"),
-        (["--block-size", "1048577", "--num-blocks", "2"], "at most 1048576, got 1048577"),
-        (["--num-blocks", "1"], "num_blocks: wanted at least 2"),
-        (["--num-blocks", str(2**31)], "num_blocks: .* at most 2147483647, got 2147483648"),
-        (["--num-blocks", str(10**30)], "num_blocks: .* at most 2147483647, got 10{30}"),
+        (["--max-tokens", "many"], "--max-tokens: wanted an integer from 1 to .*, got 'many'"),
+        (["--dtype", "int8"], "--dtype: wanted one of 'auto', 'float32', .*, got 'int8'"),
+        (["--block-size", "0"], "--block-size: wanted an integer from 1 to 1048576, got 0"),
+        (["--block-size", "1048577", "--num-blocks", "2"], "from 1 to 1048576, got 1048577"),
+        (["--num-blocks", "1"], "--num-blocks: wanted an integer from 2 to 2147483647, got 1"),
+        (["--num-blocks", str(2**31)], "--num-blocks: .* to 2147483647, got 2147483648"),
+        (["--num-blocks", str(10**30)], "--num-blocks: .* to 2147483647, got 10{30}"),
         (["--kv-memory-bytes", "2 elephants"], "wanted bytes, such as .* got '2 elephants'"),
         (["--kv-memory-bytes", "9" * 16], "wanted bytes, such as"),
-        (["--kv-memory-bytes", "0"], "kv_memory_bytes: wanted at least 1, got 0"),
-        (["--kv-memory-fraction", "0"], "kv_memory_fraction: wanted a share above 0 and at most 1"),
-        (["--kv-memory-fraction", "nan"], "kv_memory_fraction: wanted a share .*, got nan"),
+        (["--kv-memory-bytes", "0"], "--kv-memory-bytes: wanted an integer of at least 1, got 0"),
+        (
+            ["--kv-memory-fraction", "0"],
+            "--kv-memory-fraction: wanted a number above 0 and at most 1",
+        ),
+        (["--kv-memory-fraction", "nan"], "--kv-memory-fraction: wanted a number .*, got nan"),
         (["--kv-memory-fraction", "1", "--num-blocks", "9"], "num_blocks: wanted this or kv_mem"),
-        (["--max-num-seqs", "0"], "max_num_seqs: wanted at least 1, got 0"),
-        (["--watermark", "1"], "watermark: wanted a share of at least 0 and below 1, got 1.0"),
-        (["--priority-span", "0"], "priority_span: wanted at least 1, got 0"),
+        (["--max-num-seqs", "0"], "--max-num-seqs: wanted an integer of at least 1, got 0"),
+        (["--watermark", "1"], "--watermark: wanted a number of at least 0 and below 1, got 1.0"),
+        (["--priority-span", "0"], "--priority-span: wanted an integer of at least 1, got 0"),
         (["--swap-memory-bytes", "-1"], "--swap-memory-bytes: (wanted bytes|expected one)"),
         (["--verify", "--n", "2"], "greedy generation: --n cannot be given too"),
-        (["--max-num-batched-tokens", str(2**31)], "max_num_batched_tokens: wanted at most 21474"),
-        (["--max-num-batched-tokens", "-1"], "max_num_batched_tokens: wanted at least 1, got -1"),
+        (
+            ["--max-num-batched-tokens", str(2**31)],
+            "--max-num-batched-tokens: wanted an integer from 1 to 2147483647",
+        ),
+        (
+            ["--max-num-batched-tokens", "-1"],
+            "--max-num-batched-tokens: wanted an integer from 1 to .*, got -1",
+        ),
         (["--stream", "--json"], "--stream writes text as it comes"),
         (["--verify", "--top-p", "0.5"], "greedy generation: --top-p cannot be given too"),
         (["--verify", "--temperature", "0"], "--temperature cannot be given too"),
@@ -148,7 +158,7 @@ def test_the_sizes_that_an_engine_may_have_are_those_of_kvcore():
     for sizes in ((2, MAX_BLOCK_SIZE + 1), (MAX_NUM_BLOCKS + 1, 1)):
         with pytest.raises(kvcore.InvalidArgumentError):
             kvcore.KVCacheManager(*sizes)
-        with pytest.raises(InvalidArgumentError, match="wanted at least"):
+        with pytest.raises(InvalidArgumentError, match="wanted an integer from"):
             EngineConfig(num_blocks=sizes[0], block_size=sizes[1])
 
 
@@ -157,10 +167,10 @@ def test_the_sizes_that_an_engine_may_have_are_those_of_kvcore():
     [
         (["--prompt", "  "], r"--prompt \(number 1\): wanted a prompt with some text"),
         (["--prompt", "-"], r"--prompt - \(stdin\): wanted a prompt with some text"),
-        (["--prompt", "a", "--temperature", "-1"], "temperature: wanted a number of at least 0"),
-        (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "top_p: wanted a number above 0"),
-        (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "top_k: wanted an integer"),
-        (["--prompt", "a", "--max-tokens", "0"], "max_tokens: wanted an integer from 1 to"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature: wanted a finite number of"),
+        (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "--top-p: wanted a number above"),
+        (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "--top-k: wanted an integer"),
+        (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: wanted an integer from"),
         (["--prompt", "a", "--top-k", "3"], "top_k has no meaning with a temperature of 0"),
         (["--prompt", "a", "--n", "3"], "n has no meaning with a temperature of 0"),
         (["--prompt", "a", "--n", "0", "--temperature", "1"], "n: wanted an integer from 1 to"),
@@ -223,7 +233,7 @@ def test_a_line_says_how_often_and_how_soon_over_the_command_line(tmp_path):
     lines = [{"prompt": "a", "n": 2, "priority": -3}, {"prompt": "b", "n": None}]
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     specs = read("--prompts-file", str(file), "--temperature", "1", "--n", "4")
-    assert [(spec.num_samples, spec.priority) for spec in specs] == [(2, -3), (4, 0)]
+    assert [(spec.samples.n, spec.samples.priority) for spec in specs] == [(2, -3), (4, 0)]
 
 
 def test_a_null_field_of_a_line_is_as_if_it_were_not_there(tmp_path):
@@ -261,8 +271,11 @@ def test_seeds_beyond_the_last_begin_again_at_0():
 def test_a_seed_that_does_not_exist_is_no_seed_of_a_later_prompt_either(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "seed": 1}\n{"prompt": "a"}', encoding="utf-8")
-    with pytest.raises(UsageError, match=r"line 2: seed: wanted .*, got -1"):
+    with pytest.raises(UsageError, match=r"--seed: wanted .*, got -1"):
         read("--prompts-file", str(file), "--temperature", "1", "--seed", "-1")
+    file.write_text('{"prompt": "a", "seed": -1}', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"line 1: seed: wanted .*, got -1"):
+        read("--prompts-file", str(file), "--temperature", "1")
 
 
 def test_verify_refuses_the_sampling_fields_of_a_line(tmp_path):

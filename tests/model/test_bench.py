@@ -227,18 +227,18 @@ def test_a_configuration_by_name_wants_dummy_weights():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--rounds", "0"], "rounds: wanted at least 1, got 0"),
-        (["--max-concurrency", "0"], "max_concurrency: wanted at least 1, got 0"),
-        (["--request-rate", "0"], "request_rate: wanted above 0, got 0"),
-        (["--request-rate", "nan"], "request_rate: wanted above 0, got nan"),
-        (["--num-requests", "0"], "num_requests: wanted at least 1, got 0"),
+        (["--rounds", "0"], "--rounds: wanted an integer of at least 1, got 0"),
+        (["--max-concurrency", "0"], "--max-concurrency: wanted an integer of at least 1, got 0"),
+        (["--request-rate", "0"], "--request-rate: wanted a number above 0, got 0"),
+        (["--request-rate", "nan"], "--request-rate: wanted a number above 0, got nan"),
+        (["--num-requests", "0"], "--num-requests: wanted an integer of at least 1, got 0"),
         (["--output-len", "5:4"], "--output-len: wanted N or LOW:HIGH .*, got '5:4'"),
         (["--input-len", "x"], "--input-len: wanted N or LOW:HIGH .*, got 'x'"),
         (["--peer", "vllm"], "--peer"),
         (["--workload", "none"], "--workload"),
         (["--workload", "waste", "--stats"], "--stats has no meaning with --workload waste"),
         (["--workload", "host", "--trace", "x"], "--trace has no meaning with --workload host"),
-        (["--workload", "host", "--steps", "0"], "steps: wanted at least 1, got 0"),
+        (["--workload", "host", "--steps", "0"], "--steps: wanted an integer of at least 1, got 0"),
         (["--no-prefix-cache", "--peer", "no-prefix-cache"], "has no meaning with"),
     ],
 )
@@ -262,15 +262,6 @@ def test_host_work_is_every_phase_but_the_networks(capsys):
 def test_one_number_is_a_length_of_its_own():
     options = parse_args(["--input-len", "64", "--output-len", "3:9"])
     assert (options.shape.input_len, options.shape.output_len) == (Span(64, 64), Span(3, 9))
-
-
-def test_the_documentation_has_every_flag(capsys):
-    with pytest.raises(SystemExit):
-        parse_args(["--help"])
-    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
-    assert len(flags) > 30
-    page = (ROOT / "docs" / "running.md").read_text(encoding="utf-8")
-    assert [flag for flag in sorted(flags) if f"`{flag}" not in page] == []
 
 
 def test_help_and_wrong_flags_do_not_wait_for_torch():

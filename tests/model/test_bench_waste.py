@@ -99,12 +99,12 @@ def test_the_command_prints_both_caches_and_a_row_for_each_block_size(capsys, ch
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--lengths", "5,x"], "--lengths: wanted N,N,..., got '5,x'"),
+        (["--lengths", "5,x"], "--lengths: wanted an integer of at least 1, got 'x'"),
         (["--lengths", "1025"], "lengths: wanted 1 to 1024, got 1025"),
-        (["--lengths", "0"], "lengths: wanted 1 to 1024, got 0"),
-        (["--rows", "0"], "rows: wanted at least 1, got 0"),
-        (["--row-slots", "0"], "row_slots: wanted at least 1, got 0"),
-        (["--block-sizes", "4,0"], "block_sizes: wanted at least 1 each, got 0"),
+        (["--lengths", "0"], "--lengths: wanted an integer of at least 1, got 0"),
+        (["--rows", "0"], "--rows: wanted an integer of at least 1, got 0"),
+        (["--row-slots", "0"], "--row-slots: wanted an integer of at least 1, got 0"),
+        (["--block-sizes", "4,0"], "--block-sizes: wanted an integer of at least 1, got 0"),
     ],
 )
 def test_a_wrong_size_is_one_error_that_names_it(argv, message):

@@ -1,0 +1,81 @@
+"""What a command line says beside the settings of an engine and of a request.
+
+Decides: the flags that several commands have, and what they mean. Invariants: as settings have.
+
+Does not know: files, models, backends; whether a name means anything is told by who loads it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from model.control.settings import check_settings, setting
+from model.tiny import CHECKPOINT_DIR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Which model runs on what."""
+
+    model: str | None = setting(
+        None,
+        help="a model folder, or owner/name on the hub (default: the tiny model inside)",
+        metavar="PATH_OR_ID",
+    )
+    backend: str = setting("auto", help="numba, triton, a plug-in's name, or auto", metavar="NAME")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
+        "auto", help="of weights and cache; auto: bfloat16 on a GPU, else and to verify float32"
+    )
+
+    @property
+    def path(self) -> str:
+        """The model's folder or id. O(1)."""
+        return str(CHECKPOINT_DIR) if self.model is None else self.model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """Where the prompts of a run are."""
+
+    prompt: tuple[str, ...] = setting((), help="what to continue; - reads it from stdin")
+    prompts_file: str | None = setting(
+        None,
+        help=".txt: a prompt a line; .jsonl: an object a line, with prompt and any of its fields",
+        metavar="PATH",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOptions:
+    """What is said of a prompt beside how its tokens are chosen."""
+
+    n: int = setting(1, help="texts to draw for each prompt", least=1, most=1024)
+    priority: int = setting(
+        0, help="the lower, the sooner", least=-1_000_000, most=1_000_000, flag=""
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """What is told of the steps."""
+
+    trace: str | None = setting(
+        None,
+        help="write a trace of the steps, for ui.perfetto.dev or chrome://tracing",
+        metavar="FILE",
+    )
+    stats: bool = setting(False, help="tell where the time went and what the cache did")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputOptions:
+    """What a run prints."""
+
+    stream: bool = setting(False, help="write text as it comes")
+    json: bool = setting(False, help="one JSON document on stdout; everything else on stderr")
+    verify: bool = setting(
+        False,
+        help="compare every token with Transformers' generate, each prompt on its own",
+    )

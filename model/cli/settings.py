@@ -1,0 +1,278 @@
+"""Flags of a command line, made from declared settings.
+
+    flags = Flags("python -m model.run", "Generate text.")
+    flags.add("how large the cache is", CacheConfig, block_size=32)  # this command's own default
+    said = flags.parse()
+    said.of(CacheConfig), said.given(CacheConfig)
+
+Decides: how a setting becomes a flag. `block_size` is `--block-size`; a setting that is true or
+false has `--no-...` too; one that takes several is repeated; the last one counts where a flag that
+takes one value is. Invariants: a value is checked where it is read, so an error names the flag,
+what was wanted and what came; a wrong flag raises, it never exits or prints by itself (`--help`
+alone does).
+
+argparse reads them, with the short way from a declaration to a flag below. Of the libraries that
+make flags from dataclasses, pydantic-settings takes texts apart at commas, jsonargparse wants a
+value after a flag that is true or false, tyro prints several lines and ends the process, and
+cyclopts refuses a flag that is given twice, and an alias that is overridden with it. None of them
+knows ranges without being imported by the classes that have settings.
+
+Does not know: which settings there are, files, models.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
+
+from model.control.settings import Setting, settings_of
+from model.errors import InvalidArgumentError, UsageError, shown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Declared = TypeVar("_Declared", bound="DataclassInstance")
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d{1,15})(?:([KMGT])(?:i?B)?)?", re.ASCII)
+_BYTES = "bytes, such as 1073741824, 512M or 2GiB"
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+class Said:
+    """A command line, parsed: what was given, by the class that declares it."""
+
+    def __init__(
+        self,
+        given: Mapping[type, Mapping[str, object]],
+        defaults: Mapping[type, Mapping[str, object]],
+    ) -> None:
+        self._given = given
+        self._defaults = defaults
+
+    def given(self, declared: type["DataclassInstance"]) -> dict[str, object]:
+        """The settings of a class that stand on the command line, no defaults. O(settings)."""
+        return dict(self._given[declared])
+
+    def of(self, declared: type[_Declared], **defaults: object) -> _Declared:
+        """The settings of a class: what was given, else the command's default, else its own.
+
+        Args:
+            declared: the class.
+            defaults: before the command's, where they depend on what was given.
+
+        Raises:
+            InvalidArgumentError: settings that mean nothing together.
+        """
+        return declared(**{**self._defaults[declared], **defaults, **self._given[declared]})
+
+    def over(self, settings: _Declared) -> _Declared:
+        """The same over other defaults: an instance, and what was given in its place.
+
+        Raises:
+            InvalidArgumentError: settings that mean nothing together.
+        """
+        return replace(settings, **self._given[type(settings)])
+
+
+@dataclass(frozen=True, slots=True)
+class FlagRow:
+    """A flag as a page describes it."""
+
+    flag: str
+    value: str
+    default: str
+    help: str
+
+
+class Flags:
+    """The flags of one command.
+
+    Args:
+        prog: the command.
+        description: what it does.
+        epilog: what stands below the flags.
+    """
+
+    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
+        self.prog = prog
+        self._parser = _Parser(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+        )
+        self._titles: dict[type, str] = {}
+        self._defaults: dict[type, dict[str, object]] = {}
+
+    def add(self, title: str, declared: type["DataclassInstance"], **defaults: object) -> None:
+        """Add a flag for each setting of a class. O(settings).
+
+        Args:
+            title: what the flags are about; those of one title stand together.
+            declared: the class.
+            defaults: what this command's own defaults are, where they are not the class's.
+        """
+        groups = self._parser._action_groups  # noqa: SLF001  # no other way to find one again
+        group = next((one for one in groups if one.title == title), None)
+        group = group or self._parser.add_argument_group(title)
+        self._titles[declared] = title
+        self._defaults[declared] = defaults
+        for one in _flagged(declared):
+            dest = f"{declared.__name__}.{one.name}"
+            default = _default_text(one, defaults.get(one.name, one.default))
+            words = f"{_help(one)} (default: {default})" if default else _help(one)
+            name, text = flag_name(one), words.replace("%", "%%")
+            if one.takes is bool:
+                how = argparse.BooleanOptionalAction
+                group.add_argument(name, dest=dest, action=how, help=text)
+            else:
+                group.add_argument(
+                    name,
+                    dest=dest,
+                    action="append" if _is_repeated(one) else "store",
+                    type=_reader(one),
+                    metavar=_metavar(one),
+                    help=text,
+                )
+
+    def parse(self, argv: Sequence[str] | None = None) -> Said:
+        """Parse a command line; None: the process's own. O(argv).
+
+        Raises:
+            UsageError: an unknown flag, or a value that is not allowed.
+        """
+        found = vars(self._parser.parse_args(argv))
+        given: dict[type, dict[str, object]] = {}
+        for declared in self._defaults:
+            values = {
+                one.name: found[dest]
+                for one in _flagged(declared)
+                if (dest := f"{declared.__name__}.{one.name}") in found
+            }
+            given[declared] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in values.items()
+            }
+        return Said(given, self._defaults)
+
+    def rows(self) -> dict[str, list[FlagRow]]:
+        """Every flag as a page describes it, by title. O(settings)."""
+        rows: dict[str, list[FlagRow]] = {}
+        for declared, title in self._titles.items():
+            for one in _flagged(declared):
+                default = self._defaults[declared].get(one.name, one.default)
+                negated = f"`{flag_name(one)}`, `--no-{flag_name(one)[2:]}`"
+                rows.setdefault(title, []).append(
+                    FlagRow(
+                        flag=negated if one.takes is bool else f"`{flag_name(one)}`",
+                        value="" if one.takes is bool else _metavar(one),
+                        default=_default_text(one, default),
+                        help=_help(one),
+                    )
+                )
+        return rows
+
+
+def flag_name(one: Setting) -> str:
+    """A setting's flag: --block-size. O(1)."""
+    return "--" + (one.flag or one.name).replace("_", "-")
+
+
+def num_bytes(text: str) -> int:
+    """A size such as 1073741824, 512M or 2GiB; K, M, G and T are powers of 1024. O(text).
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"wanted {_BYTES}, got {text!r:.60}")
+    return int(found[1]) * _UNITS[found[2] or ""]
+
+
+class _Writable(Protocol):
+    def write(self, text: str, /) -> object: ...
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong with the command line."""
+        raise UsageError(message.removeprefix("argument "))
+
+    def print_help(self, file: _Writable | None = None) -> None:
+        """Write the help; unlike the original, an output that cannot be written is an error."""
+        (sys.stdout if file is None else file).write(self.format_help())
+
+
+def _flagged(declared: type["DataclassInstance"]) -> list[Setting]:
+    return [one for one in settings_of(declared) if one.flag != ""]
+
+
+def _is_repeated(one: Setting) -> bool:
+    return one.takes_several and one.unit != "list"
+
+
+def _help(one: Setting) -> str:
+    return f"{one.help}; repeatable" if _is_repeated(one) else one.help
+
+
+def _metavar(one: Setting) -> str:
+    kind, word = one.takes_each, one.metavar
+    if word is None and get_origin(kind) is Literal:
+        word = "{" + ",".join(map(str, get_args(kind))) + "}"
+    if word is None and one.unit == "bytes":
+        word = "SIZE"
+    word = word or _METAVARS.get(kind, "VALUE") if isinstance(kind, type) else word or "VALUE"
+    return f"{word},..." if one.unit == "list" else word
+
+
+def _default_text(one: Setting, default: object) -> str:
+    """A default as help shows it; nothing where that is nothing."""
+    if default is True:
+        return "on"
+    if one.unit == "bytes" and isinstance(default, int) and default >= 1024:
+        unit = max((u for u in _UNITS if default % _UNITS[u] == 0), key=_UNITS.__getitem__)
+        return f"{default // _UNITS[unit]}{unit}{unit and 'iB'}"
+    if default is None or default is False or default == ():
+        return ""
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return str(default)
+
+
+def _reader(one: Setting) -> Callable[[str], object]:
+    """What makes a value of a flag's text, checked."""
+
+    def read(text: str) -> object:
+        if one.unit == "list":
+            return tuple(map(read_one, text.split(",")))
+        return read_one(text)
+
+    def read_one(text: str) -> object:
+        try:
+            value = _value(one, text)
+        except (ValueError, InvalidArgumentError) as error:
+            wanted = _BYTES if one.unit == "bytes" else one.wanted_each
+            raise argparse.ArgumentTypeError(f"wanted {wanted}, got {shown(text)}") from error
+        if not one.allows_each(value):
+            raise argparse.ArgumentTypeError(f"wanted {one.wanted_each}, got {shown(value)}")
+        return value
+
+    return read
+
+
+def _value(one: Setting, text: str) -> object:
+    kind = one.takes_each
+    if one.unit == "bytes":
+        return num_bytes(text)
+    if kind is int or kind is float:
+        return int(text) if kind is int else float(text)
+    made: object = kind.from_text(text) if hasattr(kind, "from_text") else text
+    return made
