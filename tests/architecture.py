@@ -85,7 +85,7 @@ MODEL_LAYERS = (
     ("output", "token_stream"),
     ("device/__init__", "device/layout", "device/chunks", "device/rope", "device/sight"),
     ("device/kv_caches", "device/memory", "device/sampler"),
-    ("device/attention", "device/batch", "device/swap"),
+    ("device/attention", "device/batch", "device/request_sampler", "device/swap"),
     ("device/fx_trace", "device/probes"),
     ("device/piecewise",),
     ("architectures",),
