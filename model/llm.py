@@ -20,7 +20,7 @@ from model.cli.options import ModelOptions
 from model.cli.progress import Progress
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
-from model.control.request import Request
+from model.control.request import Request, SampledToken
 from model.engine import Engine
 from model.errors import InvalidArgumentError
 
@@ -141,14 +141,18 @@ class LLM:
         engine = self.engine
         groups: list[list[Request]] = []
         texts: dict[int, list[str]] = {}
+        tokens: dict[int, list[SampledToken]] = {}
         try:
             for prompt, one in zip(each, every, strict=True):
                 groups.append(engine.add_samples(prompt, one, num_samples=num_samples))
             texts = {r.request_id: [] for group in groups for r in group}
+            tokens = {number: [] for number in texts}
             with Progress("generated", len(texts), is_wanted=use_tqdm) as progress:
                 while engine.has_unfinished:
                     for output in engine.step():
                         texts[output.request.request_id].append(output.text)
+                        if output.token is not None:
+                            tokens[output.request.request_id].append(output.token)
                         progress.advance(output.request.is_finished)
         finally:
             for group in groups:
@@ -160,18 +164,37 @@ class LLM:
                 prompt=prompt if isinstance(prompt, str) else None,
                 prompt_token_ids=group[0].prompt_tokens,
                 outputs=[
-                    CompletionOutput(
-                        index=request.sample,
-                        text="".join(texts[request.request_id]),
-                        token_ids=request.output_tokens,
-                        finish_reason=request.finish_reason and request.finish_reason.value,
-                    )
-                    for request in group
+                    self._output(r, "".join(texts[r.request_id]), tokens[r.request_id])
+                    for r in group
                 ],
                 num_cached_tokens=group[0].num_cached_tokens,
             )
             for prompt, group in zip(each, groups, strict=True)
         ]
+
+    def _output(
+        self, request: Request, text: str, tokens: Sequence[SampledToken]
+    ) -> CompletionOutput:
+        asks = request.params.logprobs is not None
+        reason = request.finish_reason
+        return CompletionOutput(
+            index=request.sample,
+            text=text,
+            token_ids=[token.token_id for token in tokens],
+            finish_reason=None if reason is None else reason.value,
+            logprobs=[self._logprobs(token) for token in tokens] if asks else None,
+            cumulative_logprob=sum([token.logprob or 0.0 for token in tokens]) if asks else None,
+        )
+
+    def _logprobs(self, token: SampledToken) -> dict[int, Logprob]:
+        """The likely tokens in the place of one, and itself."""
+        decode = self.engine.model.codec.decode
+        told = {
+            number: Logprob(logprob, rank, decode([number]))
+            for rank, (number, logprob) in enumerate(token.top_logprobs, 1)
+        }
+        own = Logprob(token.logprob or 0.0, None, decode([token.token_id]))
+        return {token.token_id: told.get(token.token_id, own), **told}
 
     def chat(
         self,

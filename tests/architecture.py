@@ -117,7 +117,7 @@ MODEL_LAYERS = (
     ("serve/__init__", "serve/config", "serve/load"),
     ("serve/args", "serve/errors", "serve/listener", "serve/metrics"),
     ("serve/gate", "serve/protocol"),
-    ("serve/service", "serve/generation"),
+    ("serve/service", "serve/generation", "serve/logprobs"),
     ("serve/about", "serve/chat", "serve/completions"),
     ("serve/app",),
     ("serve/process",),
