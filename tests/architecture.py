@@ -99,7 +99,7 @@ MODEL_LAYERS = (
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
     ("tiny/__init__", "tiny/corpus"),
     ("tiny/train",),
-    ("cli/__init__", "cli/exits", "cli/progress", "cli/writer"),
+    ("cli/__init__", "cli/bars", "cli/exits", "cli/progress", "cli/writer"),
     ("cli/settings", "cli/step_table", "cli/verify"),
     ("cli/options", "cli/report"),
     ("cli/args",),
@@ -140,7 +140,7 @@ TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 # What kvcore may import beside the standard library, and what a part that nothing else imports may.
 KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
-    "kvcore/testing": {"hypothesis"},
+    "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},

@@ -29,7 +29,7 @@ from model.bench.peers import PEERS, Job, PeerSettings
 from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
-from model.cli.progress import Progress
+from model.cli.bars import bar
 from model.cli.session import BAD_INPUT, choose_threads
 from model.cli.step_table import StepStats, summarize_steps
 from model.engine import Engine
@@ -166,13 +166,13 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
     before = _counters(engine)
     gc.collect()
     try:
-        with Progress(label, len(bench.requests)) as progress:
+        with bar(label, len(bench.requests)) as advance:
             served = serve(
                 engine,
                 bench.requests,
                 arrivals,
                 temperature=options.arrivals.temperature,
-                on_finish=progress.advance,
+                on_finish=advance,
             )
     finally:
         engine.kv.enable_caching = options.engine.enable_prefix_caching
@@ -190,8 +190,8 @@ def _peer_turn(bench: _Bench, name: str, served: Sequence[Served], label: str) -
     )
     settings = PeerSettings(temperature=options.arrivals.temperature, batch_size=limit)
     gc.collect()
-    with Progress(f"{label}, {name}", len(jobs)) as progress:
-        seconds = PEERS[name](bench.model, jobs, settings, progress.advance)
+    with bar(f"{label}, {name}", len(jobs)) as advance:
+        seconds = PEERS[name](bench.model, jobs, settings, advance)
     tokens = sum(job.max_tokens for job in jobs)
     return {"duration": seconds, "output_throughput": tokens / seconds}
 

@@ -23,8 +23,9 @@ from transformers.utils import logging as transformers_logging
 import backends
 import kvcore
 from model.cli.args import Options
+from model.cli.bars import bar
 from model.cli.exits import FAILED, Asked, Stopped, stopping
-from model.cli.progress import Progress, say, telling
+from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
 from model.cli.step_table import StepStats, step_table, summarize_steps
@@ -254,7 +255,7 @@ def _generate(
     writer = StreamWriter(_heads(specs), sys.stdout) if options.output.stream else None
     fault: BaseException | None = None
     started = time.perf_counter()
-    with Progress("generated", len(requests), is_wanted=not writer) as progress:
+    with bar("generated", len(requests), is_wanted=not writer) as advance:
         try:
             while engine.has_unfinished and not asked:
                 for output in engine.step():
@@ -266,7 +267,7 @@ def _generate(
                         piece = output.text
                         texts[number] += piece
                         writer.write(number, piece, is_last=is_last)
-                    progress.advance(is_last)
+                    advance(int(is_last))
         except Exception as error:  # noqa: BLE001  # raised again, once what is finished is printed
             fault = error
     elapsed_s = time.perf_counter() - started
