@@ -16,11 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from model.boot import make_engine
+from model.cli.bars import bar
 from model.cli.options import ModelOptions
-from model.cli.progress import Progress
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import Request, SampledToken
+from model.control.settings import check_settings
 from model.engine import Engine
 from model.errors import InvalidArgumentError
 
@@ -109,6 +110,7 @@ class LLM:
             if name not in _SETTINGS:
                 raise InvalidArgumentError(f"{name}: there is no such setting of an engine")
         options = ModelOptions(model=str(model), backend=backend, dtype=dtype)  # type: ignore[arg-type]
+        check_settings(options)
         config = EngineConfig(**said)  # type: ignore[arg-type]  # it checks them
         self.engine: Engine = make_engine(options, config)
 
@@ -147,13 +149,13 @@ class LLM:
                 groups.append(engine.add_samples(prompt, one, num_samples=num_samples))
             texts = {r.request_id: [] for group in groups for r in group}
             tokens = {number: [] for number in texts}
-            with Progress("generated", len(texts), is_wanted=use_tqdm) as progress:
+            with bar("generated", len(texts), is_wanted=use_tqdm) as advance:
                 while engine.has_unfinished:
                     for output in engine.step():
                         texts[output.request.request_id].append(output.text)
                         if output.token is not None:
                             tokens[output.request.request_id].append(output.token)
-                        progress.advance(output.request.is_finished)
+                        advance(output.request.is_finished)
         finally:
             for group in groups:
                 for request in group:
