@@ -13,24 +13,25 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import backends
+from model.cli.exits import stopping
 from model.cli.options import ModelOptions
 from model.cli.session import BAD_INPUT, choose_threads
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
+from model.device.ranks import join_ranks
 from model.engine import Engine
 from model.errors import UsageError
 from model.loader import load_model
+from model.twins import TwinEngine, engine_of
 
 
 def make_engine(
-    model: ModelOptions,
-    config: EngineConfig,
-    tell: Callable[[str], None] = lambda _: None,
+    options: ModelOptions, config: EngineConfig, tell: Callable[[str], None] = lambda _: None
 ) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
     Args:
-        model: which, and on what it runs.
+        options: which model on what.
         config: sizes.
         tell: is told what came about, a line each.
 
@@ -38,22 +39,34 @@ def make_engine(
         ModelError: there is no such model, or it does not run here.
     """
     try:
-        return _prepared(model, config, tell)
+        return _prepared(options, config, tell)
     except BAD_INPUT as error:
         raise UsageError(str(error)) from error
 
 
-def _prepared(model: ModelOptions, config: EngineConfig, tell: Callable[[str], None]) -> Engine:
+def follow(options: ModelOptions, config: EngineConfig) -> int:
+    """Be a process that shares the network of one that serves, until that ends; the exit code.
+
+    Raises:
+        ModelError: there is no such model, or it does not run here.
+        RankLostError: another process is gone.
+    """
+    engine = make_engine(options, config)
+    if isinstance(engine, TwinEngine):
+        with stopping():  # a signal reaches the one that serves too, which says when it is over
+            engine.follow()
+    return 0
+
+
+def _prepared(options: ModelOptions, config: EngineConfig, tell: Callable[[str], None]) -> Engine:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    chosen = backends.get_backend(model.backend)
-    loaded = load_model(
-        model.path,
-        chosen.device,
-        None if model.dtype == "auto" else getattr(torch, model.dtype),
-    )
+    ranks = join_ranks(options.tp)
+    chosen = backends.get_backend(options.backend)
+    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    loaded = load_model(options.path, chosen.device, dtype, ranks)
     choose_threads(loaded)
-    engine = Engine(loaded, chosen, config)
+    engine = engine_of(loaded, chosen, config, checks_ranks=options.check_ranks)
     tell(engine.memory.describe(engine.network.layout))
     tell(f"network: {engine.prepare()}")
     # Another engine, over the same caches: what it counts and finds is forgotten with it.
