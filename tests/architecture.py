@@ -129,6 +129,8 @@ MODEL_LAYERS = (
     ("serve/app",),
     ("serve/process",),
     ("serve/__main__",),
+    ("cluster/__init__", "cluster/router"),
+    ("cluster/simulate",),
     ("__init__",),
 )
 
