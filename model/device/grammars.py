@@ -62,13 +62,11 @@ class Grammars:
             return
         try:
             source = _source(grammar)
-        except ValueError as error:
+        except Exception as error:  # what a reader of grammars raises
             raise _refused(grammar, str(error)) from error
         matcher = LLMatcher(self._known_tokens(), source, log_level=0)
         if matcher.is_error():
             raise _refused(grammar, matcher.get_error())
-        if matcher.is_stopped():
-            raise _refused(grammar, "the empty text is all that it allows")
         if len(self._compiled) >= _MOST_COMPILED:
             del self._compiled[next(iter(self._compiled))]
         self._compiled[grammar] = matcher
@@ -152,7 +150,7 @@ def _source(grammar: Grammar) -> str:
     """As llguidance takes it.
 
     Raises:
-        ValueError: it is no JSON, or no grammar of its kind.
+        Exception: it is no JSON, or no grammar of its kind.
     """
     match grammar.kind:
         case "json_schema":

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from model.control.request import Request
 from model.device.grammars import Grammars
+from model.device.ranks import Ranks
 from model.device.sampler import (
     ChunkSums,
     DrawTerms,
@@ -96,11 +97,18 @@ class RequestSampler:
         device: where they are.
         seed: of the draws of requests that have none of their own.
         grammars: that texts follow.
+        ranks: who computes the same logits; the first one's tokens count. None: nobody else does.
     """
 
     def __init__(
-        self, vocab_size: int, device: torch.device, seed: int, grammars: Grammars
+        self,
+        vocab_size: int,
+        device: torch.device,
+        seed: int,
+        grammars: Grammars,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._vocab_size = vocab_size
         self._device = device
         self._seed = seed
@@ -147,6 +155,8 @@ class RequestSampler:
             if self._device.type == "cuda":
                 numbers = numbers.pin_memory().to(self._device, non_blocking=True)
             tokens = choose(adjusted, likely, terms.draws, numbers, self._sums_of)
+        if self._ranks is not None:
+            tokens = self._ranks.shared(tokens)
         if terms.changes is not None:
             terms.changes.count(tokens)
         told = None if terms.telling is None else terms.telling.tell(logits, tokens)
