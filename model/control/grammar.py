@@ -13,11 +13,11 @@ from typing import Literal
 
 from model.errors import InvalidSettingError
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
+Form = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
 
-KINDS: tuple[Kind, ...] = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
+FORMS: tuple[Form, ...] = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
 
-_WANTED = f"an object with one of {', '.join(KINDS)}"
+_WANTED = f"an object with one of {', '.join(FORMS)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,12 @@ class Grammar:
     """What a text must be from its first token to its last.
 
     Attributes:
-        kind: "json_schema", "json_object" (any object), "regex" (of the whole text), "choice",
+        form: "json_schema", "json_object" (any object), "regex" (of the whole text), "choice",
             "lark" (a grammar as llguidance spells it) or "gbnf" (as llama.cpp does).
         text: the schema or the choices as JSON, the expression, the grammar.
     """
 
-    kind: Kind
+    form: Form
     text: str
 
     @classmethod
@@ -72,15 +72,15 @@ class Grammar:
         """
         if not isinstance(described, Mapping) or len(described) != 1:
             raise InvalidSettingError("grammar", _WANTED, described)
-        [(kind, value)] = described.items()
-        if kind == "json_schema" and isinstance(value, Mapping | str):
+        [(form, value)] = described.items()
+        if form == "json_schema" and isinstance(value, Mapping | str):
             return cls.json_schema(value)
-        if kind == "json_object" and value is True:
+        if form == "json_object" and value is True:
             return cls.json_object()
-        if kind == "choice":
+        if form == "choice":
             return cls.choice(value)
-        if kind in {"regex", "lark", "gbnf"} and isinstance(value, str):
-            return cls(kind, value)
+        if form in {"regex", "lark", "gbnf"} and isinstance(value, str):
+            return cls(form, value)
         raise InvalidSettingError("grammar", _WANTED, described)
 
 

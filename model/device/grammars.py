@@ -152,7 +152,7 @@ def _source(grammar: Grammar) -> str:
     Raises:
         Exception: it is no JSON, or no grammar of its kind.
     """
-    match grammar.kind:
+    match grammar.form:
         case "json_schema":
             return str(LLMatcher.grammar_from_json_schema(grammar.text))
         case "json_object":
@@ -170,5 +170,5 @@ def _source(grammar: Grammar) -> str:
 def _refused(grammar: Grammar, why: str) -> InvalidSettingError:
     reason = " ".join(why.split())[:200]
     return InvalidSettingError(
-        "grammar", f"a {grammar.kind} that compiles ({reason})", grammar.text
+        "grammar", f"a {grammar.form} that compiles ({reason})", grammar.text
     )
