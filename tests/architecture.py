@@ -115,6 +115,8 @@ MODEL_LAYERS = (
     ("cli/args",),
     ("cli/prompts",),
     ("cli/session",),
+    ("boot",),
+    ("llm",),
     ("bench/__init__", "bench/configs", "bench/metrics", "bench/workloads"),
     ("bench/networks", "bench/options", "bench/report", "bench/serve"),
     ("bench/args", "bench/peers", "bench/simulate"),
@@ -123,11 +125,11 @@ MODEL_LAYERS = (
     ("bench/__main__",),
     ("run", "page"),
     ("view",),
-    ("serve/__init__", "serve/config"),
+    ("serve/__init__", "serve/config", "serve/load"),
     ("serve/args", "serve/errors", "serve/kv_events", "serve/listener"),
-    ("serve/boot", "serve/metrics"),
+    ("serve/metrics",),
     ("serve/gate", "serve/protocol"),
-    ("serve/service", "serve/generation"),
+    ("serve/service", "serve/generation", "serve/logprobs"),
     ("serve/about", "serve/chat", "serve/completions", "serve/live"),
     ("serve/app",),
     ("serve/process",),
@@ -166,8 +168,8 @@ KVCORE_INSIDES = frozenset(
     assign attach beyond block_id blocks chain child_nodes cut cut_names deadline descendants
     drop empty_blocks exchange find_limits first_copy first_kept forget forget_identity forgets
     free_blocks free_queue grow hand_out has_children id_object is_active is_open is_uneven keep
-    kind last_child last_copy last_event namespace_key next_blocks next_copy next_free next_pass
-    node num_missing num_published num_settled_tokens opened_at pool prev_copy prev_free
+    kind last_child last_copy last_event made_block namespace_key next_blocks next_copy next_free
+    next_pass node num_missing num_published num_settled_tokens opened_at pool prev_copy prev_free
     ref_count release revive root seq_id shelf trees unpublish wishes
     """.split()  # noqa: SIM905  # words are easier to read so
 )
