@@ -153,7 +153,7 @@ class _Simulation:
             prompt = [*rng.choices(prefixes, weights)[0], *own]
             self.at(now, lambda at, prompt=prompt: self.arrive(at, prompt))  # type: ignore[misc]
         for share, is_cut_off in ((0.25, True), (0.5, False)):
-            self.at(now * share, lambda _, cut=is_cut_off: self.cut(cut))  # type: ignore[misc]
+            self.at(now * share, lambda _, cut=is_cut_off: self.isolate(cut))  # type: ignore[misc]
         while self._events:
             moment, _, happens = heapq.heappop(self._events)
             happens(moment)
@@ -173,7 +173,7 @@ class _Simulation:
         """Let something happen."""
         heapq.heappush(self._events, (moment, next(self._number), happens))
 
-    def cut(self, is_cut_off: bool) -> None:  # noqa: FBT001  # it is what happens
+    def isolate(self, is_cut_off: bool) -> None:  # noqa: FBT001  # it is what happens
         """Take some replicas' words from the router, or give them back."""
         for replica in list(self.replicas.values())[: self.load.num_cut_off]:
             replica.is_cut_off = is_cut_off
