@@ -75,7 +75,8 @@ BACKENDS_LAYERS = (
 MODEL_LAYERS = (
     ("errors",),
     ("control/__init__", "control/settings"),
-    ("control/config", "control/params"),
+    ("control/config", "control/grammar"),
+    ("control/params",),
     ("control/request",),
     ("control/step",),
     ("control/admission", "control/pool_frames"),
@@ -92,7 +93,8 @@ MODEL_LAYERS = (
         "device/sight",
     ),
     ("device/kv_caches", "device/memory", "device/ranks", "device/sampler"),
-    ("device/attention", "device/batch", "device/request_sampler", "device/swap"),
+    ("device/attention", "device/batch", "device/grammars", "device/swap"),
+    ("device/request_sampler",),
     ("device/fx_trace", "device/probes"),
     ("device/piecewise",),
     ("architectures",),
@@ -133,6 +135,8 @@ MODEL_LAYERS = (
     ("serve/app",),
     ("serve/process",),
     ("serve/__main__",),
+    ("cluster/__init__", "cluster/router"),
+    ("cluster/simulate",),
     ("__init__",),
 )
 
