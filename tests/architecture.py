@@ -31,7 +31,7 @@ KVCORE_LAYERS = (
     ("prefix", "state"),
     ("steps", "doubt", "pool_map"),
     ("manager",),
-    ("invariants",),
+    ("invariants", "sanitize"),
     ("__init__",),
     ("build_hook",),  # runs when kvcore is built; nothing imports it
 )
