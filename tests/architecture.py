@@ -31,7 +31,7 @@ KVCORE_LAYERS = (
     ("prefix", "state"),
     ("steps", "doubt", "pool_map"),
     ("manager",),
-    ("invariants", "sanitize"),
+    ("invariants",),
     ("__init__",),
     ("build_hook",),  # runs when kvcore is built; nothing imports it
 )
@@ -101,6 +101,7 @@ MODEL_LAYERS = (
     ("device/network",),
     ("device/cuda_graphs", "device/profile"),
     ("device/prepare",),
+    ("device/sanitized",),
     ("device/step_runner",),
     ("engine",),
     ("async_engine", "twins"),
@@ -149,6 +150,7 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
+    "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }

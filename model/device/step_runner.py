@@ -25,6 +25,7 @@ from model.device.cuda_graphs import DecodeGraphs
 from model.device.network import PagedNetwork
 from model.device.prepare import Prepared
 from model.device.request_sampler import Chance, Drawn, RequestSampler
+from model.device.sanitized import SanitizedBackend
 from model.device.swap import BlockMover
 from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
@@ -72,6 +73,7 @@ class StepPasses:
         groups: of the cache.
         max_sampled: rows that a step may draw, if the next one is to be sent before they are read.
         is_late: whether that happens.
+        sanitizer: the backend, if it is to check each step.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class StepPasses:
         *,
         max_sampled: int,
         is_late: bool,
+        sanitizer: SanitizedBackend | None = None,
     ) -> None:
         self._network = network
+        self._sanitizer = sanitizer
         self._mover = mover
         self._sampler = sampler
         chunks = network.layout.chunks
@@ -129,6 +133,9 @@ class StepPasses:
             return Flight((), self._sampler.draw(torch.empty(0), ()))
         self._builders.append(self._builders.pop(0))
         tensors = self._builders[0].build(step, rows_drawn)
+        if self._sanitizer is not None:
+            network = self._network
+            self._sanitizer.begin_step(step, tensors, network.caches, network.layout.chunks)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
             logits, most_likely = self._pass(step, tensors)

@@ -74,7 +74,7 @@ def test_nothing_is_found_in_what_is_right(data):
                 runner.step(seq)
             elif what == "fork":
                 child, copies = runner.kv.fork(seq)
-                runner.shadow.copied(copies, child)
+                runner.shadow.copied(copies)
                 live.append(child)
                 runner.decode(child, 1)
         except kvcore.OutOfBlocksError:
@@ -183,8 +183,17 @@ def copies_less_than_a_fork_needs(runner):
     seq = runner.begin([1, 2, 3, 4, 5, 6])
     runner.step(seq)
     child, (order,) = runner.kv.fork(seq)
-    runner.shadow.copied([kvcore.CopyOrder(order.src, order.dst, 1, 0)], child)
+    runner.shadow.copied([kvcore.CopyOrder(order.src, order.dst, 1, 0)])
     runner.decode(child, 9)
+
+
+def copies_into_a_block_that_is_taken(runner):
+    seq, other = runner.begin([1, 2, 3, 4, 5, 6]), runner.begin([7, 8])
+    runner.step(seq)
+    runner.step(other)
+    _, (order,) = runner.kv.fork(seq)
+    (taken,) = runner.table(other)
+    runner.shadow.copied([kvcore.CopyOrder(order.src, taken, 2, 0)])
 
 
 def does_not_load_what_it_swaps_in(runner):
@@ -215,6 +224,7 @@ PLANTED = {
     skips_a_chunk: "unwritten",
     forgets_the_copies_of_a_fork: "unwritten",
     copies_less_than_a_fork_needs: "unwritten",
+    copies_into_a_block_that_is_taken: "foreign",
     does_not_load_what_it_swaps_in: "unwritten",
     fills_a_block_of_another_from_the_host: "foreign",
 }

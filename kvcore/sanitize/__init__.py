@@ -53,11 +53,11 @@ class SanitizerError(KVCoreError):
 
 @dataclass(slots=True)
 class _Shadow:
-    """What is known of one block: whose it is, and what its slots hold."""
+    """What is known of one block: whose it is (None: a fork's, copied), what its slots hold."""
 
     group: int
     index: int
-    writer: KVSequence
+    writer: KVSequence | None
     tokens: list[int | None] = field(default_factory=list)
 
 
@@ -136,21 +136,23 @@ class Shadow:
             self._check_block(seq, index, ids[index], max(0, first - index * size), stop)
         self._verified[seq, group] = length // size
 
-    def copied(self, orders: Iterable[CopyOrder], child: KVSequence) -> None:
-        """The blocks of a fork were copied. O(tokens copied)."""
+    def copied(self, orders: Iterable[CopyOrder]) -> None:
+        """The blocks of a fork were copied, before either side goes on. O(tokens copied).
+
+        Raises:
+            SanitizerError: the source was never written, or a sequence has the destination.
+        """
         for order in orders:
             self._note(f"copies {order.num_tokens} tokens from {order.src} to {order.dst}")
             source = self._blocks.get(order.src)
-            table = child.tables[order.group]
-            if order.dst not in table.block_ids:
-                self._fail("foreign", f"block {order.dst} is copied to, which is not the child's")
             if source is None:
                 self._fail("unwritten", f"block {order.src} is copied, and was never written")
+            for other in self._holders(order.dst, order.group):
+                what = f"block {order.dst} is copied to"
+                self._fail("foreign", f"{what}, and {self._name(other)} has it")
             tokens: list[int | None] = [None] * len(source.tokens)
             tokens[: order.num_tokens] = source.tokens[: order.num_tokens]
-            index = list(table.block_ids).index(order.dst)
-            self._name(child)
-            self._blocks[order.dst] = _Shadow(order.group, index, child, tokens)
+            self._blocks[order.dst] = _Shadow(source.group, source.index, None, tokens)
 
     def filled(self, seq: KVSequence, block_ids: Iterable[int], *, group: int = 0) -> None:
         """Blocks of a sequence were filled from elsewhere: a transfer, the host. O(their tokens).
@@ -195,7 +197,8 @@ class Shadow:
             wanted = known[position] if position < len(known) else UNTOLD
             if UNTOLD not in {held, wanted} and held != wanted:
                 what = f"{where} holds token {held} at position {position}, wanted {wanted}"
-                self._fail("foreign", f"{what}; written by {self._name(shadow.writer)}")
+                by = "a copy" if shadow.writer is None else self._name(shadow.writer)
+                self._fail("foreign", f"{what}; written by {by}")
 
     def _take_over(
         self, seq: KVSequence, block_id: int, group: int, index: int, size: int
@@ -205,6 +208,14 @@ class Shadow:
             if other is not seq:
                 what = f"block {block_id} is written by {self._name(seq)}"
                 self._fail("shared", f"{what}, and {self._name(other)} has it too")
+        before = self._blocks.get(block_id)
+        if before is not None and (before.writer, before.group, before.index) == (
+            None,
+            group,
+            index,
+        ):
+            before.writer = seq  # the copy that was made for it
+            return before
         shadow = _Shadow(group, index, seq, [None] * size)
         self._blocks[block_id] = shadow
         self._fresh.append(block_id)
