@@ -313,9 +313,9 @@ class Engine:
             self._give_up(step)
             raise
         orders = self._scheduler.advance(step)
-        self._mover.copy(orders)
         if self._sanitizer is not None:
-            self._sanitizer.shadow.copied(orders)
+            self._sanitizer.begin_copies(orders, self.network.caches)
+        self._mover.copy(orders)
         self._unread = flight if step.chunks and self._is_late else None
         if not self._is_late:
             outputs = self._hand_out(flight, tokens)

@@ -10,10 +10,13 @@ caches are; each waits for the device.
 Does not know: chunked attention's pieces (their slots are checked, their tables are not).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 import backends
+import kvcore
 from kvcore.sanitize import Shadow
 from model.control.step import Step
 from model.device.batch import StepTensors
@@ -27,7 +30,6 @@ class SanitizedBackend:
 
     Args:
         inner: does the work.
-        chunks: for each layer group the chunk that its layers see; None: they have none.
     """
 
     def __init__(self, inner: backends.Backend) -> None:
@@ -38,6 +40,31 @@ class SanitizedBackend:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
+
+    def begin_transfers(self, step: Step, caches: KVCaches) -> None:
+        """Poison what a step loads from the host, before it does. O(blocks loaded).
+
+        Raises:
+            SanitizerError: a block is not its request's.
+        """
+        if not self._is_poisoned:
+            self._is_poisoned = True
+            _poison(caches, None)
+        for transfer in step.loads:
+            sequence = transfer.request.running_sequence
+            for group, table in enumerate(sequence.tables):
+                own = [block for block in transfer.block_ids if block in table.block_ids]
+                self.shadow.filled(sequence, own, group=group)
+            _poison(caches, list(transfer.block_ids))
+
+    def begin_copies(self, orders: Sequence[kvcore.CopyOrder], caches: KVCaches) -> None:
+        """Poison what the copies of forks go to, before they are made. O(blocks copied).
+
+        Raises:
+            SanitizerError: a block was never written, or is another's.
+        """
+        self.shadow.copied(orders)
+        _poison(caches, [order.dst for order in orders])
 
     def begin_step(
         self, step: Step, tensors: StepTensors, caches: KVCaches, chunks: tuple[int | None, ...]
@@ -55,14 +82,6 @@ class SanitizedBackend:
         Raises:
             SanitizerError: a slot or a table is not right.
         """
-        if not self._is_poisoned:
-            self._is_poisoned = True
-            _poison(caches, None)
-        for transfer in step.loads:
-            sequence = transfer.request.running_sequence
-            for group, table in enumerate(sequence.tables):
-                own = [block for block in transfer.block_ids if block in table.block_ids]
-                self.shadow.filled(sequence, own, group=group)
         for group, batch in enumerate(tensors.paged):
             slots = batch.slot_mapping.tolist()
             rows = None if chunks[group] is not None else batch.block_table.tolist()

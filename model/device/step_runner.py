@@ -128,6 +128,8 @@ class StepPasses:
             rows_drawn: the rows of the step before, if its tokens have not been read.
             watch: told when tensors are built and when the pass is sent.
         """
+        if self._sanitizer is not None:
+            self._sanitizer.begin_transfers(step, self._network.caches)
         self._mover.transfer(step.stores, step.loads)
         if not step.chunks:
             return Flight((), self._sampler.draw(torch.empty(0), ()))
