@@ -25,6 +25,7 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
+from model.device.grammars import Grammars
 from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
 from model.device.prepare import prepare_network
@@ -101,8 +102,9 @@ class Engine:
         self._mover = BlockMover(backend, self.network.caches)
         self._scheduler = Scheduler(self.kv, self._limits(model.max_positions))
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
+        self._grammars = Grammars(model.codec.describe, self._vocab_size, model.eos_token_ids)
         self._sampler = RequestSampler(
-            self._vocab_size, self.network.device, self.config.seed, model.ranks
+            self._vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
         )
         self._passes = StepPasses(
             self.network,
@@ -261,6 +263,8 @@ class Engine:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
         params = params or SamplingParams()
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
+        if params.grammar is not None:
+            self._grammars.check(params.grammar)
         requests: list[Request] = []
         for number in range(num_samples):
             request = Request(
@@ -303,7 +307,7 @@ class Engine:
         before = self._unread
         outputs: list[Output] = []
         try:
-            flight = self._send(step, {} if before is None else before.rows())
+            flight = self._send(step, before)
             landing = before if self._is_late else flight
             tokens = {} if landing is None else landing.read()
             watch.done(SAMPLE)
@@ -391,7 +395,7 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _send(self, step: Step, rows_drawn: dict[int, int]) -> Flight:
+    def _send(self, step: Step, before: Flight | None) -> Flight:
         sampling = tuple(
             [
                 request
@@ -401,7 +405,7 @@ class Engine:
                 )
             ]
         )
-        return self._passes.send(step, sampling, rows_drawn, self._watch)
+        return self._passes.send(step, sampling, before, self._watch)
 
     def _hand_out(self, flight: Flight, drawn: dict[int, int | None]) -> list[Output]:
         """Give those who expect a token theirs, and end whom it ends."""
@@ -418,7 +422,9 @@ class Engine:
             number = request.request_id
             token, stream = tokens[number], streams[number]
             stream.add(token)
-            if request.is_finished or stream.is_stopped:
+            if request.params.grammar is not None and self._grammars.has_failed(request):
+                self._scheduler.finish(request, FinishReason.ERROR)
+            if request.is_finished or stream.is_stopped or self._is_whole(request):
                 self._end(request, stream)
             outputs.append(Output(request, token, stream, chances.get(number, (None, ()))))
         return outputs
@@ -446,6 +452,9 @@ class Engine:
         stream.close()
         del self._streams[request.request_id]
         self._sampler.discard(request)
+
+    def _is_whole(self, request: Request) -> bool:
+        return request.params.grammar is not None and self._grammars.is_whole(request)
 
     def _check_tokens(self, what: str, tokens: Sequence[int]) -> None:
         if tokens and max(tokens) >= self._vocab_size:

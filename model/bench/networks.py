@@ -45,6 +45,9 @@ class Wordless:
         del tokens
         return ""
 
+    def describe(self) -> None:
+        """There is no tokenizer. O(1)."""
+
     def open_step(self) -> None:
         """There are no pieces. O(1)."""
 

@@ -11,7 +11,7 @@ Does not know: who is planned and why, what becomes of a token.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -117,7 +117,7 @@ class StepPasses:
         self,
         step: Step,
         sampling: tuple[Request, ...],
-        rows_drawn: Mapping[int, int],
+        before: Flight | None,
         watch: StepWatch,
     ) -> Flight:
         """Have a step carried out; on a GPU it returns before it is done. One forward pass.
@@ -125,7 +125,7 @@ class StepPasses:
         Args:
             step: what the scheduler has planned.
             sampling: who gets a token, in the order of the step's logits.
-            rows_drawn: the rows of the step before, if its tokens have not been read.
+            before: the step before, if its tokens have not been read.
             watch: told when tensors are built and when the pass is sent.
         """
         if self._sanitizer is not None:
@@ -134,7 +134,7 @@ class StepPasses:
         if not step.chunks:
             return Flight((), self._sampler.draw(torch.empty(0), ()))
         self._builders.append(self._builders.pop(0))
-        tensors = self._builders[0].build(step, rows_drawn)
+        tensors = self._builders[0].build(step, {} if before is None else before.rows())
         if self._sanitizer is not None:
             network = self._network
             self._sanitizer.begin_step(step, tensors, network.caches, network.layout.chunks)
@@ -142,8 +142,9 @@ class StepPasses:
         with watch.on_device(FORWARD):
             logits, most_likely = self._pass(step, tensors)
         watch.done(FORWARD)
+        newest = dict if before is None else before.read
         with watch.on_device(SAMPLE):
-            drawn = self._sampler.draw(logits, sampling, most_likely)
+            drawn = self._sampler.draw(logits, sampling, most_likely, newest)
             if self.can_read_late(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn)

@@ -1,12 +1,13 @@
-"""From the options of a server to its engine; loads torch and Transformers.
+"""From the name of a model to an engine that is warm; loads torch and Transformers.
 
 Decides: that an engine is warm before it is asked: its kernels are compiled, its network prepared,
 and a few tokens computed that are forgotten again.
 
-Does not know: clients.
+Does not know: who asks for it.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -14,7 +15,6 @@ from transformers.utils import logging as transformers_logging
 import backends
 from model.cli.exits import stopping
 from model.cli.options import ModelOptions
-from model.cli.progress import say
 from model.cli.session import BAD_INPUT, choose_threads
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
@@ -25,18 +25,21 @@ from model.loader import load_model
 from model.twins import TwinEngine, engine_of
 
 
-def make_engine(options: ModelOptions, config: EngineConfig) -> Engine:
+def make_engine(
+    options: ModelOptions, config: EngineConfig, tell: Callable[[str], None] = lambda _: None
+) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
     Args:
         options: which model on what.
         config: sizes.
+        tell: is told what came about, a line each.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
     try:
-        return _prepared(options, config)
+        return _prepared(options, config, tell)
     except BAD_INPUT as error:
         raise UsageError(str(error)) from error
 
@@ -55,7 +58,7 @@ def follow(options: ModelOptions, config: EngineConfig) -> int:
     return 0
 
 
-def _prepared(options: ModelOptions, config: EngineConfig) -> Engine:
+def _prepared(options: ModelOptions, config: EngineConfig, tell: Callable[[str], None]) -> Engine:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     ranks = join_ranks(options.tp)
@@ -64,8 +67,8 @@ def _prepared(options: ModelOptions, config: EngineConfig) -> Engine:
     loaded = load_model(options.path, chosen.device, dtype, ranks)
     choose_threads(loaded)
     engine = engine_of(loaded, chosen, config, checks_ranks=options.check_ranks)
-    say(engine.memory.describe(engine.network.layout))
-    say(f"network: {engine.prepare()}")
+    tell(engine.memory.describe(engine.network.layout))
+    tell(f"network: {engine.prepare()}")
     # Another engine, over the same caches: what it counts and finds is forgotten with it.
     sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
     trial = Engine(loaded, chosen, sizes, caches_of=engine)
