@@ -107,6 +107,7 @@ MODEL_LAYERS = (
     ("device/step_runner",),
     ("engine",),
     ("async_engine", "twins"),
+    ("start",),
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
     ("tiny/__init__", "tiny/corpus"),
     ("tiny/train",),
@@ -135,6 +136,8 @@ MODEL_LAYERS = (
     ("serve/app",),
     ("serve/process",),
     ("serve/__main__",),
+    ("cluster/__init__", "cluster/router"),
+    ("cluster/simulate",),
     ("__init__",),
 )
 
