@@ -103,6 +103,7 @@ MODEL_LAYERS = (
     ("device/network",),
     ("device/cuda_graphs", "device/profile"),
     ("device/prepare",),
+    ("device/sanitized",),
     ("device/step_runner",),
     ("engine",),
     ("async_engine", "twins"),
@@ -157,6 +158,7 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
+    "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
