@@ -131,7 +131,7 @@ MODEL_LAYERS = (
     ("serve/about", "serve/chat", "serve/completions", "serve/live"),
     ("serve/app",),
     ("serve/process",),
-    ("serve/__main__",),
+    ("serve/__main__", "serve/cost"),
     ("__init__",),
 )
 
