@@ -75,7 +75,8 @@ BACKENDS_LAYERS = (
 MODEL_LAYERS = (
     ("errors",),
     ("control/__init__", "control/settings"),
-    ("control/config", "control/params"),
+    ("control/config", "control/grammar"),
+    ("control/params",),
     ("control/request",),
     ("control/step",),
     ("control/admission", "control/pool_frames"),
@@ -92,7 +93,8 @@ MODEL_LAYERS = (
         "device/sight",
     ),
     ("device/kv_caches", "device/memory", "device/ranks", "device/sampler"),
-    ("device/attention", "device/batch", "device/request_sampler", "device/swap"),
+    ("device/attention", "device/batch", "device/grammars", "device/swap"),
+    ("device/request_sampler",),
     ("device/fx_trace", "device/probes"),
     ("device/piecewise",),
     ("architectures",),
@@ -101,9 +103,11 @@ MODEL_LAYERS = (
     ("device/network",),
     ("device/cuda_graphs", "device/profile"),
     ("device/prepare",),
+    ("device/sanitized",),
     ("device/step_runner",),
     ("engine",),
     ("async_engine", "twins"),
+    ("start",),
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
     ("tiny/__init__", "tiny/corpus"),
     ("tiny/train",),
@@ -132,6 +136,8 @@ MODEL_LAYERS = (
     ("serve/app",),
     ("serve/process",),
     ("serve/__main__", "serve/cost"),
+    ("cluster/__init__", "cluster/router"),
+    ("cluster/simulate",),
     ("__init__",),
 )
 
@@ -152,6 +158,7 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
+    "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
