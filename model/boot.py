@@ -6,22 +6,13 @@ and a few tokens computed that are forgotten again.
 Does not know: who asks for it.
 """
 
-import dataclasses
 from collections.abc import Callable
 
-import torch
-from transformers.utils import logging as transformers_logging
-
-import backends
 from model.cli.exits import stopping
 from model.cli.options import ModelOptions
-from model.cli.session import BAD_INPUT, choose_threads
 from model.control.config import EngineConfig
-from model.control.params import SamplingParams
-from model.device.ranks import join_ranks
 from model.engine import Engine
-from model.errors import UsageError
-from model.loader import load_model
+from model.start import input_errors, start, warm_up
 from model.twins import TwinEngine, engine_of
 
 
@@ -38,10 +29,14 @@ def make_engine(
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
-    try:
-        return _prepared(options, config, tell)
-    except BAD_INPUT as error:
-        raise UsageError(str(error)) from error
+    with input_errors():
+        model, backend = start(options.path, options.backend, options.dtype, num_ranks=options.tp)
+        engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
+        tell(engine.memory.describe(engine.network.layout))
+        few = min(4, engine.config.max_num_seqs)
+        how = warm_up(engine, model, backend, length=32, num_prompts=few)
+        tell(f"network: {how}")
+        return engine
 
 
 def follow(options: ModelOptions, config: EngineConfig) -> int:
@@ -56,22 +51,3 @@ def follow(options: ModelOptions, config: EngineConfig) -> int:
         with stopping():  # a signal reaches the one that serves too, which says when it is over
             engine.follow()
     return 0
-
-
-def _prepared(options: ModelOptions, config: EngineConfig, tell: Callable[[str], None]) -> Engine:
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    ranks = join_ranks(options.tp)
-    chosen = backends.get_backend(options.backend)
-    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
-    loaded = load_model(options.path, chosen.device, dtype, ranks)
-    choose_threads(loaded)
-    engine = engine_of(loaded, chosen, config, checks_ranks=options.check_ranks)
-    tell(engine.memory.describe(engine.network.layout))
-    tell(f"network: {engine.prepare()}")
-    # Another engine, over the same caches: what it counts and finds is forgotten with it.
-    sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
-    trial = Engine(loaded, chosen, sizes, caches_of=engine)
-    few = min(4, engine.config.max_num_seqs)
-    trial.generate([[0] * 32] * few, SamplingParams(max_tokens=2, ignore_eos=True))
-    return engine

@@ -16,6 +16,7 @@ a command line.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import backends
 import kvcore
@@ -30,6 +31,7 @@ from model.device.network import PagedNetwork
 from model.device.prepare import prepare_network
 from model.device.profile import free_bytes
 from model.device.request_sampler import RequestSampler
+from model.device.sanitized import SanitizedBackend
 from model.device.step_runner import Flight, StepPasses
 from model.device.swap import BlockMover, plan_host_blocks
 from model.errors import InvalidArgumentError, StalledError
@@ -65,6 +67,9 @@ class Engine:
         caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
+        if self._sanitizer is not None:
+            backend = cast("backends.Backend", self._sanitizer)
         if caches_of is None:
             self.network = PagedNetwork(model, backend)
             self.memory = _plan_memory(model, self.network, self.config)
@@ -108,6 +113,7 @@ class Engine:
             self.kv.groups,
             max_sampled=self.config.max_num_seqs,
             is_late=self._is_late,
+            sanitizer=self._sanitizer,
         )
         self._unread: Flight | None = None
         self._model = model
@@ -310,7 +316,10 @@ class Engine:
         except BaseException:
             self._give_up(step)
             raise
-        self._mover.copy(self._scheduler.advance(step))
+        orders = self._scheduler.advance(step)
+        if self._sanitizer is not None:
+            self._sanitizer.begin_copies(orders, self.network.caches)
+        self._mover.copy(orders)
         self._unread = flight if step.chunks and self._is_late else None
         if not self._is_late:
             outputs = self._hand_out(flight, tokens)

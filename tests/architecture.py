@@ -103,9 +103,11 @@ MODEL_LAYERS = (
     ("device/network",),
     ("device/cuda_graphs", "device/profile"),
     ("device/prepare",),
+    ("device/sanitized",),
     ("device/step_runner",),
     ("engine",),
     ("async_engine", "twins"),
+    ("start",),
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
     ("tiny/__init__", "tiny/corpus"),
     ("tiny/train",),
@@ -156,6 +158,7 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
+    "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
