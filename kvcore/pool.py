@@ -122,6 +122,10 @@ class BlockPool:
         self._make(self.num_blocks)
         return self._made
 
+    def made_block(self, block_id: int) -> Block | None:
+        """A block by its id; None if nothing has made it yet, so it is free and empty. O(1)."""
+        return self._made[block_id] if block_id < len(self._made) else None
+
     @property
     def num_usable_blocks(self) -> int:
         """How many blocks can be handed out in all. O(1)."""
@@ -220,10 +224,7 @@ class BlockPool:
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def exchange(self, blocks: list[Block], released: list[Block]) -> None:
-        """Do what `hand_out` does, then drop one holder of each released block. O(blocks).
-
-        Raises like `release`; whatever is raised, nothing has changed.
-        """
+        """Do what `hand_out` and then `release` do, or nothing. O(blocks)."""
         if not released:
             self.hand_out(blocks)
             return
@@ -297,8 +298,6 @@ class BlockPool:
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
-
-        A block alone without content is spelled out: two fifths of the time.
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.

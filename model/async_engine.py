@@ -31,8 +31,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
+import kvcore
 from model.control.params import SamplingParams
-from model.control.request import FinishReason, Request
+from model.control.request import FinishReason, Request, SampledToken
 from model.errors import InvalidArgumentError, ModelError
 from model.token_stream import Delta, Sample, TokenStream
 
@@ -99,6 +100,18 @@ class Observer(Protocol):
         ...
 
 
+class Announcer(Protocol):
+    """Tells the world what the engine's cache holds: `kvcore.wire.Publisher`, say."""
+
+    def publish(self) -> None:
+        """Tell what has changed; waits for nothing."""
+        ...
+
+    def close(self) -> None:
+        """Tell no more."""
+        ...
+
+
 class _Silent:
     """Nobody wants to know."""
 
@@ -121,7 +134,7 @@ class _Command(NamedTuple):
     fail: Callable[[Exception], None]
 
 
-_Given = tuple[int, int | None, FinishReason | None]  # request_id, token, why it ended
+_Given = tuple[int, SampledToken | None, FinishReason | None]  # request_id, token, why it ended
 
 
 class AsyncEngine:
@@ -132,6 +145,8 @@ class AsyncEngine:
         max_waiting: the most samples that may wait beside those that have a seat; None: any
             number.
         observer: is told what happens.
+        announce: makes, on the thread, what tells others what the cache holds, of the engine and
+            of what makes it publish soon though no step may be due; it publishes after each step.
     """
 
     def __init__(
@@ -140,9 +155,12 @@ class AsyncEngine:
         *,
         max_waiting: int | None = None,
         observer: Observer | None = None,
+        announce: Callable[[Engine, Callable[[], None]], Announcer] | None = None,
     ) -> None:
         self.observer: Observer = _Silent() if observer is None else observer
         self._make: Callable[[], Engine] = engine if callable(engine) else lambda: engine
+        self._announce = announce
+        self._announcer: Announcer | None = None
         self._max_waiting = max_waiting
         self._state = EngineState.STARTING
         self._num_faults = 0
@@ -225,9 +243,12 @@ class AsyncEngine:
         *,
         num_samples: int = 1,
         priority: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
     ) -> TokenStream:
         """Queue a prompt, to be continued `num_samples` times, as `add_all` does."""
-        return await self.add_all([prompt], params, num_samples=num_samples, priority=priority)
+        return await self.add_all(
+            [prompt], params, num_samples=num_samples, priority=priority, namespace=namespace
+        )
 
     async def add_all(
         self,
@@ -236,6 +257,7 @@ class AsyncEngine:
         *,
         num_samples: int = 1,
         priority: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
     ) -> TokenStream:
         """Queue several prompts between the same two steps, or none of them.
 
@@ -262,7 +284,21 @@ class AsyncEngine:
         plain = dataclasses.replace(wanted, stop=()) if wanted.stop else wanted
 
         def run(engine: Engine) -> list[Request]:
-            return _add_all(engine, every, plain, num_samples=num_samples, priority=priority)
+            requests: list[Request] = []
+            try:
+                for prompt in every:
+                    requests += engine.add_samples(
+                        prompt,
+                        plain,
+                        num_samples=num_samples,
+                        priority=priority,
+                        namespace=namespace,
+                    )
+            except Exception:
+                for request in requests:
+                    engine.abort(request)
+                raise
+            return requests
 
         def open_them(requests: list[Request]) -> TokenStream:
             return self._opened(requests, wanted.stop, arrived_s)
@@ -482,19 +518,29 @@ class AsyncEngine:
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
 
+    def _wake(self) -> None:
+        """Have the engine's thread publish, from any thread."""
+        self._inbox.put(_Command(lambda _: _nothing, _ignore))
+
     # What follows runs on the engine's thread.
 
     def _run(self) -> None:
         fault: Exception | None = None
         try:
             engine = self._make()
-            self._post(functools.partial(self._made, engine))
             try:
+                if self._announce is not None:
+                    self._announcer = self._announce(engine, self._wake)
+                self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:
                         self._step(engine)
+                        self._publish()
             finally:
+                if self._announcer is not None:
+                    self._announcer.close()
                 _abort_everything(engine)
+                engine.end()
         except _LoopGoneError:
             return
         except Exception as error:  # noqa: BLE001  # it is raised where `ready` is awaited
@@ -515,8 +561,13 @@ class AsyncEngine:
                 settle = command.run(engine)
             except Exception as error:  # noqa: BLE001  # it belongs to whoever asked
                 settle = functools.partial(command.fail, error)
+            self._publish()
             if settle is not _nothing:
                 self._post(settle)
+
+    def _publish(self) -> None:
+        if self._announcer is not None:
+            self._announcer.publish()
 
     def _step(self, engine: Engine) -> None:
         try:
@@ -527,7 +578,7 @@ class AsyncEngine:
             self._recover(engine)
             return
         if outputs:
-            given = [(o.request.request_id, o.token_id, o.request.finish_reason) for o in outputs]
+            given = [(o.request.request_id, o.token, o.request.finish_reason) for o in outputs]
             self._post(functools.partial(self._deliver, time.perf_counter(), given))
 
     def _recover(self, engine: Engine) -> None:
@@ -547,27 +598,6 @@ class AsyncEngine:
 
 class _LoopGoneError(Exception):
     """There is no one left to work for."""
-
-
-def _add_all(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
-    num_samples: int,
-    priority: int,
-) -> list[Request]:
-    requests: list[Request] = []
-    try:
-        for prompt in prompts:
-            requests += engine.add_samples(
-                prompt, params, num_samples=num_samples, priority=priority
-            )
-    except Exception:
-        for request in requests:
-            engine.abort(request)
-        raise
-    return requests
 
 
 def _abort_everything(engine: Engine) -> None:

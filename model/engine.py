@@ -16,6 +16,7 @@ a command line.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import backends
 import kvcore
@@ -24,11 +25,13 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
-from model.device.memory import plan_memory
+from model.device.grammars import Grammars
+from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
 from model.device.prepare import prepare_network
 from model.device.profile import free_bytes
 from model.device.request_sampler import RequestSampler
+from model.device.sanitized import SanitizedBackend
 from model.device.step_runner import Flight, StepPasses
 from model.device.swap import BlockMover, plan_host_blocks
 from model.errors import InvalidArgumentError, StalledError
@@ -64,14 +67,12 @@ class Engine:
         caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
+        if self._sanitizer is not None:
+            backend = cast("backends.Backend", self._sanitizer)
         if caches_of is None:
             self.network = PagedNetwork(model, backend)
-            self.memory = plan_memory(
-                self.config,
-                self.network.layout,
-                is_gpu=backend.device.type == "cuda",
-                free_bytes=free_bytes(self.network, self.config),
-            )
+            self.memory = _plan_memory(model, self.network, self.config)
             self.network.allocate(self.memory.num_blocks, self.config.block_size)
         else:
             self.network, self.memory = caches_of.network, caches_of.memory
@@ -88,28 +89,23 @@ class Engine:
             self.config.block_size,
             groups=self.network.layout.groups(self.config.block_size),
             enable_caching=self.config.enable_prefix_caching,
+            record_events="xxh3-128" if self.config.record_events else None,
         )
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory
         )
-        rope = self.network.rope
-        limits = SchedulerConfig(
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=model.max_positions,
-            watermark=self.config.watermark,
-            priority_span=self.config.priority_span,
-            num_host_blocks=self.num_host_blocks,
-            long_above=None if rope is None else rope.num_tokens,
-            may_cross=rope is None or rope.recomputes,
-        )
+        if model.ranks is not None:
+            self.num_host_blocks = model.ranks.least(self.num_host_blocks)
         self._is_late = self.config.async_scheduling
         if self._is_late is None:
             self._is_late = backend.device.type == "cuda"
         self._mover = BlockMover(backend, self.network.caches)
-        self._scheduler = Scheduler(self.kv, limits)
+        self._scheduler = Scheduler(self.kv, self._limits(model.max_positions))
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
-        self._sampler = RequestSampler(self._vocab_size, self.network.device, self.config.seed)
+        self._grammars = Grammars(model.codec.describe, self._vocab_size, model.eos_token_ids)
+        self._sampler = RequestSampler(
+            self._vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
+        )
         self._passes = StepPasses(
             self.network,
             self._mover,
@@ -117,12 +113,26 @@ class Engine:
             self.kv.groups,
             max_sampled=self.config.max_num_seqs,
             is_late=self._is_late,
+            sanitizer=self._sanitizer,
         )
         self._unread: Flight | None = None
         self._model = model
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
         self._watch: StepWatch = Unwatched()
+
+    def _limits(self, max_positions: int | None) -> SchedulerConfig:
+        rope = self.network.rope
+        return SchedulerConfig(
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=max_positions,
+            watermark=self.config.watermark,
+            priority_span=self.config.priority_span,
+            num_host_blocks=self.num_host_blocks,
+            long_above=None if rope is None else rope.num_tokens,
+            may_cross=rope is None or rope.recomputes,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -176,6 +186,22 @@ class Engine:
         )
         self._passes.use(prepared)
         return prepared.how
+
+    def empty_cache(self, *, enable_caching: bool) -> None:
+        """Let nothing that was computed be found any more; whether what comes may be. O(contents).
+
+        Args:
+            enable_caching: as `enable_prefix_caching` of the configuration, from now on.
+        """
+        self.kv.reset()
+        self.kv.enable_caching = enable_caching
+
+    def end(self, *, goes_on: bool = False) -> None:
+        """Say that no more steps come; only several ranks need to be told. O(1).
+
+        Args:
+            goes_on: whether the network is used once more, by all.
+        """
 
     def record(self) -> StepRecorder:
         """Record every step from now on; the recorder grows with each. O(1)."""
@@ -237,6 +263,8 @@ class Engine:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
         params = params or SamplingParams()
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
+        if params.grammar is not None:
+            self._grammars.check(params.grammar)
         requests: list[Request] = []
         for number in range(num_samples):
             request = Request(
@@ -279,7 +307,7 @@ class Engine:
         before = self._unread
         outputs: list[Output] = []
         try:
-            flight = self._send(step, {} if before is None else before.rows())
+            flight = self._send(step, before)
             landing = before if self._is_late else flight
             tokens = {} if landing is None else landing.read()
             watch.done(SAMPLE)
@@ -288,7 +316,10 @@ class Engine:
         except BaseException:
             self._give_up(step)
             raise
-        self._mover.copy(self._scheduler.advance(step))
+        orders = self._scheduler.advance(step)
+        if self._sanitizer is not None:
+            self._sanitizer.begin_copies(orders, self.network.caches)
+        self._mover.copy(orders)
         self._unread = flight if step.chunks and self._is_late else None
         if not self._is_late:
             outputs = self._hand_out(flight, tokens)
@@ -364,7 +395,7 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _send(self, step: Step, rows_drawn: dict[int, int]) -> Flight:
+    def _send(self, step: Step, before: Flight | None) -> Flight:
         sampling = tuple(
             [
                 request
@@ -374,7 +405,7 @@ class Engine:
                 )
             ]
         )
-        return self._passes.send(step, sampling, rows_drawn, self._watch)
+        return self._passes.send(step, sampling, before, self._watch)
 
     def _hand_out(self, flight: Flight, drawn: dict[int, int | None]) -> list[Output]:
         """Give those who expect a token theirs, and end whom it ends."""
@@ -391,7 +422,9 @@ class Engine:
             number = request.request_id
             token, stream = tokens[number], streams[number]
             stream.add(token)
-            if request.is_finished or stream.is_stopped:
+            if request.params.grammar is not None and self._grammars.has_failed(request):
+                self._scheduler.finish(request, FinishReason.ERROR)
+            if request.is_finished or stream.is_stopped or self._is_whole(request):
                 self._end(request, stream)
             outputs.append(Output(request, token, stream, chances.get(number, (None, ()))))
         return outputs
@@ -420,8 +453,22 @@ class Engine:
         del self._streams[request.request_id]
         self._sampler.discard(request)
 
+    def _is_whole(self, request: Request) -> bool:
+        return request.params.grammar is not None and self._grammars.is_whole(request)
+
     def _check_tokens(self, what: str, tokens: Sequence[int]) -> None:
         if tokens and max(tokens) >= self._vocab_size:
             raise InvalidArgumentError(
                 f"{what}: wanted token ids below {self._vocab_size}, got {max(tokens)}"
             )
+
+
+def _plan_memory(model: LoadedModel, network: PagedNetwork, config: EngineConfig) -> MemoryPlan:
+    """How many blocks there are: on several ranks as many as the one with the least memory has."""
+    plan = plan_memory(
+        config,
+        network.layout,
+        is_gpu=network.device.type == "cuda",
+        free_bytes=free_bytes(network, config),
+    )
+    return plan if model.ranks is None else plan.limited(model.ranks.least(plan.num_blocks))

@@ -99,7 +99,7 @@ class Publisher:
         replay: str | None = None,
         *,
         topic: str = "",
-        rank: SupportsIndex | None = None,
+        rank: SupportsIndex = 0,
         form: Form = "map",
         names: NameForm = "u64",
         lora_ids: Mapping[str, int] | None = None,
@@ -112,8 +112,7 @@ class Publisher:
             raise InvalidArgumentError(
                 "manager: wanted one with record_events='xxh3-128' or 'sha256', got none"
             )
-        if rank is not None:
-            rank = as_int("rank", rank, 0, 2**31 - 1)
+        dp_rank = as_int("rank", rank, 0, 2**31 - 1)
         if first_sequence is None:
             first_sequence = time.time_ns() // 1000
         first = as_int("first_sequence", first_sequence, 0, 2**62)
@@ -122,7 +121,7 @@ class Publisher:
         self._log = manager.events
         self._topic = topic.encode()
         self._encoder = Encoder(
-            manager.groups, form=form, names=names, rank=rank, lora_ids=lora_ids,
+            manager.groups, form=form, names=names, rank=dp_rank, lora_ids=lora_ids,
             publish_salted=publish_salted,
         )  # fmt: skip
         self._log.take()
@@ -220,10 +219,7 @@ class Publisher:
         else:
             opened.sndhwm = 0  # a replay is as long as the buffer, and must not lose its end
             opened.maxmsgsize = 1024  # a request is 8 bytes
-        try:
-            opened.bind(endpoint)
-        except (zmq.ZMQError, TypeError, UnicodeError) as error:
-            raise EndpointError(argument, str(endpoint), str(error)) from None
+        _bind(opened, argument, endpoint)
         return opened
 
     def _ring(self) -> None:
@@ -302,6 +298,28 @@ class Publisher:
             router.send_multipart((client, b"", sequence_bytes(sent.sequence), sent.payload))
         router.send_multipart((client, b"", END, b""))
         self._num_replays += 1
+
+
+def check_endpoint(argument: str, endpoint: str) -> None:
+    """Find out whether a publisher could be bound to an address, long before there is one.
+
+    Args:
+        argument: what the address is called, for the error.
+        endpoint: the address.
+
+    Raises:
+        EndpointError: it is in use, or is none.
+    """
+    with zmq.Context() as context, context.socket(zmq.PUB) as opened:
+        opened.linger = 0
+        _bind(opened, argument, endpoint)
+
+
+def _bind(opened: zmq.Socket[bytes], argument: str, endpoint: str) -> None:
+    try:
+        opened.bind(endpoint)
+    except (zmq.ZMQError, TypeError, UnicodeError) as error:
+        raise EndpointError(argument, str(endpoint), str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

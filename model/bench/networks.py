@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from model.architectures import check_architecture
 from model.bench.configs import CONFIGS
+from model.device.parallel import shard_network
+from model.device.ranks import Ranks
 from model.errors import UsageError
 from model.loader import LoadedModel, load_config, load_model, wrap_network
 
@@ -43,12 +45,20 @@ class Wordless:
         del tokens
         return ""
 
+    def describe(self) -> None:
+        """There is no tokenizer. O(1)."""
+
     def open_step(self) -> None:
         """There are no pieces. O(1)."""
 
 
 def load(
-    name: str, device: torch.device, dtype: torch.dtype, *, dummy_weights: bool
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks | None = None,
+    *,
+    dummy_weights: bool,
 ) -> LoadedModel:
     """Load a model to be timed.
 
@@ -57,6 +67,7 @@ def load(
             an id the configuration alone is read.
         device: where the weights go.
         dtype: of the weights.
+        ranks: the processes that share the network; drawn weights are whole on each device first.
         dummy_weights: draw the weights instead of loading them.
 
     Raises:
@@ -67,7 +78,7 @@ def load(
     if not dummy_weights:
         if name in CONFIGS:
             raise UsageError(f"--model {name} is a configuration: give --dummy-weights too")
-        return load_model(name, device, dtype)
+        return load_model(name, device, dtype, ranks)
     config = config_of(name)
     check_architecture(config)
     torch.manual_seed(_SEED)
@@ -75,7 +86,9 @@ def load(
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype
         )
-    return wrap_network(name, network, Wordless())
+    if ranks is not None:
+        shard_network(network, ranks)
+    return wrap_network(name, network, Wordless(), ranks)
 
 
 def config_of(name: str) -> PreTrainedConfig:

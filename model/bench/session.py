@@ -16,12 +16,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 import torch
-from transformers.utils import logging as transformers_logging
 
-import backends
 from model.bench.metrics import summarize
 from model.bench.networks import load
 from model.bench.options import BenchOptions
@@ -30,12 +29,13 @@ from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
 from model.cli.bars import bar
-from model.cli.session import BAD_INPUT, choose_threads
 from model.cli.step_table import StepStats, summarize_steps
+from model.device.ranges import DeviceRanges
 from model.engine import Engine
-from model.errors import UsageError
 from model.loader import LoadedModel
+from model.start import input_errors, start
 from model.trace import trace_file, write_trace
+from model.twins import TwinEngine, engine_of
 
 _WARM_REQUESTS = 8
 _WARM_TOKENS = 4
@@ -72,16 +72,29 @@ def execute(options: BenchOptions) -> None:
         ModelError: the options cannot be run.
         OSError: what was printed could not be written.
     """
-    try:
+    with input_errors():
+        if options.model.follows:
+            follow(options)
+            return
         with trace_file(options.trace.trace) as trace:
             report = measure(options, trace)
-    except BAD_INPUT as error:
-        raise UsageError(str(error)) from error
     if options.json:
         json.dump(document(report), sys.stdout)
         print()
     else:
         print(table(report))
+
+
+def follow(options: BenchOptions) -> None:
+    """Be a process that shares the network of one that measures, until that has done so.
+
+    Raises:
+        ModelError: the options cannot be run.
+        RankLostError: another process is gone.
+    """
+    engine = _prepare(options).engine
+    if isinstance(engine, TwinEngine):
+        engine.follow()
 
 
 def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
@@ -94,8 +107,6 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     Raises:
         ModelError: the options cannot be run.
     """
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     begin = time.perf_counter()
     bench = _prepare(options)
@@ -104,6 +115,8 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     recorder = bench.engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(bench.model.codec.decode)
+        if bench.model.network.device.type == "cuda":
+            recorder.record_device(DeviceRanges(bench.model.network.device))
     steps: StepStats | None = None
     ours: list[_Turn] = []
     others: dict[str, list[dict[str, float]]] = {name: [] for name in options.work.peer}
@@ -117,30 +130,27 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
             turns.append(_peer_turn(bench, name, ours[0].served, label))
     if recorder is not None and trace is not None:
         write_trace(trace, recorder)
+    bench.engine.end()
     return dataclasses.replace(_report(bench, startup_s, ours, others), steps=steps)
 
 
 def _prepare(options: BenchOptions) -> _Bench:
-    backend = backends.get_backend(options.model.backend)
-    dtype: torch.dtype = getattr(torch, _dtype_name(options, backend))
-    model = load(
-        options.model.path, backend.device, dtype, dummy_weights=options.work.dummy_weights
+    what = options.model
+    model, backend = start(
+        what.path,
+        what.backend,
+        what.dtype,
+        num_ranks=what.tp,
+        load=partial(load, dummy_weights=options.work.dummy_weights),
     )
-    choose_threads(model)
     vocab_size: int = model.network.config.get_text_config().vocab_size
     requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.arrivals.seed)
     lengths = tuple([total - 1 for total in total_lengths(requests)])  # the last is not computed
     config = dataclasses.replace(
         options.engine, expected_lengths=lengths, seed=options.arrivals.seed
     )
-    engine = Engine(model, backend, config)
+    engine = engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
     return _Bench(options, model, engine, requests, engine.prepare())
-
-
-def _dtype_name(options: BenchOptions, backend: backends.Backend) -> str:
-    if options.model.dtype != "auto":
-        return options.model.dtype
-    return "bfloat16" if backend.device.type == "cuda" else "float32"
 
 
 def _warm_up(bench: _Bench) -> None:
@@ -160,8 +170,7 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
         seed=options.arrivals.seed,
     )
     # Nothing runs, so the cache can be emptied, and turned off for a turn.
-    engine.kv.reset()
-    engine.kv.enable_caching = prefix_cache and options.engine.enable_prefix_caching
+    engine.empty_cache(enable_caching=prefix_cache and options.engine.enable_prefix_caching)
     engine.stats.peak_running = 0
     before = _counters(engine)
     gc.collect()
@@ -175,7 +184,7 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
                 on_finish=advance,
             )
     finally:
-        engine.kv.enable_caching = options.engine.enable_prefix_caching
+        engine.empty_cache(enable_caching=options.engine.enable_prefix_caching)
     return _Turn(served, _counters(engine).since(before))
 
 

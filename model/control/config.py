@@ -72,6 +72,7 @@ class EngineConfig(StepLimits):
         expected_lengths: the most tokens of each request to come; where `num_blocks` is None, never
             more blocks than all of them together can use.
         seed: of the draws of requests that have no seed of their own.
+        record_events: note what the cache holds, for a publisher that tells routers.
     """
 
     num_blocks: int | None = setting(
@@ -114,12 +115,18 @@ class EngineConfig(StepLimits):
         help="spend seconds before the first step: on a GPU, compile the network's operations "
         "with torch.compile; on a CPU, run those of a small one without its modules",
     )
+    sanitize: bool = setting(
+        False,
+        help="check every slot that a step writes and reads, and stop at the first that is not "
+        "right; calls the network's modules as they are, and takes up to three times as long",
+    )
     async_scheduling: bool | None = setting(
         None,
         help="plan and send a step before the tokens of the last one are read (default: on a GPU)",
     )
     expected_lengths: tuple[int, ...] | None = None
     seed: int = 0
+    record_events: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -129,3 +136,5 @@ class EngineConfig(StepLimits):
             raise InvalidArgumentError(f"{given[0]}: wanted this or {given[1]}, got both")
         if self.eager and self.compile:
             raise InvalidArgumentError("eager: wanted this or compile, got both")
+        if self.sanitize and self.compile:
+            raise InvalidArgumentError("sanitize: wanted this or compile, got both")

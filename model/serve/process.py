@@ -27,6 +27,7 @@ from model.errors import UsageError
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig
+from model.serve.kv_events import announces
 from model.serve.listener import address_of
 
 if TYPE_CHECKING:
@@ -46,12 +47,13 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
 
     def make() -> "Engine":
-        boot = import_module("model.serve.boot")  # torch is loaded on the engine's thread
-        model = options.model
-        made: Engine = boot.make_engine(model.path, model.backend, model.dtype, options.engine)
+        boot = import_module("model.boot")  # torch is loaded on the engine's thread
+        made: Engine = boot.make_engine(options.model, options.engine, say)
         return made
 
-    engine = AsyncEngine(make, max_waiting=options.serve.max_waiting)
+    engine = AsyncEngine(
+        make, max_waiting=options.serve.max_waiting, announce=announces(options.serve)
+    )
     with _log_to(options.serve.access_log) as log:
         app = create_app(engine, options.serve, log=log)
         config = uvicorn.Config(
