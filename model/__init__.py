@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from model.control.config import EngineConfig, SchedulerConfig
     from model.control.params import SamplingParams
-    from model.control.request import FinishReason, Request, Status
+    from model.control.request import FinishReason, Request, SampledToken, Status
     from model.control.scheduler import Scheduler
     from model.control.step import Chunk, SchedulerStats, Step
     from model.errors import (
@@ -35,6 +35,7 @@ __all__ = [
     "Request",
     "RequestStateError",
     "RequestTooLongError",
+    "SampledToken",
     "SamplingParams",
     "Scheduler",
     "SchedulerConfig",

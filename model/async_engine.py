@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request
 from model.errors import InvalidArgumentError, ModelError
-from model.text import TextStream
 from model.token_stream import Delta, Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
@@ -394,9 +393,9 @@ class AsyncEngine:
         self, requests: Sequence[Request], stop: tuple[str, ...], arrived_s: float
     ) -> TokenStream:
         """The stream of requests that were queued; nothing of them has come yet."""
-        decode = self.engine.model.codec.decode
+        model = self.engine.model
         samples = [
-            Sample(number, request, TextStream(decode, stop), arrived_s)
+            Sample(number, request, model.open_text(stop), arrived_s)
             for number, request in enumerate(requests)
         ]
         stream = TokenStream(self.abort, samples)
@@ -528,7 +527,7 @@ class AsyncEngine:
             self._recover(engine)
             return
         if outputs:
-            given = [(o.request.request_id, o.token, o.request.finish_reason) for o in outputs]
+            given = [(o.request.request_id, o.token_id, o.request.finish_reason) for o in outputs]
             self._post(functools.partial(self._deliver, time.perf_counter(), given))
 
     def _recover(self, engine: Engine) -> None:

@@ -21,14 +21,14 @@ import backends
 import kvcore
 from model.control.config import EngineConfig, SchedulerConfig
 from model.control.params import SamplingParams
-from model.control.request import FinishReason, Request
+from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
 from model.device.memory import plan_memory
 from model.device.network import PagedNetwork
 from model.device.prepare import prepare_network
 from model.device.profile import free_bytes
-from model.device.sampler import Draw, draw_key
+from model.device.request_sampler import RequestSampler
 from model.device.step_runner import Flight, StepPasses
 from model.device.swap import BlockMover, plan_host_blocks
 from model.errors import InvalidArgumentError, StalledError
@@ -108,16 +108,18 @@ class Engine:
             self._is_late = backend.device.type == "cuda"
         self._mover = BlockMover(backend, self.network.caches)
         self._scheduler = Scheduler(self.kv, limits)
+        self._vocab_size: int = model.network.config.get_text_config().vocab_size
+        self._sampler = RequestSampler(self._vocab_size, self.network.device, self.config.seed)
         self._passes = StepPasses(
             self.network,
             self._mover,
+            self._sampler,
             self.kv.groups,
             max_sampled=self.config.max_num_seqs,
             is_late=self._is_late,
         )
         self._unread: Flight | None = None
         self._model = model
-        self._vocab_size: int = model.network.config.get_text_config().vocab_size
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
         self._watch: StepWatch = Unwatched()
@@ -186,7 +188,13 @@ class Engine:
         self._watch = Unwatched()
 
     def add_request(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
+        retain: Sequence[kvcore.Retention] = (),
     ) -> Request:
         """Queue a prompt. O(prompt).
 
@@ -194,12 +202,18 @@ class Engine:
             prompt: text, or token ids.
             params: None: greedy, with the default length.
             priority: the lower, the sooner.
+            namespace: with whom it shares what it computes; a salt for a tenant, for one.
+            retain: which ranges of its tokens to keep in the cache longer than others, in steps.
 
         Raises:
-            InvalidArgumentError: an empty prompt, or a token that the model does not have.
+            InvalidArgumentError: an empty prompt, a token that the model does not have, or
+                something else than a namespace or retentions.
             RequestTooLongError: it could never finish here; nothing has changed.
         """
-        return self.add_samples(prompt, params, num_samples=1, priority=priority)[0]
+        [request] = self.add_samples(
+            prompt, params, num_samples=1, priority=priority, namespace=namespace, retain=retain
+        )
+        return request
 
     def add_samples(
         self,
@@ -208,6 +222,8 @@ class Engine:
         *,
         num_samples: int,
         priority: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
+        retain: Sequence[kvcore.Retention] = (),
     ) -> list[Request]:
         """Queue a prompt to be continued several times; it is computed once. O(samples * prompt).
 
@@ -219,25 +235,24 @@ class Engine:
         tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
+        params = params or SamplingParams()
+        self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         requests: list[Request] = []
         for number in range(num_samples):
             request = Request(
                 self._next_id,
                 tokens,
-                params or SamplingParams(),
+                params,
                 self._model.eos_token_ids,
                 priority=priority,
                 leader=requests[0] if requests else None,
                 sample=number,
+                namespace=namespace,
+                retain=retain,
             )
-            if max(request.tokens) >= self._vocab_size:
-                raise InvalidArgumentError(
-                    f"prompt: wanted token ids below {self._vocab_size}, got {max(request.tokens)}"
-                )
+            self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
-            self._streams[request.request_id] = TextStream(
-                self._model.codec.decode, request.params.stop
-            )
+            self._streams[request.request_id] = self._model.open_text(request.params.stop)
             self._next_id += 1
             requests.append(request)
         return requests
@@ -245,6 +260,7 @@ class Engine:
     def abort(self, request: Request) -> bool:
         """End a request now; whether it was unfinished. O(num_unfinished)."""
         self._streams.pop(request.request_id, None)
+        self._sampler.discard(request)
         return self._scheduler.abort(request)
 
     def step(self) -> list[Output]:
@@ -306,10 +322,16 @@ class Engine:
         """
         requests = self.add_all(prompts, params)
         texts: dict[int, str] = {}
+        told: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
         for output in self._drain(requests):
+            if output.request.params.logprobs is not None and (token := output.token):
+                told[output.request.request_id].append(token)
             if output.request.is_finished:
                 texts[output.request.request_id] = output.text
-        return [Completion(request, texts[request.request_id]) for request in requests]
+        return [
+            Completion(request, texts[request.request_id], tuple(told[request.request_id]))
+            for request in requests
+        ]
 
     def add_all(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -352,13 +374,13 @@ class Engine:
                 )
             ]
         )
-        draws = [self._draw(r) if r.params.temperature else None for r in sampling]
-        return self._passes.send(step, sampling, draws, rows_drawn, self._watch)
+        return self._passes.send(step, sampling, rows_drawn, self._watch)
 
     def _hand_out(self, flight: Flight, drawn: dict[int, int | None]) -> list[Output]:
         """Give those who expect a token theirs, and end whom it ends."""
         streams, outputs = self._streams, []
         tokens = {number: token for number, token in drawn.items() if token is not None}
+        chances = flight.chances()
         if len(tokens) < len(drawn):
             outputs = [
                 self._fail(request)
@@ -371,7 +393,7 @@ class Engine:
             stream.add(token)
             if request.is_finished or stream.is_stopped:
                 self._end(request, stream)
-            outputs.append(Output(request, token, stream))
+            outputs.append(Output(request, token, stream, chances.get(number, (None, ()))))
         return outputs
 
     def _fail(self, request: Request) -> Output:
@@ -391,13 +413,15 @@ class Engine:
             self._unread = None
             self.kv.reset()
 
-    def _draw(self, request: Request) -> Draw:
-        seeds = (request.params.seed, self.config.seed)
-        key = draw_key(*seeds, request.request_id, request.sample)
-        return Draw(request.params, key, request.num_output_tokens)
-
     def _end(self, request: Request, stream: TextStream) -> None:
         if not request.is_finished:
             self._scheduler.finish(request, FinishReason.STOP)
         stream.close()
         del self._streams[request.request_id]
+        self._sampler.discard(request)
+
+    def _check_tokens(self, what: str, tokens: Sequence[int]) -> None:
+        if tokens and max(tokens) >= self._vocab_size:
+            raise InvalidArgumentError(
+                f"{what}: wanted token ids below {self._vocab_size}, got {max(tokens)}"
+            )

@@ -16,6 +16,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.error import HTTPError
@@ -24,6 +25,8 @@ from urllib.request import Request, urlopen
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
 from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -53,6 +56,7 @@ from model.errors import (
     UnsupportedModelError,
     shown,
 )
+from model.text import Step, TextStream
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_TIMEOUT_S = 5.0
@@ -93,6 +97,10 @@ class TextCodec(Protocol):
         """Text of generated tokens; special tokens give none."""
         ...
 
+    def open_step(self) -> Step | None:
+        """What decodes one text piece by piece, faster than `decode`; None: there is nothing."""
+        ...
+
 
 def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
     """A conversation for a model that has no chat template: a line for each message.
@@ -123,6 +131,10 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_positions: int | None
     dense_implementation: str
+
+    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+        """Begin a text that this model writes. O(1)."""
+        return TextStream(self.codec.decode, stop, self.codec.open_step())
 
 
 class _HuggingFaceCodec:
@@ -187,6 +199,12 @@ class _HuggingFaceCodec:
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def open_step(self) -> Step | None:
+        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
+            return None
+        return partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
 
 
 def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:

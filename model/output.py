@@ -7,7 +7,7 @@ Does not know: how a token came about.
 
 from dataclasses import dataclass
 
-from model.control.request import Request
+from model.control.request import Request, SampledToken
 from model.text import TextStream
 
 
@@ -16,15 +16,27 @@ class Output:
 
     Attributes:
         request: whose; its status and finish reason are up to date.
-        token: the token that was drawn; None: its logits were no numbers, and it ended by that.
+        token_id: the token that was drawn; None: its logits were no numbers, and it ended by that.
     """
 
-    __slots__ = ("_stream", "request", "token")
+    __slots__ = ("_chance", "_stream", "request", "token_id")
 
-    def __init__(self, request: Request, token: int | None, stream: TextStream) -> None:
+    def __init__(
+        self,
+        request: Request,
+        token_id: int | None,
+        stream: TextStream,
+        chance: tuple[float | None, tuple[tuple[int, float], ...]] = (None, ()),
+    ) -> None:
         self.request = request
-        self.token = token
+        self.token_id = token_id
         self._stream = stream
+        self._chance = chance
+
+    @property
+    def token(self) -> SampledToken | None:
+        """The token, and how likely it was if its request asks; None as `token_id`. O(1)."""
+        return None if self.token_id is None else SampledToken(self.token_id, *self._chance)
 
     @property
     def text(self) -> str:
@@ -37,7 +49,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished request and its text."""
+    """A finished request and its text.
+
+    Attributes:
+        tokens: each token of its output with how likely it was; empty unless the request asks.
+    """
 
     request: Request
     text: str
+    tokens: tuple[SampledToken, ...] = ()

@@ -2,11 +2,16 @@
 
 Decides: when a piece of text is final. A character whose bytes are spread over several tokens is
 held until it is whole, and text that may be the beginning of a stop string until it is not. And
-when tokens are decoded: when somebody takes the text, all that have come since at once; with stop
+when tokens are decoded: when the text is taken, all that have come since at once; with stop
 strings at once, because they may end a request.
 
+Where the tokenizer is one of the library `tokenizers`, its `DecodeStream` decodes: a fifth of the
+time of decoding again from one piece back, which is what is left for the others, for the end of a
+text that stops inside a character, and for a text that a stream gives up because its tokens are no
+text (bytes of no encoding, where a decoder looks at all of them together).
+
 Invariants: the pieces, in order, are the whole text; without a stop string that is what decoding
-all tokens at once gives; no piece ends inside a character.
+all tokens at once gives, but for such bytes; no piece ends inside a character.
 
 Does not know: requests, which tokenizer it is.
 """
@@ -15,6 +20,9 @@ from collections.abc import Callable, Sequence
 
 _INCOMPLETE = "\ufffd"
 
+Step = Callable[[list[int]], str | None]
+"""Takes the next tokens; the text that they complete, None or empty if that is none."""
+
 
 class TextStream:
     """The growing text of one request.
@@ -22,17 +30,23 @@ class TextStream:
     Args:
         decode: tokens to text; special tokens give none.
         stop: the text ends before the first of these that is complete.
+        step: decodes one piece after the other, and belongs to this text; None: `decode` does.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stop: tuple[str, ...] = (),
+        step: Step | None = None,
+    ) -> None:
         self.is_stopped = False
         self._decode = decode
         self._stop = stop
+        self._step = step
         self._pending: list[int] = []
         self._untaken: list[str] = []
-        self._tokens: list[int] = []
-        self._context = 0  # decoding starts here, one piece back: some decoders need to see it
-        self._decoded = 0  # the tokens before this are in _text
+        self._held: list[int] = []  # decoded, and no text of theirs is final
+        self._context: list[int] = []  # tokens of the last piece: some decoders need to see it
         self._text = ""
         self._num_shown = 0
 
@@ -61,29 +75,33 @@ class TextStream:
             self._show(len(self._text))
 
     def _decode_pending(self) -> None:
-        """Decode what has come: all at once, or one by one where that ends inside a character."""
         pending, self._pending = self._pending, []
         if self.is_stopped or not pending:
             return
-        self._tokens += pending
-        fresh = self._fresh()
-        if not fresh.endswith(_INCOMPLETE):
-            self._accept(fresh)
+        self._held += pending
+        piece = self._piece(pending)
+        if piece is not None:
+            self._accept(piece)
             self._show(len(self._text) - self._num_held())
-        elif len(pending) > 1:
-            del self._tokens[-len(pending) :]
-            for token in pending:
-                self._pending = [token]
-                self._decode_pending()
+
+    def _piece(self, tokens: list[int]) -> str | None:
+        """The text that the next tokens complete; None: none yet."""
+        if self._step is not None:
+            try:
+                return self._step(tokens) or None
+            except Exception:  # noqa: BLE001  # the library's own: what came before does not hold
+                self._step = None
+        fresh = self._fresh()
+        return None if fresh.endswith(_INCOMPLETE) else fresh
 
     def _fresh(self) -> str:
-        known = self._decode(self._tokens[self._context : self._decoded])
-        return self._decode(self._tokens[self._context :])[len(known) :]
+        """The text of what is held, seen behind the piece before it."""
+        known = self._decode(self._context)
+        return self._decode([*self._context, *self._held])[len(known) :]
 
     def _accept(self, fresh: str) -> None:
-        if fresh:
-            self._context = self._decoded
-        self._decoded = len(self._tokens)
+        self._context = self._held if fresh else self._context + self._held
+        self._held = []
         self._text += fresh
         places = ((self._text.find(stop, self._num_shown), len(stop)) for stop in self._stop)
         found = [(place + size, place) for place, size in places if place >= 0]

@@ -85,7 +85,7 @@ MODEL_LAYERS = (
     ("output", "token_stream"),
     ("device/__init__", "device/layout", "device/chunks", "device/rope", "device/sight"),
     ("device/kv_caches", "device/memory", "device/sampler"),
-    ("device/attention", "device/batch", "device/swap"),
+    ("device/attention", "device/batch", "device/request_sampler", "device/swap"),
     ("device/fx_trace", "device/probes"),
     ("device/piecewise",),
     ("architectures",),
@@ -140,6 +140,7 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis"},
     "kvcore/bench": set(),
+    "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
 

@@ -43,6 +43,9 @@ class Wordless:
         del tokens
         return ""
 
+    def open_step(self) -> None:
+        """There are no pieces. O(1)."""
+
 
 def load(
     name: str, device: torch.device, dtype: torch.dtype, *, dummy_weights: bool

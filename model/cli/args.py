@@ -6,7 +6,6 @@ it never exits or prints by itself (`--help` alone does).
 Does not know: files, models, backends; whether a name means anything is told by who loads it.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,38 +18,20 @@ from model.cli.options import (
 )
 from model.cli.settings import Flags
 from model.control.config import EngineConfig
-from model.control.params import MAX_INT
-from model.control.settings import setting
+from model.control.params import SamplingParams
 from model.errors import UsageError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingFlags:
-    """How tokens are chosen; `SamplingParams` checks it."""
-
-    max_tokens: int = setting(
-        64, help="the most tokens to generate for a prompt", least=1, most=MAX_INT
-    )
-    temperature: float = setting(
-        0.0, help="0: the most likely token; above 0: draw", least=0, below=math.inf
-    )
-    top_k: int | None = setting(
-        None, help="draw from the K most likely tokens", least=1, most=MAX_INT
-    )
-    top_p: float = setting(
-        1.0, help="draw from the most likely tokens that reach mass P", above=0, most=1
-    )
-    seed: int | None = setting(
-        None,
-        help="of the draws; prompt number i, from 0, draws with S + i modulo 2**63 (default: 0)",
-        least=0,
-        most=MAX_INT,
-    )
-    stop: tuple[str, ...] = setting((), help="a text ends before this", least=1)
-    ignore_eos: bool = setting(False, help="go on after the model's own end of text")
-
-
-_DRAWS = ("temperature", "top_k", "top_p", "seed", "n")
+_UNLIKE_GREEDY = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "n",
+)
 _EPILOG = """\
 Without a prompt it continues a few of its own, which share a prefix. The table at the end: tokens a
 second after the kernels are compiled; prompt tokens found in the prefix cache; blocks; and the
@@ -87,7 +68,7 @@ def run_flags() -> Flags:
     flags = Flags("python -m model.run", "Generate text with a paged KV cache.", _EPILOG)
     flags.add("what runs", ModelOptions)
     flags.add("what runs", PromptOptions)
-    flags.add("how tokens are chosen", SamplingFlags)
+    flags.add("how tokens are chosen", SamplingParams)
     flags.add("how tokens are chosen", SampleOptions)
     flags.add("how large the cache and a step are, and how it runs", EngineConfig)
     flags.add("what comes out", OutputOptions)
@@ -103,10 +84,10 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
         InvalidArgumentError: sizes that mean nothing together.
     """
     said = run_flags().parse(argv)
-    sampling = {**said.given(SamplingFlags), **said.given(SampleOptions)}
+    sampling = {**said.given(SamplingParams), **said.given(SampleOptions)}
     output = said.of(OutputOptions)
     if output.verify:
-        given = [f"--{name.replace('_', '-')}" for name in _DRAWS if name in sampling]
+        given = [f"--{name.replace('_', '-')}" for name in _UNLIKE_GREEDY if name in sampling]
         if given:
             raise UsageError(
                 f"--verify compares with greedy generation: {', '.join(given)} cannot be given too"

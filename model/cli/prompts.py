@@ -26,7 +26,8 @@ from model.tiny import DEMO_PROMPTS
 
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _BESIDE = frozenset(one.name for one in settings_of(SampleOptions))
-_DRAWS = ("top_k", "top_p", "seed", "n")
+_DRAWS = ("top_k", "top_p", "min_p", "seed", "n")
+_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
 _MAX_BYTES = 256 << 20
 _MAX_PROMPTS = 100_000
 _MAX_LINES = 1_000_000
@@ -193,7 +194,8 @@ def _params(
         if name != "prompt" and value is not None
     }
     if options.output.verify:
-        _refuse(where, [name for name in ("temperature", *_DRAWS) if name in own], "--verify")
+        names = ("temperature", *_DRAWS, *_CHANGES)
+        _refuse(where, [name for name in names if name in own], "--verify")
     merged = {**options.sampling, **own}
     if merged.get("temperature", 0) == 0:
         _refuse(where, [name for name in _DRAWS if name in merged], "a temperature of 0")
@@ -211,6 +213,8 @@ def _params(
 def _value(name: str, value: object) -> object:
     if name == "stop" and isinstance(value, str):
         return (value,)
+    if name == "logit_bias" and isinstance(value, dict):  # JSON's keys are texts
+        return tuple((int(key) if key.isdecimal() else key, bias) for key, bias in value.items())
     return tuple(value) if isinstance(value, list) else value
 
 

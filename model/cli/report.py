@@ -138,6 +138,7 @@ def _requests(completions: Sequence[Completion]) -> list[dict[str, object]]:
 def _request(completion: Completion, prompt: int) -> dict[str, object]:
     request = completion.request
     reason = request.finish_reason
+    told = {"logprobs": [token._asdict() for token in completion.tokens]}
     return {
         "prompt": prompt,
         "sample": request.sample,
@@ -147,4 +148,5 @@ def _request(completion: Completion, prompt: int) -> dict[str, object]:
         "num_cached_tokens": request.num_cached_tokens,
         "num_preemptions": request.num_preemptions,
         "finish_reason": None if reason is None else reason.value,
+        **(told if request.params.logprobs is not None else {}),
     }

@@ -31,7 +31,7 @@ from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
 from model.control.params import SamplingParams
-from model.control.request import FinishReason, Request
+from model.control.request import FinishReason, Request, SampledToken
 from model.device.memory import show_bytes
 from model.device.prepare import is_small
 from model.engine import Engine
@@ -249,6 +249,7 @@ def _generate(
 ) -> _Generated:
     """Step until all have ended, a signal asks for an end, or a step fails."""
     texts: dict[int, str] = {request.request_id: "" for request in requests}
+    told: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
     latest: dict[int, Output] = {}
     writer = StreamWriter(_heads(specs), sys.stdout) if options.output.stream else None
     fault: BaseException | None = None
@@ -259,6 +260,8 @@ def _generate(
                 for output in engine.step():
                     number, is_last = output.request.request_id, output.request.is_finished
                     latest[number] = output
+                    if output.request.params.logprobs is not None and (token := output.token):
+                        told[number].append(token)
                     if writer is not None:
                         piece = output.text
                         texts[number] += piece
@@ -275,7 +278,10 @@ def _generate(
         engine.abort(request)
     if writer is None:
         texts |= {number: output.text for number, output in latest.items()}
-    completions = [Completion(request, texts[request.request_id]) for request in requests]
+    completions = [
+        Completion(request, texts[request.request_id], tuple(told[request.request_id]))
+        for request in requests
+    ]
     return _Generated(completions, elapsed_s, fault)
 
 

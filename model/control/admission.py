@@ -15,14 +15,13 @@ Does not know: the order of requests, budgets of tokens, how blocks are copied.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import kvcore
 from model.control.config import SchedulerConfig
 from model.control.request import HostCopy, Request
 from model.control.step import Transfer
 from model.errors import SchedulerStateError
-
-_LONG = kvcore.Namespace(weight_epoch=1)  # other factors are other weights
 
 
 class Room:
@@ -50,7 +49,11 @@ class Room:
         return self._kv.plan(request.tokens, namespace=self._namespace(request), chunk=1)
 
     def _namespace(self, request: Request) -> kvcore.Namespace:
-        return _LONG if self.is_long(request) else kvcore.DEFAULT_NAMESPACE
+        if self._long_above is None:
+            return request.namespace
+        # Other factors are other weights: of each epoch there are two.
+        epoch = 2 * request.namespace.weight_epoch + self.is_long(request)
+        return replace(request.namespace, weight_epoch=epoch) if epoch else request.namespace
 
     def wanted(self, request: Request, plan: kvcore.Plan) -> int:
         """Free blocks that a start takes until all known tokens are computed. O(num_groups).
@@ -132,6 +135,7 @@ class Room:
         sequence = self._kv.open(
             request.tokens,
             namespace=self._namespace(request),
+            retain=request.retain,
             resumed=request.num_preemptions > 0,
         )
         request.start(sequence)

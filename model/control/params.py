@@ -7,84 +7,134 @@ Invariants: a SamplingParams that exists is valid; it never changes.
 Does not know: torch, logits (`sampler.py` reads these fields), the command line.
 """
 
-import math
-import sys
 from dataclasses import dataclass
 
-from model.errors import InvalidArgumentError, shown
+from model.control.settings import check_settings, setting
+from model.errors import InvalidSettingError
 
 MAX_INT = 2**63 - 1
 """The largest max_tokens, top_k and seed: what 64 bits hold."""
 
-_MAX_TOKEN_ID = 2**32 - 1
+MAX_LOGPROBS = 20
+"""The most tokens that are told beside each token, as OpenAI and vLLM have it."""
+
+MAX_TOKEN_ID = 2**32 - 1
+"""The largest token id, as kvcore packs them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """The sampling parameters of one request.
+    """The sampling parameters of one request; what each means stands with it.
 
-    Attributes:
-        max_tokens: the most tokens to generate, at least 1.
-        temperature: 0 takes the most likely token; above 0 it divides the logits.
-        top_k: only the k most likely tokens can be drawn; None: all of them.
-        top_p: only the smallest set of most likely tokens whose mass reaches top_p can be drawn.
-        seed: makes the draws a function of this request alone, from 0 to 2**63 - 1; None: the
-            engine derives one.
-        stop_token_ids: any of these ends the request; it stays in the output tokens.
-        stop: any of these strings in the generated text ends the request; the text is cut before
-            it.
-        ignore_eos: the model's own end-of-sequence tokens do not end the request.
+    Penalties and bias change the logits, in this order; then the temperature divides them; then
+    top_k, top_p and min_p cut, in this order. A temperature of 0 takes the most likely token after
+    penalties and bias. Tokens of equal logits are cut together.
 
     Raises:
-        InvalidArgumentError: a value outside these ranges.
+        InvalidSettingError: a value that is not allowed.
     """
 
-    max_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
+    max_tokens: int = setting(
+        64, help="the most tokens to generate for a prompt", least=1, most=MAX_INT
+    )
+    temperature: float = setting(
+        0.0,
+        help="0 takes the most likely token; above 0 it divides the logits of what is drawn",
+        least=0,
+        most=1_000_000,
+    )
+    top_k: int | None = setting(
+        None, help="draw from the most likely tokens alone, this many", least=1, most=MAX_INT
+    )
+    top_p: float = setting(
+        1.0, help="draw from the fewest most likely tokens that reach this mass", above=0, most=1
+    )
+    min_p: float = setting(
+        0.0,
+        help="draw from tokens at least this many times as likely as the most likely",
+        least=0,
+        most=1,
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        help="divides the logits above 0 of tokens that prompt or output have, and multiplies "
+        "those below",
+        least=0.01,
+        most=100,
+    )
+    presence_penalty: float = setting(
+        0.0, help="taken from the logits of tokens that the output has", least=-2, most=2
+    )
+    frequency_penalty: float = setting(
+        0.0, help="likewise, once for each time that the output has them", least=-2, most=2
+    )
+    logit_bias: tuple[tuple[int, float], ...] = setting(
+        (),
+        help="pairs of a token id and what is added to its logit, from -100 to 100",
+        flag="",
+    )
+    seed: int | None = setting(
+        None,
+        help="of the draws, which it makes a function of the request alone; the prompts of a "
+        "command line draw with this and their numbers, from 0, modulo 2**63",
+        least=0,
+        most=MAX_INT,
+    )
+    stop_token_ids: tuple[int, ...] = setting(
+        (),
+        help="any of these ends the text, and stays in the tokens",
+        least=0,
+        most=MAX_TOKEN_ID,
+        flag="",
+    )
+    stop: tuple[str, ...] = setting((), help="a text ends before any of these", least=1)
+    ignore_eos: bool = setting(False, help="go on after the model's own end of text")
+    logprobs: int | None = setting(
+        None,
+        help="tell how likely each token was in the model's own distribution, and this many of the "
+        "most likely tokens",
+        least=0,
+        most=MAX_LOGPROBS,
+    )
 
     def __post_init__(self) -> None:
-        _check_int("max_tokens", self.max_tokens, 1)
-        _check_number("temperature", self.temperature, "of at least 0", 0.0, sys.float_info.max)
-        if self.top_k is not None:
-            _check_int("top_k", self.top_k, 1)
-        _check_number("top_p", self.top_p, "above 0 and at most 1", math.nextafter(0.0, 1.0), 1.0)
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0)
-        _check_tuple("stop_token_ids", self.stop_token_ids, int)
-        _check_tuple("stop", self.stop, str)
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, _MAX_TOKEN_ID)
-        if not isinstance(self.ignore_eos, bool):
-            raise _wanted("ignore_eos", "true or false", self.ignore_eos)
+        check_settings(self)
+        _check_bias(self.logit_bias)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken. O(1)."""
         return self.temperature == 0
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether its logits depend on the tokens that there are. O(1)."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0)
 
-def _check_int(name: str, value: object, least: int, most: int = MAX_INT) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise _wanted(name, f"an integer from {least} to {most}", value)
-
-
-def _check_number(name: str, value: object, wanted: str, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise _wanted(name, f"a number {wanted}", value)
-    if not low <= value <= high:  # exact for an integer of any size; false for NaN
-        raise _wanted(name, f"a number {wanted}", value)
-
-
-def _check_tuple(name: str, values: object, kind: type) -> None:
-    if not isinstance(values, tuple) or not all(isinstance(v, kind) and v != "" for v in values):
-        raise _wanted(name, f"a tuple of {kind.__name__}, none empty", values)
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything is done to its logits before a token is chosen. O(1)."""
+        return bool(self.logit_bias) or self.counts_tokens
 
 
-def _wanted(name: str, wanted: str, got: object) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{name}: wanted {wanted}, got {shown(got)}")
+def _check_bias(pairs: tuple[object, ...]) -> None:
+    """Pairs of a token and a number from -100 to 100, each token once."""
+    tokens = set()
+    for pair in pairs:
+        match pair:
+            case (int(token), int() | float() as bias) if (
+                isinstance(pair, tuple)
+                and not isinstance(token, bool)
+                and not isinstance(bias, bool)
+                and 0 <= token <= MAX_TOKEN_ID
+                and -100 <= bias <= 100
+                and token not in tokens
+            ):
+                tokens.add(token)
+            case _:
+                raise InvalidSettingError(
+                    "logit_bias",
+                    "pairs of a token id and a number from -100 to 100, no token twice",
+                    pair,
+                )

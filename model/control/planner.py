@@ -184,6 +184,7 @@ class StepPlanner:
         return any(
             other.order < request.order
             and other.is_long == self._room.is_long(request)
+            and other.namespace == request.namespace
             and other.num_computed_tokens < end
             and other.tokens[:end] == prefix
             for other in self._running

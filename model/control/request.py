@@ -17,12 +17,14 @@ import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import kvcore
 from model.control.params import SamplingParams
-from model.errors import InvalidArgumentError, RequestStateError
+from model.errors import InvalidArgumentError, RequestStateError, shown
 
 _MAX_TOKEN_ID = 2**32 - 1
+_MAX_EPOCH = 2**63 - 1  # `admission.py` has two for each
 
 
 class Status(enum.Enum):
@@ -41,6 +43,21 @@ class FinishReason(enum.Enum):
     STOP = "stop"
     ABORTED = "aborted"
     ERROR = "error"
+
+
+class SampledToken(NamedTuple):
+    """A token of a request's output, and how likely it was.
+
+    Attributes:
+        token_id: the token.
+        logprob: the natural logarithm of its probability in the model's own distribution, before
+            temperature, penalties, bias and cuts; None: nobody asked (`SamplingParams.logprobs`).
+        top_logprobs: the most likely tokens, in their order, each with the same of its own.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True)
@@ -73,6 +90,8 @@ class Request:
         leader: the first sample of the same prompt, if this is a further one: it waits for the
             leader's prompt to be computed, and shares it.
         sample: the number of this sample of its prompt, from 0.
+        namespace: with whom it shares what it computes.
+        retain: which ranges of its tokens stay in the cache longer than others.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         max_total_tokens: the most tokens it can come to, its prompt included.
         sequence: its blocks and its tokens while RUNNING, otherwise None.
@@ -83,7 +102,8 @@ class Request:
         num_preemptions: how often it lost its blocks to another request.
 
     Raises:
-        InvalidArgumentError: an empty prompt, or a token id that is not one.
+        InvalidArgumentError: an empty prompt, a token id that is not one, no namespace, or
+            something else among the retentions.
     """
 
     __slots__ = (
@@ -98,6 +118,7 @@ class Request:
         "is_long",
         "leader",
         "max_total_tokens",
+        "namespace",
         "num_cached_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -105,6 +126,7 @@ class Request:
         "params",
         "priority",
         "request_id",
+        "retain",
         "sample",
         "sequence",
     )
@@ -119,6 +141,8 @@ class Request:
         priority: int = 0,
         leader: Request | None = None,
         sample: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
+        retain: Sequence[kvcore.Retention] = (),
     ) -> None:
         if len(prompt_tokens) == 0:
             raise InvalidArgumentError("prompt: wanted at least one token, got none")
@@ -134,6 +158,11 @@ class Request:
         self.priority = priority
         self.leader = leader
         self.sample = sample
+        self.namespace = _checked(namespace)
+        self.retain = tuple(retain)
+        for wish in self.retain:
+            if type(wish) is not kvcore.Retention:
+                raise InvalidArgumentError(f"retain: wanted kvcore.Retention, got {shown(wish)}")
         self.order = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
         self.host_copy: HostCopy | None = None
@@ -312,6 +341,17 @@ class Request:
         if self._status not in allowed:
             raise RequestStateError(f"{self!r}: cannot become {to.value}")
         self._status = to
+
+
+def _checked(namespace: object) -> kvcore.Namespace:
+    if type(namespace) is not kvcore.Namespace:
+        raise InvalidArgumentError(f"namespace: wanted a kvcore.Namespace, got {shown(namespace)}")
+    if namespace.weight_epoch > _MAX_EPOCH:
+        raise InvalidArgumentError(
+            f"namespace: wanted a weight_epoch of at most {_MAX_EPOCH}, "
+            f"got {namespace.weight_epoch}"
+        )
+    return namespace
 
 
 def _packed(tokens: Sequence[int]) -> array[int]:

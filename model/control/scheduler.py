@@ -43,6 +43,7 @@ class Scheduler(StepPlanner):
         super().__init__(kv, config)
         self._unfinished: dict[int, Request] = {}
         self._num_added = 0
+        self._keeps_time = False  # whether anything is kept for a number of steps
         self._in_flight: Step | None = None
         self._expecting: tuple[Request, ...] = ()  # what the last step draws for, unread
 
@@ -66,17 +67,19 @@ class Scheduler(StepPlanner):
         if leader is not None and not (
             request.is_led
             and self._unfinished.get(leader.request_id) is leader
-            and (leader.tokens, leader.priority) == (request.tokens, request.priority)
+            and (leader.tokens, leader.priority, leader.namespace)
+            == (request.tokens, request.priority, request.namespace)
         ):
             raise InvalidArgumentError(
-                f"leader: wanted an unfinished request of the same prompt and priority that has "
-                f"no token yet, got {leader!r}"
+                f"leader: wanted an unfinished request of the same prompt, priority and namespace "
+                f"that has no token yet, got {leader!r}"
             )
         self._check_length(request)
         number = self._num_added
         self._num_added += 1
         request.order = (number + request.priority * self.config.priority_span, number)
         self._unfinished[request.request_id] = request
+        self._keeps_time |= any(wish.max_steps for wish in request.retain)
         if leader is not None:
             self._followers.setdefault(leader.request_id, []).append(request)
         self._enqueue(request)
@@ -120,6 +123,8 @@ class Scheduler(StepPlanner):
         """
         if self._in_flight is not None:
             raise SchedulerStateError("schedule: the last step wants its update first")
+        if self._keeps_time:
+            self._kv.advance(1)
         self._in_flight = self.plan()
         return self._in_flight
 

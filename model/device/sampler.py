@@ -1,28 +1,47 @@
-"""From logits to tokens.
+"""From logits to tokens: cuts by thresholds, and a draw at one number a row.
 
-Decides: which token follows. A row is divided by its temperature, cut to its top_k, then to its
-top_p (Holtzman et al. 2020, arXiv:1904.09751) of what top_k left, and drawn from by inverting its
-cumulative distribution at one uniform number: over the tokens by their ids where nothing is cut,
-which takes no sort, else over the most likely first.
+Decides: which token follows. With a temperature T, a token lies `z = (largest logit - logit) / T`
+below the most likely one, and weighs exp(-z). A row is cut to its top_k, then to the smallest set
+of most likely tokens that reaches top_p of what top_k left (Holtzman et al. 2020,
+arXiv:1904.09751), then to what weighs at least min_p of the most likely: the order in which
+Transformers cuts. Each cut is a threshold on z, so tokens of equal logits stay or go together, and
+the vocabulary is never sorted: top_k takes the k largest, top_p alone two histograms of the
+weights, the second inside one bin of the first, which finds its threshold to 2**-17. Then the
+distribution is inverted, over the tokens by their ids, at one number.
+
+Weights are integers, 2**35 for the most likely token, so what weighs less than 2**-35 of that is
+never drawn, and sums of weights are exact in float64, in whatever order they are taken.
+
+The number is the n-th of SplitMix64 (Steele et al. 2014) from where the request starts, so it needs
+no state from before; where that is, a hash of its seed says.
 
 Invariants: a row's token depends on its own logits, parameters, seed and index alone, so neither
-the batch it is in nor a preemption changes it; equal logits go by token id, the lower first. On a
-GPU drawing waits for nothing, reading for what was drawn.
+the batch it is in nor a preemption changes it. Shapes depend on no value, and nothing waits for the
+device but reading what was drawn.
 
-Does not know: requests, text, where the logits come from.
+Does not know: requests, text, where the logits come from (`request_sampler.py` changes them).
 """
 
-import functools
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.control.params import SamplingParams
 from model.errors import NumericalError
+
+ChunkSums = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_CHUNK = 256
+_SCALE = 2.0**35  # 2**18 tokens of it are less than 2**53
+_FINE = 17  # bits of a threshold below one
+_BITS = 11  # of each of its two histograms: what lies 2**5 below weighs nothing
+_PIECE = 2**19  # logits that a CPU works on at once, so that they stay in its caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,221 +49,307 @@ class Draw:
     """How one row is drawn from.
 
     Attributes:
-        params: temperature, top_k and top_p.
-        key: 128 bits; rows of one request share it, different requests differ in it.
+        params: temperature, top_k, top_p and min_p.
+        stream: 64 bits, where the request's numbers start.
         index: the number of the token in its request's output, from 0.
     """
 
     params: SamplingParams
-    key: int
+    stream: int
     index: int
 
     def uniform(self) -> float:
-        """A number in [0, 1) that depends on `key` and `index` alone. O(1).
-
-        Philox is counter-based (Salmon et al. 2011): the n-th number needs no state from before.
-        """
-        generator = np.random.Generator(np.random.Philox(key=self.key, counter=self.index))
-        return float(generator.random())
+        """A number in [0, 1) that depends on `stream` and `index` alone. O(1)."""
+        return float(uniforms(np.array([self.stream], np.uint64), np.array([self.index]))[0])
 
 
-def draw_key(seed: int | None, engine_seed: int, request_id: int, sample: int = 0) -> int:
-    """The key of a request: its seed and which sample it is, or the engine's seed and its id. O(1).
+def stream_of(seed: int | None, engine_seed: int, request_id: int, sample: int = 0) -> int:
+    """Where a request's numbers start: 64 bits. O(1).
 
-    Bit 63 tells the two kinds apart.
+    By its own seed and which sample it is, or by the engine's seed and its id; a hash, so that
+    requests whose seeds are close have nothing in common.
     """
-    return seed << 64 | sample if seed is not None else engine_seed << 64 | 1 << 63 | request_id
+    parts = (0, seed, sample) if seed is not None else (1, engine_seed, request_id)
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())
 
 
-_CHUNK = 256
+def uniforms(streams: NDArray[np.uint64], indexes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """For each stream its number `index`, in [0, 1): what SplitMix64 gives there. O(streams)."""
+    mixed = streams + (indexes.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    found: NDArray[np.float64] = (mixed >> np.uint64(11)) * 2.0**-53
+    return found
 
-ChunkSums = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-
-class Drawn:
-    """The tokens of a step on the device, and on their way to the host.
-
-    Args:
-        best: [num_rows], the largest logit of each row.
-        tokens: int64 [num_rows].
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Rows among those that draw which are cut by rank or by mass.
 
     Attributes:
-        tokens: as above.
+        rows: int64 [num_cut], which of those that draw; None: all.
+        top_p: float64 [num_cut, 1].
+        top_k: int64 [num_cut, 1].
+        most: the largest top_k, or a little more; 0: there is none, they are cut by mass alone.
     """
 
-    __slots__ = ("_best", "_copied", "_read", "tokens")
+    rows: Tensor | None
+    top_p: Tensor
+    top_k: Tensor
+    most: int
 
-    def __init__(self, best: Tensor, tokens: Tensor) -> None:
-        self.tokens = tokens
-        self._copied: torch.cuda.Event | None = None
-        if tokens.device.type == "cpu":
-            self._best, self._read = best, tokens
-        else:
-            self._best, self._read = _to_host(best), _to_host(tokens)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
 
-    def read(self) -> list[int | None]:
-        """The tokens, once they are there and with them all that was sent before. O(num_rows).
+@dataclass(frozen=True, slots=True)
+class DrawTerms:
+    """How the rows of a step draw: columns on the device, a place for each row that draws.
 
-        None for a row that holds NaN, +inf or nothing but -inf.
-        """
-        if self._copied is not None:
-            self._copied.synchronize()
-        values: list[float] = self._best.tolist()
-        tokens: list[int | None] = self._read.tolist()
-        if not all(map(math.isfinite, values)):
-            return [
-                token if math.isfinite(value) else None
-                for token, value in zip(tokens, values, strict=True)
-            ]
-        return tokens
+    Attributes:
+        rows: int64 [num_draws], which rows of the logits; None: all.
+        sharpness: float32 [num_draws, 1], one over the temperature.
+        reach: float32 [num_draws, 1], how far below the most likely a token may lie by min_p.
+        cuts: of these rows.
+    """
+
+    rows: Tensor | None
+    sharpness: Tensor
+    reach: Tensor
+    cuts: tuple[Cut, ...] = ()
+
+
+def draw_terms(
+    rows: Sequence[int],
+    params: Sequence[SamplingParams],
+    num_rows: int,
+    vocab_size: int,
+    device: torch.device,
+) -> DrawTerms:
+    """The terms of the rows that draw. O(rows).
+
+    Args:
+        rows: of the logits, in order.
+        params: of each of these, none greedy.
+        num_rows: of the logits.
+        vocab_size: of the logits.
+        device: where they are.
+    """
+    ranked: list[int] = []
+    nuclear: list[int] = []
+    for place, how in enumerate(params):
+        if how.top_k is not None and how.top_k < vocab_size:
+            ranked.append(place)
+        elif how.top_p < 1:
+            nuclear.append(place)
+    cuts = []
+    for places, has_rank in ((ranked, True), (nuclear, False)):
+        if places:
+            some = [params[place] for place in places]
+            ranks = [how.top_k or 0 for how in some]
+            cuts.append(
+                Cut(
+                    rows=None if len(places) == len(params) else index_of(places, device),
+                    top_p=column([how.top_p for how in some], device),
+                    top_k=column(ranks, device, torch.int64),
+                    most=min(vocab_size, 1 << (max(ranks) - 1).bit_length()) if has_rank else 0,
+                )
+            )
+    sharpness = [min(max(1 / how.temperature, 1e-30), 1e30) for how in params]
+    reach = [-math.log(how.min_p) if how.min_p else math.inf for how in params]
+    return DrawTerms(
+        rows=None if len(rows) == num_rows else index_of(rows, device),
+        sharpness=column(sharpness, device, torch.float32),
+        reach=column(reach, device, torch.float32),
+        cuts=tuple(cuts),
+    )
 
 
 def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
-    """Choose one token a row and wait for it: `draw`, then `Drawn.read`.
+    """Choose one token a row and wait for it; None: the most likely one. O(num_rows * vocab_size).
 
     Raises:
         NumericalError: a row holds NaN, +inf or nothing but -inf.
     """
-    tokens: list[int] = []
-    for row, token in enumerate(draw(logits, draws).read()):
-        if token is None:
+    num_rows, vocab_size = logits.shape
+    if not draws:
+        return []
+    best, tokens = logits.max(dim=-1)
+    rows = [row for row, how in enumerate(draws) if how is not None and not how.params.is_greedy]
+    if rows:
+        drawing = [how for how in draws if how is not None and not how.params.is_greedy]
+        params = [how.params for how in drawing]
+        terms = draw_terms(rows, params, num_rows, vocab_size, logits.device)
+        streams = np.array([how.stream for how in drawing], np.uint64)
+        numbers = uniforms(streams, np.array([how.index for how in drawing]))
+        own = torch.from_numpy(numbers).unsqueeze(-1).to(logits.device)
+        tokens = choose(logits, (best, tokens), terms, own)
+    for row, value in enumerate(best.tolist()):
+        if not math.isfinite(value):
             raise NumericalError(f"logits: wanted finite numbers, row {row} has others")
-        tokens.append(token)
-    return tokens
+    chosen: list[int] = tokens.tolist()
+    return chosen
 
 
-def draw(
+def choose(
     logits: Tensor,
-    draws: Sequence[Draw | None],
-    most_likely: tuple[Tensor, Tensor] | None = None,
+    most_likely: tuple[Tensor, Tensor],
+    terms: DrawTerms,
+    numbers: Tensor,
     sums_of: ChunkSums | None = None,
-) -> Drawn:
-    """Choose one token a row. O(num_rows * vocab_size), with a sort for rows that are cut.
+) -> Tensor:
+    """The tokens of all rows: those that draw draw, the others have their most likely one.
+
+    O(num_draws * vocab_size).
 
     Args:
         logits: [num_rows, vocab_size].
-        draws: one a row; None: the most likely token.
-        most_likely: `logits.max(dim=-1)`, if that is known.
+        most_likely: `logits.max(dim=-1)`.
+        terms: how rows draw.
+        numbers: float64 [num_draws, 1], in [0, 1).
         sums_of: `chunk_sums`, or what that was compiled to.
-    """
-    if not draws:  # and still something to wait for
-        return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
-    best, tokens = logits.max(dim=-1) if most_likely is None else most_likely
-    cut: dict[int, Draw] = {}
-    whole: dict[int, Draw] = {}
-    for row, how in enumerate(draws):
-        if how is not None and not how.params.is_greedy:
-            (cut if how.params.top_k is not None or how.params.top_p < 1 else whole)[row] = how
-    draw_whole = functools.partial(_draw_whole, sums_of=sums_of or chunk_sums)
-    for some, choose in ((whole, draw_whole), (cut, _draw_cut)):
-        if len(some) == len(draws):
-            tokens = choose(logits, best, list(some.values()))
-        elif some:
-            rows = _column(list(some), logits.device, torch.int64).squeeze(-1)
-            chosen = choose(logits[rows], best[rows], list(some.values()))
-            tokens = tokens.index_put((rows,), chosen)
-    return Drawn(best, tokens)
-
-
-def chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
-    """The mass of every so many tokens: float64 [num_rows, chunks]. O(num_rows * vocab_size).
-
-    The first step of a draw, and the only one that reads all logits; it may be compiled.
-
-    Args:
-        logits: [num_rows, vocab_size].
-        best: [num_rows, 1], the largest of each row.
-        sharpness: float64 [num_rows, 1], one over the temperature.
-    """
-    mass = _mass(logits, best, sharpness)
-    padded = nn.functional.pad(mass, (0, -mass.shape[-1] % _CHUNK))
-    return padded.view(mass.shape[0], -1, _CHUNK).sum(dim=-1, dtype=torch.float64)
-
-
-def _mass(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
-    """Probabilities times a number of their own row.
-
-    A GPU takes them in float32, which it computes alike wherever an element stands.
-    """
-    dtype = torch.float64 if logits.device.type == "cpu" else torch.float32
-    return ((logits.to(dtype) - best.to(dtype)) * sharpness.to(dtype)).exp()
-
-
-def _draw_whole(logits: Tensor, best: Tensor, draws: Sequence[Draw], sums_of: ChunkSums) -> Tensor:
-    """Draw one token a row from all, in the order of their ids; first a chunk, then a token of it.
-
-    Sums are float64 everywhere.
-    """
-    device, vocab_size, best = logits.device, logits.shape[-1], best[:, None]
-    sharpness = _column([min(1 / how.params.temperature, 1e30) for how in draws], device)
-    sums = sums_of(logits, best, sharpness)
-    before = sums.cumsum(dim=-1)
-    target = _column([how.uniform() for how in draws], device) * before[:, -1:]
-    chunk = _first_above(before, target, sums)
-    target = target - (before.gather(1, chunk) - sums.gather(1, chunk))
-    tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=device)
-    inside = logits.gather(1, tokens.clamp(max=vocab_size - 1))
-    mass = _mass(inside, best, sharpness).double().where(tokens < vocab_size, 0.0)
-    return tokens.gather(1, _first_above(mass.cumsum(dim=-1), target, mass)).squeeze(-1)
-
-
-def _draw_cut(logits: Tensor, best: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Draw one token a row from what temperature, top_k and top_p leave; float64 throughout."""
-    del best
-    mass, token_ids = kept_mass(logits.double(), [how.params for how in draws])
-    cumulative = mass.cumsum(dim=-1)
-    uniform = _column([how.uniform() for how in draws], logits.device)
-    place = _first_above(cumulative, uniform * cumulative[:, -1:], mass)
-    return token_ids.gather(-1, place).squeeze(-1)
-
-
-def _first_above(cumulative: Tensor, target: Tensor, mass: Tensor) -> Tensor:
-    """The first place of each row whose cumulative mass is above the target: [num_rows, 1].
-
-    Rounding may put the target at the very end: then the last place that has mass is meant.
-    """
-    place = torch.searchsorted(cumulative, target, right=True)
-    places = torch.arange(mass.shape[-1], device=mass.device)
-    return torch.minimum(place, places.where(mass > 0, 0).amax(dim=-1, keepdim=True))
-
-
-def kept_mass(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
-    """The probabilities that temperature, top_k and top_p leave, most likely token first.
-
-    O(num_rows * vocab_size * log(vocab_size)).
-
-    Args:
-        logits: float64 [num_rows, vocab_size], finite or -inf.
-        params: one a row, none greedy.
 
     Returns:
-        mass: float64 [num_rows, vocab_size], zero where a token cannot be drawn, not normalised
-            after the cuts; and the token id of each: int64 [num_rows, vocab_size].
+        int64 [num_rows]; anything where a row's largest is not finite.
     """
-    device, vocab_size = logits.device, logits.shape[-1]
-    temperature = _column([p.temperature for p in params], device)
-    top_k = _column([float(p.top_k or vocab_size) for p in params], device)
-    top_p = _column([p.top_p for p in params], device)
-    ranked, token_ids = logits.sort(dim=-1, descending=True, stable=True)
-    mass = ((ranked - ranked[:, :1]) / temperature).softmax(dim=-1)
-    mass = mass.where(torch.arange(vocab_size, device=device) < top_k, 0.0)
-    mass = mass / mass.sum(dim=-1, keepdim=True)
-    # A token stays if the more likely ones have not reached top_p without it; the first always
-    # does.
-    before = mass.cumsum(dim=-1) - mass
-    return mass.where((before < top_p) | (top_p >= 1), 0.0), token_ids
+    best, tokens = most_likely
+    rows = terms.rows
+    some = logits if rows is None else logits[rows]
+    above = (best if rows is None else best[rows])[:, None].float()
+    reach = furthest(some, above, terms)
+    chosen = _invert(some, above, terms.sharpness, reach, numbers, sums_of or chunk_sums)
+    return chosen if rows is None else tokens.index_put((rows,), chosen)
 
 
-def _column(
+def furthest(logits: Tensor, best: Tensor, terms: DrawTerms) -> Tensor:
+    """How far below the most likely a token may lie and be drawn: float32 [num_draws, 1].
+
+    O(num_draws * vocab_size).
+
+    Args:
+        logits: [num_draws, vocab_size], of the rows that draw.
+        best: float32 [num_draws, 1], the largest of each row.
+        terms: how they draw.
+    """
+    reach = terms.reach
+    for cut in terms.cuts:
+        of = (logits, best, terms.sharpness)
+        if cut.rows is not None:
+            of = (logits[cut.rows], best[cut.rows], terms.sharpness[cut.rows])
+        limit = _ranked_reach(*of, cut) if cut.most else _nuclear_reach(*of, cut.top_p)
+        if cut.rows is not None:
+            limit = reach.index_put((cut.rows,), limit)
+        reach = torch.minimum(reach, limit)
+    return reach
+
+
+def _distances(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
+    """How far below the most likely each token lies: float32."""
+    return (best - logits.float()) * sharpness
+
+
+def _weights(distances: Tensor) -> Tensor:
+    """Integers, in float32; 2**35 for the most likely."""
+    return torch.exp(-distances).mul_(_SCALE).floor_()
+
+
+def chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
+    """The weight of every so many tokens: float64 [num_rows, chunks]. O(num_rows * vocab_size).
+
+    The one step of a draw that reads all logits where nothing is cut; it may be compiled.
+
+    Args:
+        logits: [num_rows, vocab_size].
+        best: float32 [num_rows, 1], the largest of each row.
+        sharpness: float32 [num_rows, 1], one over the temperature.
+        reach: float32 [num_rows, 1]; what lies further below the best has no weight.
+    """
+    distances = _distances(logits, best, sharpness)
+    weights = _weights(distances).masked_fill(distances > reach, 0.0)
+    padded = nn.functional.pad(weights, (0, -weights.shape[-1] % _CHUNK))
+    return padded.view(weights.shape[0], -1, _CHUNK).sum(dim=-1, dtype=torch.float64)
+
+
+def _invert(
+    logits: Tensor,
+    best: Tensor,
+    sharpness: Tensor,
+    reach: Tensor,
+    numbers: Tensor,
+    sums_of: ChunkSums,
+) -> Tensor:
+    """The token of each row at its number, in the order of the ids: first its chunk, then it."""
+    vocab_size = logits.shape[-1]
+    sums = _by_pieces(sums_of, logits, best, sharpness, reach)
+    before = sums.cumsum(dim=-1)
+    chunk, target = _first_above(before, (numbers * before[:, -1:]).floor())
+    target = target - (before.gather(1, chunk) - sums.gather(1, chunk))
+    tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device)
+    inside = logits.gather(1, tokens.clamp(max=vocab_size - 1))
+    distances = _distances(inside, best, sharpness)
+    weights = _weights(distances).masked_fill((distances > reach) | (tokens >= vocab_size), 0.0)
+    place, _ = _first_above(weights.double().cumsum(dim=-1), target)
+    return tokens.gather(1, place).squeeze(-1)
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The first place of each row whose sum is above the target, and that; each [num_rows, 1].
+
+    A target at the very end is the last integer below it: a number just below 1 rounds to it.
+    """
+    target = torch.minimum(target, cumulative[:, -1:] - 1)
+    place = torch.searchsorted(cumulative, target, right=True)
+    return place.clamp(max=cumulative.shape[-1] - 1), target
+
+
+def _ranked_reach(logits: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Tensor:
+    """How far the last token lies that top_k, then top_p leave: [num_rows, 1]."""
+    distances = _distances(logits.topk(cut.most).values, best, sharpness)
+    ranks = torch.arange(cut.most, device=logits.device)
+    weights = _weights(distances).double().masked_fill(ranks >= cut.top_k, 0.0)
+    cumulative = weights.cumsum(dim=-1)
+    last = torch.searchsorted(cumulative, cut.top_p * cumulative[:, -1:])
+    return distances.gather(1, last.clamp(max=cut.most - 1))
+
+
+def _nuclear_reach(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor) -> Tensor:
+    """How far the last token lies that top_p leaves, up to 2**-17 further: [num_rows, 1]."""
+    return _by_pieces(_nuclear_reach_of, logits, best, sharpness, top_p)
+
+
+def _nuclear_reach_of(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor) -> Tensor:
+    distances = _distances(logits, best, sharpness)
+    weights = _weights(distances).double()
+    fine = distances.mul_(2.0**_FINE).nan_to_num_(0.0).clamp_(max=2.0 ** (2 * _BITS) - 1).int()
+    coarse = (fine >> _BITS).long()
+    histogram = weights.new_zeros(len(logits), 1 << _BITS).scatter_add_(1, coarse, weights)
+    cumulative = histogram.cumsum(dim=-1)
+    target = top_p * cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, target).clamp_(max=(1 << _BITS) - 1)
+    target = target - (cumulative.gather(1, place) - histogram.gather(1, place))
+    weights = weights.masked_fill_(coarse != place, 0.0)
+    inside = (fine & ((1 << _BITS) - 1)).long()
+    cumulative = histogram.zero_().scatter_add_(1, inside, weights).cumsum(dim=-1)
+    end = torch.searchsorted(cumulative, target).clamp_(max=(1 << _BITS) - 1) + 1
+    reach = ((place << _BITS) + end).float() * 2.0**-_FINE
+    return torch.nextafter(reach, torch.zeros_like(reach))  # the next bin's first is not in
+
+
+def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
+    """A computation a row; a CPU does so many rows at once that they stay in its caches."""
+    count = max(1, _PIECE // logits.shape[-1])
+    if logits.device.type != "cpu" or count >= len(logits):
+        return compute(logits, *columns)
+    pieces = zip(*(torch.split(tensor, count) for tensor in (logits, *columns)), strict=True)
+    return torch.cat([compute(*piece) for piece in pieces])
+
+
+def column(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """One number a row: [num_rows, 1]."""
-    column = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").unsqueeze(-1)
-    return column.to(device, non_blocking=True)
+    """One number a row: [num_rows, 1]; on its way when this returns. O(num_rows)."""
+    made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").unsqueeze(-1)
+    return made.to(device, non_blocking=True)
 
 
-def _to_host(content: Tensor) -> Tensor:
-    host = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
-    return host.copy_(content, non_blocking=True)
+def index_of(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Rows as an index: int64 [num_rows]. O(num_rows)."""
+    return column(rows, device, torch.int64).squeeze(-1)

@@ -24,7 +24,7 @@ from model.device.batch import BatchBuilder, StepTensors, chosen_ids
 from model.device.cuda_graphs import DecodeGraphs
 from model.device.network import PagedNetwork
 from model.device.prepare import Prepared
-from model.device.sampler import ChunkSums, Draw, Drawn, chunk_sums, draw
+from model.device.request_sampler import Chance, Drawn, RequestSampler
 from model.device.swap import BlockMover
 from model.trace import FORWARD, PREPARE, StepWatch
 
@@ -53,6 +53,14 @@ class Flight:
         tokens = self.drawn.read()
         return {r.request_id: token for r, token in zip(self.sampling, tokens, strict=True)}
 
+    def chances(self) -> dict[int, Chance]:
+        """request_id -> how likely its token was, of those that ask, once `read` has returned.
+
+        O(num_sampled that ask).
+        """
+        told = self.drawn.chances()
+        return {self.sampling[row].request_id: chance for row, chance in told.items()}
+
 
 class StepPasses:
     """Sends steps to the device of one network.
@@ -60,6 +68,7 @@ class StepPasses:
     Args:
         network: computes.
         mover: moves blocks.
+        sampler: chooses tokens.
         groups: of the cache.
         max_sampled: rows that a step may draw, if the next one is to be sent before they are read.
         is_late: whether that happens.
@@ -69,6 +78,7 @@ class StepPasses:
         self,
         network: PagedNetwork,
         mover: BlockMover,
+        sampler: RequestSampler,
         groups: Sequence[kvcore.LayerGroup],
         *,
         max_sampled: int,
@@ -76,6 +86,7 @@ class StepPasses:
     ) -> None:
         self._network = network
         self._mover = mover
+        self._sampler = sampler
         chunks = network.layout.chunks
         self._builders = [
             BatchBuilder(network.device, len(groups), chunks) for _ in range(1 + is_late)
@@ -83,7 +94,6 @@ class StepPasses:
         self._is_late = is_late
         self._drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
         self._graphs: DecodeGraphs | None = None
-        self._sums_of: ChunkSums = chunk_sums
 
     @property
     def drawn(self) -> Tensor:
@@ -93,7 +103,7 @@ class StepPasses:
     def use(self, prepared: Prepared) -> None:
         """Run as it was prepared from now on. O(1)."""
         self._graphs = prepared.graphs
-        self._sums_of = prepared.sums_of
+        self._sampler.use(prepared.sums_of)
 
     def can_read_late(self, sampling: Sequence[Request]) -> bool:
         """Whether the next step may be sent before these get their tokens. O(1)."""
@@ -103,7 +113,6 @@ class StepPasses:
         self,
         step: Step,
         sampling: tuple[Request, ...],
-        draws: Sequence[Draw | None],
         rows_drawn: Mapping[int, int],
         watch: StepWatch,
     ) -> Flight:
@@ -112,19 +121,18 @@ class StepPasses:
         Args:
             step: what the scheduler has planned.
             sampling: who gets a token, in the order of the step's logits.
-            draws: how each of them draws.
             rows_drawn: the rows of the step before, if its tokens have not been read.
             watch: told when tensors are built and when the pass is sent.
         """
         self._mover.transfer(step.stores, step.loads)
         if not step.chunks:
-            return Flight((), draw(torch.empty(0), ()))
+            return Flight((), self._sampler.draw(torch.empty(0), ()))
         self._builders.append(self._builders.pop(0))
         tensors = self._builders[0].build(step, rows_drawn)
         watch.done(PREPARE)
         logits, most_likely = self._pass(step, tensors)
         watch.done(FORWARD)
-        drawn = draw(logits, draws, most_likely, self._sums_of)
+        drawn = self._sampler.draw(logits, sampling, most_likely)
         if self.can_read_late(sampling):
             self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn)

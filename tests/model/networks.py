@@ -83,6 +83,9 @@ class ByteCodec:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
+    def open_step(self):
+        return None
+
 
 def build(architecture: str, seed: int = 0) -> LoadedModel:
     """A random network, in float32, the same for the same seed."""

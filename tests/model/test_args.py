@@ -167,7 +167,7 @@ def test_the_sizes_that_an_engine_may_have_are_those_of_kvcore():
     [
         (["--prompt", "  "], r"--prompt \(number 1\): wanted a prompt with some text"),
         (["--prompt", "-"], r"--prompt - \(stdin\): wanted a prompt with some text"),
-        (["--prompt", "a", "--temperature", "-1"], "--temperature: wanted a finite number of"),
+        (["--prompt", "a", "--temperature", "-1"], "--temperature: wanted a number of"),
         (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "--top-p: wanted a number above"),
         (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "--top-k: wanted an integer"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: wanted an integer from"),
@@ -191,7 +191,7 @@ def test_a_prompt_that_says_nothing_is_one_error(argv, message):
     [
         ('{"prompt": "a"', r"jsonl line 2: not JSON: .* at column 15"),
         ('["a"]', "line 2: wanted an object with a prompt, got list"),
-        ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, ignore_eos, max_tokens"),
+        ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, frequency_penalty, ign"),
         ('{"max_tokens": 3}', "line 2: wanted a prompt with some text in it, got None"),
         ('{"prompt": 3}', "line 2: wanted a prompt with some text in it, got 3"),
         ('{"prompt": "a", "top_p": "x"}', "line 2: top_p has no meaning"),

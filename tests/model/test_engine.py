@@ -14,7 +14,7 @@ from model import (
     StalledError,
 )
 from model.device import profile
-from model.device.sampler import Drawn
+from model.device.request_sampler import Drawn
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from tests.model.networks import build, greedy_and_margin
@@ -180,7 +180,7 @@ def test_streamed_pieces_are_the_text_and_tokens_come_one_a_step():
     engine = make()
     whole = engine.generate([PROMPT], greedy())[0]
     outputs = list(engine.stream([PROMPT], greedy()))
-    assert [output.token for output in outputs] == whole.request.output_tokens
+    assert [output.token_id for output in outputs] == whole.request.output_tokens
     assert "".join(output.text for output in outputs) == whole.text
     assert outputs[-1].request.is_finished
 
@@ -280,7 +280,7 @@ def test_a_prompt_longer_than_the_models_positions_is_refused():
     ("field", "value"), [("num_blocks", 1), ("block_size", 0), ("max_num_seqs", 0)]
 )
 def test_a_size_out_of_range_is_refused_by_name(field, value):
-    with pytest.raises(InvalidArgumentError, match=f"{field}: wanted at least"):
+    with pytest.raises(InvalidArgumentError, match=f"{field}: wanted an integer"):
         make(**{field: value})
 
 

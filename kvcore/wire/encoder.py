@@ -1,0 +1,210 @@
+"""What a cache's events are on the wire.
+
+One event of kvcore is one event of the format, with these fields:
+
+    block_hashes    the low 64 bits of each name, or the whole name as bytes
+    lora_name       the adapter of the namespace
+    extra_keys      an image or embedding that reaches into a block: (its content in hex, where it
+                    begins, counted from the block's first token); where tokens and adapter do not
+                    say all: what `MARK_ITEMS` and `MARK_NAMESPACE` announce, for our own index
+    group_idx       the layer group, and under `kv_cache_spec_kind` what it sees
+
+A run says its namespace, so nothing is remembered of the blocks that are told of. Content with a
+salt is left out unless the salt may be published: a reader could try prompts against its names.
+The names of what is left out are remembered, so that its removal is left out too.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Literal
+
+from kvcore import (
+    DEFAULT_NAMESPACE,
+    BlockHash,
+    BlocksRemoved,
+    BlocksStored,
+    ChunkedLocal,
+    Event,
+    EventsLost,
+    FullAttention,
+    InvalidArgumentError,
+    LayerGroup,
+    Namespace,
+    Snapshot,
+    decode_namespace,
+    encode_namespace,
+)
+from kvcore.wire.messages import Cleared, Form, Removed, Stored, WireEvent, WireName, encode
+
+NameForm = Literal["u64", "bytes"]
+"""What a name is on the wire: a number that every reader takes, or all of its bytes."""
+
+MARK_NAMESPACE: Final = b"KVN1"
+"""An extra key of a chain's first block that begins so is its namespace, encoded."""
+
+MARK_ITEMS: Final = b"KVI1"
+"""An extra key that begins so has, after it, the encoded items that reach into the block."""
+
+_DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
+_ITEM_HEAD: Final = struct.Struct("<IQIBI")  # docs/block-keys.md: what stands before its content
+
+
+class Encoder:
+    """Turns events into payloads.
+
+    Args:
+        groups: the cache's layer groups.
+        form: how an event is spelled.
+        names: what a name is.
+        rank: the data-parallel rank; None: not said.
+        lora_ids: numbers of adapters, for readers that want them.
+        publish_salted: tell of content with a salt, and its salt.
+        clock: seconds, for the time of a batch.
+
+    Raises:
+        InvalidArgumentError: an unknown form.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        *,
+        form: Form = "map",
+        names: NameForm = "u64",
+        rank: int | None = None,
+        lora_ids: Mapping[str, int] | None = None,
+        publish_salted: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if form not in {"map", "array"}:
+            raise InvalidArgumentError(f"form: wanted 'map' or 'array', got {form!r}")
+        if names not in {"u64", "bytes"}:
+            raise InvalidArgumentError(f"names: wanted 'u64' or 'bytes', got {names!r}")
+        self._kinds = [_kind(group) for group in groups]
+        self._form: Form = form
+        self._spell: Callable[[Sequence[BlockHash]], list[WireName]] = (
+            _as_numbers if names == "u64" else _as_bytes
+        )
+        self._rank = rank
+        self._lora_ids = dict(lora_ids or {})
+        self._publish_salted = publish_salted
+        self._clock = clock
+        self._left_out: set[tuple[int, BlockHash]] = set()
+
+    def batch(self, events: Iterable[Event]) -> bytes | None:
+        """Return events as a payload, or None if none of them is told of. O(their tokens).
+
+        Raises:
+            InvalidArgumentError: some were lost: a snapshot has to be sent in their place.
+        """
+        told: list[WireEvent] = []
+        for event in events:
+            if isinstance(event, BlocksStored):
+                told += self._stored(event)
+            elif isinstance(event, BlocksRemoved):
+                told += self._removed(event)
+            elif isinstance(event, EventsLost):
+                raise InvalidArgumentError(f"events: wanted all of them, {event.number} were lost")
+            else:
+                self._left_out.clear()
+                told.append(Cleared())
+        return encode(self._clock(), told, self._rank, self._form) if told else None
+
+    def snapshot(self, snapshot: Snapshot) -> bytes:
+        """Return all that can be hit as a payload that clears what was before. O(contents)."""
+        self._left_out.clear()
+        told: list[WireEvent] = [Cleared()]
+        for run in snapshot.stored:
+            told += self._stored(run)
+        return encode(self._clock(), told, self._rank, self._form)
+
+    def _stored(self, run: BlocksStored) -> list[WireEvent]:
+        plain = run.namespace_key == _DEFAULT_KEY
+        namespace = DEFAULT_NAMESPACE if plain else decode_namespace(run.namespace_key)
+        if namespace.salt and not self._publish_salted:
+            self._left_out.update([(run.group, name) for name in run.names])
+            return []
+        lora = namespace.lora_name
+        kind, window = self._kinds[run.group]
+        return [
+            Stored(
+                block_hashes=self._spell(run.names),
+                parent_block_hash=None if run.parent is None else self._spell([run.parent])[0],
+                token_ids=array("I", run.packed).tolist(),
+                block_size=run.block_size,
+                lora_id=None if lora is None else self._lora_ids.get(lora),
+                medium="GPU",
+                lora_name=lora,
+                extra_keys=_extra_keys(run, namespace),
+                group_idx=run.group,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )
+        ]
+
+    def _removed(self, event: BlocksRemoved) -> list[WireEvent]:
+        names: Sequence[BlockHash] = event.names
+        if self._left_out:
+            hidden = self._left_out.intersection([(event.group, name) for name in names])
+            self._left_out -= hidden
+            names = [name for name in names if (event.group, name) not in hidden]
+        return [Removed(self._spell(names), "GPU", event.group)] if names else []
+
+
+def wire_names(names: Sequence[BlockHash], form: NameForm = "u64") -> list[WireName]:
+    """Return names as they are on the wire. O(names)."""
+    return _as_numbers(names) if form == "u64" else _as_bytes(names)
+
+
+def _as_numbers(names: Sequence[BlockHash]) -> list[WireName]:
+    if len(names) == 1:
+        return [int.from_bytes(names[0][-8:], "big")]
+    gap = f"{len(names[0]) - 8}xQ" if names else ""
+    return list(struct.unpack(">" + gap * len(names), b"".join(names)))
+
+
+def _as_bytes(names: Sequence[BlockHash]) -> list[WireName]:
+    return list(names)
+
+
+def _kind(group: LayerGroup) -> tuple[str, int | None]:
+    """Return what a group sees, in the format's words."""
+    if isinstance(group, FullAttention):
+        return "full_attention", None
+    if isinstance(group, ChunkedLocal):
+        return "chunked_local_attention", None
+    return "sliding_window", group.window
+
+
+def _extra_keys(run: BlocksStored, namespace: Namespace) -> list[tuple[object, ...] | None] | None:
+    """Return what the contents of a run depend on beside tokens; None: nothing."""
+    keys: list[tuple[object, ...] | None] = []
+    size = len(run.packed) // len(run.contents)
+    exact = namespace != Namespace(lora_name=namespace.lora_name)
+    if not exact and all(len(content) == size for content in run.contents):
+        return None
+    for index, content in enumerate(run.contents):
+        found: list[object] = []
+        if len(content) > size:
+            found += [(identity.hex(), begin) for identity, begin in _spans(content[size:])]
+            found.append(MARK_ITEMS + content[size:])
+        if exact and index == 0 and run.parent is None:
+            if namespace.salt:
+                found.append(namespace.salt.decode("utf-8", "backslashreplace"))
+            found.append(run.namespace_key)
+        keys.append(tuple(found) or None)
+    return keys
+
+
+def _spans(encoded: bytes) -> Iterator[tuple[bytes, int]]:
+    """Yield the content of each item that reaches into a block, and where in it that begins."""
+    start = 0
+    while start < len(encoded):
+        place, row, count, masked, size = _ITEM_HEAD.unpack_from(encoded, start)
+        content = start + _ITEM_HEAD.size
+        yield encoded[content : content + size], place - row
+        start = content + size + count * masked

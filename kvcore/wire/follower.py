@@ -1,0 +1,168 @@
+"""Follows one publisher's batches: which to apply, which to drop, and what to ask for again.
+
+Batches are numbered without a gap. A follower applies the next one, keeps those that come too early
+and asks for what is between, from the last one that it has applied on: if that now says something
+else, the publisher has started again, and what was known of it is forgotten. A batch with an older
+number and a newer time says the same. A batch that begins by clearing everything holds all there
+is, so it may follow anything. Where what is missing cannot be had, the publisher's contents are
+forgotten, because what they have become is not known.
+
+Nothing here knows of sockets or clocks, so that a test can lose, repeat and delay what it likes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcore.wire.index import Index
+from kvcore.wire.messages import Batch
+
+MAX_EARLY = 4096
+"""So many batches are kept while what comes before them is asked for; later ones are asked for."""
+
+
+@dataclass(slots=True)
+class FollowerStats:
+    """What a follower has met.
+
+    Attributes:
+        num_batches: batches applied.
+        num_repeated: batches dropped because they were known.
+        num_gaps: times something was asked for again.
+        num_lost: times what was missing could not be had.
+        num_restarts: times the publisher had started again.
+        num_malformed: events and batches that were not of the format.
+    """
+
+    num_batches: int = 0
+    num_repeated: int = 0
+    num_gaps: int = 0
+    num_lost: int = 0
+    num_restarts: int = 0
+    num_malformed: int = 0
+
+
+class Follower:
+    """What an index knows of one publisher.
+
+    Args:
+        publisher: its name in the index.
+        index: where to apply its batches.
+        can_ask: whether batches can be asked for again.
+
+    Attributes:
+        next: the number of the next batch; None: nothing is known of the publisher.
+        asking: whether an answer to a request is awaited.
+        stats: what it has met.
+    """
+
+    __slots__ = ("_can_ask", "_early", "_heard", "_index", "_moved", "_time", "asking", "next",
+                 "publisher", "stats")  # fmt: skip
+
+    def __init__(self, publisher: str, index: Index, *, can_ask: bool = True) -> None:
+        self.publisher = publisher
+        self.next: int | None = None
+        self.asking = False
+        self.stats = FollowerStats()
+        self._index = index
+        self._can_ask = can_ask
+        self._time = 0.0
+        self._early: dict[int, Batch] = {}
+        self._moved = self._heard = False
+
+    def ask(self) -> int:
+        """Say from which batch on to ask, and await the answer. O(1).
+
+        The batches come to `replayed`, and after them `replay_ended` is called. A request that
+        stays without an answer is made again by another call.
+        """
+        self.asking = True
+        self._moved = self._heard = False
+        return 0 if self.next is None else max(0, self.next - 1)
+
+    def live(self, sequence: int, batch: Batch) -> bool:
+        """Take a batch as it was published; say whether something must be asked for. O(batch)."""
+        if self.asking:
+            if len(self._early) < MAX_EARLY:
+                self._early[sequence] = batch
+            return False
+        if self.next is None or sequence < self.next:
+            if batch.time <= self._time:
+                self.stats.num_repeated += 1
+                return False
+            if self.next is not None:
+                self._restart()
+        if sequence == (self.next or 0) or batch.begins_anew:
+            self._apply(sequence, batch)
+            return False
+        if self._can_ask:
+            self.stats.num_gaps += 1
+            self._early[sequence] = batch
+            return True
+        self._lose()
+        self._apply(sequence, batch)
+        return False
+
+    def replayed(self, sequence: int, batch: Batch) -> bool:
+        """Take a batch that was asked for; say whether all must be asked for again. O(batch).
+
+        True: the publisher has started again. The rest of the answer is of no use.
+        """
+        known = self.next
+        self._heard = True
+        if batch.begins_anew or sequence == (known or 0):
+            self._apply(sequence, batch)
+        elif known is None or sequence > known:
+            self._lose()
+            self._apply(sequence, batch)
+        elif sequence == known - 1 and batch.time != self._time:
+            self._restart()
+            return True
+        return False
+
+    def replay_ended(self, *, answered: bool = True) -> bool:
+        """Take the end of an answer; say whether something must be asked for again. O(early).
+
+        Args:
+            answered: False: there was no answer, and none is awaited any more.
+        """
+        self.asking = False
+        if answered and self.next is not None and not self._heard:
+            self._restart()  # who has sent something can repeat at least the last of it
+        early, self._early = self._early, {}
+        moved = self._moved
+        numbers = sorted(early)
+        for place, sequence in enumerate(numbers):
+            batch = early[sequence]
+            if not moved and sequence > (self.next or 0) and batch.time > self._time:
+                self._lose()
+                self._apply(sequence, batch)
+            elif self.live(sequence, batch):
+                self._early = {number: early[number] for number in numbers[place:]}
+                return True
+        return False
+
+    def _restart(self) -> None:
+        """Forget the publisher's life before; what comes late from it is a repeat by its time."""
+        self.stats.num_restarts += 1
+        time = self._time
+        self.forget()
+        self._time = time
+
+    def _lose(self) -> None:
+        self.stats.num_lost += 1
+        self.forget()
+
+    def forget(self) -> None:
+        """Know nothing of the publisher. O(what it holds)."""
+        self._index.forget(self.publisher)
+        self.next = None
+        self._time = 0.0
+
+    def _apply(self, sequence: int, batch: Batch) -> None:
+        self._index.apply(self.publisher, batch)
+        self.next = sequence + 1
+        self._time = batch.time
+        self._moved = True
+        self.stats.num_batches += 1
+        self.stats.num_malformed += batch.num_malformed

@@ -1,0 +1,86 @@
+"""What a publisher has sent and can send again: numbers, a bounded buffer, the last snapshot.
+
+Batches are numbered without a gap from a first number on. By default that is the time, in
+microseconds, so a publisher that starts again begins above all that it ever sent: a reader sees a
+gap, asks, and is answered with a snapshot. (One that began at 0 again would seem to repeat itself.)
+
+The buffer keeps the newest batches, up to a number of bytes and always one. Who asks for older ones
+gets the last snapshot, which clears what was before, and every batch after it. So a snapshot serves
+all who come until the buffer has moved past it, and a cache that was empty at the beginning needs
+none at first. This knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+
+class Sent(NamedTuple):
+    """A batch with its number."""
+
+    sequence: int
+    payload: bytes
+
+
+class History:
+    """The batches of one publisher.
+
+    Args:
+        first: the number of the first batch.
+        replay_bytes: how much to keep.
+        base: a payload that says, all anew, what can be hit before the first batch.
+
+    Attributes:
+        last: the number of the newest batch, `first - 1` before there is one.
+    """
+
+    __slots__ = ("_base", "_kept", "_kept_bytes", "_replay_bytes", "last")
+
+    def __init__(self, first: int, replay_bytes: int, base: bytes) -> None:
+        self.last = first - 1
+        self._replay_bytes = replay_bytes
+        self._kept: deque[Sent] = deque()
+        self._kept_bytes = 0
+        self._base: Sent | None = Sent(first - 1, base)
+
+    def add(self, payload: bytes, *, anew: bool = False) -> Sent:
+        """Number a batch and keep it. O(batches that have to go).
+
+        Args:
+            payload: the batch.
+            anew: it clears what was before it, and says all that there is.
+        """
+        self.last += 1
+        sent = Sent(self.last, payload)
+        self._kept.append(sent)
+        self._kept_bytes += len(payload)
+        if anew:
+            self._base = sent
+        while self._kept_bytes > self._replay_bytes and len(self._kept) > 1:
+            gone = self._kept.popleft()
+            self._kept_bytes -= len(gone.payload)
+            if self._base is not None and self._base.sequence < gone.sequence:
+                self._base = None
+        return sent
+
+    def rebase(self, payload: bytes) -> None:
+        """Take a snapshot of the moment after the newest batch. O(1)."""
+        self._base = Sent(self.last, payload)
+
+    def since(self, sequence: int) -> list[Sent] | None:
+        """Return the batches from a number on, or a snapshot and those after it. O(batches).
+
+        A number that is still to come gets the snapshot too: who asks so does not know us. None:
+        what is asked for is gone and so is the snapshot; another is needed (`rebase`).
+        """
+        if self.last - len(self._kept) < sequence <= self.last + 1:
+            return [sent for sent in self._kept if sent.sequence >= sequence]
+        return self.anew()
+
+    def anew(self) -> list[Sent] | None:
+        """Return the last snapshot and what came after it, or None. O(batches)."""
+        base = self._base
+        if base is None:
+            return None
+        return [base, *[sent for sent in self._kept if sent.sequence > base.sequence]]

@@ -1,0 +1,403 @@
+"""What several caches can be hit for, as one tree: who has the longest prefix of these tokens.
+
+A path of the tree spells a prefix, tokens and namespace, exactly, as in a cache's own index; a node
+has one bit for each publisher that holds it. So a question is answered by comparing tokens, in one
+walk for all publishers, and a name decides nothing: it only says which node an event means. A wrong
+event can cost speed, and never a match that the tokens do not have.
+
+Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
+that), on the GPU. What a sliding window still holds is not, so for a model with windows the answer
+is the longest prefix that its cache may serve. A publisher with several such groups serves what all
+of them hold; a group is known once something was stored in it.
+
+Memory is about 300 bytes for each block of 16 tokens, once for all publishers that hold it
+(`python -m kvcore.wire.bench` measures it). Calls may come from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from kvcore import DEFAULT_NAMESPACE, Item, Namespace, Tokens, encode_namespace, pack
+from kvcore.items import as_items, check_items
+from kvcore.names import block_contents
+from kvcore.tokens import BYTES_PER_TOKEN
+from kvcore.wire.encoder import MARK_ITEMS, MARK_NAMESPACE
+from kvcore.wire.messages import Batch, Cleared, Removed, Stored, WireEvent, WireName
+
+INDEXED_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""The kinds of layer groups whose blocks are indexed."""
+
+_MEDIA: Final = frozenset({None, "GPU"})
+_EXTRA_KEYS: Final = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStats:
+    """What an index holds and has passed over.
+
+    Attributes:
+        num_publishers: publishers that it knows.
+        num_contents: different contents, each counted once.
+        num_held: contents, counted for each publisher and group that holds them.
+        num_orphans: blocks passed over because what they follow was never told.
+        num_passed_over: events passed over: other media, or groups that are not indexed.
+    """
+
+    num_publishers: int
+    num_contents: int
+    num_held: int
+    num_orphans: int
+    num_passed_over: int
+
+
+class _Node:
+    """One block's content below what it follows.
+
+    Attributes:
+        parent: what it follows; None: it is a root.
+        content: its tokens and what else it depends on.
+        name: what the first publisher that told of it calls it.
+        holders: one bit for each publisher's group that has it, and all that it follows.
+        only: its child, while there is one.
+        children: its children by content, while there are more.
+    """
+
+    __slots__ = ("children", "content", "holders", "name", "only", "parent")
+
+    def __init__(self, parent: _Node | None, content: bytes) -> None:
+        self.parent = parent
+        self.content = content
+        self.name: WireName | None = None
+        self.holders = 0
+        self.only: _Node | None = None
+        self.children: dict[bytes, _Node] | None = None
+
+    def child(self, content: bytes) -> _Node | None:
+        """Return the child with a content. O(1)."""
+        only = self.only
+        if only is not None and only.content == content:
+            return only
+        children = self.children
+        return None if children is None else children.get(content)
+
+    def add(self, child: _Node) -> None:
+        """Add a child whose content no other has. O(1)."""
+        if self.children is not None:
+            self.children[child.content] = child
+        elif self.only is None:
+            self.only = child
+        else:
+            self.children = {self.only.content: self.only, child.content: child}
+            self.only = None
+
+    def drop(self, child: _Node) -> None:
+        """Forget a child. O(1)."""
+        if self.children is None:
+            self.only = None
+            return
+        del self.children[child.content]
+        if len(self.children) == 1:
+            (self.only,) = self.children.values()
+            self.children = None
+
+    def below(self) -> Iterable[_Node]:
+        """Return its children. O(1)."""
+        if self.children is not None:
+            return self.children.values()
+        return () if self.only is None else (self.only,)
+
+
+class _Publisher:
+    """What is known of one publisher.
+
+    Attributes:
+        bits: its bit for each layer group that is indexed.
+        mask: all of them.
+        aliases: nodes by names that others give to something else, or by a second name.
+    """
+
+    __slots__ = ("aliases", "bits", "mask")
+
+    def __init__(self) -> None:
+        self.bits: dict[int | None, int] = {}
+        self.mask = 0
+        self.aliases: dict[WireName, _Node] = {}
+
+
+class Index:
+    """Who holds which prefixes.
+
+    What changes it holds a lock, what asks it does not: while a batch is applied, an answer may
+    have a part of it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._publishers: dict[str, _Publisher] = {}
+        self._owners: dict[int, str] = {}  # by bit
+        self._free_bits: list[int] = []
+        self._num_bits = 0
+        self._roots: dict[tuple[int, bytes], _Node] = {}
+        self._sizes: tuple[int, ...] = ()
+        self._names: dict[WireName, _Node] = {}
+        self._num_contents = self._num_held = self._num_orphans = self._num_passed_over = 0
+
+    def apply(self, publisher: str, batch: Batch) -> None:
+        """Take what a publisher says has changed. O(its tokens)."""
+        with self._lock:
+            known = self._publishers.get(publisher)
+            if known is None:
+                known = self._publishers[publisher] = _Publisher()
+            for event in batch.events:
+                self._apply(publisher, known, event)
+
+    def forget(self, publisher: str) -> None:
+        """Forget a publisher and all that it holds. O(what it holds)."""
+        with self._lock:
+            known = self._publishers.pop(publisher, None)
+            if known is not None:
+                for bit in known.bits.values():
+                    del self._owners[bit]
+                self._clear(known)
+                self._free_bits += known.bits.values()
+
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        namespace: Namespace = DEFAULT_NAMESPACE,
+        items: Sequence[Item] = (),
+    ) -> dict[str, int]:
+        """Return how many of these tokens each publisher holds as a prefix, where it holds any.
+
+        In whole blocks. O(tokens + publishers).
+
+        Raises:
+            InvalidArgumentError: no token ids, or items that do not lie within them.
+        """
+        packed = pack(tokens)
+        checked = check_items(as_items(items), 0, len(packed))
+        key = encode_namespace(namespace)
+        lengths: dict[int, int] = {}
+        for size in self._sizes:
+            root = self._roots.get((size, key))
+            if root is not None:
+                self._walk(root, packed, checked, size, lengths)
+        found: dict[str, int] = {}
+        for bit, length in lengths.items():
+            name = self._owners.get(bit, "")
+            known = self._publishers.get(name)
+            if known is None:
+                continue  # it is being forgotten
+            if len(known.bits) == 1:
+                found[name] = length
+            elif shared := min([lengths.get(each, 0) for each in [*known.bits.values()]]):
+                found[name] = shared
+        return found
+
+    def held_names(self, publisher: str) -> frozenset[WireName]:
+        """Return the names of what a publisher holds. O(what it holds)."""
+        with self._lock:
+            known = self._publishers.get(publisher)
+            if known is None:
+                return frozenset()
+            second = {node: name for name, node in known.aliases.items()}
+            held = self._held(self._roots.values(), known.mask)
+            return frozenset([second.get(node, node.name or 0) for node in held])
+
+    def publishers(self) -> tuple[str, ...]:
+        """Return the publishers that it knows. O(publishers)."""
+        with self._lock:
+            return tuple(self._publishers)
+
+    def stats(self) -> IndexStats:
+        """Return the counters. O(1)."""
+        with self._lock:
+            return IndexStats(
+                num_publishers=len(self._publishers),
+                num_contents=self._num_contents,
+                num_held=self._num_held,
+                num_orphans=self._num_orphans,
+                num_passed_over=self._num_passed_over,
+            )
+
+    def _apply(self, publisher: str, known: _Publisher, event: WireEvent) -> None:
+        if isinstance(event, Cleared):
+            self._clear(known)
+        elif event.medium not in _MEDIA:
+            self._num_passed_over += 1
+        elif isinstance(event, Stored):
+            if event.kv_cache_spec_kind in INDEXED_KINDS:
+                self._store(publisher, known, event)
+            else:
+                self._num_passed_over += 1
+        elif event.group_idx in known.bits:
+            self._remove(known, known.bits[event.group_idx], event)
+        else:
+            self._num_passed_over += 1
+
+    def _store(self, publisher: str, known: _Publisher, event: Stored) -> None:
+        bit = known.bits.get(event.group_idx) or self._new_bit(publisher, known, event.group_idx)
+        namespace, contents = _read(event)
+        if event.parent_block_hash is None:
+            node = self._root(event.block_size, namespace)
+        else:
+            above = self._named(known, event.parent_block_hash)
+            if above is None or not above.holders & bit:
+                self._num_orphans += len(contents)
+                return
+            node = above
+        for name, content in zip(event.block_hashes, contents, strict=True):
+            child = node.child(content)
+            if child is None:
+                child = _Node(node, content)
+                self._num_contents += 1
+                node.add(child)
+            if self._named(known, name) is not child:
+                if child.name is None and name not in self._names:
+                    child.name = name
+                    self._names[name] = child
+                else:
+                    known.aliases[name] = child
+            if not child.holders & bit:
+                child.holders |= bit
+                self._num_held += 1
+            node = child
+
+    def _named(self, known: _Publisher, name: WireName) -> _Node | None:
+        """Return what a publisher means by a name."""
+        return known.aliases.get(name) or self._names.get(name)
+
+    def _remove(self, known: _Publisher, bit: int, event: Removed) -> None:
+        """Take contents from a publisher's group, with what follows them: nothing can hit that."""
+        for name in event.block_hashes:
+            node = self._named(known, name)
+            if node is None:
+                continue
+            if node.holders & bit:
+                for held in reversed(self._held([node], bit)):
+                    self._take(held, bit)
+                self._take(node, bit)
+            if not node.holders & known.mask:
+                known.aliases.pop(name, None)
+
+    def _clear(self, known: _Publisher) -> None:
+        """Take all from a publisher. O(what it holds)."""
+        known.aliases.clear()
+        for node in reversed(self._held(self._roots.values(), known.mask)):
+            self._take(node, known.mask)
+
+    def _take(self, node: _Node, mask: int) -> None:
+        """Take a node from those that hold it by these bits; out of the tree if nobody does."""
+        held = node.holders & mask
+        node.holders ^= held
+        self._num_held -= held.bit_count()
+        above = node.parent
+        if node.holders or above is None:
+            return
+        above.drop(node)
+        self._num_contents -= 1
+        if node.name is not None and self._names.get(node.name) is node:
+            del self._names[node.name]
+        if above.parent is None and above.only is None and above.children is None:
+            self._roots = {key: root for key, root in self._roots.items() if root is not above}
+            self._count_sizes()
+
+    @staticmethod
+    def _held(tops: Iterable[_Node], mask: int) -> list[_Node]:
+        """Return what is held by these bits below some nodes, a parent before its children."""
+        found: list[_Node] = []
+        for top in tops:
+            found += [node for node in top.below() if node.holders & mask]
+        for node in found:  # it grows
+            found += [child for child in node.below() if child.holders & mask]
+        return found
+
+    def _root(self, size: int, namespace: bytes) -> _Node:
+        root = self._roots.get((size, namespace))
+        if root is None:
+            root = self._roots[size, namespace] = _Node(None, namespace)
+            self._count_sizes()
+        return root
+
+    def _count_sizes(self) -> None:
+        self._sizes = tuple(dict.fromkeys([size for size, _ in self._roots]))
+
+    def _new_bit(self, publisher: str, known: _Publisher, group: int | None) -> int:
+        if self._free_bits:
+            bit = self._free_bits.pop()
+        else:
+            bit = 1 << self._num_bits
+            self._num_bits += 1
+        self._owners[bit] = publisher
+        known.bits[group] = bit
+        known.mask |= bit
+        return bit
+
+    def _walk(
+        self,
+        root: _Node,
+        packed: array[int],
+        items: tuple[Item, ...],
+        size: int,
+        lengths: dict[int, int],
+    ) -> None:
+        """Note for each bit how many tokens it holds from a root on."""
+        data = packed.tobytes()
+        width = size * BYTES_PER_TOKEN
+        extended = block_contents(packed, items, 0, len(packed) // size, size) if items else None
+        node, alive, depth = root, -1, 0
+        for start in range(0, len(data) - width + 1, width):
+            content = data[start : start + width] if extended is None else extended[depth]
+            child = node.only
+            if child is None or child.content != content:
+                child = node.child(content)
+                if child is None:
+                    break
+            held = child.holders & alive
+            if held != alive:
+                if depth:
+                    _note(alive & ~held, depth * size, lengths)
+                alive = held
+                if not held:
+                    return
+            node = child
+            depth += 1
+        if depth:
+            _note(alive, depth * size, lengths)
+
+
+def _note(mask: int, length: int, lengths: dict[int, int]) -> None:
+    while mask:
+        bit = mask & -mask
+        lengths[bit] = length
+        mask ^= bit
+
+
+def _read(event: Stored) -> tuple[bytes, list[bytes]]:
+    """Return the encoded namespace of a run, and what each block holds."""
+    tokens = array("I", event.token_ids).tobytes()
+    width = event.block_size * BYTES_PER_TOKEN
+    contents = [tokens[start : start + width] for start in range(0, len(tokens), width)]
+    namespace = encode_namespace(Namespace(lora_name=event.lora_name or None))
+    for index, keys in enumerate(event.extra_keys or ()):
+        if keys is None:
+            continue
+        marked = [key for key in keys if isinstance(key, bytes)]
+        spaces = [key for key in marked if key.startswith(MARK_NAMESPACE)]
+        items = [key for key in marked if key.startswith(MARK_ITEMS)]
+        if items:
+            contents[index] += items[0][len(MARK_ITEMS) :]
+        elif not spaces and any(key != event.lora_name for key in keys):
+            # Another engine's: what it means is not known, only that it is part of the content.
+            contents[index] += b"?" + _EXTRA_KEYS.encode(keys)
+        if spaces:
+            namespace = spaces[0]
+    return namespace, contents

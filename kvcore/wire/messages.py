@@ -1,0 +1,230 @@
+"""The format of vLLM's KV-cache events: what a payload says, in bytes and back.
+
+A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a payload, which
+is MessagePack: `[time, events, data-parallel rank]`. An event is a map with its kind under "type",
+or an array that begins with its kind. Engines send maps now and sent arrays before, so both are
+written here, and both are read, whatever the batch around them is.
+
+A block is named by an unsigned 64-bit number or by bytes. Fields that a reader does not know are
+passed over, fields that may be missing are None. An event that is not of the format is counted and
+left out; the others of its batch still count. Nothing here knows of sockets or of a cache.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from kvcore.wire.errors import MalformedError
+
+Form = Literal["map", "array"]
+"""How an event is spelled: by the names of its fields, or by their order."""
+
+WireName = int | bytes
+"""A block's name on the wire."""
+
+END: Final = (-1).to_bytes(8, "big", signed=True)
+"""The sequence number after the last batch of a replay."""
+
+SNAPSHOT: Final = b"snapshot"
+"""Asks for a snapshot, where a request otherwise names the first batch that is wanted."""
+
+
+class Stored(msgspec.Struct, tag="BlockStored", gc=False):
+    """Blocks can be hit now, each after the one before.
+
+    Attributes:
+        block_hashes: their names.
+        parent_block_hash: the name of the block before the first; None: there is none.
+        token_ids: the tokens of all of them.
+        block_size: tokens a block.
+        lora_id: a number of the adapter; out of use.
+        medium: where the blocks are, "GPU" or None for the cache itself.
+        lora_name: the adapter.
+        extra_keys: for each block what its content depends on beside tokens; None: nothing.
+        group_idx: the layer group.
+        kv_cache_spec_kind: what the layers of the group see.
+        kv_cache_spec_sliding_window: how many tokens, where it is a window.
+    """
+
+    block_hashes: list[WireName]
+    parent_block_hash: WireName | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
+    """Blocks cannot be hit any more."""
+
+    block_hashes: list[WireName]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class Cleared(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    """Nothing can be hit any more."""
+
+
+class _StoredArray(Stored, tag="BlockStored", array_like=True, gc=False):
+    pass
+
+
+class _RemovedArray(Removed, tag="BlockRemoved", array_like=True, gc=False):
+    pass
+
+
+class _ClearedArray(Cleared, tag="AllBlocksCleared", array_like=True, gc=False):
+    pass
+
+
+class _Envelope(msgspec.Struct, gc=False):
+    ts: float
+    events: list[msgspec.Raw]
+    data_parallel_rank: int | None = None
+
+
+class _EnvelopeArray(_Envelope, array_like=True, gc=False):
+    pass
+
+
+WireEvent = Stored | Removed | Cleared
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one payload says.
+
+    Attributes:
+        time: when it was published, in seconds, by the publisher's clock.
+        events: those that are of the format, in order.
+        rank: the publisher's data-parallel rank.
+        num_malformed: events that were not.
+    """
+
+    time: float
+    events: tuple[WireEvent, ...]
+    rank: int | None = None
+    num_malformed: int = 0
+
+    @property
+    def begins_anew(self) -> bool:
+        """Whether it holds all that there is, because it clears what was before."""
+        return bool(self.events) and isinstance(self.events[0], Cleared)
+
+
+_BROKEN: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_BATCH: Final = msgspec.msgpack.Decoder(_EnvelopeArray)
+_BATCH_MAP: Final = msgspec.msgpack.Decoder(_Envelope)
+_EVENT: Final = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
+_EVENT_MAP: Final = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
+
+
+def encode(time: float, events: Sequence[WireEvent], rank: int | None, form: Form) -> bytes:
+    """Return a batch as a payload. O(its tokens)."""
+    spelled = [_as_map(event) if form == "map" else _as_array(event) for event in events]
+    return _ENCODER.encode((time, spelled) if rank is None else (time, spelled, rank))
+
+
+def decode(payload: bytes) -> Batch:
+    """Return what a payload says. O(its tokens).
+
+    Raises:
+        MalformedError: it is no batch at all.
+    """
+    try:
+        envelope = (_BATCH_MAP if _is_map(payload) else _BATCH).decode(payload)
+    except _BROKEN as error:
+        raise MalformedError(f"payload: wanted a batch of events, got {error}") from None
+    events: list[WireEvent] = []
+    for raw in envelope.events:
+        try:
+            event = (_EVENT_MAP if _is_map(raw) else _EVENT).decode(raw)
+        except _BROKEN:
+            continue
+        if _is_sound(event):
+            events.append(event)
+    lost = len(envelope.events) - len(events)
+    return Batch(envelope.ts, tuple(events), envelope.data_parallel_rank, lost)
+
+
+def sequence_bytes(sequence: int) -> bytes:
+    """Return a sequence number as its frame."""
+    return struct.pack(">Q", sequence)
+
+
+def sequence_of(frame: bytes) -> int:
+    """Return the sequence number in a frame.
+
+    Raises:
+        MalformedError: not 8 bytes.
+    """
+    if len(frame) != 8:
+        raise MalformedError(f"sequence: wanted 8 bytes, got {len(frame)}")
+    return int.from_bytes(frame, "big")
+
+
+def _is_map(data: bytes | msgspec.Raw) -> bool:
+    """Say whether MessagePack begins with a map."""
+    first = memoryview(data)[:1].tobytes()
+    return bool(first) and (first[0] & 0xF0 == 0x80 or first[0] in {0xDE, 0xDF})
+
+
+def _is_sound(event: WireEvent) -> bool:
+    """Say whether the parts of an event fit each other."""
+    if not isinstance(event, Stored):
+        return True
+    count = len(event.block_hashes)
+    return (
+        event.block_size > 0
+        and len(event.token_ids) == count * event.block_size
+        and (not event.token_ids or 0 <= min(event.token_ids) <= max(event.token_ids) < 2**32)
+        and (event.extra_keys is None or len(event.extra_keys) == count)
+    )
+
+
+def _as_array(event: WireEvent) -> tuple[object, ...]:
+    if isinstance(event, Stored):
+        return ("BlockStored", *[getattr(event, name) for name in Stored.__struct_fields__])
+    if isinstance(event, Removed):
+        return ("BlockRemoved", event.block_hashes, event.medium, event.group_idx)
+    return ("AllBlocksCleared",)
+
+
+def _as_map(event: WireEvent) -> dict[str, object]:
+    """Return an event by names: fields that newer readers alone know only where they say more."""
+    if isinstance(event, Stored):
+        spelled: dict[str, object] = {
+            "type": "BlockStored",
+            "block_hashes": event.block_hashes,
+            "parent_block_hash": event.parent_block_hash,
+            "token_ids": event.token_ids,
+            "block_size": event.block_size,
+            "lora_id": event.lora_id,
+            "medium": event.medium,
+            "lora_name": event.lora_name,
+        }
+        for name in Stored.__struct_fields__[7:]:
+            value = getattr(event, name)
+            if value is not None:
+                spelled[name] = value
+        return spelled
+    if isinstance(event, Removed):
+        spelled = {
+            "type": "BlockRemoved", "block_hashes": event.block_hashes, "medium": event.medium
+        }  # fmt: skip
+        if event.group_idx is not None:
+            spelled["group_idx"] = event.group_idx
+        return spelled
+    return {"type": "AllBlocksCleared"}

@@ -1,0 +1,316 @@
+"""Publishes what a cache can be hit for, over ZeroMQ, and never keeps a step waiting.
+
+`publish` is called by the thread that owns the manager, once a step: it takes the events and hands
+them to a thread of the publisher's own, which spells, numbers and sends them and answers requests
+for what was missed. A reader that is too slow loses batches; it asks for them on the replay
+socket. Nothing is remembered of the blocks that are told of: where the buffer is too short, the
+owner's thread is asked for a snapshot of the cache, which its next `publish` gives.
+
+If the publisher's thread falls behind by too many batches, what waits is given up and a snapshot
+takes its place, as the next batch.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final, Self, SupportsIndex
+
+import zmq
+
+from kvcore import Event, EventsLost, InvalidArgumentError, KVCacheManager, Snapshot
+from kvcore.arguments import as_int
+from kvcore.wire.encoder import Encoder, NameForm
+from kvcore.wire.errors import ClosedError, EndpointError
+from kvcore.wire.history import History, Sent
+from kvcore.wire.messages import END, Form, sequence_bytes
+
+REPLAY_BYTES: Final = 64 << 20
+"""So much of what was sent is kept for replays."""
+
+MAX_WAITING: Final = 1024
+"""So many batches may wait for the publisher's thread."""
+
+_HIGH_WATER: Final = 10_000
+"""So many batches may wait for one reader, before it loses them."""
+
+_LINGER_MS: Final = 500
+_JOIN_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStats:
+    """What a publisher has done.
+
+    Attributes:
+        last_sequence: the number of the newest batch.
+        num_batches: batches sent.
+        num_bytes: their size.
+        num_replays: requests answered.
+        num_snapshots: snapshots taken of the cache.
+        num_overflows: how often too many batches were waiting.
+        num_refused: requests that were none.
+    """
+
+    last_sequence: int
+    num_batches: int
+    num_bytes: int
+    num_replays: int
+    num_snapshots: int
+    num_overflows: int
+    num_refused: int
+
+
+class Publisher:
+    """Tells the network what a manager's cache can be hit for.
+
+    Args:
+        manager: made with `record_events`; nobody else takes its events.
+        endpoint: where to publish, such as "tcp://*:5557"; with ":*" the system picks a port.
+        replay: where to answer requests for what was missed; None: nowhere.
+        topic: the first frame of every message.
+        rank: the data-parallel rank.
+        form: how events are spelled: "map", as engines do now, or "array", as they did before.
+        names: "u64": the low 64 bits of a block's name; "bytes": all of it.
+        lora_ids: numbers of adapters, for readers that want them.
+        publish_salted: tell of content with a salt too, and of its salt.
+        first_sequence: the number of the first batch; None: the time in microseconds.
+        replay_bytes: how much of what was sent is kept.
+        wake: called, by the publisher's thread, when a snapshot is wanted and `publish` should be
+            called soon though no step may be due; None: the next step is soon enough.
+
+    Attributes:
+        endpoint: where it publishes, with the port that was picked.
+        replay: where it answers, likewise.
+
+    Raises:
+        InvalidArgumentError: an argument that cannot be, a manager that records no events.
+        EndpointError: an address that is in use, or is none. Nothing is left open.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        endpoint: str,
+        replay: str | None = None,
+        *,
+        topic: str = "",
+        rank: SupportsIndex | None = None,
+        form: Form = "map",
+        names: NameForm = "u64",
+        lora_ids: Mapping[str, int] | None = None,
+        publish_salted: bool = False,
+        first_sequence: SupportsIndex | None = None,
+        replay_bytes: SupportsIndex = REPLAY_BYTES,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        if manager.events is None:
+            raise InvalidArgumentError(
+                "manager: wanted one with record_events='xxh3-128' or 'sha256', got none"
+            )
+        if rank is not None:
+            rank = as_int("rank", rank, 0, 2**31 - 1)
+        if first_sequence is None:
+            first_sequence = time.time_ns() // 1000
+        first = as_int("first_sequence", first_sequence, 0, 2**62)
+        kept = as_int("replay_bytes", replay_bytes, 0)
+        self._manager = manager
+        self._log = manager.events
+        self._topic = topic.encode()
+        self._encoder = Encoder(
+            manager.groups, form=form, names=names, rank=rank, lora_ids=lora_ids,
+            publish_salted=publish_salted,
+        )  # fmt: skip
+        self._log.take()
+        self._history = History(first, kept, self._encoder.snapshot(manager.snapshot()))
+        self._first = first
+        self._queue: deque[tuple[Event, ...] | Snapshot | _Anew] = deque()
+        self._wake_owner = wake
+        self._asking: list[bytes] = []
+        self._snapshot_wanted = self._overflowed = self._closing = False
+        self._num_bytes = self._num_replays = self._num_snapshots = 0
+        self._num_overflows = self._num_refused = 0
+        self._context = zmq.Context()
+        try:
+            self._pub = self._bind(zmq.PUB, "endpoint", endpoint)
+            self._router = None if replay is None else self._bind(zmq.ROUTER, "replay", replay)
+        except EndpointError:
+            self._context.destroy(linger=0)
+            raise
+        self.endpoint = _address(self._pub)
+        self.replay = None if self._router is None else _address(self._router)
+        self._bell, self._ear = socket.socketpair()
+        self._bell.settimeout(0)
+        self._ear.settimeout(0)
+        self._thread = threading.Thread(target=self._run, name="kvcore-publisher", daemon=True)
+        self._thread.start()
+
+    def publish(self) -> None:
+        """Send what has changed since the last call. Call it after each step, from its thread.
+
+        Waits for nothing. O(1), and O(contents) where a snapshot is wanted.
+
+        Raises:
+            ClosedError: the publisher is closed.
+        """
+        if self._closing or not self._thread.is_alive():
+            raise ClosedError("publish: wanted an open publisher, got one that is closed")
+        events = self._log.take()
+        if not events and not self._snapshot_wanted and not self._overflowed:
+            return
+        queue = self._queue
+        if len(queue) >= MAX_WAITING:
+            self._overflowed = True
+            self._num_overflows += 1
+            return
+        if self._overflowed or (events and isinstance(events[0], EventsLost)):
+            self._overflowed = self._snapshot_wanted = False
+            queue.append(_Anew(self._manager.snapshot()))
+        else:
+            if events:
+                queue.append(events)
+            if self._snapshot_wanted:
+                self._snapshot_wanted = False
+                queue.append(self._manager.snapshot())
+        self._ring()
+
+    def stats(self) -> PublisherStats:
+        """Return what was done so far. O(1)."""
+        last = self._history.last
+        return PublisherStats(
+            last_sequence=last,
+            num_batches=last - self._first + 1,
+            num_bytes=self._num_bytes,
+            num_replays=self._num_replays,
+            num_snapshots=self._num_snapshots,
+            num_overflows=self._num_overflows,
+            num_refused=self._num_refused,
+        )
+
+    def close(self) -> None:
+        """Send what waits, then close the sockets and end the thread. A second call does nothing.
+
+        Readers keep what they know; a publisher that takes this one's place clears it.
+        """
+        if self._closing:
+            return
+        self._closing = True
+        self._ring()
+        self._thread.join(_JOIN_S)
+        self._bell.close()
+        self._ear.close()
+
+    def __enter__(self) -> Self:
+        """Return the publisher; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _bind(self, kind: int, argument: str, endpoint: str) -> zmq.Socket[bytes]:
+        opened: zmq.Socket[bytes] = self._context.socket(kind)
+        opened.linger = _LINGER_MS
+        if kind == zmq.PUB:
+            opened.sndhwm = _HIGH_WATER
+        else:
+            opened.sndhwm = 0  # a replay is as long as the buffer, and must not lose its end
+            opened.maxmsgsize = 1024  # a request is 8 bytes
+        try:
+            opened.bind(endpoint)
+        except (zmq.ZMQError, TypeError, UnicodeError) as error:
+            raise EndpointError(argument, str(endpoint), str(error)) from None
+        return opened
+
+    def _ring(self) -> None:
+        """Wake the publisher's thread."""
+        try:
+            self._bell.send(b"!")
+        except BlockingIOError:
+            return  # it has been woken often enough
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._ear, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll())
+                if self._ear.fileno() in ready:
+                    self._ear.recv(4096)
+                closing = self._closing
+                while self._queue:
+                    self._send(self._queue.popleft())
+                if self._router is not None and self._router in ready:
+                    self._hear(self._router)
+                if closing:
+                    return
+        finally:
+            self._context.destroy()
+
+    def _send(self, waiting: tuple[Event, ...] | Snapshot | _Anew) -> None:
+        if isinstance(waiting, Snapshot):
+            self._history.rebase(self._encoder.snapshot(waiting))
+            self._num_snapshots += 1
+            self._answer_all()
+            return
+        if isinstance(waiting, _Anew):
+            self._num_snapshots += 1
+            self._out(self._history.add(self._encoder.snapshot(waiting.snapshot), anew=True))
+            self._answer_all()
+            return
+        payload = self._encoder.batch(waiting)
+        if payload is not None:
+            self._out(self._history.add(payload))
+
+    def _out(self, sent: Sent) -> None:
+        self._num_bytes += len(sent.payload)
+        self._pub.send_multipart((self._topic, sequence_bytes(sent.sequence), sent.payload))
+
+    def _hear(self, router: zmq.Socket[bytes]) -> None:
+        """Read the requests that are there, and answer those that can be."""
+        while router.poll(0):
+            client, *frames = router.recv_multipart()
+            if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
+                self._num_refused += 1
+                continue
+            # `SNAPSHOT` reads as a number that is far in the future, and gets one.
+            found = self._history.since(int.from_bytes(frames[1], "big"))
+            if found is not None:
+                self._answer(router, client, found)
+                continue
+            self._asking.append(client)
+            self._snapshot_wanted = True
+            if self._wake_owner is not None:
+                self._wake_owner()
+
+    def _answer_all(self) -> None:
+        """Answer those who wait for a snapshot."""
+        found = self._history.anew()
+        if self._router is not None and found is not None:
+            for client in self._asking:
+                self._answer(self._router, client, found)
+        self._asking.clear()
+
+    def _answer(self, router: zmq.Socket[bytes], client: bytes, found: list[Sent]) -> None:
+        for sent in found:
+            router.send_multipart((client, b"", sequence_bytes(sent.sequence), sent.payload))
+        router.send_multipart((client, b"", END, b""))
+        self._num_replays += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Anew:
+    """A snapshot that is sent as a batch, because events were lost."""
+
+    snapshot: Snapshot
+
+
+def _address(opened: zmq.Socket[bytes]) -> str:
+    """Return where a socket is bound."""
+    return opened.getsockopt_string(zmq.LAST_ENDPOINT)

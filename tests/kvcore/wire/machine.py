@@ -1,0 +1,294 @@
+"""Two publishers, a network that loses, repeats and delays, and an index that must tell the truth.
+
+What a publisher holds is read from its manager: `names_held` folds its snapshot. Beside the index
+stands a fold of the decoded events by their names alone, for every layer group.
+"""
+
+import itertools
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+import kvcore
+from kvcore import wire
+
+SPACES = (
+    kvcore.Namespace(),
+    kvcore.Namespace(lora_name="sql"),
+    kvcore.Namespace(salt=b"tenant"),
+    kvcore.Namespace(lora_name="sql", lora_version=2),
+)
+SIZE = 2
+LAYOUTS = {
+    "full": None,
+    "window": (kvcore.FullAttention(), kvcore.SlidingWindow(3)),
+    "two full": (kvcore.FullAttention(), kvcore.FullAttention(2 * SIZE)),
+}
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+WHO = st.sampled_from(["a", "b"])
+
+
+class IndexDiffersError(AssertionError):
+    """The index does not say what is true."""
+
+
+class Names:
+    """The fold of decoded events by names alone."""
+
+    def __init__(self):
+        self.held = {}
+
+    def apply(self, publisher, batch):
+        held = self.held.setdefault(publisher, set())
+        for event in batch.events:
+            if isinstance(event, wire.Stored):
+                held.update((event.group_idx, name) for name in event.block_hashes)
+            elif isinstance(event, wire.Removed):
+                held.difference_update((event.group_idx, name) for name in event.block_hashes)
+            else:
+                held.clear()
+
+    def forget(self, publisher):
+        self.held.pop(publisher, None)
+
+
+class Both:
+    """Passes everything to several indexes."""
+
+    def __init__(self, *indexes):
+        self.indexes = indexes
+
+    def apply(self, publisher, batch):
+        for index in self.indexes:
+            index.apply(publisher, batch)
+
+    def forget(self, publisher):
+        for index in self.indexes:
+            index.forget(publisher)
+
+
+@dataclass
+class Life:
+    """One life of a publisher: from its start to the next.
+
+    `plain` ones number from 0 and have no snapshot, as engines' own.
+    """
+
+    kv: kvcore.KVCacheManager
+    encoder: wire.Encoder
+    history: wire.History
+    plain: bool
+    salted: bool
+    running: list = field(default_factory=list)
+
+
+class StreamMachine(RuleBasedStateMachine):
+    make_encoder = wire.Encoder
+    make_history = wire.History
+    make_follower = wire.Follower
+    make_index = wire.Index
+
+    @initialize(data=st.data())
+    def start(self, data):
+        self.time = itertools.count(1)
+        self.index, self.names = self.make_index(), Names()
+        both = Both(self.index, self.names)
+        self.lives, self.flying, self.seen = {}, {}, {}
+        self.followers = {}
+        self.wanted = {}  # from which batch on a publisher was asked
+        for who in ("a", "b"):
+            self.followers[who] = self.make_follower(who, both)
+            self.begin(who, data)
+        self.prompts = []
+
+    def begin(self, who, data):
+        plain = data.draw(st.booleans(), label="plain")
+        salted = data.draw(st.booleans(), label="salted")
+        groups = LAYOUTS[data.draw(st.sampled_from([*LAYOUTS]), label="layout")]
+        kv = kvcore.KVCacheManager(
+            data.draw(st.integers(8, 14), label="blocks"), SIZE, groups=groups,
+            record_events="xxh3-128",
+        )  # fmt: skip
+        kv.events.max_names = data.draw(st.sampled_from([100, 4]), label="patience")
+        encoder = self.make_encoder(
+            kv.groups, publish_salted=salted, clock=lambda: float(next(self.time)),
+            form=data.draw(st.sampled_from(["map", "array"]), label="form"),
+            names=data.draw(st.sampled_from(["u64", "bytes"]), label="names"),
+        )  # fmt: skip
+        kept = data.draw(st.sampled_from([1, 400, 10**6]), label="kept bytes")
+        first = 0 if plain else next(self.time) * 1000
+        history = self.make_history(first, kept, encoder.snapshot(kv.snapshot()))
+        self.lives[who] = Life(kv, encoder, history, plain, salted)
+        self.flying[who], self.seen[who] = [], []
+
+    # What happens to a cache.
+
+    @rule(who=WHO, tokens=PROMPTS, space=st.sampled_from(SPACES), close=st.booleans())
+    def serve(self, who, tokens, space, close):
+        life = self.lives[who]
+        self.prompts = [*self.prompts[-7:], (tokens, space)]
+        seq = life.kv.open(tokens, namespace=space)
+        try:
+            life.kv.reserve(seq, len(tokens) - seq.num_computed_tokens)
+        except kvcore.OutOfBlocksError:
+            life.kv.close(seq)
+            return
+        life.kv.commit(seq, len(tokens) - seq.num_computed_tokens)
+        life.running.append(seq)
+        if close:
+            self.finish(who)
+
+    @precondition(lambda self: any(life.running for life in self.lives.values()))
+    @rule(who=WHO)
+    def finish(self, who):
+        life = self.lives[who]
+        if life.running:
+            life.kv.close(life.running.pop(0))
+
+    @rule(who=WHO)
+    def reset(self, who):
+        self.lives[who].kv.reset()
+
+    @rule(who=WHO)
+    def publish(self, who):
+        life = self.lives[who]
+        events = life.kv.events.take()
+        if events and isinstance(events[0], kvcore.EventsLost):
+            payload = life.encoder.snapshot(life.kv.snapshot())
+            self.flying[who].append(life.history.add(payload, anew=True))
+            return
+        payload = life.encoder.batch(events)
+        if payload is not None:
+            self.flying[who].append(life.history.add(payload))
+
+    @rule(who=WHO, data=st.data())
+    def restart(self, who, data):
+        self.begin(who, data)
+
+    # What the network does.
+
+    @precondition(lambda self: any(self.flying.values()))
+    @rule(who=WHO, place=st.integers(0, 3))
+    def deliver(self, who, place):
+        if self.flying[who]:
+            self.hear(who, self.flying[who].pop(place % len(self.flying[who])))
+
+    @precondition(lambda self: any(self.flying.values()))
+    @rule(who=WHO, place=st.integers(0, 3))
+    def lose(self, who, place):
+        if self.flying[who]:
+            self.flying[who].pop(place % len(self.flying[who]))
+
+    @precondition(lambda self: any(self.seen.values()))
+    @rule(who=WHO, place=st.integers(0, 5))
+    def repeat(self, who, place):
+        if self.seen[who]:
+            self.hear(who, self.seen[who][place % len(self.seen[who])])
+
+    @rule(who=WHO)
+    def ask(self, who):
+        """As a subscriber does when it has heard nothing, or no answer, for a while."""
+        self.wanted[who] = self.followers[who].ask()
+
+    @precondition(lambda self: self.wanted)
+    @rule(who=WHO, cut=st.integers(0, 6))
+    def answer(self, who, cut):
+        """A publisher answers; of a long answer only the beginning may arrive."""
+        if who not in self.wanted:
+            return
+        follower = self.followers[who]
+        for sent in self.found(who, self.wanted.pop(who)):
+            cut -= 1
+            if cut == 0:
+                return
+            if follower.replayed(sent.sequence, wire.decode(sent.payload)):
+                self.wanted[who] = follower.ask()
+                return
+        if follower.replay_ended():
+            self.wanted[who] = follower.ask()
+
+    def found(self, who, sequence):
+        life = self.lives[who]
+        if life.plain:
+            return [sent for sent in life.history._kept if sent.sequence >= sequence]
+        found = life.history.since(sequence)
+        if found is None:
+            self.publish(who)
+            life.history.rebase(life.encoder.snapshot(life.kv.snapshot()))
+            found = life.history.since(sequence)
+        return found
+
+    def hear(self, who, sent):
+        self.seen[who] = [*self.seen[who][-5:], sent]
+        if self.followers[who].live(sent.sequence, wire.decode(sent.payload)):
+            self.wanted[who] = self.followers[who].ask()
+
+    # What must hold.
+
+    @rule()
+    def settle(self):
+        """All arrives, and what was lost is asked for: then the index says what is true."""
+        for who, life in self.lives.items():
+            self.publish(who)
+            while self.flying[who]:
+                self.hear(who, self.flying[who].pop(0))
+            self.wanted[who] = self.followers[who].ask()
+            for _ in range(20):
+                self.answer(who, 0)
+                if who not in self.wanted:
+                    break
+            else:
+                raise IndexDiffersError(f"{who} is asked for ever")
+            self.check(who, life)
+
+    def teardown(self):
+        if hasattr(self, "prompts"):
+            self.settle()
+
+    @invariant()
+    def a_name_is_held_or_not(self):
+        if hasattr(self, "names"):
+            stats = self.index.stats()
+            if not 0 <= stats.num_contents <= stats.num_held:
+                raise IndexDiffersError(f"counters: {stats}")
+
+    def check(self, who, life):
+        form = life.encoder._spell
+        true = set()
+        for run in life.kv.snapshot().stored:
+            if life.salted or not kvcore.decode_namespace(run.namespace_key).salt:
+                true.update((run.group, name) for name in form(run.names))
+        told = self.names.held.get(who, set())
+        full = [g for g, kind in enumerate(life.kv.groups)
+                if isinstance(kind, kvcore.FullAttention)]  # fmt: skip
+        held = self.index.held_names(who)
+        truly = {name for group, name in true if group in full}
+        if life.plain:
+            self.expect(told <= true, who, "names that it does not hold", told - true)
+            self.expect(held <= truly, who, "contents that it does not hold", held - truly)
+        else:
+            self.expect(told == true, who, "other names", told ^ true)
+            self.expect(held == truly, who, "other contents", held ^ truly)
+        known = self.index._publishers.get(who)  # a group is known once something was stored in it
+        full = [group for group in full if known is not None and group in known.bits]
+        for tokens, space in self.prompts:
+            longest = self.truth(life, true, full, tokens, space)
+            found = self.index.match(tokens, namespace=space).get(who, 0)
+            right = found <= longest if life.plain else found == longest
+            self.expect(right, who, f"a prefix of {tokens} in {space}", (found, longest))
+
+    def truth(self, life, true, full, tokens, space):
+        """The longest prefix that every group of full attention holds, by names alone."""
+        lengths = []
+        for group in full:
+            size = life.kv.groups[group].block_size
+            names = life.encoder._spell(kvcore.block_names(tokens, size, namespace=space))
+            run = itertools.takewhile(lambda name: (group, name) in true, names)  # noqa: B023
+            lengths.append(size * len(list(run)))
+        return min(lengths, default=0)
+
+    @staticmethod
+    def expect(holds, who, what, seen):
+        if not holds:
+            raise IndexDiffersError(f"{who}: {what}: {seen}")

@@ -1,0 +1,346 @@
+"""Publishers and subscribers over real sockets: what arrives, what is refused, what is left."""
+
+import doctest
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+import kvcore
+from kvcore import wire
+
+ROOT = Path(__file__).parents[3]
+ANYWHERE = "tcp://127.0.0.1:*"
+PATIENCE_S = 20
+
+
+def until(true):
+    """Wait until something is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (found := true()):
+        if time.monotonic() > deadline:
+            pytest.fail("waited in vain")
+        threading.Event().wait(0.002)
+    return found
+
+
+def manager(num_blocks=64):
+    return kvcore.KVCacheManager(num_blocks, 2, record_events="xxh3-128")
+
+
+def serve(kv, tokens):
+    seq = kv.open(tokens)
+    kv.reserve(seq, len(tokens) - seq.num_computed_tokens)
+    kv.commit(seq, len(tokens) - seq.num_computed_tokens)
+    kv.close(seq)
+
+
+@pytest.fixture
+def kv():
+    return manager()
+
+
+@pytest.fixture
+def publisher(kv):
+    with wire.Publisher(kv, ANYWHERE, ANYWHERE) as opened:
+        yield opened
+
+
+def follow(*publishers, **options):
+    sources = {
+        str(place): wire.Source(each.endpoint, each.replay) for place, each in enumerate(publishers)
+    }
+    return wire.Subscriber(sources, **options)
+
+
+def test_what_is_published_is_found(kv, publisher):
+    with follow(publisher) as follower:
+        serve(kv, [1, 2, 3, 4, 5])
+        publisher.publish()
+        assert until(lambda: follower.match([1, 2, 3, 4, 9, 9])) == {"0": 4}
+        serve(kv, [1, 2, 7, 8])
+        publisher.publish()
+        until(lambda: follower.match([1, 2, 7, 8]) == {"0": 4})
+        assert follower.status()["0"].met.num_lost == 0
+
+
+def test_who_comes_late_is_told_all_while_the_engine_sleeps(kv):
+    serve(kv, [1, 2, 3, 4])
+    with wire.Publisher(kv, ANYWHERE, ANYWHERE) as publisher, follow(publisher) as follower:
+        assert until(lambda: follower.match([1, 2, 3, 4])) == {"0": 4}
+        assert publisher.stats().num_snapshots == 0
+
+
+def test_where_the_buffer_is_too_short_the_owner_is_woken_for_a_snapshot(kv):
+    wanted = threading.Event()
+    with wire.Publisher(kv, ANYWHERE, ANYWHERE, replay_bytes=0, wake=wanted.set) as publisher:
+        for first in range(0, 40, 2):
+            serve(kv, [first, first + 1])
+            publisher.publish()
+        until(lambda: publisher.stats().num_batches == 20)
+        with follow(publisher) as follower:
+            assert wanted.wait(PATIENCE_S)
+            publisher.publish()
+            until(lambda: follower.match([0, 1]) == {"0": 2})
+            until(lambda: follower.match([38, 39]) == {"0": 2})
+        assert publisher.stats().num_snapshots >= 1
+
+
+def test_a_publisher_that_takes_anothers_place_is_followed(kv):
+    serve(kv, [1, 2, 3, 4])
+    first = wire.Publisher(kv, ANYWHERE, ANYWHERE)
+    with follow(first, ask_after_s=0.1) as follower:
+        until(lambda: follower.match([1, 2]) == {"0": 2})
+        first.close()
+        other = manager()
+        serve(other, [5, 6])
+        with wire.Publisher(other, first.endpoint, first.replay):
+            until(lambda: follower.match([5, 6]) == {"0": 2})
+            assert follower.match([1, 2]) == {}
+
+
+def test_a_publisher_that_answers_no_more_is_forgotten(kv):
+    serve(kv, [1, 2])
+    publisher = wire.Publisher(kv, ANYWHERE, ANYWHERE)
+    with follow(publisher, ask_after_s=0.05, forget_after_s=0.2) as follower:
+        until(lambda: follower.match([1, 2]) == {"0": 2})
+        publisher.close()
+        until(lambda: follower.match([1, 2]) == {})
+        assert not follower.status()["0"].is_known
+
+
+def test_publishers_come_and_go(kv, publisher):
+    serve(kv, [1, 2])
+    publisher.publish()
+    with wire.Subscriber({}) as follower:
+        follower.add("new", wire.Source(publisher.endpoint, publisher.replay))
+        until(lambda: follower.match([1, 2]) == {"new": 2})
+        follower.remove("new")
+        until(lambda: follower.match([1, 2]) == {})
+        until(lambda: follower.status() == {})
+    with pytest.raises(wire.ClosedError):
+        follower.add("new", wire.Source(publisher.endpoint))
+
+
+def raw(context, kind, endpoint):
+    opened = context.socket(kind)
+    opened.linger = 0
+    opened.rcvtimeo = PATIENCE_S * 1000
+    opened.connect(endpoint)
+    return opened
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as made:
+        yield made
+
+
+@pytest.mark.parametrize("wanted", [bytes(8), b"snapshot"])
+def test_the_start_and_a_snapshot_are_answered_alike(kv, publisher, context, wanted):
+    serve(kv, [1, 2])
+    publisher.publish()
+    until(lambda: publisher.stats().num_batches == 1)
+    with raw(context, zmq.REQ, publisher.replay) as asking:
+        asking.send(wanted)
+        sequence, payload = asking.recv_multipart()
+        assert wire.decode(payload).begins_anew
+        assert int.from_bytes(sequence, "big") == publisher.stats().last_sequence - 1
+
+
+def test_a_replay_is_what_was_sent_and_ends(kv, publisher, context):
+    for first in (0, 2, 4):
+        serve(kv, [first, first + 1])
+        publisher.publish()
+    last = until(lambda: publisher.stats().num_batches == 3 and publisher.stats().last_sequence)
+    with raw(context, zmq.DEALER, publisher.replay) as asking:
+        asking.send_multipart((b"", (last - 1).to_bytes(8, "big")))
+        answer = [asking.recv_multipart() for _ in range(3)]
+    assert [int.from_bytes(frames[1], "big", signed=True) for frames in answer] == [
+        last - 1, last, -1
+    ]  # fmt: skip
+    assert answer[2] == [b"", wire.END, b""]
+
+
+def test_requests_that_are_none_are_refused_and_the_next_is_answered(kv, publisher, context):
+    with raw(context, zmq.DEALER, publisher.replay) as asking:
+        for frames in ([b"x"], [b"", b"1234567"], [b"", bytes(8), b""], [b"x", bytes(8)]):
+            asking.send_multipart(frames)
+        asking.send_multipart((b"", bytes(8)))
+        assert len(asking.recv_multipart()) == 3
+    until(lambda: publisher.stats().num_refused == 4)
+
+
+def test_an_oversized_request_cuts_off_who_sent_it_and_nobody_else(kv, publisher, context):
+    with raw(context, zmq.DEALER, publisher.replay) as hostile:
+        hostile.send_multipart((b"", bytes(10_000)))
+        with raw(context, zmq.REQ, publisher.replay) as asking:
+            asking.send(bytes(8))
+            assert asking.recv_multipart()
+
+
+class Hostile:
+    """Publishes whatever it is told to."""
+
+    def __init__(self, context):
+        self.socket = context.socket(zmq.PUB)
+        self.socket.linger = 0
+        self.socket.bind(ANYWHERE)
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def send_until(self, frames, true):
+        def sent():
+            self.socket.send_multipart(frames)
+            return true()
+
+        return until(sent)
+
+
+MALFORMED = {
+    "one frame": [b"hello"],
+    "no number": [b"", b"", b"\x92\x01\x90"],
+    "a number too short": [b"", bytes(4), b"\x92\x01\x90"],
+    "no batch": [b"", bytes(8), b"\xff"],
+    "nothing": [b"", bytes(8), b""],
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_messages_are_counted_and_the_next_is_read(context, name):
+    hostile = Hostile(context)
+    with hostile.socket, wire.Subscriber({"h": wire.Source(hostile.endpoint)}) as follower:
+        met = follower._links["h"].follower.stats
+        hostile.send_until(MALFORMED[name], lambda: met.num_malformed > 0)
+        event = wire.Stored([1], None, [7, 8], 2)
+        good = [b"", bytes(8), wire.encode(1.0, [event], None, "array")]
+        hostile.send_until(good, lambda: follower.match([7, 8]) == {"h": 2})
+
+
+def test_an_oversized_message_is_not_read(context):
+    hostile = Hostile(context)
+    source = {"h": wire.Source(hostile.endpoint)}
+    with (
+        hostile.socket,
+        wire.Subscriber(
+            source, max_message_bytes=1000, ask_after_s=0.1, forget_after_s=0.2
+        ) as follower,
+    ):
+        large = wire.encode(1.0, [wire.Stored([1], None, [7] * 600, 600)], None, "map")
+        for _ in range(5):
+            hostile.socket.send_multipart([b"", bytes(8), large + bytes(2000)])
+        small = wire.encode(2.0, [wire.Stored([2], None, [8, 8], 2)], None, "map")
+        hostile.send_until([b"", bytes(8), small], lambda: follower.match([8, 8]))
+        assert follower.match([7] * 600) == {}
+
+
+def threads():
+    return {each.name for each in threading.enumerate() if each.name.startswith("kvcore-")}
+
+
+def test_a_port_in_use_is_an_error_that_names_it_and_leaves_nothing(kv, publisher):
+    before = threads()
+    for argument, options in [
+        ("endpoint", {"endpoint": publisher.endpoint}),
+        ("replay", {"endpoint": ANYWHERE, "replay": publisher.endpoint}),
+    ]:
+        with pytest.raises(wire.EndpointError, match=f"{argument}.*{publisher.endpoint}.*in use"):
+            wire.Publisher(manager(), **options)
+    assert threads() == before
+
+
+@pytest.mark.parametrize("endpoint", ["", "5557", "tcp://127.0.0.1", "carrier://pigeon", 5557])
+def test_an_address_that_is_none_is_an_error(endpoint):
+    before = threads()
+    with pytest.raises(wire.EndpointError, match="endpoint: wanted"):
+        wire.Publisher(manager(), endpoint)
+    with pytest.raises(wire.EndpointError, match="endpoint: wanted"):
+        wire.Subscriber({"a": wire.Source(endpoint)})
+    assert threads() == before
+
+
+@pytest.mark.parametrize(
+    "options", [{"rank": -1}, {"rank": "0"}, {"first_sequence": -1}, {"replay_bytes": -1}]
+)
+def test_numbers_that_cannot_be_are_refused(kv, options):
+    with pytest.raises(kvcore.InvalidArgumentError, match=f"{next(iter(options))}: wanted"):
+        wire.Publisher(kv, ANYWHERE, **options)
+
+
+def test_a_manager_without_events_is_refused():
+    with pytest.raises(kvcore.InvalidArgumentError, match="record_events"):
+        wire.Publisher(kvcore.KVCacheManager(8, 2), ANYWHERE)
+
+
+def test_closing_ends_the_thread_and_frees_the_port(kv):
+    publisher = wire.Publisher(kv, ANYWHERE, ANYWHERE)
+    publisher.close()
+    publisher.close()
+    assert not publisher._thread.is_alive()
+    with pytest.raises(wire.ClosedError):
+        publisher.publish()
+    wire.Publisher(manager(), publisher.endpoint, publisher.replay).close()
+
+
+def test_batches_that_wait_too_long_give_way_to_a_snapshot(kv, monkeypatch):
+    monkeypatch.setattr("kvcore.wire.publisher.MAX_WAITING", 0)
+    with wire.Publisher(kv, ANYWHERE, ANYWHERE) as publisher, follow(publisher) as follower:
+        serve(kv, [1, 2])
+        publisher.publish()
+        assert publisher.stats().num_overflows == 1
+        monkeypatch.setattr("kvcore.wire.publisher.MAX_WAITING", 9)
+        publisher.publish()
+        until(lambda: follower.match([1, 2]) == {"0": 2})
+        assert publisher.stats().num_batches == 1
+
+
+def test_events_that_the_log_gave_up_give_way_to_a_snapshot(kv):
+    kv.events.max_names = 1
+    with wire.Publisher(kv, ANYWHERE, ANYWHERE) as publisher, follow(publisher) as follower:
+        for first in range(0, 200, 2):
+            serve(kv, [first, first + 1])
+        publisher.publish()
+        until(lambda: follower.match([198, 199]) == {"0": 2})
+        names = {name for run in kv.snapshot().stored for name in wire.wire_names(run.names)}
+        assert follower.index.held_names("0") == names
+
+
+def test_the_command_follows_and_ends(kv, publisher):
+    serve(kv, [1, 2, 3, 4])
+    publisher.publish()
+    command = [sys.executable, "-m", "kvcore.wire", publisher.endpoint, publisher.replay]
+    out = subprocess.run(
+        [*command, "--every", "0.5", "--lines", "2"],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    assert re.search(
+        r"^known, silent for .* s: 2 contents; 2 batches, 0 gaps, 0 lost", out, re.MULTILINE
+    )
+
+
+def test_the_command_refuses_an_address_that_is_none():
+    command = [sys.executable, "-m", "kvcore.wire", "here"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "endpoint: wanted" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_every_example_of_the_page_prints_what_it_shows():
+    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+    session = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    test = doctest.DocTestParser().get_doctest(session, {}, "events", "events.md", 0)
+    report = []
+    result = doctest.DocTestRunner().run(test, out=report.append)
+    assert result.failed == 0, "".join(report)
+    assert result.attempted > 12
+
+
+def test_nothing_of_it_is_imported_with_kvcore():
+    code = "import sys, kvcore; print({'zmq', 'msgspec', 'kvcore.wire'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
