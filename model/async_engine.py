@@ -495,6 +495,7 @@ class AsyncEngine:
                         self._step(engine)
             finally:
                 _abort_everything(engine)
+                engine.end()
         except _LoopGoneError:
             return
         except Exception as error:  # noqa: BLE001  # it is raised where `ready` is awaited

@@ -24,7 +24,7 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
-from model.device.memory import plan_memory
+from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
 from model.device.prepare import prepare_network
 from model.device.profile import free_bytes
@@ -66,12 +66,7 @@ class Engine:
         self.config = config or EngineConfig()
         if caches_of is None:
             self.network = PagedNetwork(model, backend)
-            self.memory = plan_memory(
-                self.config,
-                self.network.layout,
-                is_gpu=backend.device.type == "cuda",
-                free_bytes=free_bytes(self.network, self.config),
-            )
+            self.memory = _plan_memory(model, self.network, self.config)
             self.network.allocate(self.memory.num_blocks, self.config.block_size)
         else:
             self.network, self.memory = caches_of.network, caches_of.memory
@@ -92,24 +87,17 @@ class Engine:
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory
         )
-        rope = self.network.rope
-        limits = SchedulerConfig(
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_num_seqs=self.config.max_num_seqs,
-            max_model_len=model.max_positions,
-            watermark=self.config.watermark,
-            priority_span=self.config.priority_span,
-            num_host_blocks=self.num_host_blocks,
-            long_above=None if rope is None else rope.num_tokens,
-            may_cross=rope is None or rope.recomputes,
-        )
+        if model.ranks is not None:
+            self.num_host_blocks = model.ranks.least(self.num_host_blocks)
         self._is_late = self.config.async_scheduling
         if self._is_late is None:
             self._is_late = backend.device.type == "cuda"
         self._mover = BlockMover(backend, self.network.caches)
-        self._scheduler = Scheduler(self.kv, limits)
+        self._scheduler = Scheduler(self.kv, self._limits(model.max_positions))
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
-        self._sampler = RequestSampler(self._vocab_size, self.network.device, self.config.seed)
+        self._sampler = RequestSampler(
+            self._vocab_size, self.network.device, self.config.seed, model.ranks
+        )
         self._passes = StepPasses(
             self.network,
             self._mover,
@@ -123,6 +111,19 @@ class Engine:
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
         self._watch: StepWatch = Unwatched()
+
+    def _limits(self, max_positions: int | None) -> SchedulerConfig:
+        rope = self.network.rope
+        return SchedulerConfig(
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            max_model_len=max_positions,
+            watermark=self.config.watermark,
+            priority_span=self.config.priority_span,
+            num_host_blocks=self.num_host_blocks,
+            long_above=None if rope is None else rope.num_tokens,
+            may_cross=rope is None or rope.recomputes,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -176,6 +177,22 @@ class Engine:
         )
         self._passes.use(prepared)
         return prepared.how
+
+    def empty_cache(self, *, enable_caching: bool) -> None:
+        """Let nothing that was computed be found any more; whether what comes may be. O(contents).
+
+        Args:
+            enable_caching: as `enable_prefix_caching` of the configuration, from now on.
+        """
+        self.kv.reset()
+        self.kv.enable_caching = enable_caching
+
+    def end(self, *, goes_on: bool = False) -> None:
+        """Say that no more steps come; only several ranks need to be told. O(1).
+
+        Args:
+            goes_on: whether the network is used once more, by all.
+        """
 
     def record(self) -> StepRecorder:
         """Record every step from now on; the recorder grows with each. O(1)."""
@@ -425,3 +442,14 @@ class Engine:
             raise InvalidArgumentError(
                 f"{what}: wanted token ids below {self._vocab_size}, got {max(tokens)}"
             )
+
+
+def _plan_memory(model: LoadedModel, network: PagedNetwork, config: EngineConfig) -> MemoryPlan:
+    """How many blocks there are: on several ranks as many as the one with the least memory has."""
+    plan = plan_memory(
+        config,
+        network.layout,
+        is_gpu=network.device.type == "cuda",
+        free_bytes=free_bytes(network, config),
+    )
+    return plan if model.ranks is None else plan.limited(model.ranks.least(plan.num_blocks))

@@ -71,5 +71,13 @@ class NumericalError(ModelError):
     """The model's logits are not numbers."""
 
 
+class RankLostError(ConnectionError):
+    """Another of the processes that share a network is gone; nothing can go on without it."""
+
+
+class RanksDivergedError(RuntimeError):
+    """The processes that share a network hold different blocks: a bug, or a broken machine."""
+
+
 class UsageError(ModelError):
     """The command line, or a file it names, does not say what to do."""

@@ -49,6 +49,8 @@ from model.checkpoint import (
     read_object,
     reason,
 )
+from model.device.parallel import shard_network
+from model.device.ranks import Ranks
 from model.errors import (
     InvalidArgumentError,
     ModelError,
@@ -123,6 +125,7 @@ class LoadedModel:
         max_positions: the most tokens that it has positions for; None: unknown.
         dense_implementation: the attention it came with, or an exact one where that leaves
             something out; what the paged one is compared with.
+        ranks: the processes that share the network, each with its part; None: it is whole.
     """
 
     name: str
@@ -131,6 +134,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     max_positions: int | None
     dense_implementation: str
+    ranks: Ranks | None = None
 
     def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Begin a text that this model writes. O(1)."""
@@ -207,17 +211,25 @@ class _HuggingFaceCodec:
         return partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
 
 
-def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
+def load_model(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    ranks: Ranks | None = None,
+) -> LoadedModel:
     """Load a causal language model. Reads every weight once.
 
     Args:
         name: a folder, or `owner/name` on the hub; the hub is asked only if no such folder exists.
         device: where the weights go.
         dtype: None: float32 on a CPU, bfloat16 on a GPU.
+        ranks: the processes that share it, each of which calls this; they read it one after the
+            other, so that host memory holds it whole only once.
 
     Raises:
         ModelNotFoundError: there is nothing of that name, or it is no model.
-        UnsupportedModelError: the architecture cannot run with a paged cache.
+        UnsupportedModelError: the architecture cannot run with a paged cache, or not cut over so
+            many ranks.
     """
     source = _resolve(name)
     config = _load_config(source)
@@ -225,12 +237,22 @@ def load_model(name: str, device: torch.device, dtype: torch.dtype | None = None
     stored, shapes = _check_network(source, config)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    network = _load_network(source, config, dtype, stored, shapes)
     codec = _load_codec(source, _max_positions(config))
-    return wrap_network(name, nn.Module.to(network, device), codec)
+    if ranks is None:
+        network = _load_network(source, config, dtype, stored, shapes)
+    else:
+        ranks.wait_turn()
+        network = _load_network(source, config, dtype, stored, shapes)
+        shard_network(network, ranks)
+    nn.Module.to(network, device)
+    if ranks is not None:
+        ranks.end_turn()
+    return wrap_network(name, network, codec, ranks)
 
 
-def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> LoadedModel:
+def wrap_network(
+    name: str, network: PreTrainedModel, codec: TextCodec, ranks: Ranks | None = None
+) -> LoadedModel:
     """Describe a network that is in memory already. O(1).
 
     Raises:
@@ -252,6 +274,7 @@ def wrap_network(name: str, network: PreTrainedModel, codec: TextCodec) -> Loade
         eos_token_ids=eos_token_ids,
         max_positions=_max_positions(network.config),
         dense_implementation="eager" if is_capped else own,
+        ranks=ranks,
     )
 
 

@@ -20,8 +20,8 @@ Does not know: torch, how a step is computed, who looks at the file.
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -46,6 +46,21 @@ MAX_TEXT_TOKENS = 1_000_000
 _CLOSE_SHARE = 10  # looks at every block take at most one part in so many of the time
 
 
+_NOTHING = nullcontext()
+
+
+class DeviceClock(Protocol):
+    """Tells when a device worked on what was sent to it."""
+
+    def open(self) -> AbstractContextManager[object]:
+        """What the body sends is a range; they are numbered from 0."""
+        ...
+
+    def spans(self) -> Mapping[int, tuple[int, int]]:
+        """The begin and end of each range, in nanoseconds of `time.perf_counter_ns`."""
+        ...
+
+
 class StepWatch(Protocol):
     """What the engine tells while it runs a step: `begin`, `scheduled`, `done` ..., `end`."""
 
@@ -59,6 +74,10 @@ class StepWatch(Protocol):
 
     def done(self, phase: str) -> None:
         """A phase is over; the next one begins."""
+        ...
+
+    def on_device(self, phase: str) -> AbstractContextManager[object]:
+        """What the body sends to the device belongs to this phase."""
         ...
 
     def end(self) -> None:
@@ -77,6 +96,11 @@ class Unwatched:
 
     def done(self, phase: str) -> None:
         """Nothing."""
+
+    def on_device(self, phase: str) -> AbstractContextManager[object]:
+        """Nothing."""
+        del phase
+        return _NOTHING
 
     def end(self) -> None:
         """Nothing."""
@@ -152,6 +176,24 @@ class StepRecorder:
         self._tokens = (0, 0)
         self._num_used_blocks = 0
         self._pool: _PoolRecording | None = None
+        self._device: DeviceClock | None = None
+        self._sent: list[tuple[str, int]] = []
+
+    def record_device(self, clock: DeviceClock) -> None:
+        """Record from now on when the device works on what a step sends to it. O(1).
+
+        It costs what the clock does; what the host does of a step takes longer then.
+        """
+        self._device = clock
+
+    def device_spans(self) -> list[tuple[str, int, int]]:
+        """Phases with the time at which the device began and ended them. O(what the clock does)."""
+        spans = {} if self._device is None else self._device.spans()
+        return [
+            (phase, spans[number][0] - paused, spans[number][1] - paused)
+            for number, (phase, paused) in enumerate(self._sent)
+            if number in spans
+        ]
 
     def record_pool(self, decode: Callable[[Sequence[int]], str]) -> None:
         """Record what the pool looks like in every step from now on, for `model.view`. O(1).
@@ -173,8 +215,10 @@ class StepRecorder:
         return self._pool.document(self.steps[0].begin_ns if self.steps else self._now())
 
     def _now(self) -> int:
-        paused = 0 if self._pool is None else self._pool.elapsed_ns
-        return time.perf_counter_ns() - paused
+        return time.perf_counter_ns() - self._paused()
+
+    def _paused(self) -> int:
+        return 0 if self._pool is None else self._pool.elapsed_ns
 
     def cache_stats(self) -> kvcore.Stats:
         """The cache's counters now. O(num_blocks)."""
@@ -197,6 +241,13 @@ class StepRecorder:
     def done(self, phase: str) -> None:
         """Note the end of a phase. O(1)."""
         self._laps.append((phase, self._now()))
+
+    def on_device(self, phase: str) -> AbstractContextManager[object]:
+        """Note what the device does of a phase, if that is wanted. O(1)."""
+        if self._device is None:
+            return _NOTHING
+        self._sent.append((phase, self._paused()))
+        return self._device.open()
 
     def end(self) -> None:
         """Note the end of the step. O(num_running + num_waiting)."""
@@ -302,7 +353,8 @@ def write_trace(out: TextIO, recorder: StepRecorder) -> None:
     Steps and their phases are complete events ("X") of one thread, nested; blocks, requests and
     tokens are counters ("C"), of which each holds until the next. Times are microseconds from the
     first step's begin, to the nanosecond; events stand in the order of their times, a step before
-    its phases. What was recorded of the pool stands behind the events, where they do not look.
+    its phases. When the device worked on a phase is a thread of its own, behind them. What was
+    recorded of the pool stands behind the events, where they do not look.
     """
     steps, num_usable_blocks = recorder.steps, recorder.num_usable_blocks
     origin = steps[0].begin_ns if steps else 0
@@ -312,6 +364,11 @@ def write_trace(out: TextIO, recorder: StepRecorder) -> None:
     ]
     for number, step in enumerate(steps):
         events += _step_events(number, step, origin, num_usable_blocks)
+    on_device = recorder.device_spans()
+    if on_device:
+        name = {"name": "device"}
+        events.append({"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": name})
+    events += [_span_event(1, origin, *span, {}) for span in on_device]
     out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
     out.write(",\n".join(map(json.dumps, events)))
     out.write("\n]")
@@ -335,18 +392,7 @@ def _step_events(
     }
     spans = [("step", step.begin_ns, step.end_ns, counts)]
     spans += [(name, begin, end, {}) for name, begin, end in step.phases()]
-    events: list[dict[str, object]] = [
-        {
-            "ph": "X",
-            "pid": 0,
-            "tid": 0,
-            "name": name,
-            "ts": (begin - origin) / 1000,
-            "dur": (end - begin) / 1000,
-            "args": args,
-        }
-        for name, begin, end, args in spans
-    ]
+    events = [_span_event(0, origin, *span) for span in spans]
     used = step.num_used_blocks
     planned = (step.laps[0][1] - origin) / 1000
     ended = (step.end_ns - origin) / 1000
@@ -361,6 +407,20 @@ def _step_events(
         for name, when, values in counters
     ]
     return sorted(events, key=_time)
+
+
+def _span_event(
+    thread: int, origin: int, name: str, begin: int, end: int, args: dict[str, object]
+) -> dict[str, object]:
+    return {
+        "ph": "X",
+        "pid": 0,
+        "tid": thread,
+        "name": name,
+        "ts": (begin - origin) / 1000,
+        "dur": (end - begin) / 1000,
+        "args": args,
+    }
 
 
 def _time(event: dict[str, object]) -> float:

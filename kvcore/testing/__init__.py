@@ -13,10 +13,13 @@ try:
         MACHINES,
         BranchMachine,
         ChurnMachine,
+        GroupMachine,
         RequestMachine,
         TenantMachine,
+        machines_for,
     )
     from kvcore.testing.run import allocator_tests, bound, check_allocator
+    from kvcore.testing.shorten import replay
     from kvcore.testing.strategies import TENANTS, lengths, prompts
 except ModuleNotFoundError as error:
     if error.name != "hypothesis":
@@ -26,7 +29,21 @@ except ModuleNotFoundError as error:
 from kvcore.testing.driver import Driver
 from kvcore.testing.errors import AdapterError, BrokenError, CrashError, PropertyError
 from kvcore.testing.ghost import Memory, Prefixes, Request
-from kvcore.testing.protocol import EVERYTHING, Allocator, Forks, Promise, Resets, Tells, Truncates
+from kvcore.testing.group_driver import GroupDriver
+from kvcore.testing.protocol import (
+    EVERYTHING,
+    Allocator,
+    Forks,
+    Groups,
+    Leases,
+    Promise,
+    Resets,
+    Swaps,
+    TakesItems,
+    Tells,
+    TellsEvents,
+    Truncates,
+)
 
 __all__ = [
     "EVERYTHING",
@@ -41,6 +58,10 @@ __all__ = [
     "CrashError",
     "Driver",
     "Forks",
+    "GroupDriver",
+    "GroupMachine",
+    "Groups",
+    "Leases",
     "Memory",
     "Prefixes",
     "Promise",
@@ -48,12 +69,17 @@ __all__ = [
     "Request",
     "RequestMachine",
     "Resets",
+    "Swaps",
+    "TakesItems",
     "Tells",
+    "TellsEvents",
     "TenantMachine",
     "Truncates",
     "allocator_tests",
     "bound",
     "check_allocator",
     "lengths",
+    "machines_for",
     "prompts",
+    "replay",
 ]

@@ -17,13 +17,21 @@ def check_adapter(adapter: object) -> frozenset[Promise]:
     promises = getattr(adapter, "promises", None)
     if not isinstance(promises, Collection) or not all(isinstance(p, Promise) for p in promises):
         raise AdapterError(f"promises: wanted a collection of Promise, got {promises!r}")
-    wanted = list(VERBS)
+    wanted = [v for v in VERBS if v != "block_table" or Promise.GROUPS not in promises]
     for promise, verbs in OPTIONAL_VERBS.items():
         wanted += verbs if promise in promises else ()
     missing = [verb for verb in wanted if not callable(getattr(adapter, verb, None))]
     if missing:
         raise AdapterError(f"{type(adapter).__name__} has no {', '.join(missing)}")
+    if Promise.GROUPS in promises:
+        _check_windows(getattr(adapter, "windows", None))
     return frozenset(promises)
+
+
+def _check_windows(windows: object) -> None:
+    is_list = isinstance(windows, Collection) and not isinstance(windows, str) and len(windows) > 0
+    if not is_list or not all(w is None or (type(w) is int and w > 0) for w in windows):  # type: ignore[attr-defined]
+        raise AdapterError(f"windows: wanted a number of tokens or None a group, got {windows!r}")
 
 
 def as_count(verb: str, value: object) -> int:
@@ -53,3 +61,21 @@ def as_pairs(verb: str, value: object) -> list[tuple[int, int]]:
         raise AdapterError(f"{verb}: wanted pairs of block ids, got {value!r}")
     pairs = [as_pair(verb, pair) for pair in value]
     return [(as_count(verb, src), as_count(verb, dst)) for src, dst in pairs]
+
+
+def as_events(verb: str, value: object) -> list[tuple[str, object]]:
+    """Return events. Raises AdapterError if one is none."""
+    if not isinstance(value, Collection) or isinstance(value, str):
+        raise AdapterError(f"{verb}: wanted events, got {value!r}")
+    pairs = [as_pair(verb, event) for event in value]
+    for kind, _ in pairs:
+        if kind not in {"stored", "removed", "cleared"}:
+            raise AdapterError(f"{verb}: wanted stored, removed or cleared, got {kind!r}")
+    return [(str(kind), name) for kind, name in pairs]
+
+
+def as_names(verb: str, value: object) -> list[object]:
+    """Return names of blocks. Raises AdapterError if it is no collection."""
+    if not isinstance(value, Collection) or isinstance(value, str):
+        raise AdapterError(f"{verb}: wanted names, got {value!r}")
+    return list(value)

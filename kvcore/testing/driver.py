@@ -9,12 +9,22 @@ called, and when, is the machines' part, or that of whoever writes a scenario by
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from kvcore.testing.answers import as_count, as_ids, as_pair, as_pairs, check_adapter
-from kvcore.testing.ghost import Memory, Prefixes, Request
+from kvcore.testing.answers import (
+    as_count,
+    as_events,
+    as_ids,
+    as_names,
+    as_pair,
+    as_pairs,
+    check_adapter,
+)
+from kvcore.testing.errors import BrokenError
+from kvcore.testing.ghost import Lease, Memory, Prefixes, Request, marked
+from kvcore.testing.picture import picture
 from kvcore.testing.program import Program
-from kvcore.testing.protocol import Promise
+from kvcore.testing.protocol import Item, Promise
 from kvcore.testing.watch import Watch
 
 
@@ -24,20 +34,34 @@ class Driver:
     Args:
         allocator: an adapter, as `Allocator` describes it.
         seen: counts what has been seen: hits, evictions, refusals and so on.
+        waive: is given every error before it is raised, and may raise something else.
+        draw: whether a picture of the pool stands in the program after every call.
 
     Raises:
         AdapterError: it lacks a verb, or promises what there is not.
     """
 
-    def __init__(self, allocator: object, seen: Counter[str] | None = None) -> None:
+    def __init__(
+        self,
+        allocator: object,
+        seen: Counter[str] | None = None,
+        waive: Callable[[BrokenError], None] | None = None,
+        *,
+        draw: bool = False,
+    ) -> None:
         self.promises = check_adapter(allocator)
-        self.program = Program(allocator)
+        self.program = Program(allocator, waive)
+        self.draw = draw
         self.seen: Counter[str] = Counter() if seen is None else seen
         self.prefixes = Prefixes()
         self.epoch = 0
         self.num_requests = 0
         self.tenants: list[str] = []
         self.live: list[Request] = []
+        self.away: list[Request] = []
+        self.ended_leases: list[Lease] = []
+        self.num_leases = 0
+        self.index: set[object] = set()
 
     def start(self, num_blocks: int, block_size: int) -> None:
         """Make a fresh allocator: all that it may hand out is free."""
@@ -51,16 +75,21 @@ class Driver:
         self.watch = Watch(self.program, self.promises, self.memory, self.prefixes, usable)
         self.agree()
 
-    def begin(self, tokens: Iterable[int], tenant: str = "") -> Request:
-        """Begin a request. P7, P9 and P22 of its hits, P14, and P24 if it ought to hit."""
-        asked = list(tokens)
+    def begin(self, tokens: Iterable[int], tenant: str = "", items: Iterable[Item] = ()) -> Request:
+        """Begin a request. P7, P9 and P22 of its hits, P14, P21 and P24 if it ought to hit."""
+        asked, things = list(tokens), tuple(items)
         name = self._name()
-        self.program.step("begin", name, tuple(asked), tenant)
+        self.program.step("begin", name, tuple(asked), tenant, things)
         root = self.prefixes.root(tenant, self.epoch)
-        path = self.prefixes.follow(root, asked)
-        answer = self.program.call("begin", list(asked), tenant, target=f"{name}, cached = ")
+        path = self.prefixes.follow(root, marked(asked, things))
+        target = f"{name}, cached = "
+        told = None if things else self._told(asked, tenant)
+        if things:
+            answer = self.program.call("begin_with", list(asked), tenant, things, target=target)
+        else:
+            answer = self.program.call("begin", list(asked), tenant, target=target)
         handle, cached = as_pair("begin", answer)
-        request = Request(name, handle, asked, tenant, root, path)
+        request = Request(name, handle, asked, tenant, root, path, items=things)
         request.cached = request.computed = as_count("begin", cached)
         if not 0 <= request.cached < len(asked):
             self.program.broken(
@@ -68,6 +97,10 @@ class Driver:
                 f"{name} has {len(asked)} tokens, {cached} cached: at least one must be computed",
             )
         self._must_hit(request)
+        if told is not None and told != request.cached:
+            self.program.broken(
+                "P21", f"{name} hits {cached} tokens: wanted {told}, as the events have told"
+            )
         self._note_strangers(request)
         self.live.append(request)
         if Promise.HOLD in self.promises:
@@ -159,7 +192,7 @@ class Driver:
         if request.computed < len(request.tokens):
             self.seen["aborted"] += 1
         self.program.call("finish", request)
-        self.live.remove(request)
+        (self.away if request in self.away else self.live).remove(request)
         self.memory.release(request.told, self.watch.held(self.live))
         self.agree()
 
@@ -204,6 +237,7 @@ class Driver:
         child = Request(
             name, handle, [*request.tokens], request.tenant, request.root, [*request.path]
         )
+        child.items = request.items
         child.computed = request.computed
         orders = as_pairs("fork", copies)
         table = self.watch.table(child)
@@ -221,6 +255,80 @@ class Driver:
         self.seen["forks"] += 1
         self.agree()
         return child
+
+    def lease(self, request: Request) -> Lease:
+        """Hold what a request's table names, for a step or a transfer in flight."""
+        self.num_leases += 1
+        name = f"lease{self.num_leases}"
+        self.program.step("lease", request.name, name)
+        handle = self.program.call("lease", request, target=f"{name} = ")
+        lease = Lease(name, handle, [*request.told])
+        self.watch.leases.append(lease)
+        self.seen["leases"] += 1
+        self.agree()
+        return lease
+
+    def end_lease(self, lease: Lease) -> None:
+        """End a lease; a second time changes nothing. P17 through `agree`."""
+        self.program.step("end_lease", "", lease.name)
+        if lease in self.watch.leases:
+            self.program.call("end_lease", lease)
+            self.watch.leases.remove(lease)
+            self.ended_leases.append(lease)
+            self.memory.release(lease.blocks, self.watch.held(self.live))
+        else:
+            before = self.watch.view(self.live)
+            self.program.misuse("end_lease", lease)
+            self.program.expect(
+                "P17", "state after a second end", self.watch.view(self.live), before
+            )
+        self.agree()
+
+    def swap_out(self, request: Request) -> None:
+        """Give a request's blocks up; the host keeps what is computed. P16 of what is copied."""
+        self.program.step("swap_out", request.name)
+        ids = as_ids("swap_out", self.program.call("swap_out", request))
+        wanted = request.told[: self.watch.blocks(request.computed)]
+        self.program.expect("P16", f"what {request.name} copies out", ids, wanted)
+        self.live.remove(request)
+        self.away.append(request)
+        before, request.told, request.num_away = request.told, [], len(ids)
+        self.memory.release(before, self.watch.held(self.live))
+        self.seen["swapped out"] += 1
+        self.agree()
+
+    def swap_in(self, request: Request) -> bool:
+        """Bring a request back. P1, P13, P16 and P4 of what is copied, P7 through `agree`."""
+        self.program.step("swap_in", request.name)
+        before = self.watch.view(self.live)
+        answer = self.program.call("swap_in", request)
+        if answer is None:
+            if request.num_away <= before[0]:
+                self.program.broken("P13", f"{request.name} stays out, with {before[0]} free")
+            self.program.expect("P4", "state after no space", self.watch.view(self.live), before)
+            return False
+        copies = as_pairs("swap_in", answer)
+        table = self.watch.table(request)
+        self.program.expect("P14", f"blocks of {request.name}", len(table), request.num_away)
+        for index, block_id in copies:
+            if not 0 <= index < len(table) or table[index] != block_id:
+                self.program.broken("P16", f"block {index} of the host to {block_id}, in {table}")
+        copied = {index for index, _ in copies}
+        request.told = [block_id for index, block_id in enumerate(table) if index not in copied]
+        self._hand_out(request, [block_id for _, block_id in copies])
+        self.away.remove(request)
+        self.live.append(request)
+        request.told, request.num_away = table, 0
+        current = request.root == self.prefixes.root(request.tenant, self.epoch)
+        known = len(request.tokens) - request.untold
+        for index in sorted(copied):
+            start = index * self.block_size
+            stop = min(start + self.block_size, request.computed)
+            self.memory.write(request, start, min(stop, known), resident=current)
+            self.memory.write(request, max(start, known), stop, resident=False)
+        self.seen["swapped in"] += 1
+        self.agree()
+        return True
 
     def reset(self) -> None:
         """Reset. P22: nothing older is hit, and at rest it must not refuse."""
@@ -252,6 +360,8 @@ class Driver:
 
     def agree(self) -> None:
         """Compare all that can be seen: P1, P2, P5, P7 and P18."""
+        if self.draw:
+            self.program.note(picture(self.memory, self.prefixes, self.watch, self.live))
         placed = [request for request in self.live if self._is_placed(request)]
         self.watch.agree(placed, self.seen)
 
@@ -260,6 +370,31 @@ class Driver:
         request.tokens.append(token)
         last = request.path[-1] if request.path else request.root
         request.path += self.prefixes.follow(last, [token])
+
+    def _told(self, tokens: list[int], tenant: str) -> int | None:
+        """Return how many tokens of a prompt hit by what events have told, if they are told."""
+        if Promise.EVENTS not in self.promises:
+            return None
+        self._fold()
+        names = as_names("names", self.program.ask("names", list(tokens), tenant))
+        self.program.expect("P21", "names of a prompt", len(names), len(tokens) // self.block_size)
+        leading = next((n for n, name in enumerate(names) if name not in self.index), len(names))
+        return min(leading, (len(tokens) - 1) // self.block_size) * self.block_size
+
+    def _fold(self) -> None:
+        """Follow the events. P21: nothing is removed that was not stored."""
+        if Promise.EVENTS not in self.promises:
+            return
+        for kind, name in as_events("take_events", self.program.ask("take_events")):
+            if kind == "stored":
+                self.index.add(name)
+            elif kind == "cleared":
+                self.index.clear()
+            elif name in self.index:
+                self.index.remove(name)
+            else:
+                self.program.broken("P21", f"{name!r} removed, which was not stored")
+            self.seen["events"] += 1
 
     def _name(self) -> str:
         """The letters, then r26, r27 and so on."""
@@ -291,7 +426,8 @@ class Driver:
             self.tenants.append(request.tenant)
         for tenant in self.tenants:
             root = self.prefixes.root(tenant, self.epoch)
-            theirs = self.memory.expected(self.prefixes.follow(root, request.tokens), at_once=False)
+            path = self.prefixes.follow(root, marked(request.tokens, request.items))
+            theirs = self.memory.expected(path, at_once=False)
             if theirs > request.cached:
                 self.seen["kept apart"] += 1
                 return

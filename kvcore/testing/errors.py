@@ -48,6 +48,19 @@ class BrokenError(kvcore.KVCoreError, AssertionError):
     def __str__(self) -> str:
         return f"{self.message}\n\nThe calls that led here:\n\n{self.program}"
 
+    @property
+    def what(self) -> str:
+        """What goes wrong, in short: the property, or "crash" and the exception's class."""
+        cause = self.__cause__
+        return f"crash {type(cause).__name__}" if cause else "crash"
+
+    @property
+    def key(self) -> str:
+        """What goes wrong and in which verb, as `--known` takes it."""
+        last = self.steps[-1] if self.steps else Step("", "", ())
+        verb = str(last.arguments[0]) if last.verb == "misuse" else last.verb
+        return f"{self.what}: {verb}"
+
 
 class PropertyError(BrokenError):
     """A property of docs/invariants.md does not hold.
@@ -59,6 +72,11 @@ class PropertyError(BrokenError):
     def __init__(self, prop: str, message: str, program: str, steps: tuple[Step, ...] = ()) -> None:
         super().__init__(f"{prop}: {message}", program, steps)
         self.prop = prop
+
+    @property
+    def what(self) -> str:
+        """The property."""
+        return self.prop
 
 
 class CrashError(BrokenError):

@@ -7,8 +7,10 @@ calls an allocator.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+from kvcore.testing.protocol import Item
 
 Root = tuple[str, int]
 
@@ -17,14 +19,14 @@ class Prefixes:
     """Numbers for prefixes: equal prefixes have equal numbers."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int] | Root, int] = {}
-        self._made_of: list[tuple[int, int] | Root] = []
+        self._numbers: dict[tuple[int, Hashable] | Root, int] = {}
+        self._made_of: list[tuple[int, Hashable] | Root] = []
 
     def root(self, tenant: str, epoch: int) -> int:
         """Return the number of the empty prefix of a tenant in an epoch."""
         return self._number((tenant, epoch))
 
-    def follow(self, root: int, tokens: Iterable[int]) -> list[int]:
+    def follow(self, root: int, tokens: Iterable[Hashable]) -> list[int]:
         """Return the numbers of the prefixes that end after each of the tokens."""
         path = []
         for token in tokens:
@@ -32,16 +34,16 @@ class Prefixes:
             path.append(root)
         return path
 
-    def spell(self, number: int) -> tuple[str, int, list[int]]:
+    def spell(self, number: int) -> tuple[str, int, list[Hashable]]:
         """Return the tenant, the epoch and the tokens of a prefix."""
-        tokens = []
+        tokens: list[Hashable] = []
         made_of = self._made_of[number]
         while not isinstance(made_of[0], str):
             tokens.append(made_of[1])
             made_of = self._made_of[made_of[0]]
         return made_of[0], made_of[1], tokens[::-1]
 
-    def _number(self, made_of: tuple[int, int] | Root) -> int:
+    def _number(self, made_of: tuple[int, Hashable] | Root) -> int:
         if made_of not in self._numbers:
             self._numbers[made_of] = len(self._made_of)
             self._made_of.append(made_of)
@@ -63,6 +65,8 @@ class Request:
         cached: how many of them were found in the cache.
         told: the block table as the runner was told it.
         untold: how many of its last tokens the allocator has not been told.
+        items: what stands over its positions beside tokens.
+        num_away: how many blocks of it the host holds, while it is swapped out.
     """
 
     name: str
@@ -75,6 +79,32 @@ class Request:
     cached: int = 0
     told: list[int] = field(default_factory=list)
     untold: int = 0
+    items: tuple[Item, ...] = ()
+    num_away: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A lease as the machines know it.
+
+    Attributes:
+        name: what it is called in a program.
+        handle: what the adapter calls it.
+        blocks: what it holds.
+    """
+
+    name: str
+    handle: object
+    blocks: list[int]
+
+
+def marked(tokens: Sequence[int], items: Iterable[Item]) -> list[Hashable]:
+    """Return what stands at each position: a token, and the place in an item if there is one."""
+    marks: list[Hashable] = list(tokens)
+    for name, start, length in items:
+        for offset in range(length):
+            marks[start + offset] = (tokens[start + offset], name, offset)
+    return marks
 
 
 class Memory:

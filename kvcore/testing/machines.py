@@ -2,15 +2,21 @@
 
 `RequestMachine` takes requests through every state and out of every state; `BranchMachine` lets
 them draft, take back and fork; `ChurnMachine` fills a tiny pool and keeps evicting; `TenantMachine`
-sends the same prompts for different tenants and resets. What is not promised is left out.
+sends the same prompts for different tenants and resets; `GroupMachine` is for several kinds of
+attention over one pool. What is not promised is left out.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import cast
+
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
+from kvcore.testing.driver import Driver
 from kvcore.testing.ghost import Request
+from kvcore.testing.group_driver import GroupDriver
 from kvcore.testing.machine import PICK, AllocatorMachine, any_live, drawn_prompts, promised
 from kvcore.testing.protocol import Promise
 from kvcore.testing.strategies import TENANTS
@@ -60,7 +66,8 @@ class RequestMachine(AllocatorMachine):
         if request.told or Promise.HOLD in self.promises:
             self.driver.reserve(request, count)
 
-    @precondition(promised(Promise.CHUNK, Promise.COMMIT))
+    @precondition(promised(Promise.COMMIT))
+    @precondition(lambda self: not self.promises.isdisjoint({Promise.CHUNK, Promise.PARTS}))
     @precondition(any_live)
     @rule(number=PICK, count=st.integers(0, 9))
     def commits(self, number: int, count: int) -> None:
@@ -69,6 +76,17 @@ class RequestMachine(AllocatorMachine):
         room = min(len(request.told) * self.block_size, len(request.tokens)) - request.computed
         if min(count, room) > 0:
             self.driver.commit(request, min(count, room))
+
+    @precondition(promised(Promise.COMMIT, Promise.PARTS))
+    @rule(prompt=drawn_prompts(), count=st.integers(1, 9))
+    def is_computed_in_parts(self, prompt: list[int], count: int) -> None:
+        """Room for all of it at once, and then a part."""
+        request = self.driver.begin(prompt)
+        left = len(prompt) - request.computed
+        if self.driver.reserve(request, left):
+            self.driver.commit(request, min(count, left))
+        else:
+            self.end(request)
 
     @precondition(promised(Promise.COMMIT))
     @rule(prompt=drawn_prompts())
@@ -79,6 +97,52 @@ class RequestMachine(AllocatorMachine):
         self.driver.reserve(request, left)
         self.end(request)
         self.arrive([*prompt, 0])
+
+    @precondition(promised(Promise.LEASE))
+    @precondition(any_live)
+    @rule(number=PICK, prompt=drawn_prompts(max_blocks=2), ends=st.integers(0, 2))
+    def is_leased(self, number: int, prompt: list[int], ends: int) -> None:
+        """Its step or its transfer is in flight, whatever becomes of it and who comes meanwhile."""
+        request = self.pick(number)
+        if not request.told:
+            return
+        lease = self.driver.lease(request)
+        self.leases = [*self.leases[-5:], lease]
+        if ends:
+            self.end(request)
+            self.arrive(prompt)
+        if ends == 2:
+            self.driver.end_lease(lease)
+
+    @precondition(lambda self: self.leases)
+    @rule(number=PICK)
+    def arrives_at_last(self, number: int) -> None:
+        """The transfer has ended, perhaps for the second time."""
+        self.driver.end_lease(self.leases[number % len(self.leases)])
+
+    @precondition(promised(Promise.SWAP, Promise.COMMIT))
+    @precondition(any_live)
+    @rule(number=PICK, prompt=drawn_prompts(num_branches=5), soon=st.booleans())
+    def is_swapped_out(self, number: int, prompt: list[int], *, soon: bool) -> None:
+        """Its KV moves to the host, another takes its place, and perhaps it moves back at once."""
+        request = self.pick(number)
+        self.step(request, 10**9)
+        if request.told and request.computed and not request.untold:
+            self.driver.swap_out(request)
+            other = self.arrive(prompt)
+            if soon and other:
+                self.end(other)
+                self.driver.swap_in(request)
+
+    @precondition(lambda self: self.driver.away)
+    @rule(number=PICK, ends=st.integers(0, 4))
+    def comes_in(self, number: int, ends: int) -> None:
+        """Its KV moves back, or it is aborted meanwhile."""
+        request = self.driver.away[number % len(self.driver.away)]
+        if ends:
+            self.driver.swap_in(request)
+        else:
+            self.end(request)
 
     @precondition(any_live)
     @rule(number=PICK)
@@ -315,6 +379,21 @@ class TenantMachine(AllocatorMachine):
         """A request that is still there when others come, or when everything is reset."""
         self.arrive(prompt, self.tenant(whose), chunk)
 
+    @precondition(promised(Promise.ITEMS))
+    @rule(
+        prompt=drawn_prompts(max_blocks=2, num_branches=1),
+        what=st.sampled_from(["cat", "dog"]),
+        start=st.integers(0, 4),
+        length=st.integers(1, 3),
+    )
+    def is_pictured(self, prompt: list[int], what: str, start: int, length: int) -> None:
+        """The same placeholder tokens for different pictures, at different places."""
+        start = min(start, len(prompt) - 1)
+        item = (what, start, min(length, len(prompt) - start))
+        request = self.driver.begin(prompt, "", [item])
+        self.step(request, len(prompt))
+        self.end(request)
+
     @precondition(any_live)
     @rule(number=PICK, token=st.integers(0, 1))
     def grows(self, number: int, token: int) -> None:
@@ -355,5 +434,66 @@ class TenantMachine(AllocatorMachine):
         self.end_all()
 
 
+class GroupMachine(AllocatorMachine):
+    """Several kinds of attention over one pool: windows move on, what they need is there."""
+
+    pool_sizes = (4, 24)
+
+    def new_driver(self) -> Driver:
+        """Return a driver that knows of groups; the calls that are made here are the same."""
+        return cast("Driver", GroupDriver(self.make_allocator(), self.seen, self.waive))
+
+    @rule(prompt=drawn_prompts(max_blocks=5), chunk=st.integers(0, 9))
+    def arrives(self, prompt: list[int], chunk: int) -> None:
+        """A request, prefilled whole or in part."""
+        self.arrive(prompt, chunk=chunk)
+
+    @precondition(any_live)
+    @rule(number=PICK, count=st.integers(1, 9))
+    def computes(self, number: int, count: int) -> None:
+        """Some more of its tokens."""
+        self.step(self.pick(number), count)
+
+    @precondition(any_live)
+    @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 6))
+    def decodes(self, number: int, token: int, count: int) -> None:
+        """Tokens, until the window has moved on."""
+        for _ in range(count):
+            self.decode(self.pick(number), token)
+
+    @precondition(promised(Promise.COMMIT))
+    @rule(prompt=drawn_prompts())
+    def is_given_up(self, prompt: list[int]) -> None:
+        """Its step is scheduled and never runs: who sends the same finds nothing of it."""
+        request = self.driver.begin(prompt)
+        self.driver.reserve(request, len(prompt) - request.computed)
+        self.end(request)
+        self.arrive([*prompt, 0])
+
+    @precondition(lambda self: self.past)
+    @rule(number=PICK, back=st.integers(0, 9))
+    def comes_back(self, number: int, back: int) -> None:
+        """The next turn, the same once more, or an earlier turn, which a window has forgotten."""
+        before = self.past[number % len(self.past)]
+        self.arrive([*before[: max(1, len(before) - back)], 1])
+
+    @precondition(any_live)
+    @rule(number=PICK)
+    def leaves(self, number: int) -> None:
+        """The end of one."""
+        self.end(self.pick(number))
+
+    @precondition(any_live)
+    @rule()
+    def all_leave(self) -> None:
+        """Rest."""
+        self.end_all()
+
+
 MACHINES = (RequestMachine, BranchMachine, ChurnMachine, TenantMachine)
-"""All of them."""
+"""All of them for one kind of attention."""
+
+
+def machines_for(promises: Collection[Promise]) -> tuple[type[AllocatorMachine], ...]:
+    """Return the machines that an allocator is tested with."""
+    return (GroupMachine,) if Promise.GROUPS in promises else MACHINES

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NoReturn
 
-from kvcore.testing.errors import CrashError, PropertyError, Step
-from kvcore.testing.ghost import Request
+from kvcore.testing.errors import BrokenError, CrashError, PropertyError, Step
+from kvcore.testing.ghost import Lease, Request
 
 
 class Program:
@@ -13,10 +14,14 @@ class Program:
 
     Args:
         allocator: the adapter.
+        waive: is given every error before it is raised, and may raise something else.
     """
 
-    def __init__(self, allocator: object) -> None:
+    def __init__(
+        self, allocator: object, waive: Callable[[BrokenError], None] | None = None
+    ) -> None:
         self.allocator = allocator
+        self.waive = waive
         self.lines: list[str] = []
         self.steps: list[Step] = []
 
@@ -26,6 +31,10 @@ class Program:
     def step(self, verb: str, who: str, *arguments: object) -> None:
         """Note which verb of the driver comes next."""
         self.steps.append(Step(verb, who, arguments))
+
+    def note(self, text: str) -> None:
+        """Write something down beside the calls, as a comment."""
+        self.lines += [f"# {line}" for line in text.splitlines()]
 
     def ask(self, verb: str, *arguments: object) -> object:
         """Make a call that changes nothing, and write down nothing unless it raises."""
@@ -42,7 +51,7 @@ class Program:
             result = self._make(verb, arguments)
         except Exception as error:
             raise self._crash(verb, error) from error
-        if result is not None or verb in {"reserve", "fork"}:
+        if verb != "lease" and (result is not None or verb in {"reserve", "fork", "swap_in"}):
             self.lines[-1] += f"  # {self._shown(result)}"
         return result
 
@@ -59,7 +68,7 @@ class Program:
 
     def broken(self, prop: str, message: str) -> NoReturn:
         """Raise that a property does not hold."""
-        raise PropertyError(prop, message, str(self), tuple(self.steps))
+        raise self._raised(PropertyError(prop, message, str(self), tuple(self.steps)))
 
     def expect(self, prop: str, what: str, got: object, wanted: object) -> None:
         """Raise that a property does not hold unless `got` is what was wanted."""
@@ -67,17 +76,25 @@ class Program:
             self.broken(prop, f"{what}: wanted {wanted!r}, got {got!r}")
 
     def _make(self, verb: str, arguments: tuple[object, ...]) -> object:
-        passed = [a.handle if isinstance(a, Request) else a for a in arguments]
+        passed = [a.handle if isinstance(a, Request | Lease) else a for a in arguments]
         return getattr(self.allocator, verb)(*passed)
 
     def _write(self, target: str, verb: str, arguments: tuple[object, ...]) -> None:
-        shown = [a.name if isinstance(a, Request) else repr(a) for a in arguments]
+        shown = [a.name if isinstance(a, Request | Lease) else repr(a) for a in arguments]
         self.lines.append(f"{target}allocator.{verb}({', '.join(shown)})")
 
-    def _crash(self, verb: str, error: Exception) -> CrashError:
+    def _crash(self, verb: str, error: Exception) -> BrokenError:
         self.lines[-1] += f"  # {type(error).__name__}"
         what = f"{verb} raised {error!r} though the call was in order"
-        return CrashError(what, str(self), tuple(self.steps))
+        crash = CrashError(what, str(self), tuple(self.steps))
+        crash.__cause__ = error
+        return self._raised(crash)
+
+    def _raised(self, error: BrokenError) -> BrokenError:
+        """Return an error that is to be raised, unless it is waived."""
+        if self.waive is not None:
+            self.waive(error)
+        return error
 
     @staticmethod
     def _shown(result: object) -> str:

@@ -14,6 +14,8 @@ from typing import Final, Protocol, TypeVar
 R = TypeVar("R")
 """Whatever the adapter uses for a request; the machines never look inside."""
 
+R_co = TypeVar("R_co", covariant=True)
+
 R_contra = TypeVar("R_contra", contravariant=True)
 
 
@@ -33,9 +35,16 @@ class Promise(Enum):
     FORK = "there is `fork`"
     RESET = "there is `reset`"
     TELL = "there are `expect` and `tell`: tokens are told later, and nobody hits them before that"
+    PARTS = "`commit` takes any part of what there is room for, where `reserve` took all at once"
+    ITEMS = "there is `begin_with`: items (images, say) are part of what the blocks hold"
+    LEASE = "there are `lease` and `end_lease`: no leased block is handed out before the end"
+    EVENTS = "there are `take_events` and `names`: what was told folds to what can be hit"
+    SWAP = "there are `swap_out` and `swap_in`: a request's KV moves to the host and back"
+    GROUPS = "there are `windows` and `block_tables`: several kinds of attention over one pool"
 
 
-EVERYTHING: Final = frozenset(Promise)
+EVERYTHING: Final = frozenset(Promise) - {Promise.GROUPS}
+"""All that an allocator of one layer group can promise."""
 
 
 class Allocator(Protocol[R]):
@@ -131,6 +140,75 @@ class Tells(Protocol[R_contra]):
         """Say which token the first expected one is. With STRICT it refuses where none is."""
 
 
+Item = tuple[str, int, int]
+"""An item of a prompt: what it is, at which position it begins, how many positions it takes."""
+
+
+class TakesItems(Protocol[R_co]):
+    """What ITEMS promises."""
+
+    def begin_with(
+        self, tokens: Sequence[int], tenant: str, items: Sequence[Item]
+    ) -> tuple[R_co, int]:
+        """Begin a request like `begin`; over an item's positions its identity is content too."""
+
+
+class Leases(Protocol[R_contra]):
+    """What LEASE promises: a step or a transfer in flight still needs a request's blocks."""
+
+    def lease(self, request: R_contra) -> object:
+        """Hold all blocks that the request's table names now, whatever becomes of it."""
+
+    def end_lease(self, lease: object) -> object:
+        """Let go of them. A second end of one lease may raise or not, and changes nothing."""
+
+
+class TellsEvents(Protocol):
+    """What EVENTS promises. Not asked for requests with items."""
+
+    def take_events(self) -> Sequence[tuple[str, object]]:
+        """Return what has happened since the last call, oldest first.
+
+        Each is ("stored", name of a block), ("removed", name) or ("cleared", None); a name is
+        anything that can be in a set, and says the block's whole prefix and tenant.
+        """
+
+    def names(self, tokens: Sequence[int], tenant: str) -> Sequence[object]:
+        """Return the names that the whole blocks of a prompt have, whether cached or not."""
+
+
+class Swaps(Protocol[R_contra]):
+    """What SWAP promises."""
+
+    def swap_out(self, request: R_contra) -> Sequence[int]:
+        """Give up all blocks of a request, which stays.
+
+        Returns:
+            Which to copy out before they are reused: all that hold computed tokens, in order.
+        """
+
+    def swap_in(self, request: R_contra) -> Sequence[tuple[int, int]] | None:
+        """Give a request blocks for all its computed tokens again.
+
+        Returns:
+            Pairs: which of those that were copied out goes into which block. What is found in the
+            cache needs no copy. None: no space, and nothing has changed.
+        """
+
+
+class Groups(Protocol[R_contra]):
+    """What GROUPS promises; such an adapter needs no `block_table`.
+
+    Attributes:
+        windows: a layer group each: how many tokens a query sees, itself included; None: all.
+    """
+
+    windows: Sequence[int | None]
+
+    def block_tables(self, request: R_contra) -> Sequence[Sequence[int]]:
+        """Return a table a group. An id that `start` did not return stands for no block."""
+
+
 VERBS: Final = (
     "start",
     "begin",
@@ -146,4 +224,9 @@ OPTIONAL_VERBS: Final = {
     Promise.FORK: ("fork",),
     Promise.RESET: ("reset",),
     Promise.TELL: ("expect", "tell"),
+    Promise.ITEMS: ("begin_with",),
+    Promise.LEASE: ("lease", "end_lease"),
+    Promise.EVENTS: ("take_events", "names"),
+    Promise.SWAP: ("swap_out", "swap_in"),
+    Promise.GROUPS: ("block_tables",),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import unittest
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import hypothesis
@@ -13,7 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvcore.testing.answers import check_adapter
 from kvcore.testing.errors import BrokenError
 from kvcore.testing.machine import AllocatorMachine
-from kvcore.testing.machines import MACHINES
+from kvcore.testing.machines import machines_for
 from kvcore.testing.protocol import Allocator, R
 from kvcore.testing.shorten import shorten
 
@@ -21,17 +21,22 @@ from kvcore.testing.shorten import shorten
 def check_allocator(
     make_allocator: Callable[[], Allocator[R]],
     *,
-    machines: Sequence[type[AllocatorMachine]] = MACHINES,
+    machines: Sequence[type[AllocatorMachine]] | None = None,
     block_sizes: Sequence[int] = AllocatorMachine.block_sizes,
     settings: hypothesis.settings | None = None,
+    seed: int | None = None,
+    known: Collection[str] = (),
 ) -> dict[str, int]:
     """Run the machines against an allocator.
 
     Args:
         make_allocator: makes an adapter, such as its class; called once for every example.
-        machines: which of them.
+        machines: which of them; None: all that fit what is promised.
         block_sizes: what `start` may be called with, the simplest first.
         settings: how long to search, and so on; None: the Hypothesis profile that is loaded.
+        seed: where the search begins; None: as the settings say.
+        known: failures that are known, such as "P9" or "P9: begin": where one is met, the example
+            ends, and the search goes on. They are counted as "known P9: begin".
 
     Returns:
         What was seen, and how often: hits, evictions, refusals and so on. What is 0 was not tested.
@@ -41,7 +46,7 @@ def check_allocator(
         CrashError: a call that was in order raised.
         AdapterError: an adapter lacks a verb, or returns something of another kind.
     """
-    check_adapter(make_allocator())
+    promises = check_adapter(make_allocator())
     seen: Counter[str] = Counter()
     base = settings or hypothesis.settings()
     chosen = hypothesis.settings(
@@ -52,14 +57,22 @@ def check_allocator(
         report_multiple_bugs=False,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    for machine in machines:
-        runnable = bound(machine, make_allocator, block_sizes, seen)
+    for machine in machines or machines_for(promises):
+        runnable = bound(machine, make_allocator, block_sizes, seen, known)
         try:
-            run_state_machine_as_test(runnable, settings=chosen)
+            run_state_machine_as_test(_seeded(runnable, seed), settings=chosen)
         except BrokenError as error:
             shorten(make_allocator, error)
             raise
+        except hypothesis.errors.Unsatisfiable:
+            if not runnable.waived:  # else every example met what is known
+                raise
+        seen.update({f"known {key}": count for key, count in runnable.waived.items()})
     return dict(sorted(seen.items()))
+
+
+def _seeded(machine: type[AllocatorMachine], seed: int | None) -> type[AllocatorMachine]:
+    return machine if seed is None else hypothesis.seed(seed)(machine)
 
 
 def bound(
@@ -67,12 +80,15 @@ def bound(
     make_allocator: Callable[[], Allocator[R]],
     block_sizes: Sequence[int] = AllocatorMachine.block_sizes,
     seen: Counter[str] | None = None,
+    known: Collection[str] = (),
 ) -> type[AllocatorMachine]:
     """Return a machine that is bound to an allocator, to be run as any Hypothesis machine."""
     attributes = {
         "make_allocator": staticmethod(make_allocator),
         "block_sizes": tuple(block_sizes),
         "seen": Counter() if seen is None else seen,
+        "known": tuple(known),
+        "waived": Counter(),
         "__module__": machine.__module__,
         "__doc__": machine.__doc__,
     }
@@ -82,17 +98,21 @@ def bound(
 def allocator_tests(
     make_allocator: Callable[[], Allocator[R]],
     *,
-    machines: Sequence[type[AllocatorMachine]] = MACHINES,
+    machines: Sequence[type[AllocatorMachine]] | None = None,
     block_sizes: Sequence[int] = AllocatorMachine.block_sizes,
+    known: Collection[str] = (),
 ) -> type[unittest.TestCase]:
     """Return a `TestCase` with one test for each machine, for pytest or unittest to collect."""
+    chosen = machines or machines_for(check_adapter(make_allocator()))
 
     def test_of(machine: type[AllocatorMachine]) -> Callable[[unittest.TestCase], None]:
         def test(_: unittest.TestCase) -> None:
-            check_allocator(make_allocator, machines=[machine], block_sizes=block_sizes)
+            check_allocator(
+                make_allocator, machines=[machine], block_sizes=block_sizes, known=known
+            )
 
         test.__doc__ = machine.__doc__
         return test
 
-    tests = {f"test_{machine.__name__}": test_of(machine) for machine in machines}
+    tests = {f"test_{machine.__name__}": test_of(machine) for machine in chosen}
     return cast("type[unittest.TestCase]", type("AllocatorTests", (unittest.TestCase,), tests))

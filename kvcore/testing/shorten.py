@@ -11,10 +11,12 @@ from typing import cast
 
 from kvcore.testing.driver import Driver
 from kvcore.testing.errors import BrokenError, PropertyError, Step
-from kvcore.testing.ghost import Request
-from kvcore.testing.protocol import Promise
+from kvcore.testing.ghost import Lease, Request
+from kvcore.testing.group_driver import GroupDriver, make_driver
+from kvcore.testing.protocol import Item, Promise
 
 Steps = tuple[Step, ...]
+_Begin = tuple[tuple[int, ...], str, tuple[Item, ...]]
 
 
 class _OutOfOrderError(Exception):
@@ -37,14 +39,17 @@ def shorten(make_allocator: Callable[[], object], error: BrokenError) -> None:
         )
 
 
-def replay(make_allocator: Callable[[], object], steps: Steps) -> BrokenError | None:
-    """Take steps with a fresh allocator, and return what goes wrong, if it goes wrong in order."""
-    driver = Driver(make_allocator())
-    requests: dict[str, Request] = {}
+def replay(
+    make_allocator: Callable[[], object], steps: Steps, *, draw: bool = False
+) -> BrokenError | None:
+    """Take steps with a fresh allocator, and return what goes wrong, if it goes wrong in order.
+
+    With `draw` a picture of the pool stands in the program after every call.
+    """
+    taken = _Replay(make_driver(make_allocator(), draw=draw))
     try:
         for index, step in enumerate(steps):
-            following = steps[index + 1] if index + 1 < len(steps) else None
-            _take(driver, requests, step, following)
+            taken.take(step, steps[index + 1] if index + 1 < len(steps) else None)
     except BrokenError as error:
         return error
     except _OutOfOrderError:
@@ -66,9 +71,10 @@ def _shorter(steps: Steps) -> Iterator[Steps]:
             yield steps[:start] + steps[start + length :]
     for index, step in enumerate(steps):
         if step.verb == "begin":
-            tokens, tenant = cast("tuple[tuple[int, ...], str]", step.arguments)
+            tokens, tenant, items = cast("_Begin", step.arguments)
             if len(tokens) > 1:
-                cut = Step("begin", step.who, (tokens[:-1], tenant))
+                left = tuple(item for item in items if item[1] + item[2] < len(tokens))
+                cut = Step("begin", step.who, (tokens[:-1], tenant, left))
                 yield (*steps[:index], cut, *_with_fewer(step.who, steps[index + 1 :]))
     num_blocks, block_size = cast("tuple[int, int]", steps[0].arguments)
     if num_blocks > 2:
@@ -86,63 +92,113 @@ def _with_fewer(who: str, steps: Steps) -> Iterator[Step]:
             yield step
 
 
-def _take(driver: Driver, requests: dict[str, Request], step: Step, after: Step | None) -> None:
-    """Take one step. Raises _OutOfOrderError if it is not in order."""
-    if step.verb == "start":
-        driver.start(*cast("tuple[int, int]", step.arguments))
-    elif step.verb == "begin":
-        _need(Promise.HOLD in driver.promises or _is_about(step.who, {"reserve", "finish"}, after))
-        tokens, tenant = cast("tuple[tuple[int, ...], str]", step.arguments)
-        requests[step.who] = driver.begin(tokens, tenant)
-    elif step.verb == "fork":
-        parent = _live(driver, requests, cast("str", step.arguments[0]))
-        _need(parent.computed > 0)
-        child = driver.fork(parent)
-        if child is not None:
-            requests[step.who] = child
-    elif step.verb == "misuse":
-        verb, was_live, *arguments = step.arguments
-        request = requests.get(step.who)
-        _need(request is not None and (request in driver.live) == was_live)
-        driver.misuse(cast("str", verb), cast("Request", request), *arguments)
-    elif step.verb == "reset":
-        driver.reset()
-    else:
-        _take_live(driver, _live(driver, requests, step.who), step, after)
+class _Replay:
+    """Steps, taken one by one; one that is not in order raises _OutOfOrderError.
 
+    Args:
+        driver: a fresh one.
+    """
 
-def _take_live(driver: Driver, request: Request, step: Step, after: Step | None) -> None:
-    number = cast("int", step.arguments[0]) if step.arguments else 0
-    left = len(request.tokens) - request.computed
-    if step.verb == "reserve":
-        _need(number == left or Promise.CHUNK in driver.promises)
-        _need(number > 0 or bool(request.told) or Promise.HOLD in driver.promises)
-        if driver.reserve(request, number):
-            _need(Promise.COMMIT in driver.promises or _is_about(step.who, {"commit"}, after))
-    elif step.verb == "commit":
-        room = len(request.told) * driver.block_size - request.computed
-        _need(0 < number <= min(left, room))
-        driver.commit(request, number)
-    elif step.verb == "truncate":
-        _need(number <= len(request.tokens))
-        driver.truncate(request, number)
-    elif step.verb == "append":
-        _need(not request.untold)
-        driver.append(request, number)
-    elif step.verb == "expect":
-        driver.expect(request, number)
-    elif step.verb == "tell":
-        _need(request.untold > 0)
-        driver.tell(request)
-    else:
-        driver.finish(request)
+    def __init__(self, driver: Driver | GroupDriver) -> None:
+        self.driver = driver
+        self.requests: dict[str, Request] = {}
+        self.leases: dict[str, Lease] = {}
 
+    def take(self, step: Step, after: Step | None) -> None:
+        """Take one step; `after` is the next one, if there is one."""
+        driver = self.driver
+        if step.verb == "start":
+            driver.start(*cast("tuple[int, int]", step.arguments))
+        elif step.verb == "begin":
+            held = Promise.HOLD in driver.promises
+            _need(held or _is_about(step.who, {"reserve", "finish"}, after))
+            self.requests[step.who] = driver.begin(*cast("_Begin", step.arguments))
+        elif isinstance(driver, GroupDriver):
+            self._take_live(driver, step, after)
+        elif step.verb == "fork":
+            parent = self._live(cast("str", step.arguments[0]))
+            _need(parent.computed > 0)
+            child = driver.fork(parent)
+            if child is not None:
+                self.requests[step.who] = child
+        elif step.verb == "misuse":
+            verb, was_live, *arguments = step.arguments
+            request = self.requests.get(step.who)
+            _need(request is not None and (request in driver.live) == was_live)
+            driver.misuse(cast("str", verb), cast("Request", request), *arguments)
+        elif step.verb == "reset":
+            driver.reset()
+        elif step.verb in {"lease", "end_lease"}:
+            self._take_lease(driver, step)
+        else:
+            self._take_away(driver, step, after)
 
-def _live(driver: Driver, requests: dict[str, Request], name: str) -> Request:
-    request = requests.get(name)
-    if request is None or request not in driver.live:
-        raise _OutOfOrderError
-    return request
+    def _take_lease(self, driver: Driver, step: Step) -> None:
+        name = cast("str", step.arguments[0])
+        if step.verb == "lease":
+            request = self._live(step.who)
+            _need(bool(request.told))
+            self.leases[name] = driver.lease(request)
+        else:
+            _need(name in self.leases)
+            driver.end_lease(self.leases[name])
+
+    def _take_away(self, driver: Driver, step: Step, after: Step | None) -> None:
+        """Take a step that may be about a request that is swapped out."""
+        request = self.requests.get(step.who)
+        if request is None or request not in driver.away:
+            _need(step.verb != "swap_in")
+            self._take_live(driver, step, after)
+        elif step.verb == "swap_in":
+            driver.swap_in(request)
+        else:
+            _need(step.verb == "finish")
+            driver.finish(request)
+
+    def _take_live(self, driver: Driver | GroupDriver, step: Step, after: Step | None) -> None:
+        request = self._live(step.who)
+        number = cast("int", step.arguments[0]) if step.arguments else 0
+        left = len(request.tokens) - request.computed
+        if step.verb == "reserve":
+            room = len(request.told) * driver.block_size - request.computed
+            _need(number == left or Promise.CHUNK in driver.promises)
+            _need(number > 0 or bool(request.told) or Promise.HOLD in driver.promises)
+            _need(Promise.CHUNK in driver.promises or not request.told or room < left)
+            if driver.reserve(request, number):
+                _need(Promise.COMMIT in driver.promises or _is_about(step.who, {"commit"}, after))
+        elif step.verb == "commit":
+            room = len(request.told) * driver.block_size - request.computed
+            _need(0 < number <= min(left, room))
+            _need(number == left or not driver.promises.isdisjoint({Promise.CHUNK, Promise.PARTS}))
+            driver.commit(request, number)
+        elif step.verb == "append":
+            _need(not request.untold)
+            driver.append(request, number)
+        elif step.verb == "finish":
+            driver.finish(request)
+        else:
+            _need(isinstance(driver, Driver))
+            self._take_change(cast("Driver", driver), request, step.verb, number)
+
+    @staticmethod
+    def _take_change(driver: Driver, request: Request, verb: str, number: int) -> None:
+        if verb == "truncate":
+            _need(number <= len(request.tokens))
+            driver.truncate(request, number)
+        elif verb == "expect":
+            driver.expect(request, number)
+        elif verb == "tell":
+            _need(request.untold > 0)
+            driver.tell(request)
+        else:
+            _need(bool(request.told) and request.computed > 0)
+            driver.swap_out(request)
+
+    def _live(self, name: str) -> Request:
+        request = self.requests.get(name)
+        if request is None or request not in self.driver.live:
+            raise _OutOfOrderError
+        return request
 
 
 def _is_about(who: str, verbs: set[str], after: Step | None) -> bool:

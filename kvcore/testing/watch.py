@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvcore.testing.answers import as_count, as_ids
-from kvcore.testing.ghost import Memory, Prefixes, Request
+from kvcore.testing.ghost import Lease, Memory, Prefixes, Request
 from kvcore.testing.program import Program
 from kvcore.testing.protocol import Promise
 
@@ -38,6 +38,7 @@ class Watch:
         self.prefixes = prefixes
         self.usable = usable
         self.block_size = memory.block_size
+        self.leases: list[Lease] = []
 
     def blocks(self, num_tokens: int) -> int:
         """Return how many blocks so many tokens take."""
@@ -55,10 +56,10 @@ class Watch:
         """Return all that can be seen without changing anything."""
         return self.free(), [self.table(request) for request in live if request.told]
 
-    @staticmethod
-    def held(live: Iterable[Request]) -> set[int]:
-        """Return the blocks that live tables name."""
-        return {block_id for request in live for block_id in request.told}
+    def held(self, live: Iterable[Request]) -> set[int]:
+        """Return the blocks that live tables and leases name."""
+        leased = {block_id for lease in self.leases for block_id in lease.blocks}
+        return leased.union(*(request.told for request in live))
 
     def needed(self, request: Request, num_tokens: int, live: Sequence[Request]) -> tuple[int, int]:
         """Return the fewest and the most free blocks that making room can take.
@@ -96,6 +97,12 @@ class Watch:
                 if block_id in other.told:
                     self.program.broken(
                         "P1", f"block {block_id} handed out to {request.name}: {other.name} has it"
+                    )
+            for lease in self.leases:
+                if block_id in lease.blocks:
+                    self.program.broken(
+                        "P17",
+                        f"block {block_id} handed out to {request.name}: {lease.name} holds it",
                     )
         if Promise.LRU in self.promises:
             self._check_order(ids, self.held(live) | set(request.told))
@@ -174,7 +181,9 @@ class Watch:
         wanted = len(self.usable) - len(held)
         free = self.free()
         if free > wanted:
-            self.program.broken("P1", f"{free} blocks free, {len(held)} in use: wanted {wanted}")
+            named = {block_id for request in live for block_id in request.told}
+            prop = "P17" if free <= len(self.usable) - len(named) else "P1"
+            self.program.broken(prop, f"{free} blocks free, {len(held)} in use: wanted {wanted}")
         if free < wanted:
-            prop = "P2" if live else "P5"
+            prop = "P2" if held else "P5"
             self.program.broken(prop, f"{free} blocks free, {len(held)} in use: wanted {wanted}")

@@ -60,7 +60,7 @@ class Encoder:
         groups: the cache's layer groups.
         form: how an event is spelled.
         names: what a name is.
-        rank: the data-parallel rank; None: not said.
+        rank: the data-parallel rank.
         lora_ids: numbers of adapters, for readers that want them.
         publish_salted: tell of content with a salt, and its salt.
         clock: seconds, for the time of a batch.
@@ -75,7 +75,7 @@ class Encoder:
         *,
         form: Form = "map",
         names: NameForm = "u64",
-        rank: int | None = None,
+        rank: int = 0,
         lora_ids: Mapping[str, int] | None = None,
         publish_salted: bool = False,
         clock: Callable[[], float] = time.time,

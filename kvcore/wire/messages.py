@@ -132,9 +132,9 @@ _EVENT_MAP: Final = msgspec.msgpack.Decoder(Stored | Removed | Cleared)
 
 
 def encode(time: float, events: Sequence[WireEvent], rank: int | None, form: Form) -> bytes:
-    """Return a batch as a payload. O(its tokens)."""
+    """Return a batch as a payload, of three parts always: some want that. O(its tokens)."""
     spelled = [_as_map(event) if form == "map" else _as_array(event) for event in events]
-    return _ENCODER.encode((time, spelled) if rank is None else (time, spelled, rank))
+    return _ENCODER.encode((time, spelled, rank))
 
 
 def decode(payload: bytes) -> Batch:

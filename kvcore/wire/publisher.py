@@ -99,7 +99,7 @@ class Publisher:
         replay: str | None = None,
         *,
         topic: str = "",
-        rank: SupportsIndex | None = None,
+        rank: SupportsIndex = 0,
         form: Form = "map",
         names: NameForm = "u64",
         lora_ids: Mapping[str, int] | None = None,
@@ -112,8 +112,7 @@ class Publisher:
             raise InvalidArgumentError(
                 "manager: wanted one with record_events='xxh3-128' or 'sha256', got none"
             )
-        if rank is not None:
-            rank = as_int("rank", rank, 0, 2**31 - 1)
+        dp_rank = as_int("rank", rank, 0, 2**31 - 1)
         if first_sequence is None:
             first_sequence = time.time_ns() // 1000
         first = as_int("first_sequence", first_sequence, 0, 2**62)
@@ -122,7 +121,7 @@ class Publisher:
         self._log = manager.events
         self._topic = topic.encode()
         self._encoder = Encoder(
-            manager.groups, form=form, names=names, rank=rank, lora_ids=lora_ids,
+            manager.groups, form=form, names=names, rank=dp_rank, lora_ids=lora_ids,
             publish_salted=publish_salted,
         )  # fmt: skip
         self._log.take()

@@ -79,9 +79,12 @@ def _check(options: BenchOptions) -> None:
     work, trace, waste = options.work, options.trace, options.waste
     if work.workload not in SHAPES:  # nothing is served: no peer can join, no steps are told of
         flags = {"peer": work.peer, "trace": trace.trace, "stats": trace.stats}
-        for name, value in flags.items():
+        for name, value in {**flags, "tp": options.model.tp > 1}.items():
             if value:
                 raise UsageError(f"--{name} has no meaning with --workload {work.workload}")
+    others = [name for name in work.peer if name != "no-prefix-cache"]
+    if others and options.model.tp > 1:
+        raise UsageError(f"--peer {others[0]} runs in one process: it has no meaning with --tp")
     if "no-prefix-cache" in work.peer and not options.engine.enable_prefix_caching:
         raise UsageError("--peer no-prefix-cache has no meaning with --no-prefix-cache")
     if max(waste.lengths) > waste.row_slots:

@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from model.architectures import check_architecture
 from model.bench.configs import CONFIGS
+from model.device.parallel import shard_network
+from model.device.ranks import Ranks
 from model.errors import UsageError
 from model.loader import LoadedModel, load_config, load_model, wrap_network
 
@@ -48,7 +50,12 @@ class Wordless:
 
 
 def load(
-    name: str, device: torch.device, dtype: torch.dtype, *, dummy_weights: bool
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    dummy_weights: bool,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load a model to be timed.
 
@@ -58,6 +65,7 @@ def load(
         device: where the weights go.
         dtype: of the weights.
         dummy_weights: draw the weights instead of loading them.
+        ranks: the processes that share the network; drawn weights are whole on each device first.
 
     Raises:
         UsageError: a name of `CONFIGS` without `dummy_weights`.
@@ -67,7 +75,7 @@ def load(
     if not dummy_weights:
         if name in CONFIGS:
             raise UsageError(f"--model {name} is a configuration: give --dummy-weights too")
-        return load_model(name, device, dtype)
+        return load_model(name, device, dtype, ranks)
     config = config_of(name)
     check_architecture(config)
     torch.manual_seed(_SEED)
@@ -75,7 +83,9 @@ def load(
         network = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype
         )
-    return wrap_network(name, network, Wordless())
+    if ranks is not None:
+        shard_network(network, ranks)
+    return wrap_network(name, network, Wordless(), ranks)
 
 
 def config_of(name: str) -> PreTrainedConfig:

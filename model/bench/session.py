@@ -29,13 +29,16 @@ from model.bench.peers import PEERS, Job, PeerSettings
 from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
-from model.cli.progress import Progress
+from model.cli.bars import bar
 from model.cli.session import BAD_INPUT, choose_threads
 from model.cli.step_table import StepStats, summarize_steps
+from model.device.ranges import DeviceRanges
+from model.device.ranks import join_ranks
 from model.engine import Engine
 from model.errors import UsageError
 from model.loader import LoadedModel
 from model.trace import trace_file, write_trace
+from model.twins import TwinEngine, engine_of
 
 _WARM_REQUESTS = 8
 _WARM_TOKENS = 4
@@ -73,6 +76,9 @@ def execute(options: BenchOptions) -> None:
         OSError: what was printed could not be written.
     """
     try:
+        if options.model.follows:
+            follow(options)
+            return
         with trace_file(options.trace.trace) as trace:
             report = measure(options, trace)
     except BAD_INPUT as error:
@@ -82,6 +88,20 @@ def execute(options: BenchOptions) -> None:
         print()
     else:
         print(table(report))
+
+
+def follow(options: BenchOptions) -> None:
+    """Be a process that shares the network of one that measures, until that has done so.
+
+    Raises:
+        ModelError: the options cannot be run.
+        RankLostError: another process is gone.
+    """
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    engine = _prepare(options).engine
+    if isinstance(engine, TwinEngine):
+        engine.follow()
 
 
 def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
@@ -104,6 +124,8 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     recorder = bench.engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(bench.model.codec.decode)
+        if bench.model.network.device.type == "cuda":
+            recorder.record_device(DeviceRanges(bench.model.network.device))
     steps: StepStats | None = None
     ours: list[_Turn] = []
     others: dict[str, list[dict[str, float]]] = {name: [] for name in options.work.peer}
@@ -117,14 +139,20 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
             turns.append(_peer_turn(bench, name, ours[0].served, label))
     if recorder is not None and trace is not None:
         write_trace(trace, recorder)
+    bench.engine.end()
     return dataclasses.replace(_report(bench, startup_s, ours, others), steps=steps)
 
 
 def _prepare(options: BenchOptions) -> _Bench:
+    ranks = join_ranks(options.model.tp)
     backend = backends.get_backend(options.model.backend)
     dtype: torch.dtype = getattr(torch, _dtype_name(options, backend))
     model = load(
-        options.model.path, backend.device, dtype, dummy_weights=options.work.dummy_weights
+        options.model.path,
+        backend.device,
+        dtype,
+        dummy_weights=options.work.dummy_weights,
+        ranks=ranks,
     )
     choose_threads(model)
     vocab_size: int = model.network.config.get_text_config().vocab_size
@@ -133,7 +161,7 @@ def _prepare(options: BenchOptions) -> _Bench:
     config = dataclasses.replace(
         options.engine, expected_lengths=lengths, seed=options.arrivals.seed
     )
-    engine = Engine(model, backend, config)
+    engine = engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
     return _Bench(options, model, engine, requests, engine.prepare())
 
 
@@ -160,22 +188,21 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
         seed=options.arrivals.seed,
     )
     # Nothing runs, so the cache can be emptied, and turned off for a turn.
-    engine.kv.reset()
-    engine.kv.enable_caching = prefix_cache and options.engine.enable_prefix_caching
+    engine.empty_cache(enable_caching=prefix_cache and options.engine.enable_prefix_caching)
     engine.stats.peak_running = 0
     before = _counters(engine)
     gc.collect()
     try:
-        with Progress(label, len(bench.requests)) as progress:
+        with bar(label, len(bench.requests)) as advance:
             served = serve(
                 engine,
                 bench.requests,
                 arrivals,
                 temperature=options.arrivals.temperature,
-                on_finish=progress.advance,
+                on_finish=advance,
             )
     finally:
-        engine.kv.enable_caching = options.engine.enable_prefix_caching
+        engine.empty_cache(enable_caching=options.engine.enable_prefix_caching)
     return _Turn(served, _counters(engine).since(before))
 
 
@@ -190,8 +217,8 @@ def _peer_turn(bench: _Bench, name: str, served: Sequence[Served], label: str) -
     )
     settings = PeerSettings(temperature=options.arrivals.temperature, batch_size=limit)
     gc.collect()
-    with Progress(f"{label}, {name}", len(jobs)) as progress:
-        seconds = PEERS[name](bench.model, jobs, settings, progress.advance)
+    with bar(f"{label}, {name}", len(jobs)) as advance:
+        seconds = PEERS[name](bench.model, jobs, settings, advance)
     tokens = sum(job.max_tokens for job in jobs)
     return {"duration": seconds, "output_throughput": tokens / seconds}
 

@@ -17,7 +17,7 @@ from model.bench.networks import config_of
 from model.bench.options import BenchOptions
 from model.bench.waste import Holding, TraceRow, hold, replay
 from model.bench.workloads import make_requests, total_lengths
-from model.cli.progress import Progress
+from model.cli.bars import bar
 from model.control.config import SchedulerConfig
 
 _VOCAB_SIZE = 10_001
@@ -64,11 +64,8 @@ def measure(options: BenchOptions) -> WasteReport:
         max_num_seqs=options.engine.max_num_seqs,
     )
     num_slots = options.waste.rows * row_slots
-    with Progress("replayed", len(requests) * (len(sizes) + 1)) as progress:
-        rows = [
-            replay(requests, size, num_slots, limits, progress.advance)
-            for size in (*sizes, row_slots)
-        ]
+    with bar("replayed", len(requests) * (len(sizes) + 1)) as advance:
+        rows = [replay(requests, size, num_slots, limits, advance) for size in (*sizes, row_slots)]
     return WasteReport(
         model=options.model.path,
         token_bytes=_token_bytes(options),

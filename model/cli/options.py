@@ -5,6 +5,7 @@ Decides: the flags that several commands have, and what they mean. Invariants: a
 Does not know: files, models, backends; whether a name means anything is told by who loads it.
 """
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,18 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", help="of weights and cache; auto: bfloat16 on a GPU, else and to verify float32"
     )
+
+    tp: int = setting(
+        1, help="processes that share the network, as many as torchrun starts", least=1, most=1024
+    )
+    check_ranks: bool = setting(
+        False, help="with --tp: compare the block tables of all processes after every step"
+    )
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process leads this one, which has nothing to say then. O(1)."""
+        return self.tp > 1 and os.environ.get("RANK", "0") != "0"
 
     @property
     def path(self) -> str:

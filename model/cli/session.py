@@ -23,8 +23,9 @@ from transformers.utils import logging as transformers_logging
 import backends
 import kvcore
 from model.cli.args import Options
+from model.cli.bars import bar
 from model.cli.exits import FAILED, Asked, Stopped, stopping
-from model.cli.progress import Progress, say, telling
+from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
 from model.cli.step_table import StepStats, step_table, summarize_steps
@@ -34,11 +35,14 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.device.memory import show_bytes
 from model.device.prepare import is_small
+from model.device.ranges import DeviceRanges
+from model.device.ranks import join_ranks
 from model.engine import Engine
 from model.errors import InvalidArgumentError, UsageError
 from model.loader import LoadedModel, load_model
 from model.output import Completion, Output
 from model.trace import trace_file, write_trace
+from model.twins import TwinEngine, engine_of
 
 BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     backends.UnknownBackendError,
@@ -78,13 +82,16 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
 def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) -> int:
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    ranks = join_ranks(options.model.tp)
     backend = backends.get_backend(options.model.backend)
     dtype = _dtype(options, backend)
     with telling(f"loading {options.model.path}"):
-        model = load_model(options.model.path, backend.device, dtype)
+        model = load_model(options.model.path, backend.device, dtype, ranks)
     choose_threads(model)
     prompts = _encode(model, specs)
     engine = _engine(options, model, backend, specs, prompts)
+    if isinstance(engine, TwinEngine) and not engine.leads:
+        return _follow(model, backend, engine, prompts)
     requests = _queue(engine, specs, prompts)
     about = {
         "model": options.model.path,
@@ -102,8 +109,11 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
     recorder = engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(model.codec.decode)
+        if model.network.device.type == "cuda":
+            recorder.record_device(DeviceRanges(model.network.device))
     with stopping() as asked:  # until all that is finished is printed
         generated = _generate(options, engine, specs, requests, asked)
+        engine.end(goes_on=options.output.verify and generated.fault is None)
         if recorder is not None and trace is not None:
             write_trace(trace, recorder)
         mismatches = None
@@ -204,7 +214,27 @@ def _engine(
         for spec, prompt in zip(specs, prompts, strict=True)
         for _ in range(spec.samples.n)
     )
-    return Engine(model, backend, dataclasses.replace(options.engine, expected_lengths=lengths))
+    config = dataclasses.replace(options.engine, expected_lengths=lengths)
+    return engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
+
+
+def _follow(
+    model: LoadedModel,
+    backend: backends.Backend,
+    engine: TwinEngine,
+    prompts: Sequence[Sequence[int]],
+) -> int:
+    """What a rank does that is not the first: the same, and it says nothing.
+
+    A signal reaches the first one too, which tells the others when to end.
+    """
+    _warm_up(model, backend, engine, prompts)
+    with stopping():
+        requests, is_verified = engine.follow()
+        if is_verified:
+            for index, request in enumerate(requests):
+                find_mismatch(model, index, request)
+    return 0
 
 
 def _encode(model: LoadedModel, specs: Sequence[PromptSpec]) -> list[list[int]]:
@@ -254,7 +284,7 @@ def _generate(
     writer = StreamWriter(_heads(specs), sys.stdout) if options.output.stream else None
     fault: BaseException | None = None
     started = time.perf_counter()
-    with Progress("generated", len(requests), is_wanted=not writer) as progress:
+    with bar("generated", len(requests), is_wanted=not writer) as advance:
         try:
             while engine.has_unfinished and not asked:
                 for output in engine.step():
@@ -266,7 +296,7 @@ def _generate(
                         piece = output.text
                         texts[number] += piece
                         writer.write(number, piece, is_last=is_last)
-                    progress.advance(is_last)
+                    advance(int(is_last))
         except Exception as error:  # noqa: BLE001  # raised again, once what is finished is printed
             fault = error
     elapsed_s = time.perf_counter() - started

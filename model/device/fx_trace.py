@@ -231,6 +231,9 @@ class _Numbers:
         return self._made[place, factor]
 
 
+_PURE = ("aten", "_c10d_functional")  # PyTorch's operations, and what ranks give each other
+
+
 def _simplify(node: fx.Node, call: fx.Node) -> None:
     """Leave out what does nothing; let attention be called; refuse what must not be replayed."""
     target: Any = node.target
@@ -243,7 +246,7 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # a tensor's node
     elif target is operator.getitem:  # one of several results
         return
-    elif getattr(target, "namespace", None) != "aten" or target._schema.is_mutable:  # noqa: SLF001
+    elif getattr(target, "namespace", None) not in _PURE or target._schema.is_mutable:  # noqa: SLF001
         raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
 
 

@@ -21,7 +21,7 @@ Does not know: tensors; who uses the blocks.
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import kvcore
@@ -35,6 +35,7 @@ _CPU_FRACTION = 0.5
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _ALL = "all that the requests can use"
+_LEAST = "what the rank with the least memory has"
 _UNUSABLE = 20  # of free bytes one in so many is left alone, whatever is asked for
 
 
@@ -60,6 +61,13 @@ class MemoryPlan:
     def holds_all(self) -> bool:
         """Whether all requests that are expected fit at once. O(1)."""
         return self.reason == _ALL
+
+    def limited(self, num_blocks: int) -> "MemoryPlan":
+        """The same with at most so many blocks. O(1)."""
+        if self.num_blocks <= num_blocks:
+            return self
+        kv_bytes = self.kv_bytes // self.num_blocks * num_blocks
+        return replace(self, num_blocks=num_blocks, kv_bytes=kv_bytes, reason=_LEAST)
 
     def describe(self, layout: CacheLayout) -> str:
         """One line for whoever started it. O(num_layers)."""

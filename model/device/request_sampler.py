@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.control.request import Request
+from model.device.ranks import Ranks
 from model.device.sampler import (
     ChunkSums,
     DrawTerms,
@@ -94,9 +95,13 @@ class RequestSampler:
         vocab_size: of the logits.
         device: where they are.
         seed: of the draws of requests that have none of their own.
+        ranks: who computes the same logits; the first one's tokens count. None: nobody else does.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, seed: int) -> None:
+    def __init__(
+        self, vocab_size: int, device: torch.device, seed: int, ranks: Ranks | None = None
+    ) -> None:
+        self._ranks = ranks
         self._vocab_size = vocab_size
         self._device = device
         self._seed = seed
@@ -138,6 +143,8 @@ class RequestSampler:
             if self._device.type == "cuda":
                 numbers = numbers.pin_memory().to(self._device, non_blocking=True)
             tokens = choose(adjusted, likely, terms.draws, numbers, self._sums_of)
+        if self._ranks is not None:
+            tokens = self._ranks.shared(tokens)
         if terms.changes is not None:
             terms.changes.count(tokens)
         told = None if terms.telling is None else terms.telling.tell(logits, tokens)

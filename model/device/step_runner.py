@@ -26,7 +26,7 @@ from model.device.network import PagedNetwork
 from model.device.prepare import Prepared
 from model.device.request_sampler import Chance, Drawn, RequestSampler
 from model.device.swap import BlockMover
-from model.trace import FORWARD, PREPARE, StepWatch
+from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,13 @@ class StepPasses:
         self._builders.append(self._builders.pop(0))
         tensors = self._builders[0].build(step, rows_drawn)
         watch.done(PREPARE)
-        logits, most_likely = self._pass(step, tensors)
+        with watch.on_device(FORWARD):
+            logits, most_likely = self._pass(step, tensors)
         watch.done(FORWARD)
-        drawn = self._sampler.draw(logits, sampling, most_likely)
-        if self.can_read_late(sampling):
-            self._drawn[: len(sampling)].copy_(drawn.tokens)
+        with watch.on_device(SAMPLE):
+            drawn = self._sampler.draw(logits, sampling, most_likely)
+            if self.can_read_late(sampling):
+                self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn)
 
     def _pass(

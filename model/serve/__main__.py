@@ -16,6 +16,10 @@ if __name__ == "__main__":
         from model.serve.listener import listen
 
         options = parse_args()
+        if options.model.follows:
+            from model.serve.boot import follow
+
+            sys.exit(follow(options.model, options.engine))
         listener = listen(options.serve)
 
         from model.serve.process import serve

@@ -47,8 +47,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
 
     def make() -> "Engine":
         boot = import_module("model.serve.boot")  # torch is loaded on the engine's thread
-        model = options.model
-        made: Engine = boot.make_engine(model.path, model.backend, model.dtype, options.engine)
+        made: Engine = boot.make_engine(options.model, options.engine)
         return made
 
     engine = AsyncEngine(make, max_waiting=options.serve.max_waiting)

@@ -13,14 +13,21 @@ from hypothesis import Phase
 from kvcore import testing
 from kvcore.testing import EVERYTHING, Promise
 from kvcore.testing.shorten import replay, shorten
-from tests.kvcore.engines import BROKEN, DictionaryAllocator, OurAllocator
+from tests.kvcore.engines import (
+    BROKEN,
+    DictionaryAllocator,
+    OurAllocator,
+    OurWindows,
+    WindowAllocator,
+)
 from tests.kvcore.engines.broken import LooksUpOnly
 
 TestOurs = testing.allocator_tests(OurAllocator)
+TestOurWindows = testing.allocator_tests(OurWindows)
 
 ROOT = Path(__file__).parents[2]
 VERBS = [name for name in vars(testing.Allocator) if name[0] != "_" and name != "promises"]
-OPTIONAL_VERBS = ["truncate", "fork", "reset", "expect", "tell"]
+OPTIONAL_VERBS = [verb for verbs in testing.protocol.OPTIONAL_VERBS.values() for verb in verbs]
 
 
 def quick(**changes):
@@ -28,7 +35,7 @@ def quick(**changes):
     return hypothesis.settings(derandomize=True, database=None, print_blob=False, **changes)
 
 
-def verdict(make, machines=testing.MACHINES, **changes):
+def verdict(make, machines=None, **changes):
     """What the machines find: a property's number, a crash, or nothing."""
     settings = quick(phases=[Phase.generate], **changes)
     try:
@@ -40,7 +47,15 @@ def verdict(make, machines=testing.MACHINES, **changes):
     return None
 
 
-@pytest.mark.parametrize("make", [DictionaryAllocator, LooksUpOnly])
+class TakesAllAtOnce(DictionaryAllocator):
+    """Room for all that is left, and commits in parts."""
+
+    promises = EVERYTHING - {Promise.CHUNK}
+
+
+@pytest.mark.parametrize(
+    "make", [DictionaryAllocator, LooksUpOnly, TakesAllAtOnce, WindowAllocator]
+)
 def test_nothing_is_wrong_with_plain_lists(make):
     assert verdict(make, max_examples=20) is None
 
@@ -55,14 +70,15 @@ def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
     seen = testing.check_allocator(OurAllocator, settings=quick(max_examples=40))
     wanted = {
         "aborted", "cut", "evictions", "forks", "full hits", "hits", "kept apart", "misuse",
-        "no space", "resets", "shared blocks", "expected", "told later",
+        "no space", "resets", "shared blocks", "expected", "told later", "leases", "swapped out",
+        "swapped in", "events", "examples",
     }  # fmt: skip
     assert {what for what, count in seen.items() if count} == wanted
     assert seen["hits"] > 30
     assert seen["evictions"] > 30
 
 
-@pytest.mark.parametrize("machine", testing.MACHINES)
+@pytest.mark.parametrize("machine", [*testing.MACHINES, testing.GroupMachine])
 def test_every_rule_of_a_machine_runs(machine):
     ran = Counter()
 
@@ -73,9 +89,8 @@ def test_every_rule_of_a_machine_runs(machine):
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        testing.check_allocator(
-            DictionaryAllocator, machines=[machine], settings=quick(max_examples=40)
-        )
+        make = WindowAllocator if machine is testing.GroupMachine else DictionaryAllocator
+        testing.check_allocator(make, machines=[machine], settings=quick(max_examples=40))
     finally:
         sys.setprofile(before)
     rules = {name for name, what in vars(machine).items() if callable(what) and name[0] != "_"}
@@ -111,11 +126,15 @@ def test_what_is_not_promised_is_not_asked_for():
         (Promise.FORK, "forks_a_half_full_block_without_a_copy"),
         (Promise.COMMIT, "publishes_what_is_only_reserved"),
         (Promise.TELL, "never_finds_what_is_told_later"),
+        (Promise.ITEMS, "ignores_the_items"),
+        (Promise.LEASE, "a_lease_ends_with_its_request"),
+        (Promise.EVENTS, "tells_of_no_eviction"),
+        (Promise.SWAP, "copies_back_in_the_wrong_order"),
     ],
 )
 def test_a_promise_that_is_withdrawn_is_not_held_against_an_allocator(promise, name):
     cls, _, machines = BROKEN[name]
-    allocator = type(name, (cls,), {"promises": EVERYTHING - {promise}})
+    allocator = type(name, (cls,), {"promises": cls.promises - {promise}})
     assert verdict(cls, machines) is not None
     assert verdict(allocator, max_examples=10) is None
 
@@ -171,6 +190,20 @@ def test_a_shortened_failure_is_the_same_failure(name):
     assert (again.prop, str(again)) == (error.prop, str(error))
     assert error.prop in properties
     assert len(error.steps) < 12
+
+
+def test_what_is_found_again_after_a_swap_is_not_reused_too_late():
+    driver = testing.Driver(DictionaryAllocator())
+    driver.start(3, 1)
+    swapped = driver.begin([0, 0])
+    driver.reserve(swapped, 2)
+    driver.commit(swapped, 2)
+    driver.swap_out(swapped)
+    other = driver.begin([0])
+    driver.reserve(other, 1)
+    driver.commit(other, 1)
+    driver.finish(other)
+    assert driver.swap_in(swapped)
 
 
 @pytest.mark.parametrize("drop", range(1, 5))
@@ -230,11 +263,13 @@ def test_a_null_block_that_is_none_of_its_ids_is_a_broken_start():
 def test_the_page_names_every_verb_promise_machine_and_property():
     page = (ROOT / "docs" / "testing-yours.md").read_text(encoding="utf-8")
     for promise in Promise:
-        assert promise.value in page or promise.value == f"there is `{promise.name.lower()}`"
+        assert promise.value in page or promise.value == f"there is `{promise.name.lower()}`", (
+            promise
+        )
         assert promise.name in page
     for verb in [*VERBS, *OPTIONAL_VERBS]:
         assert f"| `{verb}(" in page
-    for machine in testing.MACHINES:
+    for machine in [*testing.MACHINES, testing.GroupMachine]:
         assert f"| `{machine.__name__}` |" in page
     package = Path(testing.__file__).parent
     sources = [path.read_text(encoding="utf-8") for path in package.glob("*.py")]

@@ -3,7 +3,7 @@
 import io
 import sys
 
-from model.cli.progress import Progress
+from model.cli.bars import bar
 
 
 class Terminal(io.StringIO):
@@ -11,38 +11,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def screen(text):
-    """What a terminal line shows after the text."""
-    line = ""
-    for part in text.split("\r"):
-        line = part.partition("\x1b[K")[0]
-    return line
-
-
-def test_a_terminal_sees_the_work_and_is_clean_afterwards():
+def test_a_terminal_sees_the_work_and_is_clean_afterwards(monkeypatch):
     out = Terminal()
-    with Progress("round 1", 4, out) as progress:
-        assert screen(out.getvalue()) == f"round 1 [{'.' * 24}] 0/4 0 s"
-        progress._drawn_s -= 1
-        progress.advance(2)
-        assert screen(out.getvalue()).startswith(f"round 1 [{'#' * 12}{'.' * 12}] 2/4")
-    assert screen(out.getvalue()) == ""
+    monkeypatch.setattr(sys, "stderr", out)
+    with bar("round 1", 1) as advance:
+        advance()
+    drawn = out.getvalue().split("\r")
+    assert any(line.startswith("round 1: ") and "/1" in line for line in drawn)
+    assert [line.strip() for line in drawn[-2:]] == ["", ""]
 
 
-def test_it_is_drawn_at_most_ten_times_a_second():
-    out = Terminal()
-    with Progress("work", 1000, out) as progress:
-        for _ in range(1000):
-            progress.advance()
-        drawn = out.getvalue().count("work")
-    assert 1 <= drawn <= 1 + 10 * (progress._drawn_s - progress._begin_s + 0.1)
-
-
-def test_a_pipe_and_a_missing_stderr_see_nothing(monkeypatch):
-    pipe = io.StringIO()
-    with Progress("work", 2, pipe) as progress:
-        progress.advance()
-    assert pipe.getvalue() == ""
-    monkeypatch.setattr(sys, "stderr", None)
-    with Progress("work", 2) as progress:
-        progress.advance()
+def test_what_is_not_wanted_and_what_nobody_sees_is_not_drawn(monkeypatch):
+    for stream, is_wanted in ((io.StringIO(), True), (Terminal(), False), (None, True)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with bar("work", 2, is_wanted=is_wanted) as advance:
+            advance()
+            advance(1)
+        assert stream is None or stream.getvalue() == ""

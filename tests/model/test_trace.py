@@ -7,10 +7,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import kvcore
 from model import EngineConfig, SamplingParams
 from model.cli.step_table import Durations, step_table, summarize_steps
+from model.device import ranges
+from model.device.ranges import DeviceRanges
 from model.engine import Engine
 from model.errors import UsageError
 from model.trace import PHASES, StepRecorder, trace_file, write_trace
@@ -19,6 +22,9 @@ from tests.model.reference import ReferenceBackend
 from tests.model.view.replay import Replay
 
 PROMPTS = ["first", "second prompt", "second prompt, again", "a fourth one"]
+
+
+CLOCK_NS = 1_000_000  # two clocks, on a machine that may be busy; a phase takes as long
 
 
 @functools.cache
@@ -81,6 +87,38 @@ def test_every_step_is_there_with_all_its_phases_nested_and_in_order():
     assert faults(events) == []
     steps = [event for event in events if event["name"] == "step"]
     assert len(steps) == engine.stats.num_steps > 20
+
+
+def test_the_device_works_on_a_phase_between_its_begin_and_its_end():
+    """On a CPU, where a call returns when its work is done; ours and the profiler's clock agree."""
+    engine = Engine(network(), ReferenceBackend(), EngineConfig(num_blocks=40, block_size=4))
+    recorder = engine.record()
+    recorder.record_pool(network().codec.decode)
+    recorder.record_device(DeviceRanges(torch.device("cpu")))
+    engine.generate([[1, 2, 3], [4] * 9], SamplingParams(max_tokens=6))
+    spans = recorder.device_spans()
+    phases = [
+        phase
+        for step in recorder.steps
+        for phase in step.phases()
+        if phase[0] in {"forward", "sample"}
+    ]
+    assert [span[0] for span in spans] == [phase[0] for phase in phases]
+    for (_, begin, end), (_, first, last) in zip(spans, phases, strict=True):
+        assert first - CLOCK_NS < begin <= end < last + CLOCK_NS
+    events = [event for event in parsed(recorder) if event.get("tid") == 1]
+    assert [event["name"] for event in events] == ["thread_name", *[span[0] for span in spans]]
+    assert len(spans) > 10
+
+
+def test_only_so_many_ranges_of_a_device_are_recorded(monkeypatch):
+    monkeypatch.setattr(ranges, "_MAX_RANGES", 2)
+    clock = DeviceRanges(torch.device("cpu"))
+    for _ in range(5):
+        with clock.open():
+            torch.zeros(3) + 1
+    assert list(clock.spans()) == [0, 1]
+    assert DeviceRanges(torch.device("cpu")).spans() == {}
 
 
 @pytest.mark.parametrize("wrong", ["lost", "long", "early", "renamed", "unsorted"])

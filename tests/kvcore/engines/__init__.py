@@ -1,7 +1,10 @@
-"""Allocators to point `kvcore.testing` at: kvcore's own, a dictionary, and broken ones."""
+"""Allocators to point `kvcore.testing` at: kvcore's own, plain lists, and broken ones."""
 
 from tests.kvcore.engines.broken import BROKEN
 from tests.kvcore.engines.dictionary import DictionaryAllocator
-from tests.kvcore.engines.ours import OurAllocator
+from tests.kvcore.engines.ours import OurAllocator, OurWindows
+from tests.kvcore.engines.windows import BROKEN_WINDOWS, WindowAllocator
 
-__all__ = ["BROKEN", "DictionaryAllocator", "OurAllocator"]
+BROKEN = {**BROKEN, **BROKEN_WINDOWS}
+
+__all__ = ["BROKEN", "DictionaryAllocator", "OurAllocator", "OurWindows", "WindowAllocator"]

@@ -3,7 +3,12 @@
 
 from kvcore import testing
 from kvcore.testing import EVERYTHING, Promise
-from tests.kvcore.engines.dictionary import DictionaryAllocator, DictionaryRequest
+from kvcore.testing.ghost import marked
+from tests.kvcore.engines.dictionary import (
+    DictionaryAllocator,
+    DictionaryLease,
+    DictionaryRequest,
+)
 
 BROKEN = {}
 
@@ -220,8 +225,8 @@ class LooksUpOnly(DictionaryAllocator):
 
     promises = EVERYTHING - {Promise.HOLD}
 
-    def begin(self, tokens, tenant):
-        request = DictionaryRequest([*tokens], tenant, self.epoch)
+    def begin_with(self, tokens, tenant, items):
+        request = DictionaryRequest([*tokens], tenant, self.epoch, items=tuple(items))
         request.found = self.look_up(request)
         request.computed = len(request.found) * self.block_size
         return request, request.computed
@@ -436,3 +441,131 @@ class takes_a_token_that_was_cut_for_one_more(DictionaryAllocator):
             super().tell(request, token)
         else:
             self.append(request, token)
+
+
+@broken("P7", "P9", machine=testing.RequestMachine)
+class takes_a_part_for_the_whole(DictionaryAllocator):
+    """What the step was to compute is published, however much of it was computed."""
+
+    promises = EVERYTHING - {Promise.CHUNK}
+
+    def settled(self, request):
+        room = min(len(request.table) * self.block_size, len(request.tokens))
+        return min(room, len(request.tokens) - request.untold)
+
+
+@broken("P7", machine=testing.TenantMachine)
+class ignores_the_items(DictionaryAllocator):
+    """The same placeholders, another picture."""
+
+    def key(self, request, index):
+        return request.tenant, tuple(request.tokens[: (index + 1) * self.block_size])
+
+
+@broken("P7", machine=testing.TenantMachine)
+class sees_an_item_only_where_it_begins(DictionaryAllocator):
+    """What follows in the next block has the key of plain placeholders, or of a shorter one."""
+
+    def key(self, request, index):
+        items = [(name, start, 1) for name, start, _ in request.items]
+        marks = marked(request.tokens, items)
+        return request.tenant, tuple(marks[: (index + 1) * self.block_size])
+
+
+@broken("P1", "P17", machine=testing.RequestMachine)
+class a_lease_ends_with_its_request(DictionaryAllocator):
+    """The transfer in flight reads what another request writes."""
+
+    def lease(self, request):
+        return DictionaryLease([])
+
+
+@broken("P1", "P2", "P15", "P17", "crash", machine=testing.RequestMachine)
+class a_second_end_of_a_lease_frees_again(DictionaryAllocator):
+    """A late completion takes a block from somebody else."""
+
+    def end_lease(self, lease):
+        for block_id in lease.table:
+            self.refs[block_id] -= 1
+            if self.refs[block_id] == 0:
+                self.free.append(block_id)
+
+
+@broken("P2", "P5", machine=testing.RequestMachine)
+class leaks_what_was_leased(DictionaryAllocator):
+    """The end of a transfer is noted, and nothing is let go."""
+
+    def end_lease(self, lease):
+        pass
+
+
+@broken("P21")
+class tells_of_no_eviction(DictionaryAllocator):
+    """The index outside believes in blocks that are long gone."""
+
+    def take_events(self):
+        return [event for event in super().take_events() if event[0] == "stored"]
+
+
+@broken("P21")
+class tells_that_a_copy_is_the_last(DictionaryAllocator):
+    """One of two blocks of a content is evicted; the index forgets a content that is hit."""
+
+    def forget(self, block_id):
+        key = self.content.get(block_id)
+        super().forget(block_id)
+        if key in self.told and key in self.content.values():
+            self.told.remove(key)
+            self.lost = [*getattr(self, "lost", ()), ("removed", key)]
+
+    def take_events(self):
+        lost, self.lost = getattr(self, "lost", []), []
+        kept = set(self.content.values())
+        told = [event for event in super().take_events() if event not in lost]
+        return [event for event in told if event[1] not in {key for _, key in lost} & kept] + lost
+
+
+@broken("P21", machine=testing.TenantMachine)
+class tells_nothing_of_a_reset(DictionaryAllocator):
+    """Everything is forgotten, and the index outside is not told."""
+
+    def reset(self):
+        done = super().reset()
+        self.told = set()
+        return done
+
+
+@broken("P16", machine=testing.RequestMachine)
+class forgets_to_copy_a_half_full_block_out(DictionaryAllocator):
+    """Only whole blocks go to the host."""
+
+    def swap_out(self, request):
+        return super().swap_out(request)[: request.computed // self.block_size]
+
+
+@broken("P16", machine=testing.RequestMachine)
+class copies_back_in_the_wrong_order(DictionaryAllocator):
+    """The last of the host's blocks goes into the first of the new ones."""
+
+    def swap_in(self, request):
+        copies = super().swap_in(request)
+        return copies and [(len(request.table) - 1 - index, to) for index, to in copies]
+
+
+@broken("P7", machine=testing.RequestMachine)
+class forgets_a_copy_back_from_the_host(DictionaryAllocator):
+    """The first block is taken for a hit, and nothing is copied into it."""
+
+    def swap_in(self, request):
+        copies = super().swap_in(request)
+        return copies and copies[1:]
+
+
+@broken("P13", machine=testing.RequestMachine)
+class stays_out_although_there_is_room(DictionaryAllocator):
+    """It waits until twice the blocks are free."""
+
+    def swap_in(self, request):
+        if len(self.free) < 2 * self.blocks(request.computed):
+            return None
+        return super().swap_in(request)

@@ -6,6 +6,7 @@ What a subclass of `broken.py` overrides is a step that real allocators got wron
 from dataclasses import dataclass, field
 
 from kvcore.testing import EVERYTHING
+from kvcore.testing.ghost import marked
 
 
 @dataclass(eq=False)
@@ -17,6 +18,12 @@ class DictionaryRequest:
     table: list = field(default_factory=list)
     is_open: bool = True
     untold: int = 0
+    items: tuple = ()
+
+
+@dataclass(eq=False)
+class DictionaryLease:
+    table: list
 
 
 class DictionaryAllocator:
@@ -27,13 +34,17 @@ class DictionaryAllocator:
         self.free = list(range(1, num_blocks))
         self.refs = dict.fromkeys(range(num_blocks), 0)
         self.content = {}  # block -> the whole prefix that it ends
+        self.told = set()  # the contents that events have told
         self.epoch = 0
         return list(self.free)
 
     # the verbs
 
     def begin(self, tokens, tenant):
-        request = DictionaryRequest(list(tokens), tenant, self.epoch)
+        return self.begin_with(tokens, tenant, ())
+
+    def begin_with(self, tokens, tenant, items):
+        request = DictionaryRequest(list(tokens), tenant, self.epoch, items=tuple(items))
         request.table = self.look_up(request)
         self.hold(request.table)
         request.computed = len(request.table) * self.block_size
@@ -102,7 +113,7 @@ class DictionaryAllocator:
         if not self.has_room(bool(rest)):
             return None
         child = DictionaryRequest([*request.tokens], request.tenant, request.epoch)
-        child.computed = request.computed
+        child.computed, child.items = request.computed, request.items
         self.hold(request.table[:full])
         own = self.take(bool(rest))
         child.table = request.table[:full] + own
@@ -113,10 +124,49 @@ class DictionaryAllocator:
         self.epoch += 1
         return True
 
+    def lease(self, request):
+        self.check_open(request)
+        self.hold(request.table)
+        return DictionaryLease([*request.table])
+
+    def end_lease(self, lease):
+        table, lease.table = lease.table, []
+        self.release(table)
+
+    def take_events(self):
+        now, before = set(self.content.values()), self.told
+        self.told = now
+        return [("removed", key) for key in before - now] + [
+            ("stored", key) for key in now - before
+        ]
+
+    def names(self, tokens, tenant):
+        request = DictionaryRequest(list(tokens), tenant, self.epoch)
+        return [self.key(request, index) for index in range(len(tokens) // self.block_size)]
+
+    def swap_out(self, request):
+        self.check_open(request)
+        table, request.table = request.table, []
+        self.release(table)
+        return table[: self.blocks(request.computed)]
+
+    def swap_in(self, request):
+        self.check_open(request)
+        found = [] if request.epoch != self.epoch else self.look_up(request)
+        found = found[: request.computed // self.block_size]
+        missing = self.blocks(request.computed) - len(found)
+        if not self.has_room(missing + sum(self.refs[block_id] == 0 for block_id in found)):
+            return None
+        self.hold(found)
+        request.table = found + self.take(missing)
+        self.publish(request, self.settled(request))
+        return list(enumerate(request.table))[len(found) :]
+
     # the steps
 
     def key(self, request, index):
-        return request.tenant, tuple(request.tokens[: (index + 1) * self.block_size])
+        marks = marked(request.tokens, request.items)
+        return request.tenant, tuple(marks[: (index + 1) * self.block_size])
 
     def look_up(self, request):
         found = []

@@ -25,8 +25,11 @@ LAYOUTS = {
     "window": (kvcore.FullAttention(), kvcore.SlidingWindow(3)),
     "two full": (kvcore.FullAttention(), kvcore.FullAttention(2 * SIZE)),
 }
-PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-WHO = st.sampled_from(["a", "b"])
+PROMPTS = st.builds(
+    lambda zeros, ones: [0] * zeros + [1] * ones, st.integers(1, 8), st.integers(0, 4)
+)
+WHO = st.sampled_from(["a", "a", "b"])
+FATES = st.sampled_from(["arrives", "waits", "lost", "not sent"])
 
 
 class IndexDiffersError(AssertionError):
@@ -124,8 +127,18 @@ class StreamMachine(RuleBasedStateMachine):
 
     # What happens to a cache.
 
-    @rule(who=WHO, tokens=PROMPTS, space=st.sampled_from(SPACES), close=st.booleans())
-    def serve(self, who, tokens, space, close):
+    @rule(who=WHO, tokens=PROMPTS, space=st.sampled_from(SPACES), close=st.booleans(), fate=FATES)
+    def serve(self, who, tokens, space, close, fate):
+        """A request comes, is computed, and perhaps ends; what it changed is told, and fares so."""
+        self.compute(who, tokens, space, close)
+        if fate != "not sent":
+            self.publish(who)
+        if fate == "lost" and self.flying[who]:
+            self.flying[who].pop()
+        while fate == "arrives" and self.flying[who]:
+            self.hear(who, self.flying[who].pop(0))
+
+    def compute(self, who, tokens, space, close):
         life = self.lives[who]
         self.prompts = [*self.prompts[-7:], (tokens, space)]
         seq = life.kv.open(tokens, namespace=space)

@@ -79,7 +79,7 @@ def test_a_removal_and_a_clearing_are_these_bytes():
     removed = b"\x84" + text("type") + text("BlockRemoved") + text("block_hashes") + hashes
     removed += text("medium") + text("GPU") + text("group_idx") + b"\x00"
     cleared = b"\x81" + text("type") + text("AllBlocksCleared")
-    assert payload == b"\x92" + TIME + b"\x92" + removed + cleared
+    assert payload == b"\x93" + TIME + b"\x92" + removed + cleared + b"\x00"
 
 
 def test_names_as_bytes_are_whole():
@@ -184,7 +184,7 @@ class OldBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 @pytest.mark.parametrize(("form", "batch"), [("map", VllmBatch), ("array", OldBatch)])
-@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_vllms_own_structs_decode_what_we_send(form, batch, rank):
     groups = (kvcore.FullAttention(), kvcore.SlidingWindow(4))
     kv, _seq, encoder, payload = told(form=form, groups=groups, rank=rank)

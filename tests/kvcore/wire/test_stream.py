@@ -1,5 +1,24 @@
 """What is lost, repeated or late is made up for, and the machine that says so can fail."""
 
-from tests.kvcore.wire.machine import StreamMachine
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.kvcore.wire.machine import IndexDiffersError, StreamMachine
+from tests.kvcore.wire.sabotage import SABOTAGES
 
 TestStreams = StreamMachine.TestCase
+
+HUNT = settings(
+    max_examples=1500, stateful_step_count=40, derandomize=True, database=None,
+    phases=[Phase.generate], report_multiple_bugs=False, print_blob=False, deadline=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seam", "broken"), [(seam, each) for seam, some in SABOTAGES.items() for each in some]
+)
+def test_a_planted_bug_is_caught(seam, broken):
+    machine = type(broken.__name__, (StreamMachine,), {seam: staticmethod(broken)})
+    with pytest.raises(IndexDiffersError):
+        run_state_machine_as_test(machine, settings=HUNT)

@@ -1,0 +1,175 @@
+"""The processes that run one network together, each on a device of its own.
+
+Decides: how they find each other (`torchrun` says it by environment variables, as
+`torch.distributed` reads them), what goes over which wire: tensors of the network by NCCL between
+GPUs and gloo between CPUs, small messages of the first rank to all by gloo.
+
+Invariants: a rank that is gone is an error on the others, not a wait; nothing is ever said about
+blocks.
+
+Does not know: the network, requests, what a message means.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.errors import RankLostError, UsageError
+
+_PATIENCE = timedelta(days=365)  # a leader may have nothing to say for long; a dead one is noticed
+_LOST = ("closed by peer", "reset by peer", "broken pipe", "remote process", "connection refused")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One process among those that share a network.
+
+    Attributes:
+        rank: this one's number, from 0.
+        size: how many there are.
+    """
+
+    rank: int
+    size: int
+    _control: dist.ProcessGroup
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one that has the requests. O(1)."""
+        return self.rank == 0
+
+    def least(self, number: int) -> int:
+        """The smallest of the numbers that the ranks bring; every rank calls it. One round trip.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        value = torch.tensor(number)
+        with noticing():
+            dist.all_reduce(value, dist.ReduceOp.MIN, group=self._control)
+        return int(value)
+
+    def told(self, message: object = None) -> object:
+        """What the first rank says; every rank calls it, and the first one's `message` counts.
+
+        None costs one message of 8 bytes, anything else a second one.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        content = b"" if message is None else pickle.dumps(message)
+        size = torch.tensor(len(content))
+        with noticing():
+            dist.broadcast(size, 0, group=self._control)
+            if not size:
+                return None
+            data = torch.empty(int(size), dtype=torch.uint8)
+            if self.leads:
+                data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+            dist.broadcast(data, 0, group=self._control)
+        # From a process of this very run, over a connection that `torchrun` has set up.
+        return pickle.loads(data.numpy().tobytes())  # noqa: S301
+
+    def all_of(self, content: bytes) -> list[bytes]:
+        """What each rank brings, by rank: as many bytes of each. One round trip.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with noticing():
+            dist.all_gather(found, mine, group=self._control)
+        return [each.numpy().tobytes() for each in found]
+
+    def wait_turn(self) -> None:
+        """Wait until the ranks before this one have had their turn; then `end_turn`.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        for _ in range(self.rank):
+            self.least(0)
+
+    def end_turn(self) -> None:
+        """Let the next rank have its turn, and wait until all have had theirs.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        for _ in range(self.size - self.rank):
+            self.least(0)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """The first rank's tensor, on its device, in the order of the device's stream.
+
+        Args:
+            tensor: [n], of the same shape and type on every rank.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        own = tensor.clone()
+        with noticing():
+            dist.broadcast(own, 0)
+        return own
+
+    def leave(self) -> None:
+        """Be one of them no longer. O(1)."""
+        dist.destroy_process_group()
+
+
+def join_ranks(size: int) -> Ranks | None:
+    """Meet the other processes; None if there are none. Waits until all are there.
+
+    Args:
+        size: how many the user wants.
+
+    Raises:
+        UsageError: there are not as many processes, or fewer devices than that.
+    """
+    found = int(os.environ.get("WORLD_SIZE", "1"))
+    if found != size:
+        raise UsageError(
+            f"--tp: wanted as many as there are processes, which is {found}, got {size}: start it "
+            f"as torchrun --nproc-per-node {max(size, 2)} -m model.run --tp {max(size, 2)}"
+        )
+    if size == 1:
+        return None
+    backends = "cpu:gloo"
+    if torch.cuda.is_available():
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            raise UsageError(
+                f"--tp: wanted at most {torch.cuda.device_count()}, the GPUs of this machine, "
+                f"got {size}"
+            )
+        torch.cuda.set_device(local)
+        backends += ",cuda:nccl"
+    try:
+        dist.init_process_group(backends)
+        control = dist.new_group(backend="gloo", timeout=_PATIENCE)
+    except (RuntimeError, ValueError) as error:  # an address in use, a variable that is missing
+        line = str(error).strip().split("\n")[0]
+        raise UsageError(f"--tp: the processes do not find each other: {line}") from error
+    return Ranks(dist.get_rank(), dist.get_world_size(), control)
+
+
+@contextmanager
+def noticing() -> Iterator[None]:
+    """Run collectives; the loss of a rank becomes a RankLostError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(word in str(error).lower() for word in _LOST):
+            raise RankLostError(
+                "another of the processes that share the network is gone"
+            ) from error
+        raise

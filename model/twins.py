@@ -1,0 +1,209 @@
+"""One engine on several ranks: what the first one is asked to do, all do.
+
+Decides: what the ranks tell each other. Before each step the first rank says which requests have
+come and gone since the last, and nothing else: everything that follows (which blocks, which tables,
+which tokens run) each rank works out by itself, and all come to the same, because the allocator and
+the scheduler know no clock, no `hash` and no order of sets.
+
+Invariants: every rank takes the same steps; no message is about blocks.
+
+Does not know: how a network is cut (`device/parallel.py`), who asks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import backends
+import kvcore
+from model.control.config import EngineConfig
+from model.control.params import SamplingParams
+from model.control.request import Request
+from model.device.ranks import noticing
+from model.engine import Engine, Prompt
+from model.errors import InvalidArgumentError, RanksDivergedError, StalledError
+from model.loader import LoadedModel
+from model.output import Output
+
+_DIGEST_BYTES = 16
+
+
+class _Added(NamedTuple):
+    tokens: Sequence[int]
+    params: SamplingParams
+    num_samples: int
+    priority: int
+    namespace: kvcore.Namespace
+    retain: Sequence[kvcore.Retention]
+
+
+class _Aborted(NamedTuple):
+    request_id: int
+
+
+class _Emptied(NamedTuple):
+    enable_caching: bool
+
+
+class _Ended(NamedTuple):
+    goes_on: bool
+
+
+class TwinEngine(Engine):
+    """An engine that runs on every rank of a network that was cut.
+
+    The first rank is used as any engine is, and `end`ed at last; the others `follow`.
+
+    Args:
+        model: as each rank has loaded it; it has `ranks`.
+        backend: as an engine's.
+        config: as an engine's, the same on every rank.
+        is_checked: compare the block tables of all ranks after every step; one round trip each.
+
+    Raises:
+        InvalidArgumentError: the model is whole, or as an engine.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        backend: backends.Backend,
+        config: EngineConfig | None = None,
+        *,
+        is_checked: bool = False,
+    ) -> None:
+        super().__init__(model, backend, config)
+        if model.ranks is None:
+            raise InvalidArgumentError("model: wanted one that several ranks share, it is whole")
+        self._ranks = model.ranks
+        self._is_checked = is_checked
+        self._said: list[_Added | _Aborted | _Emptied] = []
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank has the requests. O(1)."""
+        return self._ranks.leads
+
+    def add_samples(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        num_samples: int,
+        priority: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
+        retain: Sequence[kvcore.Retention] = (),
+    ) -> list[Request]:
+        """As an engine's; the other ranks do it before their next step. O(samples * prompt)."""
+        requests = super().add_samples(
+            prompt,
+            params,
+            num_samples=num_samples,
+            priority=priority,
+            namespace=namespace,
+            retain=retain,
+        )
+        tokens, params = list(requests[0].tokens), requests[0].params
+        self._said.append(_Added(tokens, params, num_samples, priority, namespace, retain))
+        return requests
+
+    def abort(self, request: Request) -> bool:
+        """As an engine's; the other ranks do it before their next step. O(num_unfinished)."""
+        is_ended = super().abort(request)
+        if is_ended:
+            self._said.append(_Aborted(request.request_id))
+        return is_ended
+
+    def step(self) -> list[Output]:
+        """As an engine's, on all ranks.
+
+        Raises:
+            StalledError: nothing can run although something is unfinished.
+            RankLostError: another rank is gone.
+            RanksDivergedError: the ranks' block tables differ.
+        """
+        self._ranks.told(self._said or None)
+        self._said = []
+        return self._step()
+
+    def empty_cache(self, *, enable_caching: bool) -> None:
+        """As an engine's; the other ranks do it before their next step. O(contents)."""
+        super().empty_cache(enable_caching=enable_caching)
+        self._said.append(_Emptied(enable_caching))
+
+    def end(self, *, goes_on: bool = False) -> None:
+        """Let the other ranks come back from `follow`. One message.
+
+        Args:
+            goes_on: what they are told: whether the network is used once more.
+        """
+        self._ranks.told(_Ended(goes_on))
+
+    def follow(self) -> tuple[list[Request], bool]:
+        """Do what the first rank does, until it ends.
+
+        Returns:
+            The requests that have come, in order, and what `end` was told.
+
+        Raises:
+            RankLostError: another rank is gone.
+            RanksDivergedError: the ranks' block tables differ.
+        """
+        requests: list[Request] = []
+        while not isinstance(said := self._ranks.told(), _Ended):
+            for each in said if isinstance(said, list) else ():
+                if isinstance(each, _Added):
+                    requests += Engine.add_samples(
+                        self,
+                        each.tokens,
+                        each.params,
+                        num_samples=each.num_samples,
+                        priority=each.priority,
+                        namespace=each.namespace,
+                        retain=each.retain,
+                    )
+                elif isinstance(each, _Emptied):
+                    Engine.empty_cache(self, enable_caching=each.enable_caching)
+                else:
+                    Engine.abort(self, requests[each.request_id])
+            try:
+                self._step()
+            except StalledError:  # the first rank's caller decides what becomes of it
+                continue
+        return requests, said.goes_on
+
+    def _step(self) -> list[Output]:
+        with noticing():
+            outputs = super().step()
+        if self._is_checked:
+            self._compare()
+        return outputs
+
+    def _compare(self) -> None:
+        """Raise unless all ranks hold the same blocks for the same tokens. O(their tables)."""
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for request in self.running:
+            sequence = request.running_sequence
+            digest.update(f"{request.request_id} {sequence.num_tokens}".encode())
+            digest.update(sequence.packed)
+            for table in sequence.tables:
+                digest.update(table.block_ids)
+        found = self._ranks.all_of(digest.digest())
+        for rank, other in enumerate(found):
+            if other != found[0]:
+                raise RanksDivergedError(
+                    f"rank {rank} has other block tables than rank 0 after the same calls"
+                )
+
+
+def engine_of(
+    model: LoadedModel,
+    backend: backends.Backend,
+    config: EngineConfig | None = None,
+    *,
+    checks_ranks: bool = False,
+) -> Engine:
+    """An engine on as many ranks as share the model: on one an engine, else twins. As an engine."""
+    if model.ranks is None:
+        return Engine(model, backend, config)
+    return TwinEngine(model, backend, config, is_checked=checks_ranks)

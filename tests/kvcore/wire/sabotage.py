@@ -1,0 +1,167 @@
+"""Streams that are broken, one bug each; `test_stream.py` says that the machine notices."""
+
+from dataclasses import replace
+
+import kvcore
+from kvcore import wire
+
+
+class DeafFollower(wire.Follower):
+    """Applies what comes and asks for nothing."""
+
+    def live(self, sequence, batch):
+        self._apply(sequence, batch)
+        return False
+
+
+class GaplessFollower(wire.Follower):
+    """Drops what is known, and takes whatever else comes for the next."""
+
+    def live(self, sequence, batch):
+        if not self.asking and self.next is not None and sequence > self.next:
+            self.next = sequence
+        return super().live(sequence, batch)
+
+
+class TrustingFollower(wire.Follower):
+    """Asks for the next batch without looking at the last again: a new life passes for the old."""
+
+    def ask(self):
+        super().ask()
+        return self.next or 0
+
+
+class TimelessFollower(wire.Follower):
+    """Takes every older number for a new life."""
+
+    def live(self, sequence, batch):
+        if not self.asking and self.next is not None and sequence < self.next:
+            self.forget()
+        return super().live(sequence, batch)
+
+
+class HoardingFollower(wire.Follower):
+    """Keeps what it knew when what followed is lost."""
+
+    def _lose(self):
+        self.next = None
+
+
+class ImpatientFollower(wire.Follower):
+    """Drops what comes while it waits for an answer, and thinks it has had it."""
+
+    def live(self, sequence, batch):
+        if self.asking:
+            self.next, self._time = sequence + 1, batch.time
+            return False
+        return super().live(sequence, batch)
+
+
+class ShortHistory(wire.History):
+    """Has no snapshot: who comes late gets what is left."""
+
+    def since(self, sequence):
+        return [sent for sent in self._kept if sent.sequence >= sequence]
+
+
+class StaleHistory(wire.History):
+    """Keeps a snapshot though batches after it are gone."""
+
+    def add(self, payload, *, anew=False):
+        base = self._base
+        sent = super().add(payload, anew=anew)
+        self._base = self._base or base
+        return sent
+
+
+class EarlyHistory(wire.History):
+    """Numbers a snapshot with the batch that is still to come."""
+
+    def rebase(self, payload):
+        self._base = wire.Sent(self.last + 1, payload)
+
+
+class TalkativeEncoder(wire.Encoder):
+    """Tells of salted content."""
+
+    def __init__(self, groups, **options):
+        super().__init__(groups, **{**options, "publish_salted": True})
+
+
+class BlindEncoder(wire.Encoder):
+    """Begins every chain in the namespace of its adapter alone."""
+
+    def _stored(self, run):
+        return [replaced(event, extra_keys=None) for event in super()._stored(run)]
+
+
+class SilentEncoder(wire.Encoder):
+    """Forgets removals once it has left something out."""
+
+    def _removed(self, event):
+        return [] if self._left_out else super()._removed(event)
+
+
+class OpenEncoder(wire.Encoder):
+    """A snapshot that does not clear what was before."""
+
+    def snapshot(self, snapshot):
+        events = [*snapshot.stored] or [kvcore.AllCleared(snapshot.number)]
+        return self.batch(events) or super().snapshot(replace(snapshot, stored=()))
+
+
+class HashIndex(wire.Index):
+    """Takes a name for what it stands for, whoever said it."""
+
+    def _named(self, known, name):
+        node = super()._named(known, name)
+        if node is not None:
+            node.holders |= known.mask
+        return node
+
+
+class OneSpaceIndex(wire.Index):
+    """Knows one namespace."""
+
+    def _root(self, size, namespace):
+        return super()._root(size, kvcore.encode_namespace(kvcore.Namespace()))
+
+
+class KeepingIndex(wire.Index):
+    """Clears nothing."""
+
+    def _clear(self, known):
+        pass
+
+
+class GreedyIndex(wire.Index):
+    """Takes a content from all when one has lost it."""
+
+    def _take(self, node, mask):
+        super()._take(node, node.holders)
+
+
+class UnionIndex(wire.Index):
+    """Lets the group that holds most speak for its publisher."""
+
+    def match(self, tokens, **options):
+        for known in self._publishers.values():
+            for group in [*known.bits][1:]:
+                del known.bits[group]
+        return super().match(tokens, **options)
+
+
+def replaced(event, **changes):
+    fields = {name: getattr(event, name) for name in wire.Stored.__struct_fields__}
+    return wire.Stored(**{**fields, **changes})
+
+
+SABOTAGES = {
+    "make_follower": (
+        DeafFollower, GaplessFollower, TrustingFollower, TimelessFollower, HoardingFollower,
+        ImpatientFollower,
+    ),
+    "make_history": (ShortHistory, StaleHistory, EarlyHistory),
+    "make_encoder": (TalkativeEncoder, BlindEncoder, SilentEncoder, OpenEncoder),
+    "make_index": (HashIndex, OneSpaceIndex, KeepingIndex, GreedyIndex, UnionIndex),
+}  # fmt: skip

@@ -1,0 +1,107 @@
+"""What every rank runs under `torchrun` in test_ranks.py: `ranks_main.py SCENARIO [NAMES...]`.
+
+- `walk`: cut each configuration, and print how its logits compare with the whole network's.
+- `diverge`: one rank's manager is tampered with; the comparison must say so.
+- `die`: one rank leaves in the middle; the others must notice.
+"""
+
+import json
+import os
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import backends
+from model import EngineConfig, SamplingParams
+from model.device.parallel import shard_network
+from model.device.ranks import Ranks, join_ranks
+from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
+from model.loader import load_model
+from model.tiny import CHECKPOINT_DIR
+from model.twins import TwinEngine
+from tests.model.tiny_configs import cases, make_config
+
+
+def walk(ranks: Ranks, names: list[str]) -> None:
+    """Print `{"config/variant": outcome}`: "equal", "refused: ..." or what else came."""
+    outcomes = {}
+    for name, variant in cases():
+        if name in names:
+            outcome = _outcome(ranks, name, variant)
+            outcomes[f"{name}/{variant}"] = outcome
+    if ranks.leads:
+        print(json.dumps(outcomes))
+
+
+def _outcome(ranks: Ranks, name: str, variant: str) -> str:
+    torch.manual_seed(0)
+    config = make_config(name, variant)
+    network = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    tokens = torch.arange(1, 21)[None] * 7 % 300
+    before = sum(parameter.numel() for parameter in network.parameters())
+    with torch.inference_mode():
+        wanted = network(tokens, use_cache=False).logits
+        try:
+            shard_network(network, ranks)
+        except UnsupportedModelError as error:
+            return f"refused: {error}"
+        got = network(tokens, use_cache=False).logits
+    after = sum(parameter.numel() for parameter in network.parameters())
+    if after >= before:
+        return f"{after} parameters of {before} are left"
+    if len(set(ranks.all_of(got.numpy().tobytes()))) != 1:
+        return "the ranks have different logits"
+    error = float((got - wanted).abs().max() / wanted.abs().max())
+    return "equal" if error < 1e-5 else f"differs by {error:.1e}"
+
+
+def _engine(ranks: Ranks, *, is_checked: bool) -> TwinEngine:
+    backend = backends.get_backend("numba")
+    model = load_model(str(CHECKPOINT_DIR), backend.device, None, ranks)
+    return TwinEngine(model, backend, EngineConfig(num_blocks=40), is_checked=is_checked)
+
+
+def diverge(ranks: Ranks) -> None:
+    engine = _engine(ranks, is_checked=True)
+    if ranks.rank == 1:
+        stolen = engine.kv.open(range(7))
+        engine.kv.reserve(stolen, 7)  # a block that the other ranks hand out next
+    try:
+        if ranks.leads:
+            engine.generate([list(range(20))], SamplingParams(max_tokens=2))
+        else:
+            engine.follow()
+    except RanksDivergedError as error:
+        print(f"rank {ranks.rank}: {error}", flush=True)
+
+
+def die(ranks: Ranks) -> None:
+    engine = _engine(ranks, is_checked=False)
+    try:
+        if ranks.leads:
+            engine.generate([list(range(20))], SamplingParams(max_tokens=100, ignore_eos=True))
+        else:
+            left = iter(range(5))
+            step = engine._step
+            engine._step = lambda: os._exit(0) if next(left, None) is None else step()
+            engine.follow()
+    except RankLostError as error:
+        print(f"rank {ranks.rank}: {error}", flush=True)
+        os._exit(0)  # what waits for the other rank must not wait
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    ranks = join_ranks(int(os.environ["WORLD_SIZE"]))
+    if sys.argv[1] == "walk":
+        walk(ranks, sys.argv[2:])
+    else:
+        {"diverge": diverge, "die": die}[sys.argv[1]](ranks)
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""One network on several processes: the tokens of one process, and a loss that is told."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.model.walk import DATA
+
+_ROOT = Path(__file__).parents[2]
+_PROMPTS = [
+    {"prompt": "Return the number of items in the list, and", "max_tokens": 12},
+    {"prompt": "Return the number of items in the list, or", "max_tokens": 24},
+    {"prompt": "x", "max_tokens": 30, "temperature": 0.8, "top_p": 0.9, "seed": 3, "n": 2},
+    {"prompt": "Raise an error if the", "max_tokens": 20, "temperature": 0.7, "seed": 5},
+]
+
+
+def torchrun(size, *arguments, timeout_s=200):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", str(size), *arguments],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def texts_of(output):
+    return [each["text"] for each in json.loads(output)["requests"]]
+
+
+def test_two_processes_write_what_one_writes(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in _PROMPTS))
+    # 12 blocks: some of the requests are preempted; 16 tokens a step: prompts come in chunks
+    sizes = [
+        "--num-blocks",
+        "12",
+        "--block-size",
+        "8",
+        "--max-num-batched-tokens",
+        "16",
+        "--compile",
+        "--json",
+    ]
+    run = ["-m", "model.run", "--prompts-file", str(prompts), *sizes]
+    alone = subprocess.run(
+        [sys.executable, *run], cwd=_ROOT, capture_output=True, text=True, check=True
+    )
+    shared = torchrun(2, *run, "--tp", "2", "--check-ranks")
+    assert shared.returncode == 0, shared.stderr
+    assert texts_of(shared.stdout) == texts_of(alone.stdout)
+    assert len(texts_of(alone.stdout)) == 5
+    assert "network: captured" in shared.stderr
+    assert json.loads(shared.stdout)["stats"]["num_preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_other_blocks_are_told():
+    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "diverge")
+    line = "rank 1 has other block tables than rank 0 after the same calls"
+    assert sorted(ended.stdout.splitlines()) == [f"rank 0: {line}", f"rank 1: {line}"], ended.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_noticed_by_the_others():
+    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "die")
+    line = "rank 0: another of the processes that share the network is gone"
+    assert ended.stdout.splitlines() == [line], ended.stderr
+
+
+@pytest.mark.slow
+def test_a_number_of_processes_that_does_not_divide_the_heads_is_one_line():
+    ended = torchrun(3, "-m", "model.run", "--tp", "3")
+    line = "error: --tp: wanted a divisor of the network's 4 attention heads, got 3"
+    assert ended.returncode != 0
+    assert [each for each in ended.stderr.splitlines() if each == line]
+
+
+def test_a_number_of_processes_that_is_not_there_is_one_line():
+    ended = subprocess.run(
+        [sys.executable, "-m", "model.run", "--tp", "2"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith(
+        "error: --tp: wanted as many as there are processes, which is 1, got 2: start it as"
+    )
+
+
+@pytest.mark.walk
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_network_that_runs_is_cut_without_a_difference_or_refused(size):
+    walked = json.loads(DATA.read_text())["outcomes"]
+    names = sorted({name for name, _, outcome in walked if outcome == "equal"})
+    ended = torchrun(size, str(_ROOT / "tests/model/ranks_main.py"), "walk", *names, timeout_s=1200)
+    outcomes = json.loads(ended.stdout)
+    wrong = {
+        name: outcome
+        for name, outcome in outcomes.items()
+        if outcome != "equal" and not outcome.startswith("refused: --tp: ")
+    }
+    assert not wrong
+    assert sum(outcome == "equal" for outcome in outcomes.values()) > 60
