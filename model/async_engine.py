@@ -99,6 +99,18 @@ class Observer(Protocol):
         ...
 
 
+class Announcer(Protocol):
+    """Tells the world what the engine's cache holds: `kvcore.wire.Publisher`, say."""
+
+    def publish(self) -> None:
+        """Tell what has changed; waits for nothing."""
+        ...
+
+    def close(self) -> None:
+        """Tell no more."""
+        ...
+
+
 class _Silent:
     """Nobody wants to know."""
 
@@ -132,6 +144,8 @@ class AsyncEngine:
         max_waiting: the most samples that may wait beside those that have a seat; None: any
             number.
         observer: is told what happens.
+        announce: makes, on the thread, what tells others what the cache holds, of the engine and
+            of what makes it publish soon though no step may be due; it publishes after each step.
     """
 
     def __init__(
@@ -140,9 +154,12 @@ class AsyncEngine:
         *,
         max_waiting: int | None = None,
         observer: Observer | None = None,
+        announce: Callable[[Engine, Callable[[], None]], Announcer] | None = None,
     ) -> None:
         self.observer: Observer = _Silent() if observer is None else observer
         self._make: Callable[[], Engine] = engine if callable(engine) else lambda: engine
+        self._announce = announce
+        self._announcer: Announcer | None = None
         self._max_waiting = max_waiting
         self._state = EngineState.STARTING
         self._num_faults = 0
@@ -482,18 +499,27 @@ class AsyncEngine:
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
 
+    def _wake(self) -> None:
+        """Have the engine's thread publish, from any thread."""
+        self._inbox.put(_Command(lambda _: _nothing, _ignore))
+
     # What follows runs on the engine's thread.
 
     def _run(self) -> None:
         fault: Exception | None = None
         try:
             engine = self._make()
-            self._post(functools.partial(self._made, engine))
             try:
+                if self._announce is not None:
+                    self._announcer = self._announce(engine, self._wake)
+                self._post(functools.partial(self._made, engine))
                 while self._obey(engine):
                     if engine.has_unfinished:
                         self._step(engine)
+                        self._publish()
             finally:
+                if self._announcer is not None:
+                    self._announcer.close()
                 _abort_everything(engine)
                 engine.end()
         except _LoopGoneError:
@@ -516,8 +542,13 @@ class AsyncEngine:
                 settle = command.run(engine)
             except Exception as error:  # noqa: BLE001  # it belongs to whoever asked
                 settle = functools.partial(command.fail, error)
+            self._publish()
             if settle is not _nothing:
                 self._post(settle)
+
+    def _publish(self) -> None:
+        if self._announcer is not None:
+            self._announcer.publish()
 
     def _step(self, engine: Engine) -> None:
         try:

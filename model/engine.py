@@ -83,6 +83,7 @@ class Engine:
             self.config.block_size,
             groups=self.network.layout.groups(self.config.block_size),
             enable_caching=self.config.enable_prefix_caching,
+            record_events="xxh3-128" if self.config.record_events else None,
         )
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory

@@ -49,7 +49,7 @@ from model.checkpoint import (
     read_object,
     reason,
 )
-from model.device.parallel import shard_network
+from model.device.parallel import check_cut, shard_network
 from model.device.ranks import Ranks
 from model.errors import (
     InvalidArgumentError,
@@ -247,6 +247,7 @@ def load_model(
     nn.Module.to(network, device)
     if ranks is not None:
         ranks.end_turn()
+        check_cut(network, ranks)
     return wrap_network(name, network, codec, ranks)
 
 

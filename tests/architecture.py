@@ -119,12 +119,14 @@ MODEL_LAYERS = (
     ("bench/waste",),
     ("bench/host", "bench/session", "bench/waste_session"),
     ("bench/__main__",),
-    ("run",),
+    ("run", "page"),
+    ("view",),
     ("serve/__init__", "serve/config"),
-    ("serve/args", "serve/errors", "serve/listener", "serve/boot", "serve/metrics"),
+    ("serve/args", "serve/errors", "serve/kv_events", "serve/listener"),
+    ("serve/boot", "serve/metrics"),
     ("serve/gate", "serve/protocol"),
     ("serve/service", "serve/generation"),
-    ("serve/about", "serve/chat", "serve/completions"),
+    ("serve/about", "serve/chat", "serve/completions", "serve/live"),
     ("serve/app",),
     ("serve/process",),
     ("serve/__main__",),
@@ -163,7 +165,7 @@ KVCORE_INSIDES = frozenset(
     drop empty_blocks exchange find_limits first_copy first_kept forget forget_identity forgets
     free_blocks free_queue grow hand_out has_children id_object is_active is_open is_uneven keep
     kind last_child last_copy last_event namespace_key next_blocks next_copy next_free next_pass
-    node num_missing num_published num_settled_tokens opened_at pool prev_copy prev_free publish
+    node num_missing num_published num_settled_tokens opened_at pool prev_copy prev_free
     ref_count release revive root seq_id shelf trees unpublish wishes
     """.split()  # noqa: SIM905  # words are easier to read so
 )

@@ -39,7 +39,7 @@ def test_every_file_has_a_layer_and_every_layer_its_files(package):
 
 
 AMBIGUOUS = {  # names that other things have too, which the runner may read
-    "block_sizes", "children", "clear", "due", "match", "name", "path",
+    "block_sizes", "children", "clear", "due", "match", "name", "path", "publish",
     "num_allocated_blocks", "num_cached_blocks", "num_used_slots", "peak_used_blocks",
 }  # fmt: skip
 

@@ -25,7 +25,7 @@ from kvcore.wire.messages import (
     decode,
     encode,
 )
-from kvcore.wire.publisher import Publisher, PublisherStats
+from kvcore.wire.publisher import Publisher, PublisherStats, check_endpoint
 from kvcore.wire.subscriber import Source, SourceStatus, Subscriber
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "WireError",
     "WireEvent",
     "WireName",
+    "check_endpoint",
     "decode",
     "encode",
     "wire_names",

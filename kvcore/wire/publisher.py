@@ -219,10 +219,7 @@ class Publisher:
         else:
             opened.sndhwm = 0  # a replay is as long as the buffer, and must not lose its end
             opened.maxmsgsize = 1024  # a request is 8 bytes
-        try:
-            opened.bind(endpoint)
-        except (zmq.ZMQError, TypeError, UnicodeError) as error:
-            raise EndpointError(argument, str(endpoint), str(error)) from None
+        _bind(opened, argument, endpoint)
         return opened
 
     def _ring(self) -> None:
@@ -301,6 +298,28 @@ class Publisher:
             router.send_multipart((client, b"", sequence_bytes(sent.sequence), sent.payload))
         router.send_multipart((client, b"", END, b""))
         self._num_replays += 1
+
+
+def check_endpoint(argument: str, endpoint: str) -> None:
+    """Find out whether a publisher could be bound to an address, long before there is one.
+
+    Args:
+        argument: what the address is called, for the error.
+        endpoint: the address.
+
+    Raises:
+        EndpointError: it is in use, or is none.
+    """
+    with zmq.Context() as context, context.socket(zmq.PUB) as opened:
+        opened.linger = 0
+        _bind(opened, argument, endpoint)
+
+
+def _bind(opened: zmq.Socket[bytes], argument: str, endpoint: str) -> None:
+    try:
+        opened.bind(endpoint)
+    except (zmq.ZMQError, TypeError, UnicodeError) as error:
+        raise EndpointError(argument, str(endpoint), str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)

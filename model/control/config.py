@@ -72,6 +72,7 @@ class EngineConfig(StepLimits):
         expected_lengths: the most tokens of each request to come; where `num_blocks` is None, never
             more blocks than all of them together can use.
         seed: of the draws of requests that have no seed of their own.
+        record_events: note what the cache holds, for a publisher that tells routers.
     """
 
     num_blocks: int | None = setting(
@@ -120,6 +121,7 @@ class EngineConfig(StepLimits):
     )
     expected_lengths: tuple[int, ...] | None = None
     seed: int = 0
+    record_events: bool = False
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -15,15 +15,17 @@ Does not know: torch, text, clocks, who looks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import kvcore
 from model.control.request import Request
 from model.control.step import SchedulerStats
 
 VERSION = 1
+Runs: TypeAlias = "array[int]"
+"""Pairs or triples of numbers, each for blocks that follow one another."""
 
 
 class Schedule(Protocol):
@@ -47,11 +49,10 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """A request that is seen for the first time: its prompt's tokens, its sample, a label."""
+    """A request that is seen for the first time: its prompt's tokens, its sample."""
 
     num_prompt_tokens: int
     sample: int
-    label: str
 
 
 @dataclass(slots=True)
@@ -63,47 +64,52 @@ class Frame:
         is_whole: whatever was before is to be forgotten.
         counts: of this moment, by name.
         begun: requests seen for the first time, by id.
+        labels: what requests are called that have got a label.
         statuses: requests whose status has changed: "waiting", "running", "preempted", or why they
             have ended.
         progress: tokens computed and tokens in all, of requests for which one has changed.
-        tables: for a request and a layer group, from which entry on its table is what it is now.
-        cached: blocks that are free with content now (1), or not any more (0).
-        hits: how often blocks were found since they hold what they hold, where that has changed.
+        tables: for a request and a layer group, from which entry on its table is another, and how
+            it goes on there: pairs of a first block and a count; 0 stands for null blocks.
+        cached: blocks that are free with content now (1), or not any more (0): triples of a first
+            block, a count, and that.
+        hits: likewise how often blocks were found since they hold what they hold.
     """
 
     time_s: float
     is_whole: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     begun: dict[int, Beginning] = field(default_factory=dict)
+    labels: dict[int, str] = field(default_factory=dict)
     statuses: dict[int, str] = field(default_factory=dict)
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
-    tables: dict[tuple[int, int], tuple[int, array[int]]] = field(default_factory=dict)
-    cached: dict[int, int] = field(default_factory=dict)
-    hits: dict[int, int] = field(default_factory=dict)
+    tables: dict[tuple[int, int], tuple[int, Runs]] = field(default_factory=dict)
+    cached: Runs = field(default_factory=lambda: array("I"))
+    hits: Runs = field(default_factory=lambda: array("I"))
 
     @property
     def size(self) -> int:
-        """How much it says, in entries. O(tables)."""
-        size = len(self.begun) + len(self.statuses) + len(self.progress)
+        """How much it says, in numbers. O(tables)."""
+        size = len(self.begun) + len(self.labels) + len(self.statuses) + len(self.progress)
         size += len(self.cached) + len(self.hits) + len(self.tables)
-        return size + sum([len(ids) for _, ids in self.tables.values()])
+        return size + sum([len(runs) for _, runs in self.tables.values()])
 
     def document(self) -> dict[str, object]:
         """As docs/viewing.md has it, for JSON; what is empty is left out. O(size)."""
-        begun = [[n, b.num_prompt_tokens, b.sample, b.label] for n, b in self.begun.items()]
+        begun = [part for n, b in self.begun.items() for part in (n, b.num_prompt_tokens, b.sample)]
         tables = [
-            [number, group, first, _runs(ids)]
-            for (number, group), (first, ids) in self.tables.items()
+            [number, group, first, runs.tolist()]
+            for (number, group), (first, runs) in self.tables.items()
         ]
         parts: dict[str, object] = {
             "whole": self.is_whole,
             "counts": self.counts,
             "begun": begun,
+            "labels": [part for pair in self.labels.items() for part in pair],
             "status": [part for pair in self.statuses.items() for part in pair],
             "progress": [part for n, both in self.progress.items() for part in (n, *both)],
             "tables": tables,
-            "cached": _equal_runs(self.cached),
-            "hits": _equal_runs(self.hits),
+            "cached": self.cached.tolist(),
+            "hits": self.hits.tolist(),
         }
         return {"t": round(self.time_s, 6)} | {name: part for name, part in parts.items() if part}
 
@@ -117,20 +123,23 @@ def fold(first: Frame, then: Frame) -> Frame:
         return then
     short = {n for n in first.begun if then.statuses.get(n, "running") not in _UNFINISHED}
     tables = dict(first.tables)
-    for place, (entry, ids) in then.tables.items():
-        start, before = tables.get(place, (entry, array("I")))
-        kept = before[: max(0, entry - start)]
-        tables[place] = (min(start, entry), kept + ids)
+    for place, (entry, runs) in then.tables.items():
+        start, before = tables.get(place, (entry, _NOTHING))
+        if entry > start:
+            tables[place] = (start, _pair_runs(_ids(before)[: entry - start] + _ids(runs)))
+        else:
+            tables[place] = (entry, runs)
     return Frame(
         then.time_s,
         first.is_whole,
         then.counts,
         {n: one for n, one in (first.begun | then.begun).items() if n not in short},
+        {n: one for n, one in (first.labels | then.labels).items() if n not in short},
         {n: one for n, one in (first.statuses | then.statuses).items() if n not in short},
         {n: one for n, one in (first.progress | then.progress).items() if n not in short},
         {place: one for place, one in tables.items() if place[0] not in short},
-        first.cached | then.cached,
-        first.hits | then.hits,
+        _triple_runs(_values(first.cached) | _values(then.cached)),
+        _triple_runs(_values(first.hits) | _values(then.hits)),
     )
 
 
@@ -186,6 +195,8 @@ class _Seen:
     progress: tuple[int, int]
     sequence: kvcore.KVSequence | None
     tables: list[array[int]]
+    label: str = ""
+    is_named: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +214,7 @@ class PoolFrames:
     Args:
         kv: the pool.
         schedule: its requests.
-        label: what a request is called; None: nothing.
+        label: what a request is called, asked once it has blocks; None: nothing.
         ended: is called with each request that is seen no more; None: nobody wants to know.
     """
 
@@ -226,6 +237,9 @@ class PoolFrames:
         self._num_output = 0
         self._changes: list[_Change] = []
         self._left: dict[int, int] = {}
+        self._tables: dict[tuple[int, int], tuple[int, array[int]]] = {}
+        self._now_cached: dict[int, int] = {}  # what this look has changed
+        self._now_hits: dict[int, int] = {}
         self._last: Frame | None = None
 
     def head(self) -> dict[str, object]:
@@ -256,8 +270,12 @@ class PoolFrames:
                 self._let_go(self._seen.pop(number), frame)
         for request in requests:
             self._look_at(request, frame)
-        released = self._settle(frame)
-        self._look_for_content(frame, released, looks_closely=looks_closely)
+        self._look_for_content(self._settle(), looks_closely=looks_closely)
+        frame.tables = {
+            place: (first, _pair_runs(ids)) for place, (first, ids) in self._tables.items()
+        }
+        frame.cached, frame.hits = _triple_runs(self._now_cached), _triple_runs(self._now_hits)
+        self._tables, self._now_cached, self._now_hits = {}, {}, {}
         stats = self._schedule.stats
         frame.counts = {
             "used": self._kv.num_usable_blocks - self._kv.num_free_blocks,
@@ -283,24 +301,24 @@ class PoolFrames:
             True,  # noqa: FBT003  # a field of a record
             self._last.counts,
             {number: one.beginning for number, one in seen.items()},
+            {number: one.label for number, one in seen.items() if one.label},
             {number: one.status for number, one in seen.items()},
             {number: one.progress for number, one in seen.items()},
             {
-                (number, group): (0, ids)
+                (number, group): (0, _pair_runs(ids))
                 for number, one in seen.items()
                 for group, ids in enumerate(one.tables)
                 if ids
             },
-            {number: 1 for number, state in enumerate(self._cached) if state},
-            {number: count for number, count in enumerate(self._hits) if count},
+            _triple_runs({n: 1 for n, state in enumerate(self._cached) if state}),
+            _triple_runs({n: count for n, count in enumerate(self._hits) if count}),
         )
 
     def _look_at(self, request: Request, frame: Frame) -> None:
         number = request.request_id
         one = self._seen.get(number)
         if one is None:
-            label = "" if self._label is None else self._label(request)
-            beginning = Beginning(request.num_prompt_tokens, request.sample, label)
+            beginning = Beginning(request.num_prompt_tokens, request.sample)
             one = _Seen(request, beginning, "", (0, 0), None, [array("I") for _ in self._kv.groups])
             self._seen[number] = one
             frame.begun[number] = beginning
@@ -324,6 +342,11 @@ class PoolFrames:
                 if table.block_ids != one.tables[group]:
                     num_entries = num_hit // table.block_size
                     self._change(one, group, table.block_ids[:], num_hit=num_entries)
+            if self._label is not None and not one.is_named and one.tables[0]:
+                one.is_named = True
+                one.label = self._label(request)
+                if one.label:
+                    frame.labels[number] = one.label
 
     def _let_go(self, one: _Seen, frame: Frame) -> None:
         request, reason = one.request, one.request.finish_reason
@@ -359,7 +382,7 @@ class PoolFrames:
         one.tables[group] = ids
         self._changes.append(_Change(one.request.request_id, group, first, ids, num_hit))
 
-    def _settle(self, frame: Frame) -> dict[int, int]:
+    def _settle(self) -> dict[int, int]:
         """Count who holds what, now that all have let go; say what nobody holds any more.
 
         Returns:
@@ -370,36 +393,34 @@ class PoolFrames:
             for block_id in new:
                 self._holders[block_id] += 1
                 if self._cached[block_id]:
-                    self._cached[block_id] = frame.cached[block_id] = 0
-            self._count_hits(change, frame)
+                    self._cached[block_id] = self._now_cached[block_id] = 0
+            self._count_hits(change)
             place = (change.number, change.group)
-            start, known = frame.tables.get(place, (change.first, array("I")))
-            frame.tables[place] = (
+            start, known = self._tables.get(place, (change.first, _NOTHING))
+            self._tables[place] = (
                 min(start, change.first),
                 known[: max(0, change.first - start)] + new,
             )
         left, self._left, self._changes = self._left, {}, []
         return {n: state for n, state in left.items() if n and not self._holders[n]}
 
-    def _count_hits(self, change: _Change, frame: Frame) -> None:
+    def _count_hits(self, change: _Change) -> None:
         """Count the new entries of a table that were found; what is handed out anew has none."""
         first, hits = change.first, self._hits
         for block_id in change.ids[first : change.num_hit]:
             if block_id != kvcore.NULL_BLOCK:
                 hits[block_id] += 1
-                frame.hits[block_id] = hits[block_id]
+                self._now_hits[block_id] = hits[block_id]
         for block_id in change.ids[max(first, change.num_hit) :]:
             if hits[block_id] and self._holders[block_id] == 1:
-                hits[block_id] = frame.hits[block_id] = 0
+                hits[block_id] = self._now_hits[block_id] = 0
 
-    def _look_for_content(
-        self, frame: Frame, released: dict[int, int], *, looks_closely: bool
-    ) -> None:
+    def _look_for_content(self, released: dict[int, int], *, looks_closely: bool) -> None:
         """Note which free blocks hold content, presumed or as the pool says."""
         if not looks_closely:
             for block_id, state in released.items():
                 if self._cached[block_id] != state:
-                    self._cached[block_id] = frame.cached[block_id] = state
+                    self._cached[block_id] = self._now_cached[block_id] = state
             return
         states = kvcore.pool_map(self._kv).translate(_IS_CACHED)
         for start in range(0, len(states), _PIECE):
@@ -407,11 +428,12 @@ class PoolFrames:
             if piece != self._cached[start : start + _PIECE]:
                 for block_id, state in enumerate(piece, start):
                     if state != self._cached[block_id]:
-                        self._cached[block_id] = frame.cached[block_id] = state
+                        self._cached[block_id] = self._now_cached[block_id] = state
 
 
 _UNFINISHED = ("waiting", "running", "preempted")
 _PIECE = 256
+_NOTHING: Runs = array("I")
 _IS_CACHED = bytes([state == kvcore.CACHED for state in range(256)])
 
 
@@ -429,29 +451,50 @@ def _first_difference(one: array[int], other: array[int]) -> int:
     return low
 
 
-def _runs(ids: Sequence[int]) -> list[int]:
+def _pair_runs(ids: array[int]) -> Runs:
     """Pairs of a first id and a count: ids that follow one another, or null blocks. O(ids)."""
-    found: list[int] = []
+    found = array("I")
+    start, count = 0, 0
     for block_id in ids:
-        wanted = found[-2] + found[-1] if found and found[-2] else 0
-        if found and block_id == wanted:
-            found[-1] += 1
-        else:
-            found += (block_id, 1)
+        if count and block_id == (start + count if start else 0):
+            count += 1
+            continue
+        if count:
+            found.extend((start, count))
+        start, count = block_id, 1
+    if count:
+        found.extend((start, count))
     return found
 
 
-def _equal_runs(values: dict[int, int]) -> list[int]:
+def _ids(runs: Runs) -> array[int]:
+    """The ids that pairs stand for. O(ids)."""
+    found = array("I")
+    for start, count in zip(runs[::2], runs[1::2], strict=True):
+        found.extend(range(start, start + count) if start else bytes(count))
+    return found
+
+
+def _triple_runs(values: dict[int, int]) -> Runs:
     """Triples of a first block, a count and the value that all of these have. O(n log n)."""
-    found: list[int] = []
+    found = array("I")
+    start, count, same = 0, 0, 0
     for block_id, value in sorted(values.items()):
-        if found and found[-3] + found[-2] == block_id and found[-1] == value:
-            found[-2] += 1
-        else:
-            found += (block_id, 1, value)
+        if count and block_id == start + count and value == same:
+            count += 1
+            continue
+        if count:
+            found.extend((start, count, same))
+        start, count, same = block_id, 1, value
+    if count:
+        found.extend((start, count, same))
     return found
 
 
-def documents(frames: Iterable[Frame]) -> list[dict[str, object]]:
-    """Frames as docs/viewing.md has them. O(their sizes)."""
-    return [frame.document() for frame in frames]
+def _values(runs: Runs) -> dict[int, int]:
+    """The values that triples stand for. O(blocks)."""
+    return {
+        block_id: value
+        for start, count, value in zip(runs[::3], runs[1::3], runs[2::3], strict=True)
+        for block_id in range(start, start + count)
+    }

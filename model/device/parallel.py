@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from model.device.ranks import Ranks
-from model.errors import UnsupportedModelError
+from model.device.ranks import Ranks, noticing
+from model.errors import RankLostError, UnsupportedModelError
 
-__all__ = ["shard_network"]
+__all__ = ["check_cut", "shard_network"]
 
 _OPS = torch.ops._c10d_functional  # noqa: SLF001  # what a traced collective is called
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
@@ -53,6 +53,26 @@ def shard_network(network: PreTrainedModel, ranks: Ranks) -> None:
             f"--tp: Transformers has no tensor-parallel plan for {type(network).__name__}"
         )
     _Sharding(network, plan, ranks).run()
+
+
+def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
+    """Run a network that was cut once; every rank calls it. One forward pass of two tokens.
+
+    Raises:
+        UnsupportedModelError: Transformers' plan does not fit its own network.
+    """
+    tokens = torch.tensor([[0, 1]], device=network.device)
+    try:
+        with noticing(), torch.inference_mode():
+            network(input_ids=tokens, use_cache=False)
+    except RankLostError:
+        raise
+    except Exception as error:  # whatever a network makes of tensors that it did not expect
+        line = str(error).strip().split("\n")[0]
+        raise UnsupportedModelError(
+            f"--tp: {type(network).__name__} does not run when it is cut by Transformers' plan "
+            f"over {ranks.size} processes: {line}"
+        ) from error
 
 
 class _Sharding:

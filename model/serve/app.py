@@ -20,6 +20,7 @@ from model.serve.completions import completions
 from model.serve.config import ServeConfig
 from model.serve.errors import handle_errors
 from model.serve.gate import Gate
+from model.serve.live import live
 from model.serve.metrics import Metrics
 from model.serve.protocol import ErrorReport, field_names
 from model.serve.service import Service
@@ -56,7 +57,8 @@ def create_app(
         redoc_url=None,
         responses={400: {"model": ErrorReport}, 503: {"model": ErrorReport}},
     )
-    for router in (status(service, metrics), about(service), completions(service), chat(service)):
+    routers = (status(service, metrics), about(service), completions(service), chat(service))
+    for router in (*routers, live(service)):
         app.include_router(router)
     handle_errors(app, field_names())
     if config.allow_origins:

@@ -57,4 +57,5 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
         served_model_name=PurePath(model.path).name,
         api_keys=(key,) if key else (),
     )
-    return ServeOptions(model=model, engine=said.of(EngineConfig), serve=serve)
+    engine = said.of(EngineConfig, record_events=serve.kv_events is not None)
+    return ServeOptions(model=model, engine=engine, serve=serve)

@@ -52,6 +52,14 @@ class ServeConfig:
     drain_timeout_s: float = setting(
         30.0, help="how long requests may go on after SIGTERM", least=0, below=math.inf
     )
+    kv_events: str | None = setting(
+        None,
+        help="tell routers here what the cache holds (ZeroMQ), such as tcp://*:5557",
+        metavar="ADDRESS",
+    )
+    kv_replay: str | None = setting(
+        None, help="and answer here who has missed some of it", metavar="ADDRESS"
+    )
     access_log: str | None = setting(
         None, help="write a JSON line for each request; -: to stdout", metavar="PATH"
     )
@@ -60,3 +68,5 @@ class ServeConfig:
         check_settings(self)
         if (self.tls_certfile is None) != (self.tls_keyfile is None):
             raise InvalidArgumentError("tls_certfile: wanted together with tls_keyfile, got one")
+        if self.kv_replay is not None and self.kv_events is None:
+            raise InvalidArgumentError("kv_replay: wanted together with kv_events, got it alone")

@@ -27,6 +27,7 @@ from model.errors import UsageError
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig
+from model.serve.kv_events import announces
 from model.serve.listener import address_of
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         made: Engine = boot.make_engine(options.model, options.engine)
         return made
 
-    engine = AsyncEngine(make, max_waiting=options.serve.max_waiting)
+    engine = AsyncEngine(
+        make, max_waiting=options.serve.max_waiting, announce=announces(options.serve)
+    )
     with _log_to(options.serve.access_log) as log:
         app = create_app(engine, options.serve, log=log)
         config = uvicorn.Config(

@@ -1,4 +1,4 @@
-"""What every rank runs under `torchrun` in test_ranks.py: `ranks_main.py SCENARIO [NAMES...]`.
+"""What every rank of test_ranks.py runs: `ranks_main.py SCENARIO [CONFIG/VARIANT...]`.
 
 - `walk`: cut each configuration, and print how its logits compare with the whole network's.
 - `diverge`: one rank's manager is tampered with; the comparison must say so.
@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 import backends
 from model import EngineConfig, SamplingParams
-from model.device.parallel import shard_network
+from model.device.parallel import check_cut, shard_network
 from model.device.ranks import Ranks, join_ranks
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
 from model.loader import load_model
@@ -28,9 +28,8 @@ def walk(ranks: Ranks, names: list[str]) -> None:
     """Print `{"config/variant": outcome}`: "equal", "refused: ..." or what else came."""
     outcomes = {}
     for name, variant in cases():
-        if name in names:
-            outcome = _outcome(ranks, name, variant)
-            outcomes[f"{name}/{variant}"] = outcome
+        if f"{name}/{variant}" in names:
+            outcomes[f"{name}/{variant}"] = _outcome(ranks, name, variant)
     if ranks.leads:
         print(json.dumps(outcomes))
 
@@ -42,9 +41,13 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
     tokens = torch.arange(1, 21)[None] * 7 % 300
     before = sum(parameter.numel() for parameter in network.parameters())
     with torch.inference_mode():
-        wanted = network(tokens, use_cache=False).logits
+        try:
+            wanted = network(tokens, use_cache=False).logits
+        except TypeError as error:
+            return f"not dense: {error}"  # without a mask it does not even run whole
         try:
             shard_network(network, ranks)
+            check_cut(network, ranks)
         except UnsupportedModelError as error:
             return f"refused: {error}"
         got = network(tokens, use_cache=False).logits

@@ -7,7 +7,7 @@ class Replay:
         self.clear()
 
     def clear(self):
-        self.begun, self.statuses, self.progress = {}, {}, {}
+        self.begun, self.labels, self.statuses, self.progress = {}, {}, {}, {}
         self.tables, self.cached, self.hits, self.counts = {}, {}, {}, {}
         self.time_s = None
 
@@ -16,8 +16,8 @@ class Replay:
             self.clear()
         self.time_s = document["t"]
         self.counts = document["counts"]
-        for number, *beginning in document.get("begun", []):
-            self.begun[number] = beginning
+        self.begun |= {n: about for n, *about in _grouped(document.get("begun", []), 3)}
+        self.labels |= dict(_grouped(document.get("labels", []), 2))
         self.statuses |= dict(_grouped(document.get("status", []), 2))
         self.progress |= {n: both for n, *both in _grouped(document.get("progress", []), 3)}
         for number, group, first, runs in document.get("tables", []):
@@ -38,7 +38,7 @@ class Replay:
         """All that can be seen of it, but for requests that have ended."""
         alive = {n for n, s in self.statuses.items() if s in {"waiting", "running", "preempted"}}
         return (
-            {n: self.begun[n] for n in alive},
+            {n: (self.begun[n], self.labels.get(n)) for n in alive},
             {n: self.statuses[n] for n in alive},
             {n: self.progress[n] for n in alive},
             self.held(),

@@ -1,0 +1,40 @@
+"""What routers are told of the cache: kvcore's publisher, beside the engine's steps.
+
+Decides: that an address that is in use is told before a model is loaded, in the words of its flag.
+
+Does not know: HTTP, clients, what a step is.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvcore.wire import EndpointError, Publisher, check_endpoint
+from model.errors import UsageError
+from model.serve.config import ServeConfig
+
+if TYPE_CHECKING:
+    from model.engine import Engine
+
+Announces = Callable[["Engine", Callable[[], None]], Publisher]
+
+
+def announces(config: ServeConfig) -> Announces | None:
+    """What opens the publisher that the settings ask for, of an engine and what wakes it; or None.
+
+    Raises:
+        UsageError: an address is in use, or is none.
+    """
+    endpoint, replay = config.kv_events, config.kv_replay
+    if endpoint is None:
+        return None
+    try:
+        check_endpoint("--kv-events", endpoint)
+        if replay is not None:
+            check_endpoint("--kv-replay", replay)
+    except EndpointError as error:
+        raise UsageError(str(error)) from error
+
+    def announce(engine: "Engine", wake: Callable[[], None]) -> Publisher:
+        return Publisher(engine.kv, endpoint, replay, wake=wake)
+
+    return announce
