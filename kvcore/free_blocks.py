@@ -80,6 +80,10 @@ class FreeBlocks:
         self._make(self.num_blocks)
         return self._made
 
+    def made_block(self, block_id: int) -> Block | None:
+        """A block by its id; None if nothing has made it yet, so it is free and empty. O(1)."""
+        return self._made[block_id] if block_id < len(self._made) else None
+
     @property
     def num_usable_blocks(self) -> int:
         """How many blocks can be handed out in all. O(1)."""

@@ -8,12 +8,12 @@ kept, and no verb of the manager does anything for it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Final, SupportsIndex
 
 from kvcore.arguments import as_int
-from kvcore.block import NULL_BLOCK, Block, Node
+from kvcore.block import NULL_BLOCK, Node
 from kvcore.hashing import Namespace, decode_namespace
 from kvcore.sequence import KVSequence
 from kvcore.state import CacheState
@@ -54,13 +54,26 @@ class BlockReport:
     namespace: Namespace | None
 
 
+_NOTHING: Final = BlockReport(
+    NULL_BLOCK,
+    EMPTY,
+    0,
+    (),
+    can_be_hit=False,
+    group=0,
+    start=0,
+    tokens=(),
+    namespace=None,
+)
+
+
 def pool_map(manager: CacheState) -> bytes:
     """Return the state of every block, a byte each, by id: EMPTY, CACHED or HELD.
 
     O(num_blocks) to fill the bytes, O(blocks held or cached) to look at blocks.
     """
     states = bytearray(manager.num_blocks)
-    for block in _waiting_blocks(manager):
+    for block in chain(manager.pool.free_queue, manager.pool.shelf):
         states[block.block_id] = CACHED
     for seq in manager.sequences.values():
         for table in seq.tables:
@@ -73,26 +86,22 @@ def pool_map(manager: CacheState) -> bytes:
 
 
 def describe_block(manager: CacheState, block_id: SupportsIndex) -> BlockReport:
-    """Say who holds a block, what it holds, and who can hit it. O(blocks held or cached).
+    """Say who holds a block, what it holds, and who can hit it. O(blocks held).
 
     Raises:
         InvalidArgumentError: there is no such block.
     """
     number = as_int("block_id", block_id, 0, manager.num_blocks - 1)
-    block: Block | None = None
+    block = manager.pool.made_block(number)
+    if block is None or (block.node is None and block.ref_count == 0):
+        return replace(_NOTHING, block_id=number)
     holders: list[KVSequence] = []
     group, place = 0, 0
-    for seq in manager.sequences.values() if number != NULL_BLOCK else ():
+    for seq in manager.sequences.values():
         for index, table in enumerate(seq.tables):
             if number in table.block_ids:
                 holders.append(seq)
                 group, place = index, table.block_ids.index(number)
-                block = table.blocks[place]
-    if block is None:
-        block = next((one for one in _unseen_blocks(manager) if one.block_id == number), None)
-    if block is None:
-        return BlockReport(number, EMPTY, 0, (), can_be_hit=False, group=0, start=0, tokens=(),
-                           namespace=None)  # fmt: skip
     namespace: Namespace | None = None
     tokens: tuple[int, ...] = ()
     if block.node is not None:
@@ -116,19 +125,6 @@ def describe_block(manager: CacheState, block_id: SupportsIndex) -> BlockReport:
         tokens=tokens,
         namespace=namespace,
     )
-
-
-def _waiting_blocks(manager: CacheState) -> Iterator[Block]:
-    """Yield the free blocks that hold content, those reused next first."""
-    yield from manager.pool.free_queue
-    yield from manager.pool.shelf
-
-
-def _unseen_blocks(manager: CacheState) -> Iterator[Block]:
-    """Yield the free blocks that hold content, and those under leases."""
-    yield from _waiting_blocks(manager)
-    for lease in manager.leases.active.values():
-        yield from lease.blocks
 
 
 def _depth(node: Node) -> int:

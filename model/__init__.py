@@ -1,14 +1,15 @@
 """The runner: requests, schedule, batch, forward, sample; `python -m model.run` is its front door.
 
 Importing this package loads nothing of it: a name is loaded when it is asked for, so that a command
-line is there for a signal from its first moment. None of the names here loads torch;
-`model.engine` and `model.loader` do, and Transformers too.
+line is there for a signal from its first moment. None of the names here loads torch
+but `LLM`; `model.engine` and `model.loader` do, and Transformers too.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from model.async_engine import AsyncEngine
     from model.control.config import EngineConfig, SchedulerConfig
     from model.control.params import SamplingParams
     from model.control.request import FinishReason, Request, SampledToken, Status
@@ -24,9 +25,14 @@ if TYPE_CHECKING:
         StalledError,
         UnsupportedModelError,
     )
+    from model.llm import LLM
+    from model.token_stream import Delta
 
 __all__ = [
+    "LLM",
+    "AsyncEngine",
     "Chunk",
+    "Delta",
     "EngineConfig",
     "FinishReason",
     "InvalidArgumentError",
@@ -54,6 +60,9 @@ _HOMES = (
     "control.request",
     "control.step",
     "control.scheduler",
+    "token_stream",
+    "async_engine",
+    "llm",
 )
 
 

@@ -31,8 +31,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
+import kvcore
 from model.control.params import SamplingParams
-from model.control.request import FinishReason, Request
+from model.control.request import FinishReason, Request, SampledToken
 from model.errors import InvalidArgumentError, ModelError
 from model.token_stream import Delta, Sample, TokenStream
 
@@ -133,7 +134,7 @@ class _Command(NamedTuple):
     fail: Callable[[Exception], None]
 
 
-_Given = tuple[int, int | None, FinishReason | None]  # request_id, token, why it ended
+_Given = tuple[int, SampledToken | None, FinishReason | None]  # request_id, token, why it ended
 
 
 class AsyncEngine:
@@ -242,9 +243,12 @@ class AsyncEngine:
         *,
         num_samples: int = 1,
         priority: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
     ) -> TokenStream:
         """Queue a prompt, to be continued `num_samples` times, as `add_all` does."""
-        return await self.add_all([prompt], params, num_samples=num_samples, priority=priority)
+        return await self.add_all(
+            [prompt], params, num_samples=num_samples, priority=priority, namespace=namespace
+        )
 
     async def add_all(
         self,
@@ -253,6 +257,7 @@ class AsyncEngine:
         *,
         num_samples: int = 1,
         priority: int = 0,
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
     ) -> TokenStream:
         """Queue several prompts between the same two steps, or none of them.
 
@@ -279,7 +284,21 @@ class AsyncEngine:
         plain = dataclasses.replace(wanted, stop=()) if wanted.stop else wanted
 
         def run(engine: Engine) -> list[Request]:
-            return _add_all(engine, every, plain, num_samples=num_samples, priority=priority)
+            requests: list[Request] = []
+            try:
+                for prompt in every:
+                    requests += engine.add_samples(
+                        prompt,
+                        plain,
+                        num_samples=num_samples,
+                        priority=priority,
+                        namespace=namespace,
+                    )
+            except Exception:
+                for request in requests:
+                    engine.abort(request)
+                raise
+            return requests
 
         def open_them(requests: list[Request]) -> TokenStream:
             return self._opened(requests, wanted.stop, arrived_s)
@@ -559,7 +578,7 @@ class AsyncEngine:
             self._recover(engine)
             return
         if outputs:
-            given = [(o.request.request_id, o.token_id, o.request.finish_reason) for o in outputs]
+            given = [(o.request.request_id, o.token, o.request.finish_reason) for o in outputs]
             self._post(functools.partial(self._deliver, time.perf_counter(), given))
 
     def _recover(self, engine: Engine) -> None:
@@ -579,27 +598,6 @@ class AsyncEngine:
 
 class _LoopGoneError(Exception):
     """There is no one left to work for."""
-
-
-def _add_all(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    *,
-    num_samples: int,
-    priority: int,
-) -> list[Request]:
-    requests: list[Request] = []
-    try:
-        for prompt in prompts:
-            requests += engine.add_samples(
-                prompt, params, num_samples=num_samples, priority=priority
-            )
-    except Exception:
-        for request in requests:
-            engine.abort(request)
-        raise
-    return requests
 
 
 def _abort_everything(engine: Engine) -> None:

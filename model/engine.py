@@ -16,6 +16,7 @@ a command line.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import backends
 import kvcore
@@ -24,11 +25,13 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
+from model.device.grammars import Grammars
 from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
 from model.device.prepare import prepare_network
 from model.device.profile import free_bytes
 from model.device.request_sampler import RequestSampler
+from model.device.sanitized import SanitizedBackend
 from model.device.step_runner import Flight, StepPasses
 from model.device.swap import BlockMover, plan_host_blocks
 from model.errors import InvalidArgumentError, StalledError
@@ -64,6 +67,9 @@ class Engine:
         caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
+        if self._sanitizer is not None:
+            backend = cast("backends.Backend", self._sanitizer)
         if caches_of is None:
             self.network = PagedNetwork(model, backend)
             self.memory = _plan_memory(model, self.network, self.config)
@@ -96,8 +102,9 @@ class Engine:
         self._mover = BlockMover(backend, self.network.caches)
         self._scheduler = Scheduler(self.kv, self._limits(model.max_positions))
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
+        self._grammars = Grammars(model.codec.describe, self._vocab_size, model.eos_token_ids)
         self._sampler = RequestSampler(
-            self._vocab_size, self.network.device, self.config.seed, model.ranks
+            self._vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
         )
         self._passes = StepPasses(
             self.network,
@@ -106,6 +113,7 @@ class Engine:
             self.kv.groups,
             max_sampled=self.config.max_num_seqs,
             is_late=self._is_late,
+            sanitizer=self._sanitizer,
         )
         self._unread: Flight | None = None
         self._model = model
@@ -255,6 +263,8 @@ class Engine:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
         params = params or SamplingParams()
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
+        if params.grammar is not None:
+            self._grammars.check(params.grammar)
         requests: list[Request] = []
         for number in range(num_samples):
             request = Request(
@@ -297,7 +307,7 @@ class Engine:
         before = self._unread
         outputs: list[Output] = []
         try:
-            flight = self._send(step, {} if before is None else before.rows())
+            flight = self._send(step, before)
             landing = before if self._is_late else flight
             tokens = {} if landing is None else landing.read()
             watch.done(SAMPLE)
@@ -306,7 +316,10 @@ class Engine:
         except BaseException:
             self._give_up(step)
             raise
-        self._mover.copy(self._scheduler.advance(step))
+        orders = self._scheduler.advance(step)
+        if self._sanitizer is not None:
+            self._sanitizer.begin_copies(orders, self.network.caches)
+        self._mover.copy(orders)
         self._unread = flight if step.chunks and self._is_late else None
         if not self._is_late:
             outputs = self._hand_out(flight, tokens)
@@ -382,7 +395,7 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _send(self, step: Step, rows_drawn: dict[int, int]) -> Flight:
+    def _send(self, step: Step, before: Flight | None) -> Flight:
         sampling = tuple(
             [
                 request
@@ -392,7 +405,7 @@ class Engine:
                 )
             ]
         )
-        return self._passes.send(step, sampling, rows_drawn, self._watch)
+        return self._passes.send(step, sampling, before, self._watch)
 
     def _hand_out(self, flight: Flight, drawn: dict[int, int | None]) -> list[Output]:
         """Give those who expect a token theirs, and end whom it ends."""
@@ -409,7 +422,9 @@ class Engine:
             number = request.request_id
             token, stream = tokens[number], streams[number]
             stream.add(token)
-            if request.is_finished or stream.is_stopped:
+            if request.params.grammar is not None and self._grammars.has_failed(request):
+                self._scheduler.finish(request, FinishReason.ERROR)
+            if request.is_finished or stream.is_stopped or self._is_whole(request):
                 self._end(request, stream)
             outputs.append(Output(request, token, stream, chances.get(number, (None, ()))))
         return outputs
@@ -437,6 +452,9 @@ class Engine:
         stream.close()
         del self._streams[request.request_id]
         self._sampler.discard(request)
+
+    def _is_whole(self, request: Request) -> bool:
+        return request.params.grammar is not None and self._grammars.is_whole(request)
 
     def _check_tokens(self, what: str, tokens: Sequence[int]) -> None:
         if tokens and max(tokens) >= self._vocab_size:

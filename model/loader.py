@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,6 +98,13 @@ class TextCodec(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of generated tokens; special tokens give none."""
+        ...
+
+    def describe(self) -> str | None:
+        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: it cannot.
+
+        O(tokens).
+        """
         ...
 
     def open_step(self) -> Step | None:
@@ -203,6 +211,15 @@ class _HuggingFaceCodec:
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def describe(self) -> str | None:
+        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
+            return None
+        plain = copy(tokenizer)
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
 
     def open_step(self) -> Step | None:
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from model.control.request import FinishReason, Request
+from model.control.request import FinishReason, Request, SampledToken
 from model.text import TextStream
 
 
@@ -25,13 +25,13 @@ class Delta(NamedTuple):
     Attributes:
         sample: its number, from 0.
         text: what became final; never part of a character.
-        tokens: the tokens drawn.
+        tokens: the tokens drawn, each with how likely it was if the parameters ask.
         finish_reason: why it has ended; None: it has not.
     """
 
     sample: int
     text: str
-    tokens: tuple[int, ...]
+    tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None
 
 
@@ -61,20 +61,20 @@ class Sample:
     def __init__(self, number: int, request: Request, text: TextStream, arrived_s: float) -> None:
         self.number = number
         self.request = request
-        self.tokens: list[int] = []
+        self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason | None = None
         self.arrived_s = self.first_s = self.last_s = arrived_s
         self._text = text
         self._num_taken = 0
 
-    def add(self, token: int | None, reason: FinishReason | None, now_s: float) -> bool:
+    def add(self, token: SampledToken | None, reason: FinishReason | None, now_s: float) -> bool:
         """Take a token; whether a stop string ends it here. O(1), more with stop strings."""
         if not self.tokens:
             self.first_s = now_s
         self.last_s = now_s
         if token is not None:
             self.tokens.append(token)
-            self._text.add(token)
+            self._text.add(token.token_id)
         is_stopped = self._text.is_stopped
         self.finish_reason = FinishReason.STOP if is_stopped else reason
         if self.finish_reason is not None:

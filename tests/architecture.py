@@ -75,7 +75,8 @@ BACKENDS_LAYERS = (
 MODEL_LAYERS = (
     ("errors",),
     ("control/__init__", "control/settings"),
-    ("control/config", "control/params"),
+    ("control/config", "control/grammar"),
+    ("control/params",),
     ("control/request",),
     ("control/step",),
     ("control/admission", "control/pool_frames"),
@@ -92,7 +93,8 @@ MODEL_LAYERS = (
         "device/sight",
     ),
     ("device/kv_caches", "device/memory", "device/ranks", "device/sampler"),
-    ("device/attention", "device/batch", "device/request_sampler", "device/swap"),
+    ("device/attention", "device/batch", "device/grammars", "device/swap"),
+    ("device/request_sampler",),
     ("device/fx_trace", "device/probes"),
     ("device/piecewise",),
     ("architectures",),
@@ -101,9 +103,11 @@ MODEL_LAYERS = (
     ("device/network",),
     ("device/cuda_graphs", "device/profile"),
     ("device/prepare",),
+    ("device/sanitized",),
     ("device/step_runner",),
     ("engine",),
     ("async_engine", "twins"),
+    ("start",),
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
     ("tiny/__init__", "tiny/corpus"),
     ("tiny/train",),
@@ -113,6 +117,8 @@ MODEL_LAYERS = (
     ("cli/args",),
     ("cli/prompts",),
     ("cli/session",),
+    ("boot",),
+    ("llm",),
     ("bench/__init__", "bench/configs", "bench/metrics", "bench/workloads"),
     ("bench/networks", "bench/options", "bench/report", "bench/serve"),
     ("bench/args", "bench/peers", "bench/simulate"),
@@ -121,15 +127,17 @@ MODEL_LAYERS = (
     ("bench/__main__",),
     ("run", "page"),
     ("view",),
-    ("serve/__init__", "serve/config"),
+    ("serve/__init__", "serve/config", "serve/load"),
     ("serve/args", "serve/errors", "serve/kv_events", "serve/listener"),
-    ("serve/boot", "serve/metrics"),
+    ("serve/metrics",),
     ("serve/gate", "serve/protocol"),
-    ("serve/service", "serve/generation"),
+    ("serve/service", "serve/generation", "serve/logprobs"),
     ("serve/about", "serve/chat", "serve/completions", "serve/live"),
     ("serve/app",),
     ("serve/process",),
-    ("serve/__main__",),
+    ("serve/__main__", "serve/cost"),
+    ("cluster/__init__", "cluster/router"),
+    ("cluster/simulate",),
     ("__init__",),
 )
 
@@ -150,6 +158,7 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
+    "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
@@ -164,8 +173,8 @@ KVCORE_INSIDES = frozenset(
     assign attach beyond block_id blocks chain child_nodes cut cut_names deadline descendants
     drop empty_blocks exchange find_limits first_copy first_kept forget forget_identity forgets
     free_blocks free_queue grow hand_out has_children id_object is_active is_open is_uneven keep
-    kind last_child last_copy last_event namespace_key next_blocks next_copy next_free next_pass
-    node num_missing num_published num_settled_tokens opened_at pool prev_copy prev_free
+    kind last_child last_copy last_event made_block namespace_key next_blocks next_copy next_free
+    next_pass node num_missing num_published num_settled_tokens opened_at pool prev_copy prev_free
     ref_count release revive root seq_id shelf trees unpublish wishes
     """.split()  # noqa: SIM905  # words are easier to read so
 )

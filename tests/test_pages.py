@@ -84,3 +84,12 @@ def test_the_architecture_names_every_file_and_no_other():
             name = path.relative_to(ROOT / package)
             folders = {f"{parent}/" for parent in name.parents}
             assert name.stem.startswith("__") or named & {str(name), *folders}, name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_file_that_a_source_names_is_there(package):
+    there = [str(path) for folder in (package, "tests") for path in (ROOT / folder).rglob("*.py")]
+    for path in (ROOT / package).rglob("*.py"):
+        for name in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
+            is_there = any(one.endswith(f"/{name}") for one in there)
+            assert is_there, f"{path.relative_to(ROOT)} names {name}"

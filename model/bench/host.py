@@ -17,17 +17,15 @@ import sys
 import time
 from array import array
 from dataclasses import asdict, dataclass
+from functools import partial
 
-import torch
-
-import backends
 import kvcore
 from model.bench.networks import load
 from model.bench.options import BenchOptions
-from model.cli.session import choose_threads
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.engine import Engine
+from model.start import start
 from model.trace import FORWARD, PHASES, StepRecord
 
 _PROMPT_LEN = 64
@@ -107,9 +105,7 @@ def _num_blocks(options: BenchOptions) -> int:
 
 def _run_engine(options: BenchOptions) -> list[StepRecord]:
     """The steps in which all requests decode."""
-    backend = backends.get_backend("auto")
-    model = load("nothing", backend.device, torch.float32, dummy_weights=True)
-    choose_threads(model)
+    model, backend = start("nothing", "auto", "float32", load=partial(load, dummy_weights=True))
     config = EngineConfig(
         num_blocks=_num_blocks(options),
         block_size=options.engine.block_size,

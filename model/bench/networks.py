@@ -45,6 +45,9 @@ class Wordless:
         del tokens
         return ""
 
+    def describe(self) -> None:
+        """There is no tokenizer. O(1)."""
+
     def open_step(self) -> None:
         """There are no pieces. O(1)."""
 
@@ -53,9 +56,9 @@ def load(
     name: str,
     device: torch.device,
     dtype: torch.dtype,
+    ranks: Ranks | None = None,
     *,
     dummy_weights: bool,
-    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load a model to be timed.
 
@@ -64,8 +67,8 @@ def load(
             an id the configuration alone is read.
         device: where the weights go.
         dtype: of the weights.
-        dummy_weights: draw the weights instead of loading them.
         ranks: the processes that share the network; drawn weights are whole on each device first.
+        dummy_weights: draw the weights instead of loading them.
 
     Raises:
         UsageError: a name of `CONFIGS` without `dummy_weights`.

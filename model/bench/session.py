@@ -16,12 +16,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TextIO
 
 import torch
-from transformers.utils import logging as transformers_logging
 
-import backends
 from model.bench.metrics import summarize
 from model.bench.networks import load
 from model.bench.options import BenchOptions
@@ -30,13 +29,11 @@ from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
 from model.cli.bars import bar
-from model.cli.session import BAD_INPUT, choose_threads
 from model.cli.step_table import StepStats, summarize_steps
 from model.device.ranges import DeviceRanges
-from model.device.ranks import join_ranks
 from model.engine import Engine
-from model.errors import UsageError
 from model.loader import LoadedModel
+from model.start import input_errors, start
 from model.trace import trace_file, write_trace
 from model.twins import TwinEngine, engine_of
 
@@ -75,14 +72,12 @@ def execute(options: BenchOptions) -> None:
         ModelError: the options cannot be run.
         OSError: what was printed could not be written.
     """
-    try:
+    with input_errors():
         if options.model.follows:
             follow(options)
             return
         with trace_file(options.trace.trace) as trace:
             report = measure(options, trace)
-    except BAD_INPUT as error:
-        raise UsageError(str(error)) from error
     if options.json:
         json.dump(document(report), sys.stdout)
         print()
@@ -97,8 +92,6 @@ def follow(options: BenchOptions) -> None:
         ModelError: the options cannot be run.
         RankLostError: another process is gone.
     """
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     engine = _prepare(options).engine
     if isinstance(engine, TwinEngine):
         engine.follow()
@@ -114,8 +107,6 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     Raises:
         ModelError: the options cannot be run.
     """
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     begin = time.perf_counter()
     bench = _prepare(options)
@@ -144,17 +135,14 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
 
 
 def _prepare(options: BenchOptions) -> _Bench:
-    ranks = join_ranks(options.model.tp)
-    backend = backends.get_backend(options.model.backend)
-    dtype: torch.dtype = getattr(torch, _dtype_name(options, backend))
-    model = load(
-        options.model.path,
-        backend.device,
-        dtype,
-        dummy_weights=options.work.dummy_weights,
-        ranks=ranks,
+    what = options.model
+    model, backend = start(
+        what.path,
+        what.backend,
+        what.dtype,
+        num_ranks=what.tp,
+        load=partial(load, dummy_weights=options.work.dummy_weights),
     )
-    choose_threads(model)
     vocab_size: int = model.network.config.get_text_config().vocab_size
     requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.arrivals.seed)
     lengths = tuple([total - 1 for total in total_lengths(requests)])  # the last is not computed
@@ -163,12 +151,6 @@ def _prepare(options: BenchOptions) -> _Bench:
     )
     engine = engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
     return _Bench(options, model, engine, requests, engine.prepare())
-
-
-def _dtype_name(options: BenchOptions, backend: backends.Backend) -> str:
-    if options.model.dtype != "auto":
-        return options.model.dtype
-    return "bfloat16" if backend.device.type == "cuda" else "float32"
 
 
 def _warm_up(bench: _Bench) -> None:

@@ -19,6 +19,7 @@ from typing import BinaryIO
 
 from model.cli.args import Options, parse_args
 from model.cli.options import SampleOptions
+from model.control.grammar import Grammar
 from model.control.params import MAX_INT, SamplingParams
 from model.control.settings import settings_of
 from model.errors import InvalidArgumentError, UsageError, shown
@@ -27,7 +28,7 @@ from model.tiny import DEMO_PROMPTS
 _FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _BESIDE = frozenset(one.name for one in settings_of(SampleOptions))
 _DRAWS = ("top_k", "top_p", "min_p", "seed", "n")
-_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
+_CHANGES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "grammar")
 _MAX_BYTES = 256 << 20
 _MAX_PROMPTS = 100_000
 _MAX_LINES = 1_000_000
@@ -205,6 +206,8 @@ def _params(
             merged["seed"] = (base + index) % (MAX_INT + 1)
     beside = {name: merged.pop(name) for name in _BESIDE if name in merged}
     try:  # the constructors check each
+        if "grammar" in merged:
+            merged["grammar"] = Grammar.of(merged["grammar"])
         return SamplingParams(**merged), SampleOptions(**beside)  # type: ignore[arg-type]
     except InvalidArgumentError as error:
         raise UsageError(f"{where}: {error}") from error

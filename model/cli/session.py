@@ -10,18 +10,13 @@ Does not know: how anything is done; how the input was read, and how the process
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TextIO
 
-import torch
-from transformers.utils import logging as transformers_logging
-
 import backends
-import kvcore
 from model.cli.args import Options
 from model.cli.bars import bar
 from model.cli.exits import FAILED, Asked, Stopped, stopping
@@ -31,26 +26,16 @@ from model.cli.report import document, measure, table
 from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
-from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.device.memory import show_bytes
-from model.device.prepare import is_small
 from model.device.ranges import DeviceRanges
-from model.device.ranks import join_ranks
 from model.engine import Engine
 from model.errors import InvalidArgumentError, UsageError
-from model.loader import LoadedModel, load_model
+from model.loader import LoadedModel
 from model.output import Completion, Output
+from model.start import input_errors, start, warm_up
 from model.trace import trace_file, write_trace
 from model.twins import TwinEngine, engine_of
-
-BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
-    backends.UnknownBackendError,
-    backends.BackendUnavailableError,
-    backends.UnsupportedError,
-    kvcore.InvalidArgumentError,
-    kvcore.OutOfBlocksError,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +57,39 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
         ModelError: the input cannot be run.
         OSError: what was printed could not be written.
     """
-    try:
-        with trace_file(options.trace.trace) as trace:
-            return _run(options, specs, trace)
-    except BAD_INPUT as error:
-        raise UsageError(str(error)) from error
+    with input_errors(), trace_file(options.trace.trace) as trace:
+        return _run(options, specs, trace)
 
 
 def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) -> int:
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    ranks = join_ranks(options.model.tp)
-    backend = backends.get_backend(options.model.backend)
-    dtype = _dtype(options, backend)
-    with telling(f"loading {options.model.path}"):
-        model = load_model(options.model.path, backend.device, dtype, ranks)
-    choose_threads(model)
+    what = options.model
+    with telling(f"loading {what.path}"):
+        model, backend = start(
+            what.path,
+            what.backend,
+            what.dtype,
+            num_ranks=what.tp,
+            is_exact=options.output.verify,
+        )
     prompts = _encode(model, specs)
     engine = _engine(options, model, backend, specs, prompts)
     if isinstance(engine, TwinEngine) and not engine.leads:
         return _follow(model, backend, engine, prompts)
     requests = _queue(engine, specs, prompts)
     about = {
-        "model": options.model.path,
+        "model": what.path,
         "backend": backend.name,
         "device": str(backend.device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(model.network.dtype).removeprefix("torch."),
     }
     say(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
     say(engine.memory.describe(engine.network.layout))
     if not engine.memory.holds_all:
         say(_preemption(engine))
     with telling("compiling kernels: the first time on a machine takes longest"):
-        how, seconds = _warm_up(model, backend, engine, prompts)
-    say(f"network: {how}; compiled and warm in {seconds:.1f} s")
+        started = time.perf_counter()
+        how = _warm_up(engine, model, backend, prompts)
+    say(f"network: {how}; compiled and warm in {time.perf_counter() - started:.1f} s")
     recorder = engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(model.codec.decode)
@@ -178,29 +162,6 @@ def _preemption(engine: Engine) -> str:
     return f"preempted requests are stored in host memory, up to {size}"
 
 
-def choose_threads(model: LoadedModel) -> None:
-    """One thread for a small network on a CPU, unless the user has said how many.
-
-    Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
-    """
-    network = model.network
-    if (
-        network.device.type == "cpu"
-        and is_small(network.num_parameters())
-        and "OMP_NUM_THREADS" not in os.environ
-    ):
-        torch.set_num_threads(1)
-
-
-def _dtype(options: Options, backend: backends.Backend) -> torch.dtype:
-    if options.model.dtype != "auto":
-        dtype: torch.dtype = getattr(torch, options.model.dtype)
-        return dtype
-    if options.output.verify:
-        return torch.float32  # two ways of computing agree token by token only without near ties
-    return torch.bfloat16 if backend.device.type == "cuda" else torch.float32
-
-
 def _engine(
     options: Options,
     model: LoadedModel,
@@ -228,13 +189,24 @@ def _follow(
 
     A signal reaches the first one too, which tells the others when to end.
     """
-    _warm_up(model, backend, engine, prompts)
+    _warm_up(engine, model, backend, prompts)
     with stopping():
         requests, is_verified = engine.follow()
         if is_verified:
             for index, request in enumerate(requests):
                 find_mismatch(model, index, request)
     return 0
+
+
+def _warm_up(
+    engine: Engine,
+    model: LoadedModel,
+    backend: backends.Backend,
+    prompts: Sequence[Sequence[int]],
+) -> str:
+    """Prepare an engine with a few prompts, none longer than what is queued."""
+    length = min(max(map(len, prompts)) - 1, 128)
+    return warm_up(engine, model, backend, length=length, num_prompts=min(len(prompts), 4))
 
 
 def _encode(model: LoadedModel, specs: Sequence[PromptSpec]) -> list[list[int]]:
@@ -313,27 +285,6 @@ def _generate(
         for request in requests
     ]
     return _Generated(completions, elapsed_s, fault)
-
-
-def _warm_up(
-    model: LoadedModel,
-    backend: backends.Backend,
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-) -> tuple[str, float]:
-    """Prepare the engine, and run another that is thrown away; how it runs, and the seconds.
-
-    That one has the caches of the real one, so it takes no memory of its own, and runs nothing
-    longer than what was queued there.
-    """
-    started = time.perf_counter()
-    how = engine.prepare()
-    sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
-    trial = Engine(model, backend, sizes, caches_of=engine)
-    length = min(max(map(len, prompts)) - 1, 128)
-    params = SamplingParams(max_tokens=2 if length else 1, ignore_eos=True)
-    trial.generate([[0] * max(1, length)] * min(len(prompts), 4), params)
-    return how, time.perf_counter() - started
 
 
 def _verified(

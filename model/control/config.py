@@ -115,6 +115,11 @@ class EngineConfig(StepLimits):
         help="spend seconds before the first step: on a GPU, compile the network's operations "
         "with torch.compile; on a CPU, run those of a small one without its modules",
     )
+    sanitize: bool = setting(
+        False,
+        help="check every slot that a step writes and reads, and stop at the first that is not "
+        "right; calls the network's modules as they are, and takes up to three times as long",
+    )
     async_scheduling: bool | None = setting(
         None,
         help="plan and send a step before the tokens of the last one are read (default: on a GPU)",
@@ -131,3 +136,5 @@ class EngineConfig(StepLimits):
             raise InvalidArgumentError(f"{given[0]}: wanted this or {given[1]}, got both")
         if self.eager and self.compile:
             raise InvalidArgumentError("eager: wanted this or compile, got both")
+        if self.sanitize and self.compile:
+            raise InvalidArgumentError("sanitize: wanted this or compile, got both")

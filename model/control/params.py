@@ -9,6 +9,7 @@ Does not know: torch, logits (`sampler.py` reads these fields), the command line
 
 from dataclasses import dataclass
 
+from model.control.grammar import Grammar
 from model.control.settings import check_settings, setting
 from model.errors import InvalidSettingError
 
@@ -26,9 +27,9 @@ MAX_TOKEN_ID = 2**32 - 1
 class SamplingParams:
     """The sampling parameters of one request; what each means stands with it.
 
-    Penalties and bias change the logits, in this order; then the temperature divides them; then
-    top_k, top_p and min_p cut, in this order. A temperature of 0 takes the most likely token after
-    penalties and bias. Tokens of equal logits are cut together.
+    Penalties, bias and grammar change the logits, in this order; then the temperature divides them;
+    then top_k, top_p and min_p cut, in this order. A temperature of 0 takes the most likely token
+    after the changes. Tokens of equal logits are cut together.
 
     Raises:
         InvalidSettingError: a value that is not allowed.
@@ -97,7 +98,11 @@ class SamplingParams:
         most=MAX_LOGPROBS,
     )
 
+    grammar: Grammar | None = setting(None, help="what the text must be", flag="")
+
     def __post_init__(self) -> None:
+        if not isinstance(self.grammar, Grammar | None):
+            raise InvalidSettingError("grammar", "a Grammar", self.grammar)
         check_settings(self)
         _check_bias(self.logit_bias)
 
@@ -115,7 +120,7 @@ class SamplingParams:
     @property
     def changes_logits(self) -> bool:
         """Whether anything is done to its logits before a token is chosen. O(1)."""
-        return bool(self.logit_bias) or self.counts_tokens
+        return bool(self.logit_bias) or self.counts_tokens or self.grammar is not None
 
 
 def _check_bias(pairs: tuple[object, ...]) -> None:

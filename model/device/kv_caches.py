@@ -63,11 +63,6 @@ class KVCaches:
         return cls(layers, storages)
 
 
-def blocks_for(num_tokens: int, block_size: int) -> int:
-    """Blocks that `num_tokens` tokens take. O(1)."""
-    return -(-num_tokens // block_size)
-
-
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
     """Zeroed bytes; on a CPU from the system, which gives a page when it is first touched."""
     if device.type == "cpu":

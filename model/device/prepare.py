@@ -104,7 +104,7 @@ def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
     """Capture and compile a network as far as it can be."""
     is_on_gpu = network.device.type == "cuda"
     pays = is_on_gpu or (config.compile and is_small(network.num_parameters))
-    if config.eager or not pays:
+    if config.eager or config.sanitize or not pays:
         return Prepared("eager")
     try:
         network.capture()

@@ -13,7 +13,7 @@ Does not know: who is planned and why, what becomes of a token; how a row is dra
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.control.request import Request
+from model.device.grammars import Grammars
 from model.device.ranks import Ranks
 from model.device.sampler import (
     ChunkSums,
@@ -95,16 +96,23 @@ class RequestSampler:
         vocab_size: of the logits.
         device: where they are.
         seed: of the draws of requests that have none of their own.
+        grammars: that texts follow.
         ranks: who computes the same logits; the first one's tokens count. None: nobody else does.
     """
 
     def __init__(
-        self, vocab_size: int, device: torch.device, seed: int, ranks: Ranks | None = None
+        self,
+        vocab_size: int,
+        device: torch.device,
+        seed: int,
+        grammars: Grammars,
+        ranks: Ranks | None = None,
     ) -> None:
         self._ranks = ranks
         self._vocab_size = vocab_size
         self._device = device
         self._seed = seed
+        self._grammars = grammars
         self._sums_of: ChunkSums = chunk_sums
         self._streams: dict[int, int] = {}
         self._counts = _TokenCounts(vocab_size, device)
@@ -119,13 +127,17 @@ class RequestSampler:
         logits: Tensor,
         sampling: tuple[Request, ...],
         most_likely: tuple[Tensor, Tensor] | None = None,
+        newest: Callable[[], Mapping[int, int | None]] = dict,
     ) -> Drawn:
-        """Choose a token for each request; nothing is waited for. O(requests * vocab_size).
+        """Choose a token for each request. O(requests * vocab_size).
+
+        Nothing is waited for, but where a text follows a grammar: then for its last token.
 
         Args:
             logits: [num_requests, vocab_size].
             sampling: whose they are; none of them knows its next token.
             most_likely: `logits.max(dim=-1)`, if that is known.
+            newest: waits for the last token of those that have not been told theirs.
         """
         if not sampling:  # and still something to wait for
             return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
@@ -135,7 +147,7 @@ class RequestSampler:
         best, tokens = likely = logits.max(dim=-1) if most_likely is None else most_likely
         adjusted = logits
         if terms.changes is not None:
-            adjusted, likely = terms.changes.apply(logits, likely)
+            adjusted, likely = terms.changes.apply(logits, likely, newest)
             best, tokens = best.where(~best.isfinite(), likely[0]), likely[1]
         if terms.draws is not None:
             indexes = np.array([request.num_output_tokens for request in terms.drawing])
@@ -154,6 +166,7 @@ class RequestSampler:
         """Keep nothing of a request any more. O(1)."""
         self._streams.pop(request.request_id, None)
         self._counts.discard(request)
+        self._grammars.discard(request)
 
     def _terms_of(self, sampling: tuple[Request, ...]) -> "_StepTerms":
         """What the requests of a step ask for. O(requests)."""
@@ -176,9 +189,12 @@ class RequestSampler:
             draw_terms(drawing, own, rows, self._vocab_size, device) if drawing else None,
             tuple([sampling[row] for row in drawing]),
             np.array(streams, np.uint64),
-            _Changes(changed, sampling, self._counts, device) if changed else None,
+            self._changes(changed, sampling) if changed else None,
             _Telling(telling, sampling, device) if telling else None,
         )
+
+    def _changes(self, rows: Sequence[int], sampling: Sequence[Request]) -> "_Changes":
+        return _Changes(rows, sampling, self._counts, self._grammars, self._device)
 
     def _stream(self, request: Request) -> int:
         number = request.request_id
@@ -216,6 +232,7 @@ class _Changes:
         rows: of the logits.
         sampling: the requests of all rows.
         counts: of their tokens.
+        grammars: that they follow.
         device: where the logits are.
     """
 
@@ -224,10 +241,12 @@ class _Changes:
         rows: Sequence[int],
         sampling: Sequence[Request],
         counts: "_TokenCounts",
+        grammars: Grammars,
         device: torch.device,
     ) -> None:
         requests = [sampling[row] for row in rows]
         self._counts = counts
+        self._grammars = grammars
         self._is_all = len(rows) == len(sampling)
         self._rows = index_of(rows, device)
         places = [place for place, r in enumerate(requests) if r.params.counts_tokens]
@@ -251,9 +270,15 @@ class _Changes:
             at, tokens, values = zip(*pairs, strict=True)
             added = column(values, device, torch.float32).squeeze(-1)
             self._bias = (index_of(at, device), index_of(tokens, device), added)
+        guided = [place for place, r in enumerate(requests) if r.params.grammar is not None]
+        self._guided = [requests[place] for place in guided]
+        self._guided_places = index_of(guided, device)
 
     def apply(
-        self, logits: Tensor, most_likely: tuple[Tensor, Tensor]
+        self,
+        logits: Tensor,
+        most_likely: tuple[Tensor, Tensor],
+        newest: Callable[[], Mapping[int, int | None]],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Other logits in these rows, float32, and what is largest then; O(rows * vocab_size)."""
         some = logits.float() if self._is_all else logits[self._rows].float()
@@ -266,6 +291,10 @@ class _Changes:
         if self._bias is not None:
             at, tokens, added = self._bias
             some.index_put_((at, tokens), added, accumulate=True)
+        if self._guided:
+            mask = self._grammars.mask(self._guided, newest())
+            own = masked(some[self._guided_places], mask.to(some.device, non_blocking=True))
+            some.index_put_((self._guided_places,), own)
         best, tokens = some.max(dim=-1)
         if self._is_all:
             return some, (best, tokens)
@@ -299,6 +328,18 @@ def penalised(
     own = counts & (_IN_PROMPT - 1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     return logits.where(counts == 0, repeated) - frequency * own - presence * (own > 0)
+
+
+def masked(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits of what may come next, -inf for the rest. O(rows * vocab_size).
+
+    Args:
+        logits: [num_rows, vocab_size].
+        words: int32 [num_rows, vocab_size / 32 rounded up], a bit a token, the lowest first.
+    """
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
+    may_come = (bits & 1).view(len(words), -1)[:, : logits.shape[1]]
+    return logits.masked_fill(may_come == 0, -torch.inf)
 
 
 class _TokenCounts:

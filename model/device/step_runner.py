@@ -11,7 +11,7 @@ Does not know: who is planned and why, what becomes of a token.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from model.device.cuda_graphs import DecodeGraphs
 from model.device.network import PagedNetwork
 from model.device.prepare import Prepared
 from model.device.request_sampler import Chance, Drawn, RequestSampler
+from model.device.sanitized import SanitizedBackend
 from model.device.swap import BlockMover
 from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
@@ -72,6 +73,7 @@ class StepPasses:
         groups: of the cache.
         max_sampled: rows that a step may draw, if the next one is to be sent before they are read.
         is_late: whether that happens.
+        sanitizer: the backend, if it is to check each step.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class StepPasses:
         *,
         max_sampled: int,
         is_late: bool,
+        sanitizer: SanitizedBackend | None = None,
     ) -> None:
         self._network = network
+        self._sanitizer = sanitizer
         self._mover = mover
         self._sampler = sampler
         chunks = network.layout.chunks
@@ -113,7 +117,7 @@ class StepPasses:
         self,
         step: Step,
         sampling: tuple[Request, ...],
-        rows_drawn: Mapping[int, int],
+        before: Flight | None,
         watch: StepWatch,
     ) -> Flight:
         """Have a step carried out; on a GPU it returns before it is done. One forward pass.
@@ -121,20 +125,26 @@ class StepPasses:
         Args:
             step: what the scheduler has planned.
             sampling: who gets a token, in the order of the step's logits.
-            rows_drawn: the rows of the step before, if its tokens have not been read.
+            before: the step before, if its tokens have not been read.
             watch: told when tensors are built and when the pass is sent.
         """
+        if self._sanitizer is not None:
+            self._sanitizer.begin_transfers(step, self._network.caches)
         self._mover.transfer(step.stores, step.loads)
         if not step.chunks:
             return Flight((), self._sampler.draw(torch.empty(0), ()))
         self._builders.append(self._builders.pop(0))
-        tensors = self._builders[0].build(step, rows_drawn)
+        tensors = self._builders[0].build(step, {} if before is None else before.rows())
+        if self._sanitizer is not None:
+            network = self._network
+            self._sanitizer.begin_step(step, tensors, network.caches, network.layout.chunks)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
             logits, most_likely = self._pass(step, tensors)
         watch.done(FORWARD)
+        newest = dict if before is None else before.read
         with watch.on_device(SAMPLE):
-            drawn = self._sampler.draw(logits, sampling, most_likely)
+            drawn = self._sampler.draw(logits, sampling, most_likely, newest)
             if self.can_read_late(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn)

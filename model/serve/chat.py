@@ -15,7 +15,8 @@ from fastapi import APIRouter, Request, Response
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
 from model.serve.generation import Asked, answer, reason_name, usage
-from model.serve.protocol import ChatChoice, ChatCompletion, ChatMessage, ChatRequest
+from model.serve.logprobs import chat_logprobs
+from model.serve.protocol import ChatChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
@@ -39,6 +40,8 @@ class _Messages:
         self._no_usage = ',"usage":null' if body.includes_usage else ""
         self._includes_usage = body.includes_usage
         self._num_samples = body.num_samples
+        self._decode = service.engine.engine.model.codec.decode
+        self._tells_logprobs = bool(body.logprobs)
 
     def begin(self) -> str:
         return "".join(
@@ -49,12 +52,14 @@ class _Messages:
 
     def piece(self, delta: Delta) -> str:
         reason = reason_name(delta)
-        if not delta.text and reason is None:
+        logprobs = self._logprobs(delta)
+        if not delta.text and reason is None and logprobs is None:
             return ""
+        told = "null" if logprobs is None else logprobs.model_dump_json()
         said = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
         return (
             f'{self._begin}"choices":[{{"index":{delta.sample},"delta":{said},'
-            f'"logprobs":null,"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
+            f'"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
         )
 
     def end(self, stream: TokenStream) -> str:
@@ -67,12 +72,15 @@ class _Messages:
             ChatChoice(
                 index=delta.sample,
                 message=ChatMessage(content=delta.text),
-                logprobs=None,
+                logprobs=self._logprobs(delta),
                 finish_reason=reason_name(delta),
             )
             for delta in deltas
         ]
         return ChatCompletion(**self._head, choices=choices, usage=usage(stream))  # type: ignore[arg-type]
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return chat_logprobs(self._decode, delta.tokens) if self._tells_logprobs else None
 
 
 def chat(service: Service) -> APIRouter:
@@ -107,6 +115,7 @@ def chat(service: Service) -> APIRouter:
             params=params,
             num_samples=body.num_samples,
             priority=body.priority or 0,
+            namespace=body.namespace,
             streams=bool(body.stream),
             names=names,
         )

@@ -10,7 +10,13 @@ from fastapi import APIRouter, Request, Response
 
 from model.serve.errors import ApiError
 from model.serve.generation import Asked, answer, reason_name, usage
-from model.serve.protocol import Completion, CompletionChoice, CompletionRequest
+from model.serve.logprobs import completion_logprobs
+from model.serve.protocol import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+)
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
@@ -39,6 +45,9 @@ class _Texts:
         self._num_samples = body.num_samples
         self._echoes = list(echoes)
         self._echoed: set[int] = set()
+        self._decode = service.engine.engine.model.codec.decode
+        self._tells_logprobs = body.logprobs is not None
+        self._offsets: dict[int, int] = {}  # of each sample: characters of its tokens so far
 
     def begin(self) -> str:
         return ""
@@ -46,11 +55,13 @@ class _Texts:
     def piece(self, delta: Delta) -> str:
         reason = reason_name(delta)
         text = self._echo(delta.sample) + delta.text
-        if not text and reason is None:
+        logprobs = self._logprobs(delta)
+        if not text and reason is None and logprobs is None:
             return ""
+        told = "null" if logprobs is None else logprobs.model_dump_json()
         return (
             f'{self._begin}"choices":[{{"index":{delta.sample},"text":{json.dumps(text)},'
-            f'"logprobs":null,"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
+            f'"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
         )
 
     def end(self, stream: TokenStream) -> str:
@@ -63,12 +74,20 @@ class _Texts:
             CompletionChoice(
                 index=delta.sample,
                 text=self._echo(delta.sample) + delta.text,
-                logprobs=None,
+                logprobs=self._logprobs(delta),
                 finish_reason=reason_name(delta),
             )
             for delta in deltas
         ]
         return Completion(**self._head, choices=choices, usage=usage(stream))  # type: ignore[arg-type]
+
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
+        if not self._tells_logprobs:
+            return None
+        offset = self._offsets.get(delta.sample, 0)
+        told = completion_logprobs(self._decode, delta.tokens, offset)
+        self._offsets[delta.sample] = offset + sum(map(len, told.tokens))
+        return told
 
     def _echo(self, sample: int) -> str:
         """The prompt, before the first piece of each sample."""
@@ -104,6 +123,7 @@ def completions(service: Service) -> APIRouter:
             params=body.sampling(max_tokens, body.logprobs),
             num_samples=body.num_samples,
             priority=body.priority or 0,
+            namespace=body.namespace,
             streams=bool(body.stream),
             names={},
         )

@@ -139,6 +139,8 @@ def _invalid(errors: Sequence[Mapping[str, object]], names: frozenset[str]) -> A
         why = context.get("error") if isinstance(context, Mapping) else ""
         return ApiError(400, f"body: wanted JSON: {why}", code="invalid_json")
     place = _place(first, names)
+    if isinstance(first.get("input"), bytes):  # it was not read as JSON
+        return ApiError(415, "Content-Type: wanted application/json", code="unsupported_media_type")
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{place}: there is no such field", param=place, code="unknown_field")
     said = [str(e["msg"]) for e in errors if _place(e, names) == place]

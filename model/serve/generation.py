@@ -22,6 +22,7 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
+import kvcore
 from model.async_engine import AsyncEngine
 from model.control.params import SamplingParams
 from model.control.request import FinishReason
@@ -46,6 +47,7 @@ class Asked:
         params: of every sample.
         num_samples: likewise.
         priority: likewise.
+        namespace: likewise.
         streams: whether pieces are sent as they come.
         names: the request's names for what the runner calls otherwise.
     """
@@ -54,6 +56,7 @@ class Asked:
     params: SamplingParams
     num_samples: int
     priority: int
+    namespace: kvcore.Namespace
     streams: bool
     names: dict[str, str]
 
@@ -115,6 +118,7 @@ async def answer(request: Request, engine: AsyncEngine, asked: Asked, form: Form
             asked.params,
             num_samples=asked.num_samples,
             priority=asked.priority,
+            namespace=asked.namespace,
         )
     except ModelError as error:
         raise api_error(error, asked.names) from error

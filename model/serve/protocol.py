@@ -9,15 +9,14 @@ Invariants: a field that is not here is an error; so is a value of another type.
 Does not know: how anything is answered.
 """
 
-import dataclasses
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+import kvcore
 from model.control.params import SamplingParams
 from model.serve.errors import ApiError
 
-_PARAMS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 MAX_SAMPLES = 128
 """The largest n, as OpenAI has it."""
 
@@ -94,6 +93,11 @@ class GenerationRequest(_Strict):
         return 1 if self.n is None else self.n
 
     @property
+    def namespace(self) -> kvcore.Namespace:
+        """With whom it shares what is computed of its prompt. O(salt)."""
+        return kvcore.Namespace(salt=(self.cache_salt or "").encode())
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the counts of tokens. O(1)."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -125,7 +129,7 @@ class GenerationRequest(_Strict):
             logprobs: how many likely tokens are told beside each, None: nothing.
 
         Raises:
-            ApiError: the runner lacks one of them.
+            ApiError: `logit_bias` names no tokens.
             InvalidArgumentError: a value is out of range.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -146,26 +150,7 @@ class GenerationRequest(_Strict):
             "logprobs": logprobs,
         }
         said = {name: value for name, value in given.items() if value is not None}
-        for name in list(said):
-            if name not in _PARAMS:
-                if said[name] not in _NO_EFFECT.get(name, ()):
-                    raise ApiError(
-                        400,
-                        f"{name}: this server does not support it",
-                        param=name,
-                        code="unsupported",
-                    )
-                del said[name]
         return SamplingParams(**said)  # type: ignore[arg-type]  # its own check says what is wrong
-
-
-_NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "min_p": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ((),),
-}
 
 
 class CompletionRequest(GenerationRequest):
@@ -174,7 +159,6 @@ class CompletionRequest(GenerationRequest):
     UNSUPPORTED = {
         "suffix": ("",), "best_of": (), "store": (False,), "response_format": (),
         "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-        "cache_salt": (),
     }  # fmt: skip
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -224,7 +208,7 @@ class ChatRequest(GenerationRequest):
     UNSUPPORTED = {
         "store": (False,), "response_format": (),
         "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-        "cache_salt": (), "tools": ([],), "tool_choice": ("none",), "functions": ([],),
+        "tools": ([],), "tool_choice": ("none",), "functions": ([],),
         "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
         "reasoning_effort": (), "verbosity": (), "web_search_options": (),
     }  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
@@ -82,6 +83,18 @@ class ByteCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+    def describe(self):
+        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # a byte-level alphabet
+        hidden = [byte for byte in range(256) if byte not in shown]
+        letters = {byte: chr(byte) for byte in shown}
+        letters |= {byte: chr(256 + number) for number, byte in enumerate(hidden)}
+        vocabulary = {letters[byte]: byte for byte in range(256)} | {"<end>": 256}
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(["<end>"])
+        return tokenizer.to_str()
 
     def open_step(self):
         return None

@@ -125,6 +125,17 @@ def check_inversion(sampler):
     check()
 
 
+def check_ends(sampler):
+    """The least number takes the first token that has weight, the largest the last."""
+    for size, first, last in ((300, 70, 199), (600, 300, 599), (8, 3, 3)):
+        logits = torch.full((2, size), -math.inf)
+        logits[:, first : last + 1] = 0.0
+        terms = sampler.draw_terms(range(2), [SamplingParams(temperature=1.0)] * 2, 2, size, CPU)
+        numbers = torch.tensor([[0.0], [1 - 2.0**-53]], dtype=torch.float64)
+        found = sampler.choose(logits, logits.max(dim=-1), terms, numbers).tolist()
+        assert found == [first, last]
+
+
 def check_company(sampler):
     """A token depends on its own row alone: not on the others, their terms or their number."""
 
@@ -185,7 +196,7 @@ def check_frequencies(sampler):
         SamplingParams(temperature=0.7, top_k=6, top_p=0.9),
         SamplingParams(temperature=1.2, min_p=0.3),
     ]
-    count = 8000
+    count = 3000
     for how in cases:
         left = reference.kept(logits.tolist(), how)
         likely = reference.probabilities(logits.tolist(), how.temperature)

@@ -11,6 +11,7 @@ from model.cli.args import parse_args
 from model.cli.options import ModelOptions, OutputOptions
 from model.cli.prompts import read_prompts
 from model.control.config import MAX_BLOCK_SIZE, MAX_NUM_BLOCKS, EngineConfig
+from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.errors import InvalidArgumentError, UsageError
 from model.tiny import CHECKPOINT_DIR, DEMO_PROMPTS
@@ -202,6 +203,9 @@ def test_a_prompt_that_says_nothing_is_one_error(argv, message):
         ('{"prompt": "a", "stop_token_ids": [4294967296]}', "line 2: stop_token_ids: wanted"),
         ('{"prompt": "a", "temperature": 1, "seed": 1.5}', "line 2: seed: wanted an integer"),
         ('{"prompt": "a", "temperature": 1, "n": true}', "line 2: n: wanted an integer from 1"),
+        ('{"prompt": "a", "logit_bias": {"x": 1}}', "line 2: logit_bias: wanted pairs of a token"),
+        ('{"prompt": "a", "logit_bias": {"3": 101}}', "line 2: logit_bias: wanted pairs of a to"),
+        ('{"prompt": "a", "grammar": {"regexp": "a"}}', "line 2: grammar: wanted an object with"),
         ('{"prompt": "a", "priority": 1e6}', "line 2: priority: wanted an integer .*, got 1000000"),
     ],
 )
@@ -234,6 +238,15 @@ def test_a_line_says_how_often_and_how_soon_over_the_command_line(tmp_path):
     file.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     specs = read("--prompts-file", str(file), "--temperature", "1", "--n", "4")
     assert [(spec.samples.n, spec.samples.priority) for spec in specs] == [(2, -3), (4, 0)]
+
+
+def test_a_line_has_a_bias_by_token_and_a_grammar(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    line = {"prompt": "a", "logit_bias": {"5": -1, "70": 2.5}, "grammar": {"choice": ["b", "c"]}}
+    file.write_text(json.dumps(line), encoding="utf-8")
+    [spec] = read("--prompts-file", str(file))
+    assert spec.params.logit_bias == ((5, -1), (70, 2.5))
+    assert spec.params.grammar == Grammar.choice(["b", "c"])
 
 
 def test_a_null_field_of_a_line_is_as_if_it_were_not_there(tmp_path):

@@ -9,7 +9,7 @@ import kvcore
 from model import Request, SamplingParams, Scheduler, SchedulerConfig
 from model.control.step import Chunk, Step
 from model.device.batch import BatchBuilder
-from model.device.kv_caches import KVCaches, blocks_for
+from model.device.kv_caches import KVCaches
 from model.device.layout import LayerShape, plan_layout
 
 CPU = torch.device("cpu")
@@ -158,7 +158,3 @@ def test_caches_have_the_shape_of_their_layers():
         *[(5, 4, 1, 8)] * 2,
     ]
     assert not any(cache.any() for pair in caches.layers for cache in pair)
-
-
-def test_a_number_of_tokens_takes_whole_blocks():
-    assert [blocks_for(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -204,15 +204,15 @@ def test_an_interrupt_is_one_line_and_exit_code_130(call, monkeypatch):
 
 
 def test_kvcores_refusal_of_an_argument_is_bad_input_and_its_bugs_are_not(call, monkeypatch):
-    def refusing(*_):
+    def refusing(*_, **__):
         raise kvcore.InvalidArgumentError("seq: wanted another")
 
-    def broken(*_):
+    def broken(*_, **__):
         raise kvcore.InvariantError("a block is lost")
 
-    monkeypatch.setattr(session, "load_model", refusing)
+    monkeypatch.setattr(session, "start", refusing)
     assert call() == (2, "", "error: seq: wanted another\n")
-    monkeypatch.setattr(session, "load_model", broken)
+    monkeypatch.setattr(session, "start", broken)
     code, _, err = call()
     assert code == 3
     assert "Traceback" in err

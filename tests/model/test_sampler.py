@@ -78,12 +78,8 @@ def test_a_token_of_no_probability_is_never_drawn(how):
     assert set(sample(logits.expand(20, 3), draws)) == {1}
 
 
-def test_the_largest_number_below_one_takes_the_last_token_and_none_behind_it():
-    logits = torch.zeros(1, 300)
-    logits[0, 200:] = -torch.inf
-    terms = sampler.draw_terms([0], [SamplingParams(temperature=1.0)], 1, 300, checks.CPU)
-    number = torch.full((1, 1), 1 - 2.0**-53, dtype=torch.float64)
-    assert sampler.choose(logits, logits.max(dim=-1), terms, number).tolist() == [199]
+def test_the_least_and_the_largest_number_take_the_first_and_the_last_token_that_weigh():
+    checks.check_ends(sampler)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -1,0 +1,1 @@
+"""Several replicas of an engine as one: which of them takes a request."""

@@ -1,0 +1,95 @@
+"""What a text must be: a schema, an expression, a choice or a grammar.
+
+Decides: how these are spelled. Invariants: equal grammars are equal values, so each is compiled
+once. Whether one means anything is found out when it is compiled (`device/grammars.py`).
+
+Does not know: tokens, the library that compiles it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from model.errors import InvalidSettingError
+
+Form = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf"]
+
+FORMS: tuple[Form, ...] = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
+
+_WANTED = f"an object with one of {', '.join(FORMS)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text must be from its first token to its last.
+
+    Attributes:
+        form: "json_schema", "json_object" (any object), "regex" (of the whole text), "choice",
+            "lark" (a grammar as llguidance spells it) or "gbnf" (as llama.cpp does).
+        text: the schema or the choices as JSON, the expression, the grammar.
+    """
+
+    form: Form
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, object] | str) -> "Grammar":
+        """A JSON value that a schema allows; O(schema).
+
+        Raises:
+            InvalidSettingError: it is no JSON.
+        """
+        return cls("json_schema", schema if isinstance(schema, str) else _as_json(schema))
+
+    @classmethod
+    def json_object(cls) -> "Grammar":
+        """Any JSON object. O(1)."""
+        return cls("json_object", "")
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """A text that an expression matches from end to end. O(1)."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, texts: object) -> "Grammar":
+        """One of some texts. O(texts).
+
+        Raises:
+            InvalidSettingError: there are none, or one is empty or no text.
+        """
+        if not isinstance(texts, list | tuple) or not texts or not all(map(_is_text, texts)):
+            raise InvalidSettingError("grammar", "a choice of texts, none empty", texts)
+        return cls("choice", _as_json(list(texts)))
+
+    @classmethod
+    def of(cls, described: object) -> "Grammar":
+        """A grammar from how a file or a request describes it: {"regex": "[a-z]+"}. O(described).
+
+        Raises:
+            InvalidSettingError: it describes none.
+        """
+        if not isinstance(described, Mapping) or len(described) != 1:
+            raise InvalidSettingError("grammar", _WANTED, described)
+        [(form, value)] = described.items()
+        if form == "json_schema" and isinstance(value, Mapping | str):
+            return cls.json_schema(value)
+        if form == "json_object" and value is True:
+            return cls.json_object()
+        if form == "choice":
+            return cls.choice(value)
+        if form in {"regex", "lark", "gbnf"} and isinstance(value, str):
+            return cls(form, value)
+        raise InvalidSettingError("grammar", _WANTED, described)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidSettingError("grammar", f"JSON ({error})", value) from error

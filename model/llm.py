@@ -1,0 +1,218 @@
+"""Text from a model in three lines, under the names that vLLM's examples use.
+
+    from model import LLM, SamplingParams
+
+    outputs = LLM("model/tiny").generate(["A tuple is"], SamplingParams(max_tokens=8))
+    print(outputs[0].outputs[0].text)
+
+Decides: what of vLLM's `LLM`, `RequestOutput` and `CompletionOutput` there is, and what it is
+called here. What else an engine can be told has the name of a field of `EngineConfig`.
+
+Does not know: how tokens come about.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from model.boot import make_engine
+from model.cli.bars import bar
+from model.cli.options import ModelOptions
+from model.control.config import EngineConfig
+from model.control.params import SamplingParams
+from model.control.request import Request, SampledToken
+from model.control.settings import check_settings
+from model.engine import Engine
+from model.errors import InvalidArgumentError
+
+_ALIASES = {"enforce_eager": "eager", "gpu_memory_utilization": "kv_memory_fraction"}
+_SETTINGS = frozenset(field.name for field in dataclasses.fields(EngineConfig))
+
+Chat = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """How likely a token was.
+
+    Attributes:
+        logprob: the logarithm of its probability.
+        rank: its place among the most likely ones, from 1; None: it is not among those told.
+        decoded_token: its text.
+    """
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One continuation of a prompt.
+
+    Attributes:
+        index: its number among those of its prompt.
+        text: cut before a stop string.
+        token_ids: all that were drawn.
+        finish_reason: "length", "stop" or "error".
+        logprobs: for each token the likely ones in its place, itself among them; None: not asked.
+        cumulative_logprob: of all tokens together; None: not asked.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and what came of it.
+
+    Attributes:
+        request_id: the engine's number of it.
+        prompt: its text; None: it was given as tokens.
+        prompt_token_ids: its tokens.
+        outputs: its continuations.
+        num_cached_tokens: prompt tokens found in the cache.
+        finished: True, always.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int
+    finished: bool = True
+
+
+class LLM:
+    """A model, loaded, that continues prompts.
+
+    Args:
+        model: a folder, or an id on the hub.
+        backend: what runs attention; "auto": what this machine has.
+        dtype: of the weights; "auto": float32 on a CPU, bfloat16 on a GPU.
+        settings: fields of `EngineConfig`; `enforce_eager` and `gpu_memory_utilization` are
+            taken for `eager` and `kv_memory_fraction`.
+
+    Raises:
+        ModelError: there is no such model, it does not run here, or a setting is none.
+    """
+
+    def __init__(
+        self, model: str, *, backend: str = "auto", dtype: str = "auto", **settings: object
+    ) -> None:
+        said = {_ALIASES.get(name, name): value for name, value in settings.items()}
+        for name in said:
+            if name not in _SETTINGS:
+                raise InvalidArgumentError(f"{name}: there is no such setting of an engine")
+        options = ModelOptions(model=str(model), backend=backend, dtype=dtype)  # type: ignore[arg-type]
+        check_settings(options)
+        config = EngineConfig(**said)  # type: ignore[arg-type]  # it checks them
+        self.engine: Engine = make_engine(options, config)
+
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        num_samples: int = 1,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts; what came of each, in their order.
+
+        Args:
+            prompts: a text, or several texts or lists of token ids.
+            sampling_params: of all of them, or one for each; None: greedy, with the default length.
+            num_samples: how often each is continued.
+            use_tqdm: whether a bar is drawn, where stderr is a terminal.
+
+        Raises:
+            InvalidArgumentError: one of them cannot be run; none is then.
+        """
+        each = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = sampling_params or SamplingParams()
+        every = [params] * len(each) if isinstance(params, SamplingParams) else list(params)
+        if len(every) != len(each):
+            raise InvalidArgumentError(
+                f"sampling_params: wanted {len(each)} of them, got {len(every)}"
+            )
+        engine = self.engine
+        groups: list[list[Request]] = []
+        texts: dict[int, list[str]] = {}
+        tokens: dict[int, list[SampledToken]] = {}
+        try:
+            for prompt, one in zip(each, every, strict=True):
+                groups.append(engine.add_samples(prompt, one, num_samples=num_samples))
+            texts = {r.request_id: [] for group in groups for r in group}
+            tokens = {number: [] for number in texts}
+            with bar("generated", len(texts), is_wanted=use_tqdm) as advance:
+                while engine.has_unfinished:
+                    for output in engine.step():
+                        texts[output.request.request_id].append(output.text)
+                        if output.token is not None:
+                            tokens[output.request.request_id].append(output.token)
+                        advance(output.request.is_finished)
+        finally:
+            for group in groups:
+                for request in group:
+                    engine.abort(request)
+        return [
+            RequestOutput(
+                request_id=str(group[0].request_id),
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_token_ids=group[0].prompt_tokens,
+                outputs=[
+                    self._output(r, "".join(texts[r.request_id]), tokens[r.request_id])
+                    for r in group
+                ],
+                num_cached_tokens=group[0].num_cached_tokens,
+            )
+            for prompt, group in zip(each, groups, strict=True)
+        ]
+
+    def _output(
+        self, request: Request, text: str, tokens: Sequence[SampledToken]
+    ) -> CompletionOutput:
+        asks = request.params.logprobs is not None
+        reason = request.finish_reason
+        return CompletionOutput(
+            index=request.sample,
+            text=text,
+            token_ids=[token.token_id for token in tokens],
+            finish_reason=None if reason is None else reason.value,
+            logprobs=[self._logprobs(token) for token in tokens] if asks else None,
+            cumulative_logprob=sum([token.logprob or 0.0 for token in tokens]) if asks else None,
+        )
+
+    def _logprobs(self, token: SampledToken) -> dict[int, Logprob]:
+        """The likely tokens in the place of one, and itself."""
+        decode = self.engine.model.codec.decode
+        told = {
+            number: Logprob(logprob, rank, decode([number]))
+            for rank, (number, logprob) in enumerate(token.top_logprobs, 1)
+        }
+        own = Logprob(token.logprob or 0.0, None, decode([token.token_id]))
+        return {token.token_id: told.get(token.token_id, own), **told}
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        num_samples: int = 1,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, by the model's chat template; as `generate`."""
+        first = messages[0] if messages else None
+        chats = [messages] if isinstance(first, Mapping) else messages
+        encode = self.engine.model.codec.encode_chat
+        return self.generate(
+            [encode(chat) for chat in chats],  # type: ignore[arg-type]  # one kind or the other
+            sampling_params,
+            num_samples=num_samples,
+            use_tqdm=use_tqdm,
+        )

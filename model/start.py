@@ -1,0 +1,120 @@
+"""From names to a network that is loaded, on its device, and warm: for every way to run one.
+
+Decides: which number format "auto" is, how many threads a network gets, and which errors of other
+packages tell of the input. Invariants: Transformers prints nothing by itself.
+
+Does not know: requests, clients, command lines.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import backends
+import kvcore
+from model.control.params import SamplingParams
+from model.device.prepare import is_small
+from model.device.ranks import Ranks, join_ranks
+from model.engine import Engine
+from model.errors import UsageError
+from model.loader import LoadedModel, load_model
+
+_BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
+    backends.UnknownBackendError,
+    backends.BackendUnavailableError,
+    backends.UnsupportedError,
+    kvcore.InvalidArgumentError,
+    kvcore.OutOfBlocksError,
+)
+
+Load = Callable[[str, torch.device, torch.dtype, Ranks | None], LoadedModel]
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """Tell what other packages find wrong with the input as what it is.
+
+    Raises:
+        UsageError: in place of their errors.
+    """
+    try:
+        yield
+    except _BAD_INPUT as error:
+        raise UsageError(str(error)) from error
+
+
+def start(
+    name: str,
+    backend_name: str,
+    dtype_name: str,
+    *,
+    num_ranks: int | None = None,
+    is_exact: bool = False,
+    load: Load = load_model,
+) -> tuple[LoadedModel, backends.Backend]:
+    """Load a model for a backend, on its device. Reads every weight once.
+
+    Args:
+        name: a folder, or an id on the hub.
+        backend_name: its name, or "auto".
+        dtype_name: its name, or "auto": bfloat16 on a GPU, else float32.
+        num_ranks: processes that share the network; None: it is whole here.
+        is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
+            without near ties.
+        load: what loads it.
+
+    Raises:
+        ModelError: there is no such model, it cannot run here, or there are not as many processes.
+    """
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    ranks = None if num_ranks is None else join_ranks(num_ranks)
+    backend = backends.get_backend(backend_name)
+    if dtype_name == "auto":
+        is_half = backend.device.type == "cuda" and not is_exact
+        dtype_name = "bfloat16" if is_half else "float32"
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    model = load(name, backend.device, dtype, ranks)
+    _choose_threads(model)
+    return model, backend
+
+
+def warm_up(
+    engine: Engine, model: LoadedModel, backend: backends.Backend, *, length: int, num_prompts: int
+) -> str:
+    """Prepare an engine, and run another that is thrown away; in words how the network runs.
+
+    That one has the caches of the real one, so it takes no memory of its own, and what it counts
+    and finds is forgotten with it.
+
+    Args:
+        engine: has run nothing yet.
+        model: which it runs.
+        backend: on which.
+        length: of the prompts that are tried; 0: of one token, after which nothing fits.
+        num_prompts: how many.
+    """
+    how = engine.prepare()
+    sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
+    trial = Engine(model, backend, sizes, caches_of=engine)
+    params = SamplingParams(max_tokens=2 if length else 1, ignore_eos=True)
+    trial.generate([[0] * max(1, length)] * num_prompts, params)
+    return how
+
+
+def _choose_threads(model: LoadedModel) -> None:
+    """One thread for a small network on a CPU, unless the user has said how many.
+
+    Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
+    """
+    network = model.network
+    if (
+        network.device.type == "cpu"
+        and is_small(network.num_parameters())
+        and "OMP_NUM_THREADS" not in os.environ
+    ):
+        torch.set_num_threads(1)

@@ -1,0 +1,230 @@
+"""The engine on its thread: same tokens, refusals, cancelled waits, faults, drains."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+import backends
+from model.async_engine import (
+    AsyncEngine,
+    EngineFaultError,
+    EngineState,
+    NotServingError,
+    QueueFullError,
+)
+from model.control.config import EngineConfig
+from model.control.params import SamplingParams
+from model.control.request import FinishReason
+from model.engine import Engine
+from model.errors import InvalidArgumentError
+from tests.model.networks import build
+
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def network():
+    return build("qwen3")
+
+
+@pytest.fixture
+def engine(network):
+    return Engine(network, backends.get_backend("numba"), EngineConfig(num_blocks=64))
+
+
+def run(coroutine):
+    async def bounded():
+        async with asyncio.timeout(DEADLINE_S):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def num_used(engine):
+    return engine.kv.stats().num_used_blocks
+
+
+@pytest.mark.parametrize("stop", [(), ("a",), ("\x00", "q", "ZZ")])
+def test_it_says_what_the_engine_alone_says(engine, stop):
+    prompts = ["one", "another text", "and a third one"]
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=5, stop=stop)
+    wanted = engine.generate(prompts, params)
+    engine.kv.reset()
+
+    async def one(served, prompt):
+        return [delta async for delta in served.generate(prompt, params)]
+
+    async def main():
+        async with AsyncEngine(engine) as served:
+            return await asyncio.gather(*[one(served, prompt) for prompt in prompts])
+
+    for deltas, completion in zip(run(main()), wanted, strict=True):
+        assert "".join(delta.text for delta in deltas) == completion.text
+        tokens = [token.token_id for delta in deltas for token in delta.tokens]
+        assert tokens == completion.request.output_tokens
+        assert deltas[-1].finish_reason is completion.request.finish_reason
+    assert num_used(engine) == 0
+
+
+def test_samples_of_several_prompts_are_numbered_through_and_queued_all_or_none(engine):
+    async def main():
+        async with AsyncEngine(engine) as served:
+            async with await served.add_all(["ab", "cd"], LONG, num_samples=2) as stream:
+                assert [sample.number for sample in stream.samples] == [0, 1, 2, 3]
+                assert stream.num_prompt_tokens == 4
+                assert len({delta.sample for delta in await stream.whole()}) == 4
+            with pytest.raises(InvalidArgumentError, match="prompt"):
+                await served.add_all(["ab", ""], LONG)
+            assert await served.call(lambda one: one.has_unfinished) is False
+
+    run(main())
+
+
+def test_a_stream_that_is_closed_has_its_blocks_back_before_the_next_step(engine):
+    async def main():
+        async with AsyncEngine(engine) as served:
+            stream = await served.add("a text that takes a few blocks of the pool", LONG)
+            await anext(stream)
+            assert await served.call(num_used) > 0
+            stream.close()
+            assert await served.call(num_used) == 0
+            with pytest.raises(NotServingError):
+                await stream.whole()
+            generating = served.generate("another", LONG)
+            await anext(generating)
+            await generating.aclose()
+            assert await served.call(num_used) == 0
+
+    run(main())
+
+
+def test_a_wait_that_is_cancelled_at_any_moment_leaves_nothing(engine):
+    async def main():
+        async with AsyncEngine(engine) as served:
+            for turns in range(12):
+                adding = asyncio.create_task(served.add("a text", LONG))
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                adding.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    (await adding).close()
+                await served.call(num_used)  # what was on its way has come
+                assert await served.call(num_used) == 0
+                assert served.num_open == 0
+
+    run(main())
+
+
+def test_no_more_may_wait_than_may(engine):
+    async def main():
+        served = AsyncEngine(engine, max_waiting=1)
+        async with served:
+            seats = engine.config.max_num_seqs
+            with pytest.raises(InvalidArgumentError, match="n: wanted at most"):
+                await served.add("x", LONG, num_samples=seats + 2)
+            async with await served.add("x", LONG, num_samples=seats + 1):
+                with pytest.raises(QueueFullError, match="max_waiting"):
+                    await served.add("y", LONG)
+            async with await served.add("y", SamplingParams(max_tokens=1)) as stream:
+                await stream.whole()
+
+    run(main())
+
+
+def test_a_fault_fails_the_requests_it_meets_and_the_engine_goes_on(engine, monkeypatch):
+    sound = engine._passes.send
+    faults = iter([True])
+
+    def send(*args):
+        if next(faults, False):
+            raise RuntimeError("planted")
+        return sound(*args)
+
+    monkeypatch.setattr(engine._passes, "send", send)
+
+    async def main():
+        async with AsyncEngine(engine) as served:
+            stream = await served.add("a text", LONG)
+            with pytest.raises(EngineFaultError, match="planted"):
+                await stream.whole()
+            await served.call(num_used)  # comes after whatever is done about the fault
+            assert served.health.is_ready
+            assert served.health.num_faults == 1
+            assert "planted" in served.health.last_fault
+            deltas = [d async for d in served.generate("a text", SamplingParams(max_tokens=3))]
+            assert deltas[-1].finish_reason is FinishReason.LENGTH
+            assert await served.call(num_used) == 0
+
+    run(main())
+
+
+def test_an_engine_that_computes_no_more_stops_and_says_so(engine, monkeypatch):
+    def send(*args):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine._passes, "send", send)
+
+    async def main():
+        async with AsyncEngine(engine) as served:
+            stream = await served.add("a text", LONG)
+            with pytest.raises(EngineFaultError, match="planted"):
+                await stream.whole()
+            with pytest.raises(NotServingError):
+                await served.call(num_used)
+            assert served.health.state is EngineState.STOPPED
+            for asked in (served.add("x"), served.call(num_used)):
+                with pytest.raises(NotServingError):
+                    await asked
+
+    run(main())
+
+
+def test_what_keeps_an_engine_from_being_made_is_told_where_it_is_waited_for():
+    def make():
+        raise InvalidArgumentError("num_blocks: planted")
+
+    async def main():
+        served = AsyncEngine(make)
+        served.start()
+        with pytest.raises(InvalidArgumentError, match="planted"):
+            await served.ready()
+        await served.stop()
+        assert served.health.state is EngineState.STOPPED
+
+    run(main())
+
+
+def test_a_drain_waits_for_what_runs_takes_nothing_new_and_cuts_off_at_its_deadline(engine):
+    async def main():
+        served = AsyncEngine(engine)
+        async with served:
+            short = await served.add("a text", SamplingParams(max_tokens=5, ignore_eos=True))
+            draining = asyncio.create_task(served.drain(DEADLINE_S))
+            await asyncio.sleep(0)
+            with pytest.raises(NotServingError, match="draining"):
+                await served.add("too late")
+            assert len((await short.whole())[0].tokens) == 5
+            assert await draining == 0
+        again = AsyncEngine(engine)
+        async with again:
+            stream = await again.add("a text", LONG)
+            await anext(stream)
+            assert await again.drain(0) == 1
+            with pytest.raises(NotServingError):
+                await stream.whole()
+        assert num_used(engine) == 0
+
+    run(main())
+
+
+def test_a_call_runs_between_two_steps_and_raises_what_it_raises(engine):
+    async def main():
+        async with AsyncEngine(engine) as served:
+            assert await served.call(lambda one: one.kv.num_free_blocks) == 63
+            with pytest.raises(ZeroDivisionError):
+                await served.call(lambda _: 1 // 0)
+            assert served.health.is_ready
+
+    run(main())

@@ -1,0 +1,72 @@
+"""`LLM` in vLLM's shape says what the engine says."""
+
+import math
+
+import pytest
+
+import backends
+import model
+from model.control.config import EngineConfig
+from model.engine import Engine
+from model.errors import InvalidArgumentError
+from model.loader import load_model
+from model.tiny import CHECKPOINT_DIR
+
+GREEDY = model.SamplingParams(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return model.LLM(str(CHECKPOINT_DIR), num_blocks=100, enforce_eager=True)
+
+
+def test_it_says_what_the_engine_says_in_the_order_of_the_prompts(llm):
+    loaded = load_model(str(CHECKPOINT_DIR), backends.get_backend("numba").device)
+    engine = Engine(loaded, backends.get_backend("numba"), EngineConfig(num_blocks=100))
+    prompts = ["A tuple is", "A list is", [5, 6, 7]]
+    wanted = [completion.text for completion in engine.generate(prompts, GREEDY)]
+    found = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].text for output in found] == wanted
+    assert [output.prompt for output in found] == ["A tuple is", "A list is", None]
+    assert found[2].prompt_token_ids == [5, 6, 7]
+    assert all(output.outputs[0].finish_reason == "length" for output in found)
+
+
+def test_one_text_is_one_prompt_and_samples_are_its_outputs(llm):
+    params = model.SamplingParams(max_tokens=8, temperature=1.5, seed=3, logprobs=2)
+    (output,) = llm.generate("A tuple is", params, num_samples=2, use_tqdm=False)
+    assert [one.index for one in output.outputs] == [0, 1]
+    assert output.outputs[0].token_ids != output.outputs[1].token_ids
+    for one in output.outputs:
+        own = [tops[token] for tops, token in zip(one.logprobs, one.token_ids, strict=True)]
+        assert math.isclose(sum(top.logprob for top in own), one.cumulative_logprob)
+
+
+def test_a_prompt_that_is_refused_leaves_nothing_behind(llm):
+    with pytest.raises(InvalidArgumentError, match="prompt"):
+        llm.generate(["A tuple is", ""], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_unfinished
+    with pytest.raises(InvalidArgumentError, match="sampling_params: wanted 1"):
+        llm.generate("A tuple is", [GREEDY, GREEDY], use_tqdm=False)
+
+
+def test_a_text_that_ends_by_itself_ends_the_call(llm):
+    eos = next(iter(llm.engine.model.eos_token_ids))
+    params = model.SamplingParams(max_tokens=6, logit_bias=((eos, 100.0),))
+    (output,) = llm.generate("A tuple is", params, use_tqdm=False)
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_a_chat_is_answered(llm):
+    chat = [{"role": "user", "content": "A tuple is"}]
+    one, two = llm.chat([chat, chat], GREEDY, use_tqdm=False)
+    assert one.outputs[0].text == two.outputs[0].text != ""
+    (alone,) = llm.chat(chat, GREEDY, use_tqdm=False)
+    assert alone.outputs[0].text == one.outputs[0].text
+
+
+def test_a_setting_that_is_none_is_named():
+    with pytest.raises(InvalidArgumentError, match="max_modl_len"):
+        model.LLM("anything", max_modl_len=5)
+    with pytest.raises(InvalidArgumentError, match="dtype"):
+        model.LLM("anything", dtype="int3")
