@@ -135,7 +135,7 @@ MODEL_LAYERS = (
     ("serve/about", "serve/chat", "serve/completions", "serve/live"),
     ("serve/app",),
     ("serve/process",),
-    ("serve/__main__",),
+    ("serve/__main__", "serve/cost"),
     ("cluster/__init__", "cluster/router"),
     ("cluster/simulate",),
     ("__init__",),

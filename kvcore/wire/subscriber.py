@@ -343,6 +343,8 @@ class _Link:
     def _read_answer(self, asked: zmq.Socket[bytes]) -> None:
         while asked.poll(0):
             frames = asked.recv_multipart()
+            if len(frames) == 4:
+                del frames[1]  # newer engines repeat the topic
             self.heard_at = self._asked_at = time.monotonic()
             try:
                 if frames[1:2] == [END]:

@@ -45,7 +45,7 @@ class ServeConfig:
     max_request_bytes: int = setting(4 << 20, help="the largest request", least=1, unit="bytes")
     request_timeout_s: float = setting(
         60.0,
-        help="how long a request may take to come, and an answer to be read on",
+        help="how long a request may take to come",
         least=0,
         below=math.inf,
     )

@@ -99,7 +99,7 @@ def make_checkpoint(documents: Sequence[Document], out: Path, settings: Settings
     weights: nn.Module = network  # the view of it that is typed
     weights.to(torch.bfloat16)
     network.generation_config.pad_token_id = network.config.eos_token_id  # `generate` asks for one
-    tokenizer.save_pretrained(out)
+    tokenizer.save_pretrained(out, save_jinja_files=False)
     network.save_pretrained(out)
     weights.float()  # the saved numbers, as a CPU computes with them
     sample = learn_from[:: max(1, len(learn_from) // len(held_out))]

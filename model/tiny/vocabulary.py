@@ -13,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0  # the trainer numbers special tokens first
 VOCAB_SIZE = 2048
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n\n{% endfor %}"
+"""A paragraph for each message: the model has read documentation, and no conversation."""
 
 
 def learn_vocabulary(
@@ -38,5 +40,6 @@ def learn_vocabulary(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TEXT,
         model_max_length=model_max_length,
+        chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )

@@ -184,6 +184,29 @@ def test_an_oversized_request_cuts_off_who_sent_it_and_nobody_else(kv, publisher
             assert asking.recv_multipart()
 
 
+@pytest.mark.parametrize("topic", [[], [b"kv"]])
+def test_an_engines_own_answers_are_read_with_a_topic_and_without(context, topic):
+    batches = [
+        wire.encode(1.0 + number, [wire.Stored([number], parent, [number, 7], 2)], 0, "map")
+        for number, parent in enumerate([None, 0, 1])
+    ]
+    with context.socket(zmq.PUB) as live, context.socket(zmq.ROUTER) as answers:
+        for each in (live, answers):
+            each.linger = 0
+            each.rcvtimeo = PATIENCE_S * 1000
+            each.bind(ANYWHERE)
+        source = wire.Source(*[each.last_endpoint.decode() for each in (live, answers)])
+        with wire.Subscriber({"e": source}) as follower:
+            client, _, wanted = answers.recv_multipart()
+            assert wanted == bytes(8)
+            for number, payload in enumerate(batches):
+                sequence = number.to_bytes(8, "big")
+                answers.send_multipart([client, b"", *topic, sequence, payload])
+            answers.send_multipart([client, b"", *[b"" for _ in topic], wire.END, b""])
+            assert until(lambda: follower.match([0, 7, 1, 7, 2, 7]).get("e") == 6)
+            assert follower.status()["e"].met.num_malformed == 0
+
+
 class Hostile:
     """Publishes whatever it is told to."""
 

@@ -31,7 +31,13 @@ class Served:
         self.url = address_of(self.listener, config)
         self.app = create_app(engine, config, log=self.lines.append)
         self.server = Server(
-            uvicorn.Config(self.app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                self.app,
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=1,
+            )
         )
         self.loop = None
         self.thread = threading.Thread(target=self._run)

@@ -1,0 +1,162 @@
+"""What the server costs beside the engine alone: `python -m model.serve.cost`.
+
+Decides: the same requests, so many at once, are run by the engine alone and through HTTP, turn by
+turn, in one process, whose processor time is counted beside the clock's; the client is a process of
+its own (`load.py`).
+
+Does not know: how either works.
+"""
+
+import asyncio
+import gc
+import json
+import subprocess  # the client is ours
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import uvicorn
+
+from model.async_engine import AsyncEngine
+from model.bench.serve import Arrivals
+from model.bench.serve import serve as run_alone
+from model.bench.workloads import BenchRequest
+from model.boot import make_engine
+from model.cli.exits import leaves
+from model.cli.options import ModelOptions
+from model.cli.settings import Flags
+from model.control.config import EngineConfig
+from model.control.settings import check_settings, setting
+from model.engine import Engine
+from model.errors import ModelError
+from model.serve.app import create_app
+from model.serve.config import ServeConfig
+from model.serve.listener import listen
+from model.serve.load import Job
+from model.serve.process import Server
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostOptions:
+    """What is sent, and how often."""
+
+    rounds: int = setting(3, help="turns of each", least=1)
+    num_requests: int = setting(256, help="requests of a turn", least=1)
+    concurrency: int = setting(64, help="requests at once", least=1)
+    input_len: int = setting(32, help="tokens of a prompt", least=1)
+    output_len: int = setting(64, help="tokens of an answer", least=1)
+    whole: bool = setting(False, help="answers are sent whole, not streamed")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds of one turn, by the clock and of the processor."""
+
+    clock_s: float
+    processor_s: float
+
+
+def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
+    """The turns: of the engine alone, and through the server. Seconds each."""
+    config = ServeConfig(port=0, max_waiting=options.num_requests)
+    listener = listen(config)
+    host, port = listener.getsockname()[:2]
+    job = Job(
+        host=host,
+        port=port,
+        num_requests=options.num_requests,
+        concurrency=options.concurrency,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        vocab_size=engine.vocab_size,
+        streams=not options.whole,
+    )
+    requests = [BenchRequest(tuple(prompt), job.output_len) for prompt in job.prompts()]
+    arrivals = Arrivals(max_concurrency=options.concurrency)
+
+    def alone(one: Engine) -> Turn:
+        one.kv.reset()
+        return _timed(lambda: _drop(run_alone(one, requests, arrivals)))
+
+    async def turns() -> list[tuple[Turn, Turn]]:
+        asynchronous = AsyncEngine(engine, max_waiting=options.num_requests)
+        server = Server(
+            uvicorn.Config(
+                create_app(asynchronous, config),
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        asynchronous.start()
+        await asynchronous.ready()
+        found = []
+        for _ in range(options.rounds):
+            first = await asynchronous.call(alone)
+            await asynchronous.call(lambda one: one.kv.reset())
+            # The engine serves meanwhile, so this runs beside it.
+            found.append((first, await asyncio.to_thread(_timed, lambda: _send(job))))
+        server.should_exit = True
+        await serving
+        return found
+
+    with asyncio.Runner(loop_factory=uvicorn.Config(None).get_loop_factory()) as runner:  # type: ignore[arg-type]
+        return runner.run(turns())
+
+
+def _timed(run: Callable[[], float | None]) -> Turn:
+    """Time a run by its own clock, or by ours if it has none."""
+    gc.collect()
+    clock_s, processor_s = time.perf_counter(), time.process_time()
+    own_s = run()
+    took_s = time.perf_counter() - clock_s if own_s is None else own_s
+    return Turn(took_s, time.process_time() - processor_s)
+
+
+def _drop(_: object) -> None:
+    pass
+
+
+def _send(job: Job) -> float:
+    """Have the client send its requests; the seconds that it waited for answers.
+
+    Raises:
+        ModelError: an answer was not whole.
+    """
+    command = [sys.executable, "-m", "model.serve.load"]
+    ran = subprocess.run(  # noqa: S603  # likewise
+        command, input=json.dumps(asdict(job)), capture_output=True, text=True, check=True
+    )
+    found = json.loads(ran.stdout)
+    if found["num_failed"]:
+        raise ModelError(f"{found['num_failed']} of {job.num_requests} answers were not whole")
+    return float(found["duration_s"])
+
+
+def _run() -> None:
+    flags = Flags("python -m model.serve.cost", "What the server costs beside the engine.", "")
+    flags.add("what is sent", CostOptions)
+    flags.add("what runs", ModelOptions)
+    flags.add("how large the cache and a step are, and how it runs", EngineConfig)
+    said = flags.parse()
+    options = said.of(CostOptions)
+    engine = make_engine(said.of(ModelOptions), said.of(EngineConfig))
+    tokens = options.num_requests * options.output_len
+    print("engine alone, tokens/s | served | ratio | processor us a token, alone | served | ratio")
+    for alone, served in measure(engine, options):
+        print(
+            f"{tokens / alone.clock_s:,.0f} | {tokens / served.clock_s:,.0f} | "
+            f"{alone.clock_s / served.clock_s:.3f} | {alone.processor_s / tokens * 1e6:.0f} | "
+            f"{served.processor_s / tokens * 1e6:.0f} | "
+            f"{alone.processor_s / served.processor_s:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    with leaves():
+        _run()

@@ -1,0 +1,141 @@
+"""What stands before the routes: keys, pages of other origins, room, pace, and the log."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from model.async_engine import AsyncEngine
+from model.serve.config import ServeConfig
+from model.serve.protocol import ErrorReport
+from tests.model.serve.conftest import DEADLINE_S, Served
+
+SHORT = {"prompt": "A tuple is", "max_tokens": 2, "temperature": 0}
+KEY = {"Authorization": "Bearer second"}
+
+
+@pytest.fixture(scope="module")
+def guarded(make_engine):
+    config = ServeConfig(
+        port=0,
+        api_keys=("first", "second"),
+        allow_origins=("https://example.org",),
+        request_timeout_s=0.3,
+    )
+    engine = AsyncEngine(lambda: make_engine(max_num_seqs=2), max_waiting=2)
+    with Served(engine, config) as running:
+        yield running
+
+
+@pytest.fixture
+def client(guarded):
+    with httpx.Client(base_url=guarded.url, timeout=DEADLINE_S) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    "shown", [None, "Bearer third", "Bearer", "Basic second", "second", "Bearer second x"]
+)
+def test_without_a_key_nothing_is_answered_but_how_the_server_is(client, shown):
+    headers = {} if shown is None else {"Authorization": shown}
+    for path in ("/v1/completions", "/tokenize", "/detokenize", "/nope"):
+        refused = client.post(path, json=SHORT, headers=headers)
+        assert refused.status_code == 401
+        assert ErrorReport.model_validate_json(refused.text).error.code == "invalid_api_key"
+    assert client.get("/v1/models", headers=headers).status_code == 401
+    for path in ("/health", "/version", "/metrics"):
+        assert client.get(path, headers=headers).status_code == 200
+
+
+def test_with_a_key_all_is_answered(client):
+    assert client.post("/v1/completions", json=SHORT, headers=KEY).status_code == 200
+
+
+def test_pages_of_an_origin_that_is_named_may_read_answers_and_others_not(client):
+    named = client.get("/health", headers={"Origin": "https://example.org"})
+    assert named.headers["access-control-allow-origin"] == "https://example.org"
+    other = client.get("/health", headers={"Origin": "https://example.com"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_body_that_does_not_come_is_given_up(guarded):
+    address = guarded.listener.getsockname()[:2]
+    with socket.create_connection(address, timeout=DEADLINE_S) as connection:
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer first\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 50\r\n\r\n{"
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_who_comes_when_the_queue_is_full_is_told_to_come_again(guarded):
+    asked = {"prompt": "A tuple is", "max_tokens": 300, "ignore_eos": True}
+
+    async def many():
+        async with httpx.AsyncClient(base_url=guarded.url, timeout=DEADLINE_S) as client:
+            calls = [client.post("/v1/completions", json=asked, headers=KEY) for _ in range(12)]
+            return await asyncio.gather(*calls)
+
+    responses = asyncio.run(many())
+    codes = sorted(response.status_code for response in responses)
+    assert set(codes) == {200, 429}
+    assert codes.count(200) >= 4
+    refused = next(response for response in responses if response.status_code == 429)
+    assert refused.headers["retry-after"] == "1"
+    assert ErrorReport.model_validate_json(refused.text).error.type == "rate_limit_error"
+
+
+def test_the_log_has_a_line_of_json_for_each_request_and_no_secret(guarded, client):
+    headers = {**KEY, "X-Request-Id": "mine-1"}
+    response = client.post("/v1/completions", json=SHORT, headers=headers)
+    assert response.headers["x-request-id"] == "mine-1"
+    guarded.wait_for(lambda: any("mine-1" in line for line in guarded.lines))
+    line = json.loads(next(line for line in guarded.lines if "mine-1" in line))
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
+    assert line["completion_tokens"] == 2
+    assert "second" not in json.dumps(guarded.lines)
+    odd = client.get("/health", headers={"X-Request-Id": "a\tb"})
+    assert odd.headers["x-request-id"] != "a\tb"
+
+
+def test_a_process_answers_while_it_loads_drains_at_sigterm_and_says_when_a_port_is_taken():
+    command = [sys.executable, "-m", "model.serve", "--port"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ran = subprocess.run(
+            [*command, port], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == f"error: --host 127.0.0.1 --port {port}: Address already in use\n"
+    process = subprocess.Popen(
+        [*command, "0", "--num-blocks", "300", "--drain-timeout-s", "60"],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        url = process.stderr.readline().split(": loading")[0]
+        assert httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 503
+        while "ready in" not in process.stderr.readline():
+            assert process.poll() is None
+        asked = {"prompt": "A tuple is", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=asked, timeout=DEADLINE_S
+        ) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            assert "draining: 1 requests" in process.stderr.readline()
+            assert httpx.get(f"{url}/health", timeout=DEADLINE_S).json()["status"] == "draining"
+            refused = httpx.post(f"{url}/v1/completions", json=SHORT, timeout=DEADLINE_S)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert list(lines)[-2] == "data: [DONE]"
+        assert process.stderr.readline() == "drained: 0 requests were cut off\n"
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.communicate()

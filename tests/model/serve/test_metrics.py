@@ -1,0 +1,56 @@
+"""What Prometheus is told is what happened; every name that the dashboard has is told."""
+
+import json
+import re
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
+VLLMS = {  # under `vllm:` there
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total",
+    "prompt_tokens_total", "generation_tokens_total", "request_success_total",
+    "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
+    "request_time_per_output_token_seconds_count", "e2e_request_latency_seconds_count",
+    "request_prompt_tokens_sum", "request_generation_tokens_sum",
+}  # fmt: skip
+
+
+def samples(http):
+    """The value of every sample, those of several labels added up."""
+    found = {}
+    for family in text_string_to_metric_families(http.get("/metrics").text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    return found
+
+
+def test_vllms_metrics_are_there_under_our_name(http):
+    assert {f"kvcore:{name}" for name in VLLMS} <= samples(http).keys()
+
+
+def test_what_is_counted_is_what_was_done(http, served):
+    served.wait_for(lambda: served.engine.num_open == 0)
+    before = samples(http)
+    asked = {"prompt": [9] * 40, "max_tokens": 5, "ignore_eos": True, "cache_salt": "metrics"}
+    for _ in range(2):
+        assert http.post("/v1/completions", json=asked).status_code == 200
+    after = samples(http)
+    grown = {name: after[name] - before[name] for name in before}
+    assert grown["kvcore:generation_tokens_total"] == 10
+    assert grown["kvcore:request_success_total"] == 2
+    assert grown["kvcore:time_to_first_token_seconds_count"] == 2
+    assert grown["kvcore:inter_token_latency_seconds_count"] == 8
+    assert grown["kvcore:request_prompt_tokens_sum"] == 80
+    assert grown["kvcore:prefix_cache_queries_total"] == 80
+    assert grown["kvcore:prefix_cache_hits_total"] == 32
+    assert after["kvcore:kv_cache_usage_perc"] == after["kvcore:num_requests_running"] == 0
+
+
+def test_every_name_of_the_dashboard_is_told(http):
+    text = DASHBOARD.read_text(encoding="utf-8")
+    names = set(re.findall(r"kvcore:\w+", text))
+    assert len(names) > 12
+    assert names <= samples(http).keys()
+    assert all(panel["targets"] for panel in json.loads(text)["panels"])
