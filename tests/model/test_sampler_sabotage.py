@@ -11,6 +11,8 @@ from model.device import request_sampler, sampler
 from tests.model import sampling_checks as checks
 from tests.model import test_engine_sampling as engines
 
+pytestmark = pytest.mark.slow  # a second each, and there are many
+
 HUNT = settings(
     max_examples=150,
     deadline=None,
