@@ -127,8 +127,8 @@ def _compiled_sums(logits: Tensor) -> ChunkSums:
     """`chunk_sums` for any number of rows of such logits; one row would be compiled apart."""
     run = compiled(chunk_sums)
     if len(logits) > 1:
-        best = logits.amax(dim=-1, keepdim=True)
-        example = (logits, best, best.double())
+        best = logits.amax(dim=-1, keepdim=True).float()
+        example = (logits, best, torch.ones_like(best), torch.full_like(best, torch.inf))
         for tensor in example:
             mark_dynamic(tensor, [0])
         run(*example)

@@ -103,7 +103,12 @@ def chat(service: Service) -> APIRouter:
             max_tokens, name = body.max_tokens, "max_tokens"
         if max_tokens is None:
             max_tokens = max(1, service.engine.engine.max_model_len - len(prompt))
-        names = {"prompt": "messages", "max_tokens": name, "logprobs": "top_logprobs"}
+        names = {
+            "prompt": "messages",
+            "max_tokens": name,
+            "logprobs": "top_logprobs",
+            "grammar": body.grammar_field,
+        }
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs: wanted with logprobs alone", param="top_logprobs")
         try:

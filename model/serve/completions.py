@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
-from model.serve.errors import ApiError
+from model.errors import InvalidArgumentError
+from model.serve.errors import ApiError, api_error
 from model.serve.generation import Asked, answer, reason_name, usage
 from model.serve.logprobs import completion_logprobs
 from model.serve.protocol import (
@@ -118,14 +119,19 @@ def completions(service: Service) -> APIRouter:
             for prompt in (prompts if body.echo else ())
         ]
         max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        names = {"grammar": body.grammar_field}
+        try:
+            params = body.sampling(max_tokens, body.logprobs)
+        except InvalidArgumentError as error:
+            raise api_error(error, names) from error
         asked = Asked(
             prompts=prompts,
-            params=body.sampling(max_tokens, body.logprobs),
+            params=params,
             num_samples=body.num_samples,
             priority=body.priority or 0,
             namespace=body.namespace,
             streams=bool(body.stream),
-            names={},
+            names=names,
         )
         return await answer(request, service.engine, asked, _Texts(body, service, echoes))
 

@@ -14,9 +14,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 import kvcore
+from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.serve.errors import ApiError
 
+_GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 MAX_SAMPLES = 128
 """The largest n, as OpenAI has it."""
 
@@ -47,6 +49,22 @@ class ResponseFormat(_Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What an answer must be. O(schema).
+
+        Raises:
+            ApiError: the schema is missing.
+        """
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar.json_object()
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            field = "response_format.json_schema.schema"
+            raise ApiError(400, f"{field}: wanted one, got none", param=field)
+        return Grammar.json_schema(self.json_schema.schema_)
 
 
 class GenerationRequest(_Strict):
@@ -91,6 +109,41 @@ class GenerationRequest(_Strict):
     def num_samples(self) -> int:
         """How many answers are wanted. O(1)."""
         return 1 if self.n is None else self.n
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that says what an answer must be; empty: none does. O(1).
+
+        Raises:
+            ApiError: several do.
+        """
+        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        if self.response_format is not None and self.response_format.type == "text":
+            given.remove("response_format")
+        if len(given) > 1:
+            raise ApiError(400, f"{given[1]}: wanted this or {given[0]}, got both", param=given[1])
+        return given[0] if given else ""
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What an answer must be; None: nothing. O(it).
+
+        Raises:
+            ApiError: it says so twice, or leaves out the schema.
+            InvalidArgumentError: it means nothing.
+        """
+        match self.grammar_field:
+            case "guided_json":
+                return Grammar.json_schema(self.guided_json or "")
+            case "guided_regex":
+                return Grammar.regex(self.guided_regex or "")
+            case "guided_choice":
+                return Grammar.choice(self.guided_choice)
+            case "guided_grammar":
+                return Grammar("lark", self.guided_grammar or "")
+            case "response_format" if self.response_format is not None:
+                return self.response_format.grammar
+        return None
 
     @property
     def namespace(self) -> kvcore.Namespace:
@@ -148,6 +201,7 @@ class GenerationRequest(_Strict):
             "logit_bias": _biases(self.logit_bias),
             "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
+            "grammar": self.grammar,
         }
         said = {name: value for name, value in given.items() if value is not None}
         return SamplingParams(**said)  # type: ignore[arg-type]  # its own check says what is wrong
@@ -157,8 +211,7 @@ class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
     UNSUPPORTED = {
-        "suffix": ("",), "best_of": (), "store": (False,), "response_format": (),
-        "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+        "suffix": ("",), "best_of": (), "store": (False,),
     }  # fmt: skip
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -206,9 +259,7 @@ class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     UNSUPPORTED = {
-        "store": (False,), "response_format": (),
-        "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
-        "tools": ([],), "tool_choice": ("none",), "functions": ([],),
+        "store": (False,), "tools": ([],), "tool_choice": ("none",), "functions": ([],),
         "function_call": ("none",), "modalities": (["text"],), "audio": (), "prediction": (),
         "reasoning_effort": (), "verbosity": (), "web_search_options": (),
     }  # fmt: skip

@@ -155,15 +155,18 @@ def chosen(source, sample):
     return random.Random(0).sample(everything, sample)
 
 
-def score(path, sample=None):
-    """Run mutants of a file; print those that survive; return how many there are of both."""
-    source = path.read_text(encoding="utf-8")
+def rounds_for(path):
+    """The tests to run on a mutant of a file, those of the file itself first."""
     tests = ROOT / "tests" / "kvcore"
     rounds = [[tests / f"test_{name}.py" for name in names] for names in ((path.stem,), *TESTS)]
     rounds = [[str(test) for test in names if test.exists()] for names in rounds]
-    rounds = [names for names in rounds if names]
-    if not survives(path, source, rounds):
-        raise SystemExit(f"{path}: the tests fail without any mutation")
+    return [names for names in rounds if names]
+
+
+def score(path, sample=None):
+    """Run mutants of a file; print those that survive; return how many there are of both."""
+    source = path.read_text(encoding="utf-8")
+    rounds = rounds_for(path)
     number = survived = 0
     for number, mutant in enumerate(chosen(source, sample), 1):  # the last one is the count
         if survives(path, mutant, rounds):
@@ -180,6 +183,9 @@ def main():
     parser.add_argument("files", nargs="*", type=Path, default=[f"kvcore/{n}.py" for n in FILES])
     parser.add_argument("--sample", type=int, help="so many mutants of each file, not all")
     options = parser.parse_args()
+    first = ROOT / options.files[0]
+    if not survives(first, first.read_text(encoding="utf-8"), rounds_for(first)):
+        raise SystemExit("the tests fail without any mutation")
     totals = [score(ROOT / path, options.sample) for path in options.files]
     number, survived = map(sum, zip(*totals, strict=True))
     tell(f"{number} mutants, {survived} survived: {100 * (number - survived) / number:.1f} %")

@@ -8,8 +8,10 @@ import torch
 import triton
 
 import backends
-from model import EngineConfig, InvalidArgumentError, SamplingParams
-from model.device.sampler import draw
+from model import EngineConfig, InvalidArgumentError, Request, SamplingParams
+from model.device import sampler
+from model.device.grammars import Grammars
+from model.device.request_sampler import RequestSampler
 from model.engine import Engine
 from model.loader import wrap_network
 from tests.model.networks import CONFIGS, build, greedy_and_margin
@@ -150,8 +152,10 @@ def test_samples_that_fork_on_a_gpu_draw_what_they_draw_alone():
 @pytest.mark.parametrize("rows", [0, 3])
 def test_what_was_sent_is_done_when_it_is_read_even_if_nothing_was_drawn(rows):
     logits = torch.zeros(rows, 10, device="cuda")
+    chooser = RequestSampler(10, logits.device, 0, Grammars(lambda: None, 10, frozenset()))
+    requests = tuple(Request(number, [1], SamplingParams()) for number in range(rows))
     torch.cuda._sleep(100_000_000)
-    drawn = draw(logits, [None] * rows)
+    drawn = chooser.draw(logits, requests)
     assert not torch.cuda.current_stream().query()
     assert drawn.read() == [0] * rows
     assert torch.cuda.current_stream().query()
@@ -176,6 +180,22 @@ def test_the_cache_takes_its_share_of_what_the_largest_step_leaves():
     del engine
     with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens: a step of 2000000000"):
         Engine(model, backend, EngineConfig(max_num_batched_tokens=2 * 10**9))
+
+
+@pytest.mark.parametrize("how", [{}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.1}])
+def test_a_draw_is_recorded_in_a_graph_and_is_the_cpus(how):
+    logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(2)) * 3
+    params = [SamplingParams(temperature=0.8, **how)] * 7
+    draws = [sampler.Draw(its, 5, row) for row, its in enumerate(params)]
+    here = logits.cuda()
+    numbers = sampler.column([how.uniform() for how in draws], here.device)
+    terms = sampler.draw_terms(range(7), params, 7, 5000, here.device)
+    sampler.choose(here, here.max(dim=-1), terms, numbers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = sampler.choose(here, here.max(dim=-1), terms, numbers)
+    graph.replay()
+    assert tokens.tolist() == sampler.sample(logits, draws)
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():

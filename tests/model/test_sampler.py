@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from model import SamplingParams
 from model.device import sampler
@@ -88,6 +89,21 @@ def test_logits_that_are_no_numbers_are_refused(value, how):
     draw = Draw(SamplingParams(**{"temperature": 1.0, **how}), 0, 0)
     with pytest.raises(NumericalError, match="row 1 has others"):
         sample(torch.tensor([[0.0, 1.0], [value, 1.0]]), [draw] * 2)
+
+
+def test_choosing_looks_at_no_value_so_that_a_graph_can_record_it():
+    how = [
+        SamplingParams(temperature=1.0, **cut)
+        for cut in ({}, {"top_k": 3, "top_p": 0.9}, {"top_p": 0.5}, {"min_p": 0.1})
+    ]
+    terms = sampler.draw_terms([0, 2, 3, 4], how, 5, 700, checks.CPU)
+    numbers = torch.rand(4, 1, dtype=torch.float64)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # it has shapes and no values
+        logits = torch.empty(5, 700)
+        tokens = sampler.choose(logits, logits.max(dim=-1), terms, numbers)
+        assert (tokens.shape, tokens.dtype) == ((5,), torch.int64)
+        with pytest.raises(DataDependentOutputException):
+            tokens.tolist()
 
 
 def test_nothing_to_sample_gives_nothing():

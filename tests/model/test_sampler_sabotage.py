@@ -11,6 +11,8 @@ from model.device import request_sampler, sampler
 from tests.model import sampling_checks as checks
 from tests.model import test_engine_sampling as engines
 
+pytestmark = pytest.mark.slow  # a second each, and there are many
+
 HUNT = settings(
     max_examples=150,
     deadline=None,
@@ -104,9 +106,11 @@ def counts_nothing_that_it_draws(monkeypatch):
 
 def penalises_twice(monkeypatch):
     apply = request_sampler._Changes.apply
-    monkeypatch.setattr(
-        request_sampler._Changes, "apply", lambda self, *these: apply(self, *apply(self, *these))
-    )
+
+    def twice(self, logits, most_likely, newest):
+        return apply(self, *apply(self, logits, most_likely, newest), newest)
+
+    monkeypatch.setattr(request_sampler._Changes, "apply", twice)
 
 
 def keeps_the_counts_of_a_row_that_was_given_back(monkeypatch):
@@ -145,12 +149,12 @@ def tells_of_what_was_changed(monkeypatch):
 def draws_by_the_terms_of_the_step_before(monkeypatch):
     draw = request_sampler.RequestSampler.draw
 
-    def stale(self, logits, sampling, most_likely=None):
+    def stale(self, logits, sampling, *more):
         if len(self._terms.sampling) == len(sampling) > 0:
             self._terms = request_sampler._StepTerms(
                 sampling, *[getattr(self._terms, name) for name in self._terms.__slots__[1:]]
             )
-        return draw(self, logits, sampling, most_likely)
+        return draw(self, logits, sampling, *more)
 
     monkeypatch.setattr(request_sampler.RequestSampler, "draw", stale)
 

@@ -1,6 +1,8 @@
 """The acceptance script: OpenAI's own client, against the tiny model."""
 
+import json
 import math
+import re
 
 import openai
 import pytest
@@ -124,6 +126,43 @@ def test_a_biased_token_comes_again_and_again(client, http):
     (token,) = http.post("/tokenize", json={"prompt": " the"}).json()["tokens"]
     text = client.completions.create(**GREEDY, logit_bias={str(token): 100}).choices[0].text
     assert text == " the" * 8
+
+
+SCHEMA = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 1}
+
+
+def test_an_answer_follows_its_schema_expression_or_choice(client):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    said = client.chat.completions.create(
+        **{**CHAT, "max_completion_tokens": 60},
+        response_format=wanted,
+        logit_bias={"199": -100},  # this model likes empty lines, which JSON allows
+    )
+    found = json.loads(said.choices[0].message.content)
+    assert found in (["a"], ["b"])
+    for guide, pattern in (
+        ({"guided_regex": "[0-9]{3}"}, r"[0-9]{3}"),
+        ({"guided_choice": ["red", "green"]}, r"red|green"),
+    ):
+        text = client.completions.create(**GREEDY, extra_body=guide).choices[0].text
+        assert re.fullmatch(pattern, text)
+
+
+@pytest.mark.parametrize(
+    ("guide", "param"),
+    [
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_grammar": "nonsense ::"}, "guided_grammar"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+    ],
+)
+def test_a_form_that_means_nothing_is_named(client, guide, param):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**GREEDY, extra_body=guide)
+    assert refused.value.body["param"] == param
 
 
 @pytest.mark.parametrize(
