@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError, NotReservedError
+from kvcore.groups import serves
 from kvcore.names import block_contents
 from kvcore.pool import BlockPool
 from kvcore.reports import Growth
@@ -126,7 +127,7 @@ def advance(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
         _settle(pool, seq, settled, published, passed)
         released = _before(passed)
         if released:
-            pool.drop(released)
+            pool.release(released)
     except BaseException:
         pool.unpublish(published, last_event)
         raise
@@ -342,7 +343,11 @@ def _publish(pool: BlockPool, seq: KVSequence, key: bytes, number: int, full: in
         contents = block_contents(seq.packed, seq.items, first, full, size)
     else:
         contents = slices(seq.packed, first * size, full * size, size)
-    pool.attach(blocks, key, above, contents, number)
+    passing = b""
+    if table.forgets and pool.is_uneven:
+        hits = pool.common_size
+        passing = bytes([not serves(table.group, p, hits) for p in range(first, full)])
+    pool.attach(blocks, key, above, contents, number, passing)
     if seq.wishes:
         for index, block in enumerate(blocks, first):
             keep(pool, seq, block, index * size)

@@ -237,9 +237,14 @@ class ContentTree:
             self._set_aside(node)
         self._roots.clear()
 
-    def root(self, namespace_key: bytes) -> Node | None:
-        """Return the root of a namespace, None if nothing of it is published. O(1)."""
-        return self._roots.get(namespace_key)
+    def find(self, namespace_key: bytes, contents: Sequence[bytes]) -> Node | None:
+        """Return the node that these contents lead to, None if there is none. O(contents)."""
+        node = self._roots.get(namespace_key)
+        for content in contents:
+            if node is None:
+                break
+            node = self._child(node, content)
+        return node
 
     def roots(self) -> Iterator[Node]:
         """Yield the roots, in the order in which they were made."""
@@ -314,3 +319,22 @@ class ContentTree:
         if not isinstance(node, Block):
             node.parent = self._spare
             self._spare = node
+
+
+def lost_contents(blocks: Sequence[Block]) -> list[tuple[Node, int]]:
+    """Return the contents that no other blocks hold, with their layer groups, in order. O(copies).
+
+    They are lost if these blocks lose theirs.
+    """
+    copies: dict[Node, int] = {}
+    lost: list[tuple[Node, int]] = []
+    for block in blocks:
+        node = block.node
+        if node is None:
+            continue
+        if node.first_copy is not block or node.last_copy is not block:
+            copies[node] = copies.get(node, len(node.copies())) - 1
+            if copies[node]:
+                continue
+        lost.append((node, block.group))
+    return lost

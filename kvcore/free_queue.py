@@ -129,17 +129,16 @@ class FreeQueue:
         self.length -= len(blocks)
 
     def push_run(self, blocks: list[Block]) -> None:
-        """Put blocks that are in no queue, each named once, last in line. O(len(blocks)).
+        """Put blocks that are in no queue, each named once, last in line. O(len(blocks))."""
+        self.insert_run(blocks, self._tail.prev_free or self._head, self._tail)
 
-        Nobody holds them from here on: their ref counts become 0.
-        """
-        tail = self._tail
-        last = tail.prev_free or self._head
+    def insert_run(self, blocks: list[Block], before: Block, after: Block) -> None:
+        """Do what `push_run` does, between two neighbours. O(len(blocks))."""
+        last = before
         for block in blocks:
-            block.ref_count = 0
             block.prev_free = last
             last.next_free = block
             last = block
-        last.next_free = tail
-        tail.prev_free = last
+        last.next_free = after
+        after.prev_free = last
         self.length += len(blocks)

@@ -93,6 +93,21 @@ def first_kept_block(group: LayerGroup, block_size: int, num_computed_tokens: in
     return min(visible, max(0, num_computed_tokens // block_size - 1))
 
 
+def serves(group: LayerGroup, place: int, common_size: int) -> bool:
+    """Say whether any hit can use the block at a place of a group. O(1).
+
+    Only prefixes of whole blocks of every group can hit, and those of a later one see less of it.
+
+    Args:
+        group: its block size filled in.
+        place: of a full block, from the beginning of the sequence.
+        common_size: the least common multiple of all groups' block sizes.
+    """
+    end = (place + 1) * group.block_size
+    next_hit = -(-end // common_size) * common_size
+    return first_kept_block(group, group.block_size, next_hit) <= place
+
+
 def resolve(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[LayerGroup, ...]:
     """Return the groups with every block size filled in; one of full attention for None.
 

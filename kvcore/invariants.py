@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from math import lcm
 from typing import Final, NoReturn
 
 from kvcore.block import Block, Node
@@ -31,8 +32,9 @@ def partition(manager: KVCacheManager) -> None:
     num_queued = sum(queued.values())
     if num_queued != pool.num_free_blocks:
         _fail("P1", f"{num_queued} blocks in the queue, its counter says {pool.num_free_blocks}")
-    idle = sum(1 for _ in pool.free_queue)
-    length = pool.free_queue.__len__()  # `len` refuses one below zero
+    queue = pool.idle_blocks.queue
+    idle = sum(1 for _ in queue)
+    length = queue.__len__()  # `len` refuses one below zero
     if idle != length:
         _fail("P1", f"{idle} idle blocks in the queue, its length says {length}")
     for block_id, block in enumerate(pool.blocks):
@@ -214,13 +216,14 @@ def folded(manager: KVCacheManager) -> None:
 def shelved(manager: KVCacheManager) -> None:
     """P15: what is kept is published and in time; what waits on the shelf is free and kept."""
     pool = manager.pool
-    waiting = list(pool.shelf)
-    if len(waiting) != pool.shelf.num_free:
-        _fail("P15", f"{len(waiting)} blocks on the shelf, its counter says {pool.shelf.num_free}")
+    idle = pool.idle_blocks
+    waiting = list(idle.shelved())
+    if len(waiting) != idle.num_shelved:
+        _fail("P15", f"{len(waiting)} kept blocks wait, their counter says {idle.num_shelved}")
     for block in waiting:
-        if block.ref_count or block.block_id not in pool.shelf.kept:
-            _fail("P15", f"{block!r} waits on the shelf, held or not kept")
-    for block_id, wishes in pool.shelf.kept.items():
+        if block.ref_count or block.block_id not in idle.kept:
+            _fail("P15", f"{block!r} waits on a shelf, held or not kept")
+    for block_id, wishes in idle.kept.items():
         block = pool.blocks[block_id]
         if block.node is None or not wishes or any(end <= pool.step for _, end in wishes):
             _fail("P15", f"{block!r} is kept without content, or longer than wished")
@@ -274,6 +277,20 @@ def chains(manager: KVCacheManager) -> None:
             copies(node)
 
 
+def useful(manager: KVCacheManager) -> None:
+    """P29: a free block keeps its content only where a hit of some length can use it."""
+    whole = lcm(*[group.block_size for group in manager.groups])
+    for group, tree in zip(manager.groups, manager.pool.trees, strict=True):
+        ends = {id(root): 0 for root in tree.roots()}
+        for node in tree.nodes():
+            end = ends[id(node)] = ends[id(node.parent)] + group.block_size
+            shortest_hit = -(-end // whole) * whole
+            if first_kept_block(group, group.block_size, shortest_hit) * group.block_size >= end:
+                for block in copies(node):
+                    if block.ref_count == 0:
+                        _fail("P29", f"{block!r} is free and holds what nobody can hit")
+
+
 PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P1": partition,
     "P2": ref_counts,
@@ -290,6 +307,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P19": settled,
     "P21": folded,
     "P27": told,
+    "P29": useful,
 }
 """The properties that one state can show, by number."""
 

@@ -136,6 +136,29 @@ def encode_items(items: Sequence[Item], first: int, stop: int, block_size: int) 
     return encoded
 
 
+def decode_items(encoded: Sequence[bytes], block_size: int) -> tuple[Item, ...]:
+    """Return the items of which `encode_items` made these bytes, for blocks from number 0 on.
+
+    What reached beyond them is cut off. O(blocks + rows).
+    """
+    items: list[Item] = []
+    for number, block in enumerate(encoded):
+        start = 0
+        while start < len(block):
+            place, row, count, masked, size = _HEAD.unpack_from(block, start)
+            content = start + _HEAD.size
+            start = content + size + count * masked
+            mask = block[content + size : start] if masked else None
+            if row:  # it goes on from the block before
+                before = items.pop()
+                mask = None if before.mask is None else before.mask + (mask or b"")
+                items.append(Item(before.content, before.start, row + count, mask))
+            else:
+                first = number * block_size + place
+                items.append(Item(block[content : content + size], first, count, mask))
+    return tuple(items)
+
+
 def cut_encoded(encoded: bytes, num_rows: int) -> bytes:
     """Return what `encode_items` would have given for a block of `num_rows` tokens. O(items).
 

@@ -130,9 +130,13 @@ class LeaseBook:
         if type(lease_id) is not int or lease_id not in self.active:
             return False
         lease = self.active[lease_id]
-        self._pool.drop(lease.blocks)
+        self._pool.release(lease.blocks)
         self.forget((lease,))
         return True
+
+    def is_its_own(self, lease: Lease) -> bool:
+        """Say whether a lease, active or not, was begun here. O(1)."""
+        return lease._book is self  # noqa: SLF001  # its own
 
     def due(self, step: int) -> tuple[Lease, ...]:
         """Return the leases whose deadline has come at `step`, oldest first. O(active leases)."""

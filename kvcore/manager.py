@@ -18,23 +18,23 @@ from typing import NoReturn, SupportsIndex, final
 from kvcore.advance import advance, grow, grow_groups
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
-from kvcore.doubt import distrust_from
-from kvcore.errors import MisuseError
+from kvcore.errors import InvalidArgumentError, MisuseError
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items, cut_items
 from kvcore.leases import Lease
 from kvcore.lifetimes import MAX_STEP
 from kvcore.peaks import blocks_to_take
-from kvcore.prefix import (
-    computed_after_cut,
-    find_blocks,
-    find_prefix,
-    kept_hits,
-    share_computed,
-)
-from kvcore.release import blocks_tail_first, cut_tables, leaving
+from kvcore.prefix import find_blocks, find_prefix, kept_hits, share_computed
 from kvcore.reports import CopyOrder, Plan, ResetReport
 from kvcore.retention import Retention, check_wishes
+from kvcore.rewind import (
+    blocks_tail_first,
+    computed_after_cut,
+    cut_tables,
+    distrust_blocks,
+    distrust_from,
+    leaving,
+)
 from kvcore.sequence import KVSequence
 from kvcore.steps import StepVerbs
 from kvcore.tokens import MAX_TOKEN, Tokens, pack
@@ -336,7 +336,7 @@ class KVCacheManager(StepVerbs):
         items = cut_items(seq.items, told)
         seq.packed.append(0)  # a view that somebody holds of it stops the cut here
         seq.packed.pop()
-        self.pool.drop(leaving(seq, kept))
+        self.pool.release(leaving(seq, kept))
         cut_tables(seq, kept)
         del seq.packed[told:]
         seq.num_untold_tokens = count - told
@@ -432,13 +432,50 @@ class KVCacheManager(StepVerbs):
         count = as_int("num_tokens", count, 0, seq.num_computed_tokens)
         return distrust_from(self.pool, seq, count, list(self.sequences.values()))
 
+    def fail_transfer(self, lease: Lease) -> tuple[KVSequence, ...]:
+        """State that the KV in a lease's blocks is not what it should be; and end the lease.
+
+        As `fail_load`, for a transfer whose request may be gone: what the blocks hold cannot be hit
+        any more, nor what may have been built on it. A lease that has ended says nothing of blocks
+        any more: nothing changes. O(all tokens and blocks of the sequences and of that content).
+
+        Returns:
+            The sequences that this has set back, in the order in which they were opened.
+
+        Raises:
+            InvalidArgumentError: not a lease of this manager.
+        """
+        known: object = lease  # callers are not all typed
+        if type(known) is not Lease or not self.leases.is_its_own(known):
+            raise InvalidArgumentError(f"lease: wanted a lease of this manager, got {lease!r}")
+        if not lease.is_active:
+            return ()
+        sequences = list(self.sequences.values())
+        set_back = distrust_blocks(self.pool, lease.blocks, sequences, lease.blocks)
+        self.leases.forget((lease,))
+        return set_back
+
+    def fail_blocks(self, block_ids: Sequence[SupportsIndex]) -> tuple[KVSequence, ...]:
+        """State that the KV in some blocks is not what it should be, whoever holds them now.
+
+        As `fail_transfer`, for a caller that knows no more than their ids: a block may have been
+        reused since, unless a lease held it. Blocks that hold nothing are passed over.
+
+        Raises:
+            InvalidArgumentError: not the id of a block that can be handed out.
+        """
+        ids = [as_int("block_ids", one, 1, self.num_blocks - 1) for one in block_ids]
+        everything = self.pool.blocks
+        blocks = [everything[block_id] for block_id in dict.fromkeys(ids)]
+        return distrust_blocks(self.pool, blocks, list(self.sequences.values()))
+
     def close(self, seq: KVSequence) -> None:
         """End a sequence: its blocks are released, tail first. O(num_blocks).
 
         What it published can be hit until its blocks are reused.
         """
         self._check_open(seq)
-        self.pool.drop(leaving(seq, 0))
+        self.pool.release(leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
         seq.is_open = False
@@ -482,7 +519,7 @@ class KVCacheManager(StepVerbs):
         self.sequences[seq.seq_id] = seq
         try:
             if seq.wishes:
-                self.pool.hold(hits, kept_hits(self.pool, seq))
+                self.pool.revive(hits, kept_hits(self.pool, seq))
             elif hits:
                 self.pool.revive(hits)
         except BaseException:

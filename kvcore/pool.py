@@ -1,30 +1,62 @@
-"""Every block there is: who holds it, what it holds, and which one is reused next.
+"""Every block there is: who holds it, what it holds and can be found by, and which is reused next.
 
-The pool moves blocks between free and held and counts references. A published block loses its
-content (is *evicted*) only when it is reused; the order of reuse stands in `free_blocks.py`, what
-can be found in `published.py`.
+A block is free or held, and a published block can be found whether it is free or not. It loses its
+content (is *evicted*) only when it is reused. Blocks without content go first, because nothing is
+lost with them, the last released foremost; then published ones, least recently used first; then
+those that are to be kept longer. Callers release a sequence's blocks tail first, so that a shared
+prefix outlives what followed it.
 
-Every call checks and allocates first and changes afterwards: one that raises, whatever the reason,
-has changed nothing. The pool knows nothing of sequences, of how much of a block is written, or of
-when it may be published.
+Every call asks and allocates first and changes afterwards, and what changes is links, counters and
+entries that are there already: one that raises, whatever the reason, has changed nothing. `hold`
+and `publish` are a check and what does it, `revive` and `attach`; callers whose blocks need no
+check call those. The pool knows nothing of sequences, of how much of a block is written, or of when
+it may be published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import lcm
 from typing import SupportsIndex, final
 
 from kvcore.arguments import as_int
-from kvcore.block import Block
-from kvcore.errors import BlockStateError
+from kvcore.block import NULL_BLOCK, Block, Node
+from kvcore.content_tree import ContentTree, lost_contents
+from kvcore.errors import (
+    BlockStateError,
+    DoubleFreeError,
+    ForeignBlockError,
+    InvalidArgumentError,
+    OutOfBlocksError,
+)
 from kvcore.events import EventLog
-from kvcore.free_blocks import hold_again
-from kvcore.published import PublishedBlocks
+from kvcore.idle_blocks import IdleBlocks
+from kvcore.lifetimes import LifetimeRecorder
 from kvcore.retention import Wish
+from kvcore.tokens import BYTES_PER_TOKEN
 
 
 @final
-class BlockPool(PublishedBlocks):
+class Leaving:
+    """Blocks that a holder lets go of, half way: all of them, and how much there was before.
+
+    Of those that are free now `content` can be found, `empty` cannot: they hold nothing, or are to
+    lose it; `passing` are among these, and lose it because no hit can use it.
+    """
+
+    __slots__ = ("content", "empty", "last_event", "named", "num_empty", "passing")
+
+    def __init__(self, named: list[Block], num_empty: int, last_event: int) -> None:
+        self.named = named
+        self.num_empty = num_empty
+        self.last_event = last_event
+        self.content: list[Block] = []
+        self.empty: list[Block] = []
+        self.passing: list[Block] = []
+
+
+@final
+class BlockPool:
     """A fixed number of blocks. Block 0 is the null block and is never handed out.
 
     Args:
@@ -33,8 +65,20 @@ class BlockPool(PublishedBlocks):
         log: where to note what can be hit and what cannot any more; None: nowhere.
 
     Attributes:
+        num_blocks: how many there are, the null block included.
         block_sizes: tokens a block, for each layer group.
+        common_size: their least common multiple: only prefixes of a multiple of it can be hit.
+        is_uneven: whether they differ.
+        null: block 0.
+        empty_blocks: the free ones that were held once and have no content, the one reused next
+            last: they go first, and after them those that were never held, by their ids.
+        idle_blocks: the free ones with content, and what is to be kept longer; reused after those.
         trees: the published content of each layer group.
+        lifetimes: how long blocks live, lie idle and wait; None: nobody wants to know.
+        step: the time that deadlines speak of, as the caller counts it.
+        num_used_blocks: how many are held.
+        peak_used_blocks: the most that were held at once.
+        num_cached_blocks: how many hold published content, held or free.
         num_evicted_blocks: blocks that lost published content when they were reused, ever.
         num_allocated_blocks: blocks handed out by `take`, ever.
 
@@ -42,14 +86,94 @@ class BlockPool(PublishedBlocks):
         InvalidArgumentError: a size out of range.
     """
 
-    __slots__ = ("num_allocated_blocks", "num_evicted_blocks")
+    __slots__ = (
+        "_log", "_made", "_num_extra_slots", "_num_seen", "_passing", "block_sizes", "common_size",
+        "empty_blocks", "idle_blocks", "is_uneven", "lifetimes", "null", "num_allocated_blocks",
+        "num_blocks", "num_cached_blocks", "num_evicted_blocks", "num_used_blocks",
+        "peak_used_blocks", "step", "trees",
+    )  # fmt: skip
 
     def __init__(
         self, num_blocks: SupportsIndex, *block_sizes: SupportsIndex, log: EventLog | None = None
     ) -> None:
-        super().__init__(num_blocks, *block_sizes, log=log)
-        self.num_evicted_blocks = 0
-        self.num_allocated_blocks = 0
+        self.num_blocks = as_int("num_blocks", num_blocks, 2, 2**31 - 1)
+        self.block_sizes = tuple([as_int("block_size", size, 1, 2**20) for size in block_sizes])
+        self.common_size = lcm(*self.block_sizes)
+        self.is_uneven = len(set(self.block_sizes)) > 1
+        self._num_extra_slots = 0  # of held blocks, beyond the first group's block size for each
+        self._passing = bytearray(self.num_blocks if self.is_uneven else 0)  # `attach` says what
+        self.null = Block(NULL_BLOCK)
+        self._made = [self.null]  # a block is made when it is looked at or handed out first
+        self._num_seen = 1  # the null block, and those that were held once
+        self.idle_blocks = IdleBlocks()
+        self.empty_blocks: list[Block] = []
+        self.trees = tuple(
+            [ContentTree(size, group, log) for group, size in enumerate(self.block_sizes)]
+        )
+        self._log = log
+        self.lifetimes: LifetimeRecorder | None = None
+        self.step = 0
+        self.num_used_blocks = self.peak_used_blocks = self.num_cached_blocks = 0
+        self.num_evicted_blocks = self.num_allocated_blocks = 0
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Every block, by id; those that are not made yet are now. Read it, do not write it."""
+        self._make(self.num_blocks)
+        return self._made
+
+    def made_block(self, block_id: int) -> Block | None:
+        """A block by its id; None if nothing has made it yet, so it is free and empty. O(1)."""
+        return self._made[block_id] if block_id < len(self._made) else None
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """How many blocks can be handed out in all. O(1)."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """How many blocks `take` could hand out now. O(1)."""
+        return self.num_blocks - 1 - self.num_used_blocks
+
+    @property
+    def num_used_slots(self) -> int:
+        """How many slots the held blocks have. O(1)."""
+        return self.num_used_blocks * self.block_sizes[0] + self._num_extra_slots
+
+    @property
+    def last_event(self) -> int:
+        """The number of the last event, 0 where none are noted. O(1)."""
+        return 0 if self._log is None else self._log.number
+
+    def free_blocks(self) -> Iterator[Block]:
+        """Yield the free blocks in the order of their reuse."""
+        yield from reversed(self.empty_blocks)
+        yield from self.blocks[self._num_seen :]
+        yield from self.idle_blocks
+
+    def next_blocks(self, count: int) -> list[Block]:
+        """Return the blocks that `take` would hand out, in its order; changes nothing. O(count).
+
+        Raises:
+            OutOfBlocksError: fewer are free.
+        """
+        empty = self.empty_blocks
+        if count <= len(empty):
+            return empty[: -count - 1 : -1]  # a slice moves many blocks at the price of one
+        left = self.num_blocks - 1 - self.num_used_blocks
+        if count > left:
+            raise OutOfBlocksError(count, left)
+        found = empty[::-1]
+        if self._num_seen < self.num_blocks:
+            seen = min(self._num_seen + count - len(found), self.num_blocks)
+            self._make(seen)
+            found += self._made[self._num_seen : seen]
+        if not found:
+            found = self.idle_blocks.first(count)
+        elif len(found) < count:
+            found += self.idle_blocks.first(count - len(found))
+        return found
 
     def take(self, num_blocks: SupportsIndex) -> list[Block]:
         """Hand out free blocks, each held once; published ones are evicted. O(num_blocks).
@@ -61,6 +185,7 @@ class BlockPool(PublishedBlocks):
         if type(num_blocks) is int and num_blocks == 1 and self.empty_blocks:
             taken = [self.empty_blocks[-1]]
             self.empty_blocks.pop().ref_count = 1
+            self.idle_blocks.found = None
             self.num_allocated_blocks += 1
             used = self.num_used_blocks = self.num_used_blocks + 1
             if used > self.peak_used_blocks:  # noqa: PLR1730  # a call would cost a third of it all
@@ -93,40 +218,29 @@ class BlockPool(PublishedBlocks):
             del empty[:size]
             for block in others:
                 block.ref_count = 1
+        self.idle_blocks.found = None if count else self.idle_blocks.found
         self.num_allocated_blocks += count
-        self._count_used(count)
+        self.num_used_blocks += count
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def exchange(self, blocks: list[Block], released: list[Block]) -> None:
-        """Do what `hand_out` does, then drop one holder of each released block. O(blocks).
-
-        Raises like `release`; whatever is raised, nothing has changed.
-        """
+        """Do what `hand_out` and then `release` do, or nothing. O(blocks)."""
         if not released:
             self.hand_out(blocks)
             return
-        freed = self._let_go(released)
-        size = len(self.empty_blocks)
+        leaving = self._let_go(released)
         try:
-            content = [block for block in freed if block.node is not None]
-            empty = [block for block in freed if block.node is None]
-            self.empty_blocks += empty
-            self.hand_out(blocks, len(empty))
+            self.hand_out(blocks, len(leaving.empty))
         except BaseException:
-            del self.empty_blocks[size:]
-            hold_again(released)
+            self._take_back(leaving)
             raise
-        self._count_emptied(empty)
-        if content:
-            self._put_back(content)
+        self._let_leave(leaving)
 
     def _evict(self, blocks: list[Block]) -> None:
-        """Hand out free blocks that hold content, those reused next. Fails before it changes them.
-
-        Tail first, as a sequence gives its blocks back, each is the last of its branch.
-        """
+        """Hand out free blocks that hold content, those reused next. Fails before it changes."""
         if self._log is not None:
             self._note_lost(blocks)
-        self._unqueue_front(blocks)
+        self.idle_blocks.cut_front(blocks)
         if len(self.trees) == 1:
             self.trees[0].evict(blocks, 0, len(blocks))
         else:
@@ -143,36 +257,44 @@ class BlockPool(PublishedBlocks):
         if self._log is not None:
             self._log.trim()
 
-    def _unqueue_front(self, blocks: list[Block]) -> None:
-        """Take the blocks with content that are reused next from where they wait. Cannot fail."""
-        if not self.shelf.kept:
-            self.free_queue.cut_front(blocks)
-            return
-        for block in blocks:
-            self._unqueue(block)
-            self.shelf.drop(block)
-
     def hold(
         self, blocks: Sequence[Block], kept: Sequence[tuple[Block, tuple[Wish, ...]]] = ()
     ) -> None:
-        """Count one more holder of each block, reviving those that are free. O(len(blocks)).
-
-        Some of them are kept longer than others from now on, as `RetentionShelf.front` says.
+        """Do what `revive` does for any blocks. O(len(blocks)).
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
-            BlockStateError: a block that is free and holds no content: there is nothing to revive.
+            BlockStateError: a block that is free and holds no content, so there is nothing to
+                revive; or a block named twice.
         """
         self._check_own(blocks)
         for block in blocks:
             if block.ref_count == 0 and block.node is None:
                 raise BlockStateError(f"hold: wanted a held or published block, got {block!r}")
-        idle = [block for block in dict.fromkeys(blocks) if block.ref_count == 0]
-        self.shelf.make_room([block for block, _ in kept])
-        hold_again(blocks)
-        self._leave(idle)
+        if len(set(blocks)) != len(blocks):
+            raise BlockStateError("hold: wanted each block once")
+        self.revive(list(blocks), kept)
+
+    def revive(
+        self, blocks: list[Block], kept: Sequence[tuple[Block, tuple[Wish, ...]]] = ()
+    ) -> None:
+        """Count one more holder of each block, reviving those that are free. O(len(blocks)).
+
+        Some of them are kept longer than others from now on, as `IdleBlocks.front` says.
+
+        Args:
+            blocks: each once; held, or published.
+            kept: some of them, with what they are kept for.
+        """
+        idle = [block for block in blocks if block.ref_count == 0]
+        if kept:
+            self.idle_blocks.make_room([block for block, _ in kept])
+        for block in blocks:
+            block.ref_count += 1
+        if idle:
+            self._leave(idle)
         for block, front in kept:
-            self.shelf.kept[block.block_id] = front
+            self.idle_blocks.kept[block.block_id] = front
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
@@ -194,20 +316,7 @@ class BlockPool(PublishedBlocks):
                 block.ref_count = 0
                 self.num_used_blocks -= 1
                 return
-        freed = self._let_go(blocks)
-        try:
-            content = [block for block in freed if block.node is not None]
-            empty = freed
-            if content:
-                empty = [block for block in freed if block.node is None]
-            self.empty_blocks += empty
-        except BaseException:
-            hold_again(blocks)
-            raise
-        if empty:
-            self._count_emptied(empty)
-        if content:
-            self._put_back(content)
+        self._let_leave(self._let_go(blocks))
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Take their content from blocks: it is wrong. Then drop one holder of each released block.
@@ -220,31 +329,21 @@ class BlockPool(PublishedBlocks):
         """
         self._check_own(blocks)
         losing = [block for block in dict.fromkeys(blocks) if block.node is not None]
-        freed = self._let_go(released)
-        size = len(self.empty_blocks)
+        idle = [block for block in losing if block.next_free is not None]
+        before = Leaving([], len(self.empty_blocks), self.last_event)
         try:
-            lost = set(losing)
-            idle = [block for block in losing if block.next_free is not None]
-            empty = [block for block in freed if block.node is None or block in lost]
-            content = [block for block in freed if block.node is not None and block not in lost]
-            self.empty_blocks += idle + empty
+            self.empty_blocks += idle
             self._note_lost(losing)
+            leaving = self._let_go(released, losing)
         except BaseException:
-            del self.empty_blocks[size:]
-            hold_again(released)
+            self._take_back(before)
             raise
-        self.num_cached_blocks -= len(losing)
-        for block in idle:
-            self._unqueue(block)
-        for block in losing:
-            self.trees[block.group].detach(block)
-            self.shelf.drop(block)
+        if idle:
+            self.idle_blocks.remove_run(idle)
+        self._lose(losing)
         for block in idle:
             block.group = 0
-        self._count_emptied(empty)
-        self._put_back(content)
-        if self._log is not None:
-            self._log.trim()
+        self._let_leave(leaving)
 
     def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
         """Keep a held, published block longer than others, once it is free. O(wishes).
@@ -256,29 +355,21 @@ class BlockPool(PublishedBlocks):
         self._check_own((block,))
         if block.ref_count == 0 or block.node is None:
             raise BlockStateError(f"keep: wanted a held, published block, got {block!r}")
-        self.shelf.keep(block, wishes)
+        self.idle_blocks.keep(block, wishes)
 
     def advance(self, num_steps: int, released: Sequence[Block] = ()) -> None:
         """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks).
 
         Then drop one holder of each released block. Raises like `release`.
         """
-        freed = self._let_go(released)
-        size = len(self.empty_blocks)
+        leaving = self._let_go(released)
         try:
-            content = [block for block in freed if block.node is not None]
-            empty = [block for block in freed if block.node is None]
-            self.empty_blocks += empty
-            fallen = self.shelf.expire(self.step + num_steps)
+            self.idle_blocks.expire(self.step + num_steps)
         except BaseException:
-            del self.empty_blocks[size:]
-            hold_again(released)
+            self._take_back(leaving)
             raise
         self.step += num_steps
-        self._count_emptied(empty)
-        for block in fallen:
-            self.free_queue.push_back(block)
-        self._put_back(content)
+        self._let_leave(leaving)
 
     def clear(self, *, canonical_order: bool = False) -> int:
         """Forget all published content at once; return how many blocks held some.
@@ -287,7 +378,7 @@ class BlockPool(PublishedBlocks):
         of their reuse; or all by id if `canonical_order` is asked for. O(contents), and with
         `canonical_order` O(n log n) of the blocks that were ever held.
         """
-        idle = [*self.free_queue, *self.shelf]
+        idle = list(self.idle_blocks)
         idle.reverse()
         contents = [list(tree.nodes()) for tree in self.trees]
         num_published = self.num_cached_blocks
@@ -303,8 +394,7 @@ class BlockPool(PublishedBlocks):
             raise
         if canonical_order:
             self.empty_blocks = by_id
-        self.free_queue.clear()
-        self.shelf.clear()
+        self.idle_blocks.clear()
         for tree, nodes in zip(self.trees, contents, strict=True):
             tree.clear(nodes)
         for block in idle:
@@ -313,3 +403,297 @@ class BlockPool(PublishedBlocks):
         if self._log is not None:
             self._log.trim()
         return num_published
+
+    def match(
+        self,
+        namespace_key: bytes,
+        packed: bytes,
+        max_blocks: int,
+        group: int = 0,
+        items: Sequence[bytes] | None = None,
+    ) -> list[Block]:
+        """Return the blocks of the longest published prefix, as `ContentTree.match`."""
+        return self.trees[group].match(namespace_key, packed, max_blocks, items)
+
+    def path(
+        self,
+        namespace_key: bytes,
+        packed: bytes,
+        max_blocks: int,
+        group: int,
+        items: Sequence[bytes] | None = None,
+    ) -> list[Block | None]:
+        """Return what is published along a prefix, None where a block is gone. O(blocks)."""
+        return self.trees[group].path(namespace_key, packed, max_blocks, items)
+
+    def publish(
+        self,
+        blocks: Sequence[Block],
+        namespace_key: bytes,
+        parent: Block | None,
+        contents: Sequence[bytes],
+        group: int = 0,
+    ) -> None:
+        """Let others hit a run of blocks: each holds its content after that of the one before.
+
+        O(len(blocks)), and with a parent O(its depth).
+
+        Args:
+            blocks: held blocks, all of whose tokens are written, each once.
+            namespace_key: the encoded namespace; read where `parent` is None.
+            parent: a published block that holds what comes before; None at the beginning.
+            contents: for each its tokens, packed: block_size * 4 bytes; then its encoded items.
+            group: the layer group that the blocks belong to.
+
+        Raises:
+            ForeignBlockError: a block of another pool, or the null block.
+            BlockStateError: a block is free, published already or named twice, or `parent` is not
+                published for the same group.
+            InvalidArgumentError: not a whole block of tokens, or not one content for each block.
+        """
+        self._check_unpublished(blocks, contents, self.block_sizes[group] * BYTES_PER_TOKEN)
+        above: Node | None = None
+        if parent is not None:
+            self._check_own((parent,))
+            above = parent.node
+            if above is None or parent.group != group:
+                raise BlockStateError(f"publish: wanted a published parent, got {parent!r}")
+            namespace_key = above.root().tokens
+        self.attach(list(blocks), namespace_key, above, list(contents), group)
+
+    def attach(
+        self,
+        blocks: list[Block],
+        namespace_key: bytes,
+        above: Node | None,
+        contents: list[bytes],
+        group: int,
+        passing: bytes = b"",
+    ) -> None:
+        """Do what `publish` does, without its checks, for new blocks of a table. O(len(blocks)).
+
+        `above` is the content before the first, in the same namespace; None at the beginning.
+        `passing` says for each whether no hit can use it: then its content goes with its last
+        holder; empty: all can be used.
+        """
+        mark = 0 if self._log is None else self._log.number
+        if self.is_uneven:
+            self.assign(blocks, group)
+        try:
+            self.trees[group].attach(blocks, namespace_key, above, contents)
+        except BaseException:
+            self.unpublish((), mark)  # the tree has undone the rest
+            raise
+        self.num_cached_blocks += len(blocks)
+        if self.is_uneven:
+            for index, block in enumerate(blocks):
+                self._passing[block.block_id] = passing[index] if passing else 0
+        if self.lifetimes is not None:
+            for block in blocks:
+                self.lifetimes.published(block.block_id, self.step)
+
+    def unpublish(self, blocks: Sequence[Block], last_event: int) -> None:
+        """Undo what `publish` and `keep` did to blocks since an event. Cannot fail. O(len(blocks)).
+
+        Blocks that were not published yet are left alone.
+        """
+        for block in reversed(blocks):
+            if block.node is not None:
+                self.num_cached_blocks -= 1
+            self.trees[block.group].detach(block)
+            self.idle_blocks.forget(block)
+        if self._log is not None:
+            self._log.take_back(last_event)
+
+    def _note_lost(self, blocks: Sequence[Block]) -> None:
+        """Note which contents are lost if these blocks lose theirs, all or none. O(copies)."""
+        if self._log is None:
+            return
+        mark = self._log.number
+        try:
+            lost = lost_contents(blocks)
+            for number in range(len(self.trees)):
+                nodes = [node for node, group in lost if group == number]
+                if nodes:
+                    self._log.removed(nodes, number)
+        except BaseException:
+            self._log.take_back(mark)
+            raise
+
+    def _check_unpublished(
+        self, blocks: Sequence[Block], contents: Sequence[bytes], width: int
+    ) -> None:
+        self._check_own(blocks)
+        if len(blocks) != len(contents):
+            raise InvalidArgumentError(
+                f"contents: wanted one for each of {len(blocks)} blocks, got {len(contents)}"
+            )
+        for block in blocks:
+            if block.ref_count == 0 or block.node is not None:
+                raise BlockStateError(f"publish: wanted a held, unpublished block, got {block!r}")
+        if len(set(blocks)) != len(blocks):
+            raise BlockStateError("publish: wanted each block once")
+        for content in contents:
+            if len(content) < width:
+                raise InvalidArgumentError(f"contents: wanted {width} bytes, got {len(content)}")
+
+    def assign(self, blocks: Sequence[Block], group: int) -> None:
+        """Note for which layer group held blocks are. Cannot fail.
+
+        Wanted of blocks that were handed out where the groups' block sizes differ: what is not
+        assigned counts as the first group's. O(len(blocks)) there, otherwise O(1).
+        """
+        if self.is_uneven:
+            self._num_extra_slots -= self._extra_slots(blocks)
+            for block in blocks:
+                block.group = group
+            self._num_extra_slots += self._extra_slots(blocks)
+
+    def _extra_slots(self, blocks: Sequence[Block]) -> int:
+        """Count the slots of blocks, those beyond the first group's block size. O(len(blocks))."""
+        sizes = self.block_sizes
+        extra = 0
+        for block in blocks:
+            extra += sizes[block.group] - sizes[0]
+        return extra
+
+    def _make(self, num_blocks: int) -> None:
+        """Let the first `num_blocks` blocks be there. O(those that are new)."""
+        made = self._made
+        if len(made) < num_blocks:
+            made.extend([Block(block_id) for block_id in range(len(made), num_blocks)])
+
+    def _leave(self, idle: list[Block]) -> None:
+        """Take free blocks with content from where they wait: somebody holds them. Cannot fail."""
+        if self.lifetimes is not None:
+            for block in idle:
+                self.lifetimes.revived(block.block_id, self.step)
+        self.idle_blocks.find_run(idle)
+        self.num_used_blocks += len(idle)
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        if self.is_uneven:
+            self._num_extra_slots += self._extra_slots(idle)
+
+    def _count_emptied(self, blocks: list[Block]) -> None:
+        """Note that blocks without content, or that have just lost it, are held no more. O(blocks).
+
+        Cannot fail.
+        """
+        self.num_used_blocks -= len(blocks)
+        if self.is_uneven:
+            self._num_extra_slots -= self._extra_slots(blocks)
+            for block in blocks:
+                block.group = 0
+
+    def _let_go(self, blocks: Sequence[Block], losing: Sequence[Block] = ()) -> Leaving:
+        """Drop one holder of each block, or of none, as far as that can fail. O(len(blocks)).
+
+        `_let_leave` does the rest, `_take_back` undoes it. What is in `losing`, or what no hit can
+        use, is to lose its content.
+        """
+        named = list(blocks)
+        leaving = Leaving(named, len(self.empty_blocks), self.last_event)
+        freed = self._uncount(named)
+        try:
+            leaving.content = [block for block in freed if block.node is not None]
+            if leaving.content and (self.is_uneven or losing):
+                self._sort_out(leaving, freed, losing)
+            elif not leaving.content:
+                leaving.empty = freed
+            elif len(leaving.content) < len(freed):
+                leaving.empty = [block for block in freed if block.node is None]
+            self.empty_blocks += leaving.empty
+        except BaseException:
+            self._take_back(leaving)
+            raise
+        return leaving
+
+    def _sort_out(self, leaving: Leaving, freed: Sequence[Block], losing: Sequence[Block]) -> None:
+        """Find out which of the freed blocks are to lose their content, and note that they do."""
+        lost = set(losing)
+        known = self._passing
+        passing = [b for b in leaving.content if b not in lost and known and known[b.block_id]]
+        self._note_lost(passing)
+        leaving.passing = passing
+        lost.update(passing)
+        leaving.empty = [block for block in freed if block.node is None or block in lost]
+        leaving.content = [block for block in leaving.content if block not in lost]
+
+    def _let_leave(self, leaving: Leaving) -> None:
+        """Let blocks that nobody holds any more wait for their reuse. Cannot fail. O(blocks)."""
+        if leaving.passing:
+            self._lose(leaving.passing)
+        if leaving.empty:
+            self._count_emptied(leaving.empty)
+        if leaving.content:
+            self._put_back(leaving.content, is_alone=not leaving.empty)
+
+    def _take_back(self, leaving: Leaving) -> None:
+        """Undo what letting go of blocks has counted and noted. Cannot fail. O(blocks)."""
+        del self.empty_blocks[leaving.num_empty :]
+        if self._log is not None:
+            self._log.take_back(leaving.last_event)
+        hold_again(leaving.named)
+
+    def _lose(self, blocks: Sequence[Block]) -> None:
+        """Take blocks' content from where it is found, as was noted before. Cannot fail."""
+        self.num_cached_blocks -= len(blocks)
+        for block in blocks:
+            self.trees[block.group].detach(block)
+            self.idle_blocks.forget(block)
+        if self._log is not None:
+            self._log.trim()
+
+    def _uncount(self, named: list[Block]) -> list[Block]:
+        """Drop one holder of each block, or of none; return those that nobody holds any more."""
+        made = self._made
+        waiting = iter(named)
+        try:
+            for block in waiting:
+                if block.ref_count != 1 or made[block.block_id] is not block:
+                    break
+                block.ref_count = 0
+            else:
+                return named
+        except (AttributeError, IndexError, TypeError):
+            pass  # this is no block, or none of ours
+        hold_again(named[: -1 - len(list(waiting))])
+        return self._uncount_shared(named)
+
+    def _uncount_shared(self, named: list[Block]) -> list[Block]:
+        """Do what `_uncount` does, for blocks that several may hold and that may be named twice."""
+        self._check_own(named)
+        freed: list[Block] = []
+        for index, block in enumerate(named):
+            if block.ref_count == 0:
+                hold_again(named[:index])
+                raise DoubleFreeError(
+                    f"release: block {block.block_id} is named more often than it is held"
+                )
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                freed.append(block)
+        return freed
+
+    def _put_back(self, freed: list[Block], *, is_alone: bool) -> None:
+        """Queue blocks with content that nobody holds any more. Cannot fail."""
+        self.num_used_blocks -= len(freed)
+        if self.is_uneven:
+            self._num_extra_slots -= self._extra_slots(freed)
+        if self.lifetimes is not None:
+            for block in freed:
+                self.lifetimes.freed(block.block_id, self.step)
+        self.idle_blocks.push_run(freed, is_alone=is_alone)
+
+    def _check_own(self, blocks: Iterable[Block]) -> None:
+        everything = self._made
+        for block in blocks:
+            block_id = block.block_id
+            if not NULL_BLOCK < block_id < len(everything) or everything[block_id] is not block:
+                raise ForeignBlockError(f"wanted a block of this pool, got {block!r}")
+
+
+def hold_again(blocks: Sequence[Block]) -> None:
+    """Undo what letting go of blocks has counted. Cannot fail. O(len(blocks))."""
+    for block in blocks:
+        block.ref_count += 1

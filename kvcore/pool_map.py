@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Final, SupportsIndex
 
 from kvcore.arguments import as_int
@@ -73,7 +72,7 @@ def pool_map(manager: CacheState) -> bytes:
     O(num_blocks) to fill the bytes, O(blocks held or cached) to look at blocks.
     """
     states = bytearray(manager.num_blocks)
-    for block in chain(manager.pool.free_queue, manager.pool.shelf):
+    for block in manager.pool.idle_blocks:
         states[block.block_id] = CACHED
     for seq in manager.sequences.values():
         for table in seq.tables:

@@ -1,9 +1,8 @@
-"""What a sequence finds of its prefix, what it publishes, and what a cut leaves of it.
+"""What a new sequence has of a prefix: what it finds in the cache, what it shares with a parent.
 
-The steps behind the manager's verbs that go through all layer groups together. Each asks and
-allocates first, then lets the pool change, which is the last that can fail, and then only sets what
-is there already: an exception anywhere leaves all as it was. What a call is for, and whether it is
-allowed, the manager has decided.
+All layer groups together. What can fail is asked and allocated first, then the pool changes, and
+then only what is there already is set: an exception anywhere leaves all as it was. What a call is
+for, and whether it is allowed, the manager has decided.
 """
 
 from __future__ import annotations
@@ -74,7 +73,9 @@ def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[Wish,
             start = place * table.block_size
             wishes = wishes_for(seq.wishes, start, seq.opened_at, pool.step)
             if wishes:
-                kept.append((table.blocks[place], pool.shelf.front(table.blocks[place], wishes)))
+                kept.append(
+                    (table.blocks[place], pool.idle_blocks.front(table.blocks[place], wishes))
+                )
     return kept
 
 
@@ -120,36 +121,8 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
     try:
         pool.hand_out(own)
     except BaseException:
-        pool.drop(held)  # the parent holds them too, so none becomes free
+        pool.release(held)  # the parent holds them too, so none becomes free
         raise
     for block, order in zip(own, found, strict=True):
         pool.assign((block,), order.group)
     return found
-
-
-def computed_after_cut(seq: KVSequence, num_tokens: int) -> int:
-    """Return how many tokens are still computed when a sequence is cut to `num_tokens`.
-
-    Fewer than are kept where the cut goes through a block that must not be written again, and none
-    where a group has given back what a query at the cut would see. O(groups).
-    """
-    computed = min(num_tokens, seq.num_computed_tokens)
-    if computed == seq.num_computed_tokens:
-        return computed
-    lowered = True
-    while lowered:
-        lowered = False
-        for table in seq.tables:
-            full, rest = divmod(computed, table.block_size)
-            if rest and (table.blocks[full].node is not None or table.blocks[full].ref_count > 1):
-                computed -= rest
-                lowered = True
-    return computed_in_sight(seq, computed)
-
-
-def computed_in_sight(seq: KVSequence, computed: int) -> int:
-    """Return `computed`, or 0 where a group has given back what the next query would see."""
-    for table in seq.tables:
-        if table.num_null > first_kept_block(table.group, table.block_size, computed):
-            return 0
-    return computed

@@ -1,25 +1,17 @@
-"""Retention: published blocks that are to be reused later than least recently used would have it.
+"""Retention: wishes that published blocks be reused later than least recently used would have it.
 
 A sequence may ask for ranges of its tokens to be kept with a priority, for ever or for a number of
 steps. The wish holds for whole paths: a block is kept at least as strongly as any block after it in
-the sequence, because content without what stands before it is worth nothing. Free blocks with a
-priority wait on a shelf of their own; they are reused when no free block without one is left, the
-lowest priority first and least recently used first within it. A block whose time is over joins the
-ordinary queue as if it had been used just then.
-
-Blocks that nobody asked to keep are never looked at here, and cost nothing.
+the sequence, because content without what stands before it is worth nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
 
 from kvcore.arguments import as_int
-from kvcore.block import Block
 from kvcore.errors import InvalidArgumentError
-from kvcore.free_queue import FreeQueue
 
 FOREVER = 2**63 - 1
 """The deadline of what has none."""
@@ -88,123 +80,3 @@ def wishes_for(
         if wish.stop > start and deadline > now:
             found.append((wish.priority, deadline))
     return tuple(found)
-
-
-@final
-class RetentionShelf:
-    """Which blocks are kept, and the free ones among them in the order of their reuse.
-
-    Attributes:
-        kept: for each kept block's id, free or held, its wishes: the highest priority first, and
-            after it only what holds for longer.
-        num_free: how many blocks wait here.
-    """
-
-    __slots__ = ("_queues", "kept", "num_free")
-
-    def __init__(self) -> None:
-        self.kept: dict[int, tuple[Wish, ...]] = {}
-        self._queues: dict[int, FreeQueue] = {}
-        self.num_free = 0
-
-    def front(self, block: Block, wishes: Sequence[Wish]) -> tuple[Wish, ...]:
-        """Return what a block is kept for if these wishes join. O(wishes)."""
-        latest = 0
-        front: list[Wish] = []
-        for priority, deadline in sorted(
-            [*self.kept.get(block.block_id, ()), *wishes], reverse=True
-        ):
-            if deadline > latest:
-                front.append((priority, deadline))
-                latest = deadline
-        for priority, _ in front:  # nothing that is freed later has to make its queue
-            if priority not in self._queues:
-                self._queues[priority] = FreeQueue()
-        return tuple(front)
-
-    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
-        """Keep a held block at least as strongly as this. O(wishes)."""
-        front = self.front(block, wishes)
-        if front:
-            self.kept[block.block_id] = front
-
-    def make_room(self, blocks: Sequence[Block]) -> None:
-        """Let wishes for these blocks be set without a growth that could fail. O(len(blocks))."""
-        try:
-            for block in blocks:
-                self.kept.setdefault(block.block_id, ())
-        except BaseException:
-            for block in blocks:
-                if not self.kept.get(block.block_id, True):
-                    del self.kept[block.block_id]
-            raise
-
-    def drop(self, block: Block) -> None:
-        """Forget the wishes for a block that is not on a shelf. O(1)."""
-        self.kept.pop(block.block_id, None)
-
-    def push(self, block: Block) -> bool:
-        """Put a block that has just become free on its shelf, last in line. Cannot fail. O(1).
-
-        Returns:
-            False if nobody wants it kept.
-        """
-        wishes = self.kept.get(block.block_id)
-        if not wishes:
-            return False
-        self._queues[wishes[0][0]].push_back(block)
-        self.num_free += 1
-        return True
-
-    def remove(self, block: Block) -> bool:
-        """Take a free block from its shelf. O(1).
-
-        Returns:
-            False if it is on none.
-        """
-        wishes = self.kept.get(block.block_id)
-        if not wishes:
-            return False
-        self._queues[wishes[0][0]].remove(block)
-        self.num_free -= 1
-        return True
-
-    def clear(self) -> None:
-        """Keep nothing any more; whatever waits is free elsewhere. Cannot fail. O(num_free)."""
-        for queue in self._queues.values():
-            queue.clear()
-        self.kept.clear()
-        self.num_free = 0
-
-    def expire(self, now: int) -> list[Block]:
-        """Forget the wishes whose time is over, all or none. O(kept blocks).
-
-        A block on a shelf falls to that of the wish that is left.
-
-        Returns:
-            The free blocks for which no wish is left, in the order of their reuse.
-        """
-        still = [(block_id, _still(wishes, now)) for block_id, wishes in self.kept.items()]
-        changed = {block_id: left for block_id, left in still if left != self.kept[block_id]}
-        falling = [block for block in self if block.block_id in changed]
-        freed = [block for block in falling if not changed[block.block_id]]
-        for block in falling:
-            self.remove(block)
-        for block_id, left in changed.items():
-            if left:
-                self.kept[block_id] = left
-            else:
-                del self.kept[block_id]
-        for block in falling:
-            self.push(block)
-        return freed
-
-    def __iter__(self) -> Iterator[Block]:
-        """Yield the blocks that wait, in the order of their reuse. O(num_free)."""
-        for priority in sorted(self._queues):
-            yield from self._queues[priority]
-
-
-def _still(wishes: tuple[Wish, ...], now: int) -> tuple[Wish, ...]:
-    """Return the wishes whose time is not over."""
-    return tuple([wish for wish in wishes if wish[1] > now])

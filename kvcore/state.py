@@ -69,7 +69,7 @@ class CacheState:
         if record_lifetimes:
             self.pool.lifetimes = LifetimeRecorder(self.pool.num_blocks)
         if prefault:
-            self.pool.prefault()
+            _ = self.pool.blocks  # to look at them makes them
         self.enable_caching = bool(enable_caching)
         self.max_model_len = (
             None if max_model_len is None else as_int("max_model_len", max_model_len, 1)

@@ -23,13 +23,12 @@ KVCORE_LAYERS = (
     ("lifetimes",),
     ("free_queue", "content_tree", "groups", "slots", "stats", "reports"),
     ("retention",),
-    ("free_blocks",),
-    ("published",),
+    ("idle_blocks",),
     ("pool", "block_table"),
     ("leases", "sequence"),
-    ("release", "advance", "peaks"),
+    ("rewind", "advance", "peaks"),
     ("prefix", "state"),
-    ("steps", "doubt", "pool_map"),
+    ("steps", "pool_map"),
     ("manager",),
     ("invariants",),
     ("__init__",),
@@ -170,19 +169,19 @@ LAZY_IMPORTS = {"backends/registry.py"}
 # it, and the runner reads none of it. `test_architecture.py` says that nothing is left out.
 KVCORE_INSIDES = frozenset(
     """
-    assign attach beyond block_id blocks chain child_nodes cut cut_names deadline descendants
-    drop empty_blocks exchange find_limits first_copy first_kept forget forget_identity forgets
-    free_blocks free_queue grow hand_out has_children id_object is_active is_open is_uneven keep
-    kind last_child last_copy last_event made_block namespace_key next_blocks next_copy next_free
-    next_pass node num_missing num_published num_settled_tokens opened_at pool prev_copy prev_free
-    ref_count release revive root seq_id shelf trees unpublish wishes
+    assign attach beyond block_id blocks chain child_nodes common_size cut cut_names deadline
+    descendants empty_blocks exchange find_limits first_copy first_kept forget forget_identity
+    forgets free_blocks grow hand_out has_children id_object idle_blocks is_active is_open
+    is_uneven keep kind last_child last_copy last_event made_block namespace_key next_blocks
+    next_copy next_free next_pass node num_missing num_published num_settled_tokens opened_at pool
+    prev_copy prev_free ref_count release revive root seq_id trees unpublish wishes
     """.split()  # noqa: SIM905  # words are easier to read so
 )
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 MAX_FILE_LINES = 700
-MAX_CODE_LINES = 450
+MAX_CODE_LINES = 500
 MAX_FUNCTION_LINES = 60
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
 

@@ -124,7 +124,7 @@ PLANTED = {
     "a function without end": (
         "model/device/batch.py", "def run():\n" + "    x = 1\n" * 61, "run has 61 lines"
     ),
-    "a file without end": ("model/device/batch.py", "x = 1\n" * 451, "451 of code"),
+    "a file without end": ("model/device/batch.py", "x = 1\n" * 501, "501 of code"),
 }  # fmt: skip
 
 

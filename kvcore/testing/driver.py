@@ -193,7 +193,9 @@ class Driver:
             self.seen["aborted"] += 1
         self.program.call("finish", request)
         (self.away if request in self.away else self.live).remove(request)
-        self.memory.release(request.told, self.watch.held(self.live))
+        came_to_nothing = len(request.told) == self.watch.blocks(request.cached)
+        held = self.watch.held(self.live)
+        self.memory.release(request.told, held, was_used=not came_to_nothing)
         self.agree()
 
     def truncate(self, request: Request, num_tokens: int) -> None:
@@ -275,7 +277,8 @@ class Driver:
             self.program.call("end_lease", lease)
             self.watch.leases.remove(lease)
             self.ended_leases.append(lease)
-            self.memory.release(lease.blocks, self.watch.held(self.live))
+            held = self.watch.held(self.live)
+            self.memory.release(lease.blocks, held, was_used=False)
         else:
             before = self.watch.view(self.live)
             self.program.misuse("end_lease", lease)

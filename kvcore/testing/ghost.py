@@ -124,11 +124,13 @@ class Memory:
         self.resident: dict[int, dict[int, int]] = {}  # last prefix -> block -> handed out by then
         self.ends: dict[int, int] = {}  # block -> its last prefix, for resident ones
         self.released: dict[int, tuple[int, int]] = {}  # block -> (when, -position in the table)
+        self.used: dict[int, tuple[int, int]] = {}  # likewise, by somebody who had used it
         self.num_handed_out = 0
         self.clock = 0
 
     def hand_out(self, block_id: int, request: Request) -> bool:
         """Give a block to a request; what it held is gone. Returns whether that was resident."""
+        self.used.pop(block_id, None)
         evicted = self.doubt(block_id)
         self.places[block_id] = [None] * self.block_size
         self.owners[block_id] = request
@@ -167,12 +169,16 @@ class Memory:
         self.resident.clear()
         self.ends.clear()
 
-    def release(self, table: Sequence[int], held: Collection[int]) -> None:
+    def release(
+        self, table: Sequence[int], held: Collection[int], *, was_used: bool = True
+    ) -> None:
         """Note when those of a table's blocks that nobody holds any more were released."""
         self.clock += 1
         for position, block_id in enumerate(table):
             if block_id not in held:
                 self.released[block_id] = (self.clock, -position)
+                if was_used or block_id not in self.used:
+                    self.used[block_id] = (self.clock, -position)
 
     def copies(self, path: Sequence[int], index: int) -> dict[int, int]:
         """Return the resident blocks that hold the block `index` of a path."""

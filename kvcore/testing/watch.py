@@ -108,14 +108,15 @@ class Watch:
             self._check_order(ids, self.held(live) | set(request.told))
 
     def _check_order(self, ids: Sequence[int], held: set[int]) -> None:
-        released = self.memory.released
+        released, used = self.memory.released, self.memory.used
         cached = [b for b in self.memory.ends if b in released and b not in held]
         victims = [b for b in cached if b in ids]
         spared = [b for b in cached if b not in ids]
         if victims and spared:
-            newest = max(victims, key=released.__getitem__)
+            # A look-up that came to nothing may have made what it found young, or not.
+            newest = max(victims, key=used.__getitem__)
             oldest = min(spared, key=released.__getitem__)
-            if released[newest] > released[oldest]:
+            if used[newest] > released[oldest]:
                 self.program.broken(
                     "P15", f"block {newest} reused before {oldest}, which was released earlier"
                 )

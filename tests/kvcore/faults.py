@@ -19,12 +19,16 @@ from types import FunctionType, SimpleNamespace
 # else. They let nothing grow, so nothing can fail in them; and that is checked, too.
 LINKS = {
     *(f"FreeQueue.{name}" for name in ("push_back", "pop_front", "remove")),
-    *(f"FreeQueue.{name}" for name in ("push_run", "remove_run", "cut_front", "clear")),
-    *(f"RetentionShelf.{name}" for name in ("push", "remove", "drop", "clear")),
+    *(
+        f"FreeQueue.{name}"
+        for name in ("push_run", "insert_run", "remove_run", "cut_front", "clear")
+    ),
+    *(f"IdleBlocks.{name}" for name in ("push_run", "remove", "remove_run", "find_run", "forget")),
+    *(f"IdleBlocks.{name}" for name in ("cut_front", "clear")),
     *(f"ContentTree.{name}" for name in ("detach", "evict", "_prune", "_set_aside", "clear")),
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
-    *(f"FreeBlocks.{name}" for name in ("_unqueue", "_put_back", "_leave", "_count_used")),
-    *(f"FreeBlocks.{name}" for name in ("_count_emptied", "assign", "_extra_slots")),
+    *(f"BlockPool.{name}" for name in ("_put_back", "_leave", "_let_leave", "_take_back")),
+    *(f"BlockPool.{name}" for name in ("_lose", "_count_emptied", "assign", "_extra_slots")),
     *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity", "find_limits")),
     "BlockTable.cut",
     "BlockTable.forget",
@@ -33,8 +37,7 @@ LINKS = {
     "LeaseBook.forget",
     "NameChain.cut",
     "Node.clear",
-    "BlockPool._unqueue_front",
-    "PublishedBlocks.unpublish",
+    "BlockPool.unpublish",
     "_add",
     "hold_again",
     "StepVerbs._take_back",
@@ -160,8 +163,9 @@ class Faults:
                 table._ids = self.array(table.block_ids, "table.block_ids")
         kv.leases.active = self.dictionary(kv.leases.active, "leases.active")
         kv.pool.empty_blocks = self.list(kv.pool.empty_blocks, "empty_blocks")
-        kv.pool.shelf.kept = self.dictionary(kv.pool.shelf.kept, "shelf.kept")
-        kv.pool.shelf._queues = self.dictionary(kv.pool.shelf._queues, "shelf.queues")
+        idle = kv.pool.idle_blocks
+        idle.kept = self.dictionary(idle.kept, "kept")
+        idle._shelves = self.dictionary(idle._shelves, "shelves")
         for tree in kv.pool.trees:
             tree._roots = self.dictionary(tree._roots, "roots")
             for node in [*tree.roots(), *tree.nodes()]:
@@ -272,8 +276,10 @@ def fields_of(thing, pool):
         values["below"] = sorted(below, key=operator.attrgetter("tokens"))
     if kind == "Block" and thing.node is None:
         del values["group"]
-    elif kind == "RetentionShelf":
-        values["_queues"] = {p: q for p, q in thing._queues.items() if len(q)}
+    elif kind == "BlockPool" and thing._passing:
+        values["_passing"] = [thing._passing[b.block_id] for b in pool.blocks if b.node is not None]
+    elif kind == "IdleBlocks":
+        values["_shelves"] = {p: q for p, q in thing._shelves.items() if len(q)}
     elif kind == "LifetimeRecorder":
         published = [block.block_id for block in pool.blocks if block.node is not None]
         values["_published_at"] = [thing._published_at[block_id] for block_id in published]
@@ -292,8 +298,8 @@ def dump(manager):
     def plain(value):
         if value is None or isinstance(value, (bool, int, str, bytes, type, float)):
             return value
-        if isinstance(value, array):
-            return value.typecode, *value
+        if isinstance(value, (array, bytearray)):
+            return type(value).__name__, *value
         if isinstance(value, dict):
             return "dict", *((plain(key), plain(entry)) for key, entry in value.items())
         if isinstance(value, (list, tuple)):

@@ -5,6 +5,7 @@ place in a table, content is the whole prefix as a tuple. The state machines run
 thing and compare everything that can be seen.
 """
 
+import functools
 import itertools
 
 
@@ -38,6 +39,8 @@ class NaivePool:
         self.wishes = {}  # block_id: {(priority, deadline)}
         self.shelves = {}  # priority: free blocks
         self.now = 0
+        self.serves = lambda content: True  # whether any hit can use it
+        self.found, self.queue_then = [], []  # what was found last, and how it stood then
 
     def order(self):
         """The free blocks, the one reused next first."""
@@ -47,6 +50,7 @@ class NaivePool:
         return max((p for p, end in self.wishes.get(block_id, ()) if end > self.now), default=0)
 
     def put_back(self, block_id):
+        self.found = []
         priority = self.priority(block_id)
         (self.shelves.setdefault(priority, []) if priority else self.free).append(block_id)
 
@@ -82,6 +86,8 @@ class NaivePool:
 
     def take(self, count):
         taken = self.order()[:count]
+        if taken:
+            self.found = []
         for block_id in taken:
             self.take_out(block_id)
             if self.content_of(block_id) is not None:
@@ -97,7 +103,29 @@ class NaivePool:
     def count_used(self):
         self.peak = max(self.peak, sum(1 for refs in self.refs.values() if refs))
 
+    def queue(self):
+        """The free blocks with content that nobody wants kept, in the order of their reuse."""
+        return [block_id for block_id in self.free if self.content_of(block_id) is not None]
+
+    def stands_where_it_was(self, freed):
+        """Whether what was found last comes back alone, and nothing else has moved since."""
+        found, then = self.found, self.queue_then
+        if not found or sorted(freed) != sorted(found):
+            return False
+        if None in map(self.content_of, freed):
+            return False
+        if any(map(self.priority, self.wishes)) or (freed[0], freed[-1]) != (found[-1], found[0]):
+            return False
+        first = then.index(found[-1])
+        together = then[first : first + len(found)]
+        left = [block_id for block_id in then if block_id not in found]
+        return set(together) == set(found) and together[-1] == found[0] and left == self.queue()
+
     def hold(self, block_ids):
+        idle = [block_id for block_id in block_ids if self.refs[block_id] == 0]
+        if idle:
+            self.found = [] if any(self.shelves.values()) else idle
+            self.queue_then = self.queue()
         for block_id in block_ids:
             if self.refs[block_id] == 0:
                 self.durations["reuse_gap"].append(self.now - self.freed_at[block_id])
@@ -109,8 +137,20 @@ class NaivePool:
         for block_id in block_ids:
             self.refs[block_id] -= 1
         last_named = reversed(dict.fromkeys(reversed(block_ids)))
-        for block_id in [b for b in last_named if self.refs[b] == 0]:
+        freed = [b for b in last_named if self.refs[b] == 0]
+        if self.stands_where_it_was(freed):
+            first = self.queue_then.index(freed[0])
+            later = self.queue_then[first + len(freed) :]
+            place = self.free.index(later[0]) if later else len(self.free)
+            self.free[place:place] = freed
+            self.freed_at |= dict.fromkeys(freed, self.now)
+            self.found = []
+            return
+        for block_id in freed:
             self.freed_at[block_id] = self.now
+            content = self.content_of(block_id)
+            if content is not None and not self.serves(content):
+                self.lose_content(block_id)
             if self.content_of(block_id) is None:
                 self.free.insert(0, block_id)
             else:
@@ -171,16 +211,43 @@ def sees(kind, span, query, key):
     return True
 
 
+HORIZON = 64  # no test sequence is longer
+
+
+@functools.cache
+def keeps(group, computed):
+    """The places of full blocks that are needed after `computed` tokens, and the last one."""
+    kind, span, size = group
+    full = computed // size
+    wanted = {full - 1} if full else set()
+    for place in range(full):
+        keys = range(place * size, (place + 1) * size)
+        queries = range(computed, HORIZON)
+        if any(sees(kind, span, query, key) for query in queries for key in keys):
+            wanted.add(place)
+    return frozenset(wanted)
+
+
+@functools.cache
+def needed_by_a_hit(groups, number, end):
+    """Whether a hit of any length, whole blocks of every group, needs the block before `end`."""
+    size = groups[number][2]
+    for length in range(end, HORIZON):
+        is_whole = all(length % other == 0 for _, _, other in groups)
+        if is_whole and end // size - 1 in keeps(groups[number], length):
+            return True
+    return False
+
+
 class NaiveManager:
     """Sequences over a naive pool. `namespace` is any value; None is never cached.
 
     `groups` are (kind, span, block size), kind one of "full", "window", "chunk".
     """
 
-    HORIZON = 64  # no test sequence is longer
-
     def __init__(self, num_blocks, groups, caching=True):
         self.pool = NaivePool(num_blocks)
+        self.pool.serves = self.serves
         self.groups = groups
         self.caching = caching
         self.num_queried = self.num_hit = self.num_resumed = self.num_resumed_hit = 0
@@ -194,16 +261,12 @@ class NaiveManager:
         return full + (1 if rest else 0)
 
     def keeps(self, group, computed):
-        """The places of full blocks that are needed after `computed` tokens, and the last one."""
-        kind, span, size = group
-        full = computed // size
-        wanted = {full - 1} if full else set()
-        for place in range(full):
-            keys = range(place * size, (place + 1) * size)
-            queries = range(computed, self.HORIZON)
-            if any(sees(kind, span, query, key) for query in queries for key in keys):
-                wanted.add(place)
-        return wanted
+        return keeps(group, computed)
+
+    def serves(self, content):
+        """Whether a hit of any length would need the last block of a prefix."""
+        number, _, prefix = content
+        return needed_by_a_hit(tuple(self.groups), number, len(prefix))
 
     def content(self, number, namespace, tokens):
         return (number, namespace, tuple(tokens))
@@ -251,7 +314,7 @@ class NaiveManager:
         for table, entries in zip(seq.tables, found, strict=True):
             table.entries = list(entries)
             table.published = len(entries)
-            self.pool.hold(table.held())
+        self.pool.hold([block_id for table in seq.tables for block_id in table.held()])
         for number in range(len(self.groups)):
             self.wish(seq, number)
         if seq.namespace is not None and resumed:
@@ -371,7 +434,7 @@ class NaiveManager:
                         if shared or self.pool.content_of(block_id) is not None:
                             computed = place * group[2]
             for group, table in zip(self.groups, seq.tables, strict=True):
-                wanted = self.keeps(group, computed)
+                wanted = set(self.keeps(group, computed))
                 if computed % group[2]:
                     wanted.add(computed // group[2])
                 if any(not table.entries[place] for place in wanted):
@@ -435,53 +498,107 @@ class NaiveManager:
 
     def fail_load(self, seq, num_tokens, sequences):
         """Nobody trusts a block that spells this prefix further than `num_tokens`."""
-        end = num_tokens + 1
-        doubtful = set()
-        for suspect in sequences if num_tokens < seq.settled() else [seq]:
-            same = suspect.namespace == seq.namespace and suspect.tokens[:end] == seq.tokens[:end]
-            if suspect is seq or (same and suspect.settled() >= end):
-                doubtful |= self.beyond(suspect, num_tokens)
+        doubtful = [self.beyond(seq, num_tokens)]
+        if num_tokens < seq.settled():
+            doubtful.append(self.spelling(seq.namespace, seq.tokens, num_tokens, sequences))
+        return self.take_from_all(doubtful, sequences)
+
+    def fail_blocks(self, block_ids, sequences):
+        """Nor does anybody trust what these blocks hold, or what spells its prefix further."""
+        doubtful = []
+        for number, namespace, prefix in filter(None, map(self.pool.content_of, block_ids)):
+            start = len(prefix) - self.groups[number][2]
+            doubtful.append(self.spelling(namespace, list(prefix), start, sequences))
+        for seq in sequences:
+            for group, table in zip(self.groups, seq.tables, strict=True):
+                for place, block_id in enumerate(table.entries):
+                    if block_id in block_ids and place * group[2] < seq.computed:
+                        start = place * group[2]
+                        doubtful.append(self.beyond(seq, start))
+                        if start < seq.settled():
+                            more = self.spelling(seq.namespace, seq.tokens, start, sequences)
+                            doubtful.append(more)
+        return self.take_from_all(doubtful, sequences)
+
+    def fail_transfer(self, number, sequences):
+        """And the lease ends, if it has not."""
+        if number not in self.leases:
+            return []
+        set_back = self.fail_blocks(self.leases[number][0], sequences)
+        self.end_lease(number)
+        return set_back
+
+    def spelling(self, namespace, tokens, start, sequences):
+        """The blocks of sequences, and those that are published, with one more of these tokens."""
+        end = start + 1
+        found = {}
+        for suspect in sequences:
+            same = suspect.namespace == namespace and suspect.tokens[:end] == tokens[:end]
+            if same and suspect.settled() >= end:
+                found |= self.beyond(suspect, start)
+        for (_, whose, prefix), block_id in self.pool.published:
+            if (whose, prefix[:end]) == (namespace, tuple(tokens[:end])):
+                found[block_id] = start
+        return found
+
+    def take_from_all(self, found, sequences):
+        """`found` says of blocks, perhaps several times, up to which token they are sound."""
+        doubtful = {}
+        for more in found:
+            for block_id, sound in more.items():
+                doubtful[block_id] = min(sound, doubtful.get(block_id, sound))
+        targets = [(seq, self.sound_until(seq, doubtful)) for seq in sequences]
         for block_id in sorted(doubtful):
             if self.pool.content_of(block_id) is not None:
                 self.pool.lose_content(block_id)
                 if block_id in self.pool.order():
                     self.pool.take_out(block_id)
                     self.pool.free.insert(0, block_id)
-        return [other for other in sequences if self.set_back(other, doubtful)]
+        for seq, computed in targets:
+            if computed is not None:
+                self.release_from(seq, computed)
+                for group, table in zip(self.groups, seq.tables, strict=True):
+                    table.published = min(table.published, computed // group[2])
+                seq.computed = computed
+                seq.cached = min(seq.cached, computed)
+        return [seq for seq, computed in targets if computed is not None]
 
     def beyond(self, seq, num_tokens):
-        """A sequence's blocks from `num_tokens` on, and all that spell its prefix further."""
-        found = set()
-        for number, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+        """A sequence's computed blocks from `num_tokens` on, and that they are sound up to it."""
+        found = {}
+        for group, table in zip(self.groups, seq.tables, strict=True):
             size = group[2]
             first = num_tokens // size
-            found |= set(table.entries[first : self.blocks_for(seq.computed, size)]) - {0}
-            if num_tokens < seq.settled():
-                start = (number, seq.namespace, tuple(seq.tokens[: num_tokens + 1]))
-                for (where, whose, prefix), block_id in self.pool.published:
-                    if (where, whose, prefix[: num_tokens + 1]) == start:
-                        found.add(block_id)
+            for block_id in table.entries[first : self.blocks_for(seq.computed, size)]:
+                if block_id:
+                    found[block_id] = num_tokens
         return found
 
-    def set_back(self, seq, doubtful):
+    def sound_until(self, seq, doubtful):
+        """What stays computed of a sequence, None if all of it."""
         starts = [
-            place * group[2]
+            max(place * group[2], doubtful[block_id])
             for group, table in zip(self.groups, seq.tables, strict=True)
             for place, block_id in enumerate(table.entries)
             if block_id in doubtful
         ]
-        if not starts:
-            return False
-        computed = min(seq.computed, *starts)
-        while any(computed % group[2] for group in self.groups):
-            computed -= 1
+        computed = min([seq.computed, *starts])
+        if computed == seq.computed:
+            return None
+        for _ in self.groups:  # each may lower it for the others
+            for group, table in zip(self.groups, seq.tables, strict=True):
+                block_id = table.entries[computed // group[2]]
+                if computed % group[2] and block_id:
+                    is_found = self.pool.content_of(block_id) is not None
+                    if self.pool.refs[block_id] > 1 or (is_found and block_id not in doubtful):
+                        computed -= computed % group[2]
         for group, table in zip(self.groups, seq.tables, strict=True):
-            if any(not table.entries[place] for place in self.keeps(group, computed)):
+            wanted = set(self.keeps(group, computed))
+            if computed % group[2]:
+                wanted.add(computed // group[2])
+            if any(not table.entries[place] for place in wanted):
                 computed = 0
-        self.release_from(seq, computed)
-        seq.computed = computed
-        seq.cached = min(seq.cached, computed)
-        return True
+        return computed
 
     def copies_needed(self, seq):
         return sum(1 for group in self.groups if seq.settled() % group[2])

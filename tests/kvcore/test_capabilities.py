@@ -258,7 +258,7 @@ def test_a_lower_priority_is_reused_before_a_higher_one():
     for priority, tokens in ((5, [1, 2, 3]), (2, [4, 5, 6])):
         wish = kvcore.Retention(0, 2, priority)
         kv.close(filled(kv, tokens, retain=[wish]))
-    assert [block.block_id for block in kv.pool.shelf] == [2, 1]
+    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [2, 1]
 
 
 def test_what_was_kept_for_some_steps_is_ordinary_after_them():
@@ -266,9 +266,9 @@ def test_what_was_kept_for_some_steps_is_ordinary_after_them():
     wish = kvcore.Retention(0, 2, max_steps=2)
     kv.close(filled(kv, [1, 2, 3], retain=[wish]))
     kv.advance()
-    assert [block.block_id for block in kv.pool.shelf] == [1]
+    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [1]
     kv.advance()
-    assert [block.block_id for block in kv.pool.shelf] == []
+    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == []
     assert [block.block_id for block in kv.pool.free_blocks()][-1] == 1
     kvcore.check(kv)
 
@@ -278,9 +278,9 @@ def test_a_strong_wish_that_ends_leaves_the_weaker_one():
     wishes = [kvcore.Retention(0, 2, priority=9, max_steps=1), kvcore.Retention(0, 2, priority=1)]
     kv.close(filled(kv, [1, 2, 3], retain=wishes))
     kv.close(filled(kv, [4, 5, 6], retain=[kvcore.Retention(0, 2, priority=5)]))
-    assert [block.block_id for block in kv.pool.shelf] == [2, 1]
+    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [2, 1]
     kv.advance()
-    assert [block.block_id for block in kv.pool.shelf] == [1, 2]
+    assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [1, 2]
 
 
 def test_a_pin_keeps_a_prefix_out_of_the_free_blocks():

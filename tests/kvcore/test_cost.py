@@ -224,13 +224,13 @@ def test_requests_that_come_and_go_leave_nothing_behind():
 
 
 def copies_the_stack(pool, blocks, released):
-    freed = pool._let_go(released)
+    freed = pool._uncount(list(released))
     left = pool.empty_blocks[: -len(blocks)] if blocks else pool.empty_blocks
     stack = left + [block for block in freed if block.node is None]
     pool.hand_out(blocks)
     pool.empty_blocks = stack
     pool._count_emptied([block for block in freed if block.node is None])
-    pool._put_back([block for block in freed if block.node is not None])
+    pool._put_back([block for block in freed if block.node is not None], is_alone=False)
 
 
 def walks_the_blocks(pool):
@@ -242,12 +242,12 @@ def makes_all_blocks(pool, *, canonical_order=False):
     return 0
 
 
-def keeps_a_journal(drop):
+def keeps_a_journal(release):
     journal = []
 
     def noting(pool, blocks):
         journal.extend([object() for _ in blocks])
-        drop(pool, blocks)
+        release(pool, blocks)
 
     return noting
 
@@ -275,7 +275,7 @@ def test_a_pool_that_is_made_by_its_reset_is_seen(monkeypatch):
 @source_build
 def test_a_list_that_grows_for_ever_is_seen(monkeypatch):
     kv = Situation("full and window", idle, SMALL).kv
-    monkeypatch.setattr(kvcore.BlockPool, "drop", keeps_a_journal(kvcore.BlockPool.drop))
+    monkeypatch.setattr(kvcore.BlockPool, "release", keeps_a_journal(kvcore.BlockPool.release))
     assert bytes_left(live_again, kv, 300) > 1000
 
 

@@ -23,7 +23,7 @@ def test_empty_blocks_go_before_idle_ones_and_those_before_kept_ones(pool):
     assert ids(pool.free_blocks()) == [3, 4, 5, 6, 7, 1, 2]
     assert (pool.num_free_blocks, pool.num_used_blocks) == (7, 0)
     assert ids(pool.take(7)) == [3, 4, 5, 6, 7, 1, 2]
-    assert pool.shelf.kept == {}
+    assert pool.idle_blocks.kept == {}
     assert pool.num_evicted_blocks == 2
     assert pool.num_cached_blocks == 0
 
@@ -70,31 +70,10 @@ def test_the_peak_is_the_most_that_were_ever_held_at_once(pool):
     assert pool.peak_used_blocks == 5
 
 
-def test_found_blocks_are_revived_and_dropped_like_held_and_released_ones(pool):
-    other = kvcore.BlockPool(8, 1)
-    for each, hold, release in (
-        (pool, pool.hold, pool.release),
-        (other, other.revive, other.drop),
-    ):
-        blocks = published(each, 1, 2, 3)
-        plain = each.take(1)
-        each.keep(blocks[2], [(1, 9)])
-        each.release(blocks[1:])
-        each.lifetimes = kvcore.LifetimeRecorder(8)
-        each.advance(2)
-        hold([blocks[2], blocks[0], blocks[1]])
-        release([blocks[1], blocks[0], plain[0], blocks[2]])
-        release([blocks[0]])
-    assert pool_view(pool) == pool_view(other)
-    assert pool.lifetimes.stats() == other.lifetimes.stats()
-    assert other.lifetimes.stats().reuse_gap.count == 2
-    assert ids(other.free_blocks()) == [4, 5, 6, 7, 2, 1, 3]
-
-
-def test_a_block_that_nobody_holds_cannot_be_dropped(pool):
+def test_a_block_that_nobody_holds_cannot_be_released(pool):
     one, two = pool.take(2)
     pool.release([two])
-    refused(pool, kvcore.DoubleFreeError, r"Block\(2,", lambda: pool.drop([one, two]))
+    refused(pool, kvcore.DoubleFreeError, "block 2 ", lambda: pool.release([one, two]))
 
 
 def test_lifetimes_are_noted_where_they_begin_and_end(pool):

@@ -24,17 +24,17 @@ def kv():
 
 
 def unlink_from_queue(kv):
-    block = next(iter(kv.pool.free_queue))
+    block = next(iter(kv.pool.idle_blocks.queue))
     block.prev_free.next_free, block.next_free.prev_free = block.next_free, block.prev_free
 
 
 def close_the_queue_to_a_circle(kv):
-    blocks = list(kv.pool.free_queue)
+    blocks = list(kv.pool.idle_blocks.queue)
     blocks[-1].next_free = blocks[0]
 
 
 def queue_a_stranger(kv):
-    kv.pool.free_queue.push_back(kvcore.Block(3))
+    kv.pool.idle_blocks.queue.push_back(kvcore.Block(3))
 
 
 def swap_children(kv):
@@ -55,7 +55,7 @@ def attach_an_empty_node(kv):
 
 
 def drop_the_null_blocks_guard(kv):
-    kv.pool.free_queue.push_back(kv.pool.blocks[0])
+    kv.pool.idle_blocks.queue.push_back(kv.pool.blocks[0])
 
 
 def set_on(owner, name, change):
@@ -88,7 +88,7 @@ def pool(kv):
 
 
 def queue(kv):
-    return kv.pool.free_queue
+    return kv.pool.idle_blocks.queue
 
 
 def twin_node(kv):

@@ -88,7 +88,7 @@ def test_a_hit_makes_a_free_block_the_most_recently_used():
     for tokens in ([1, 2, 0], [3, 4, 0]):
         kv.close(filled(kv, tokens))
     assert order(kv) == [3, 4, 1, 2]
-    kv.close(kv.open([1, 2, 0]))
+    kv.close(filled(kv, [1, 2, 0]))
     assert order(kv) == [3, 4, 2, 1]
 
 
@@ -576,7 +576,7 @@ def test_what_a_sequence_hits_is_kept_as_it_wishes_from_then_on():
     kv = kvcore.KVCacheManager(9, 2)
     filled(kv, [1, 2, 3, 4, 5])
     seq = kv.open([1, 2, 3, 4, 5], retain=[kvcore.Retention(0, 2, priority=3)])
-    assert kv.pool.shelf.kept == {1: ((3, 2**63 - 1),)}
+    assert kv.pool.idle_blocks.kept == {1: ((3, 2**63 - 1),)}
     for other in list(kv.sequences.values()):
         kv.close(other)
     assert order(kv)[-1] == 1

@@ -159,23 +159,19 @@ def test_to_exchange_is_to_take_and_then_to_release(kinds, num_empty, num_idle, 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=12), st.randoms())
 @example([(True, 1)] * 3 + [(False, 1)] * 2 + [(True, 2)], random.Random(1))
-def test_what_a_table_drops_and_revives_is_what_others_release_and_hold(kinds, order):
+def test_what_a_table_revives_is_what_others_hold(kinds, order):
     pools = [kvcore.BlockPool(16, 1) for _ in range(2)]
     places = list(range(len(kinds)))
     order.shuffle(places)
-    for pool, let_go, take_back in zip(
-        pools,
-        (kvcore.BlockPool.drop, kvcore.BlockPool.release),
-        (kvcore.BlockPool.revive, kvcore.BlockPool.hold),
-        strict=True,
-    ):
+    ways = (kvcore.BlockPool.revive, kvcore.BlockPool.hold)
+    for pool, take_back in zip(pools, ways, strict=True):
         blocks = pool.take(len(kinds))
         for index, (is_published, count) in enumerate(kinds):
             if is_published:
                 pool.publish([blocks[index]], b"n", None, [token(index)])
             for _ in range(count - 1):
                 pool.hold([blocks[index]])
-        let_go(pool, [blocks[place] for place in places])
+        pool.release([blocks[place] for place in places])
         left = [block for block in blocks if block.ref_count or block.node]
         take_back(pool, left)
     assert pool_view(pools[0]) == pool_view(pools[1])

@@ -40,7 +40,7 @@ def pool_view(pool):
             for number, tree in enumerate(pool.trees)
             for node in tree.nodes()
         },
-        "kept": dict(pool.shelf.kept),
+        "kept": dict(pool.idle_blocks.kept),
         "cached": pool.num_cached_blocks,
         "slots": pool.num_used_slots,
         "evicted": pool.num_evicted_blocks,

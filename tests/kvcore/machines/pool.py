@@ -52,7 +52,11 @@ class PoolMachine(RuleBasedStateMachine):
                 "P3", kvcore.BlockStateError, self.view, lambda: self.pool.hold(self.blocks(ids))
             )
             return
-        # Named twice, a block has two more holders.
+        if len(set(ids)) != len(ids):
+            refused(
+                "P3", kvcore.BlockStateError, self.view, lambda: self.pool.hold(self.blocks(ids))
+            )
+            return
         self.pool.hold(self.blocks(ids))
         self.naive.hold(ids)
 

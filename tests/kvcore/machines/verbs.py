@@ -372,14 +372,57 @@ class ManagerVerbs(ManagerChecks):
         elif kept < naive.computed:
             for number in range(len(self.groups)):
                 self.spoil(number, tuple(naive.tokens[: kept + 1]), self.origin(naive))
-        hit = [other.seq_id for other in self.kv.fail_load(real, kept)]
-        kvcore.check(self.kv)
+        hit = self.kv.fail_load(real, kept)
         wanted = self.naive.fail_load(naive, kept, [other for _, other, _ in self.live])
+        self.check_set_back(hit, wanted)
+
+    def check_set_back(self, hit, wanted):
+        """P9: who had what is in doubt falls back, and nobody else; none of it is found."""
+        kvcore.check(self.kv)
+        hit = [other.seq_id for other in hit]
         self.check_published("P9")
         expect("P9", hit, [o.seq_id for o, n, _ in self.live if n in wanted], "who is set back")
         for _, other, told in self.live:
             for mine, table in zip(told, other.tables, strict=True):
                 del mine[len(table.entries) :]
+
+    @rule(lease=LEASES)
+    def fail_transfer(self, lease):
+        """A transfer turns out bad; its sequence may have gone."""
+        if lease.is_active:
+            self.spoil_blocks([block.block_id for block in lease.blocks])
+        hit = self.kv.fail_transfer(lease)
+        wanted = self.naive.fail_transfer(lease.lease_id, [other for _, other, _ in self.live])
+        self.check_set_back(hit, wanted)
+
+    @rule(ids=st.lists(st.integers(1, 5), max_size=2))
+    def fail_blocks(self, ids):
+        """Somebody says that some blocks are bad, whoever has them."""
+        ids = [block_id for block_id in ids if block_id < self.kv.num_blocks]
+        self.spoil_blocks(ids)
+        hit = self.kv.fail_blocks(ids)
+        wanted = self.naive.fail_blocks(ids, [other for _, other, _ in self.live])
+        self.check_set_back(hit, wanted)
+
+    def spoil_blocks(self, ids):
+        """What these blocks hold is not what it should be, nor what was built on it."""
+        for number, namespace, prefix in filter(None, map(self.naive.pool.content_of, ids)):
+            start = len(prefix) - self.groups[number][2]
+            for group in range(len(self.groups)):
+                self.spoil(group, prefix[: start + 1], (namespace, self.epoch))
+        for entry in self.live:
+            _, naive, _ = entry
+            starts = [
+                place * group[2]
+                for group, table in zip(self.groups, naive.tables, strict=True)
+                for place, block_id in enumerate(table.entries)
+                if block_id in ids and place * group[2] < naive.computed
+            ]
+            for start in starts:
+                self.spoil_own(entry, start)
+                if start < naive.settled():
+                    for number in range(len(self.groups)):
+                        self.spoil(number, tuple(naive.tokens[: start + 1]), self.origin(naive))
 
     def spoil(self, number, prefix, origin):
         """This KV never arrived, wherever it was copied to, and nothing built on it is right."""
@@ -391,8 +434,9 @@ class ManagerVerbs(ManagerChecks):
     def spoil_own(self, entry, kept):
         """The KV of expected tokens never arrived; nobody else can have it."""
         real, naive, _ = entry
-        for position in range(kept, naive.computed):
-            for number in range(len(self.groups)):
+        for number, table in enumerate(real.tables):
+            first = table.num_null * table.block_size
+            for position in range(max(kept, first), naive.computed):
                 self.memory[self.place(real, number, position)] = ("never arrived",)
 
     def told(self):

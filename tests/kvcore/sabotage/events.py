@@ -105,8 +105,8 @@ class events_remove_with_the_first_copy(kvcore.BlockPool):
 
 @in_manager("P21", rows=(26,))
 class events_store_every_copy(kvcore.BlockPool):
-    def attach(self, blocks, namespace_key, above, contents, group):
-        super().attach(blocks, namespace_key, above, contents, group)
+    def attach(self, blocks, namespace_key, above, contents, group, passing=b""):
+        super().attach(blocks, namespace_key, above, contents, group, passing)
         for block in blocks:
             if self._log is not None and block.prev_copy is not None:
                 self._log.stored([block.node], namespace_key, group)

@@ -1,10 +1,9 @@
 """Layer groups, broken."""
 
 import kvcore
-from kvcore import doubt
 from kvcore.content_tree import ContentTree
-from kvcore.groups import first_kept_block, longest_servable
-from kvcore.prefix import computed_after_cut, computed_in_sight
+from kvcore.groups import first_kept_block, longest_servable, serves
+from kvcore.rewind import _computed_before, computed_after_cut, computed_in_sight
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import in_manager, patched, sabotage
 
@@ -119,6 +118,18 @@ class groups_cut_prompts_into_blocks_of_one_size(kvcore.BlockPool):
         self.trees = tuple(ContentTree(size, group, log) for group in range(len(block_sizes)))
 
 
+@patched(serves, "P29", layouts=("full and wide blocks", *UNEVEN))
+def groups_keep_what_no_hit_can_use(group, place, common_size):
+    return True
+
+
+@patched(serves, "P15", "P6", "P24", layouts=("full and wide blocks", *UNEVEN))
+def groups_keep_the_last_block_of_a_hit_alone(group, place, common_size):
+    """Of a wide window there are several."""
+    end = (place + 1) * group.block_size
+    return isinstance(group, kvcore.FullAttention) or end % common_size == 0
+
+
 @patched(computed_after_cut, "P7", "P14", "P15", "P16", "P9", "P10", layouts=UNEVEN)
 def groups_are_asked_once_where_a_cut_may_stand(seq, num_tokens):
     """What one group gives up may leave another inside a block that others read."""
@@ -132,14 +143,7 @@ def groups_are_asked_once_where_a_cut_may_stand(seq, num_tokens):
     return computed_in_sight(seq, computed)
 
 
-@patched(doubt._computed_before, "P7", "P14", "P15", "P16", "P9", "P10", layouts=UNEVEN)
-def groups_fall_back_to_the_widest_block(seq, doubtful):
-    """To a multiple of the widest block, which is in the middle of a narrower one."""
-    computed = seq.num_computed_tokens
-    for table in seq.tables:
-        for place, block_id in enumerate(table.block_ids):
-            if block_id in doubtful:
-                computed = min(computed, place * table.block_size)
-                break
-    computed -= computed % max(table.block_size for table in seq.tables)
-    return computed_in_sight(seq, computed)
+@patched(_computed_before, "P7", "P9", "P10", "P14", "P15", "P16", layouts=("full", *UNEVEN))
+def groups_keep_in_part_what_another_reads(seq, sound, start):
+    """What is sound of a block stays, whoever else has the block or finds it."""
+    return computed_in_sight(seq, start)

@@ -1,8 +1,8 @@
 """Leases and failed loads, broken."""
 
 import kvcore
-from kvcore import doubt
-from kvcore.doubt import _spelling, distrust_from
+from kvcore import rewind
+from kvcore.rewind import _spelled, _spelling, distrust_from
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import changed, patched, sabotage
 
@@ -132,10 +132,11 @@ class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):
 
 
 @patched(_spelling, "P7", "P9", rows=(71,))
-def loads_fail_where_whole_blocks_agree(above, seq, num_tokens, size):
-    start = (num_tokens - 1) // size * size
-    whole = seq.packed[start : start + size].tobytes()
-    found = _spelling(above, seq, num_tokens, size)
+def loads_fail_where_whole_blocks_agree(pool, doubt, number):
+    size = pool.block_sizes[number]
+    start = doubt.start // size * size
+    whole = doubt.packed[start : start + size].tobytes()
+    found = _spelling(pool, doubt, number)
     return [node for node in found if node.tokens.startswith(whole) and len(whole) == 4 * size]
 
 
@@ -144,5 +145,33 @@ class loads_fail_without_the_copies_of_forks(kvcore.KVCacheManager):
     def fail_load(self, seq, num_tokens):
         if not 0 <= num_tokens <= seq.num_computed_tokens:
             return super().fail_load(seq, num_tokens)
-        doubtful = doubt._doubtful(self.pool, seq, num_tokens)
-        return doubt._take_from_all(self.pool, doubtful, list(self.sequences.values()))
+        doubts = []
+        sound = {}
+        rewind._computed_from(seq, num_tokens, sound, doubts)
+        rewind._add_doubtful(self.pool, sound, doubts, [])
+        return rewind._take_from_all(self.pool, sound, list(self.sequences.values()), [])
+
+
+@sabotage(machines.ManagerMachine, "P7", "P9")
+class transfers_fail_in_their_own_blocks_alone(kvcore.KVCacheManager):
+    """What was computed on top of them, or copied from them, is still found."""
+
+    def fail_transfer(self, lease):
+        for block in lease.blocks if lease.is_active else ():
+            self.pool.forget([block])
+        lease.end()
+        return ()
+
+
+@sabotage(machines.ManagerMachine, "P15", "P20")
+class transfers_fail_and_hold_their_blocks(kvcore.KVCacheManager):
+    def fail_transfer(self, lease):
+        return self.fail_blocks([block.block_id for block in lease.blocks])
+
+
+@patched(_spelled, "P7", "P9", "P24")
+def transfers_fail_after_the_block_that_was_bad(node, size):
+    """One block too far: what others computed of the bad one itself is trusted."""
+    doubt = _spelled(node, size)
+    doubt.start += size - 1
+    return doubt

@@ -2,7 +2,8 @@
 
 import kvcore
 from kvcore.content_tree import ContentTree
-from tests.kvcore.sabotage.registry import in_manager
+from kvcore.idle_blocks import IdleBlocks
+from tests.kvcore.sabotage.registry import changed, in_manager
 
 
 @in_manager("P1", "P18", "P15")
@@ -24,7 +25,7 @@ class manager_finds_what_was_evicted(kvcore.BlockPool):
 
 @in_manager("P2", "P7", "P1", "P13", rows=(47,))
 class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):
-    def revive(self, blocks):
+    def revive(self, blocks, kept=()):
         pass
 
 
@@ -96,8 +97,8 @@ class manager_never_hits(kvcore.BlockPool):
 
 @in_manager("P15", rows=(95,))
 class manager_releases_the_head_first(kvcore.BlockPool):
-    def drop(self, blocks):
-        super().drop(blocks[::-1])
+    def release(self, blocks):
+        super().release(blocks[::-1])
 
 
 @in_manager("P4", "P6", rows=(64,))
@@ -130,8 +131,8 @@ class manager_lets_twins_overwrite_each_other(kvcore.BlockPool):
 
 @in_manager("P9", "P6", rows=(86,))
 class manager_gives_a_second_copy_no_identity(kvcore.BlockPool):
-    def attach(self, blocks, namespace_key, above, contents, group):
-        super().attach(blocks, namespace_key, above, contents, group)
+    def attach(self, blocks, namespace_key, above, contents, group, passing=b""):
+        super().attach(blocks, namespace_key, above, contents, group, passing)
         for block in blocks:
             if block.prev_copy is not None:
                 self.trees[group].detach(block)
@@ -151,3 +152,35 @@ class manager_uses_a_node_that_stands_for_something(kvcore.BlockPool):
     def __init__(self, num_blocks, *block_sizes, log=None):
         super().__init__(num_blocks, *block_sizes, log=log)
         self.trees = (CarelessTree(*block_sizes),)
+
+
+class RestlessQueue(IdleBlocks):
+    """Puts back what was found where it stood, whatever has happened since."""
+
+    def push_run(self, blocks, *, is_alone=False):
+        found, before, after = self.found, self._before, self._after
+        linked = before is not None and before.next_free is after
+        if found and linked and len(found) == len(blocks) and not self.kept:
+            self.queue.insert_run(blocks, before, after)
+        else:
+            super().push_run(blocks)
+        self.found = found
+
+
+def with_restless_queue(manager):
+    manager.pool.idle_blocks = RestlessQueue()
+
+
+changed("look_ups_make_what_was_used_old", with_restless_queue, "P15")
+
+
+class YoungQueue(IdleBlocks):
+    def find_run(self, blocks):
+        self.remove_run(blocks)
+
+
+def with_young_queue(manager):
+    manager.pool.idle_blocks = YoungQueue()
+
+
+changed("look_ups_make_what_they_find_young", with_young_queue, "P15")

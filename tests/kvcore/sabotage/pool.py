@@ -87,7 +87,7 @@ class pool_revives_without_leaving_the_queue(kvcore.BlockPool):
         free = [block for block in dict.fromkeys(blocks) if block.ref_count == 0]
         super().hold(blocks)
         for block in free:
-            self.free_queue.push_back(block)
+            self.idle_blocks.queue.push_back(block)
 
 
 @sabotage(machines.PoolMachine, "P6", "P7", rows=(52,))

@@ -1,45 +1,45 @@
 """Retention, broken."""
 
 import kvcore
-from kvcore.retention import RetentionShelf
+from kvcore.idle_blocks import IdleBlocks
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import changed, in_manager, sabotage
 
 
-class DeafShelf(RetentionShelf):
+class DeafShelf(IdleBlocks):
     def front(self, block, wishes):
         return ()
 
 
-class ClingingShelf(RetentionShelf):
+class ClingingShelf(IdleBlocks):
     def expire(self, now):
-        return []
+        pass
 
 
-class ForgetfulShelf(RetentionShelf):
+class ForgetfulShelf(IdleBlocks):
     """Remembers the strongest wish alone, so what is below it may outlive its prefix."""
 
     def front(self, block, wishes):
         return super().front(block, wishes)[:1]
 
 
-class LostShelf(RetentionShelf):
-    """Believes that every free block waits in the other queue."""
+class LostShelf(IdleBlocks):
+    """Believes that every free block waits in the queue of those that nobody wants kept."""
 
     def remove(self, block):
-        return False
+        self.queue.remove(block)
 
 
-class MiscountingShelf(RetentionShelf):
+class MiscountingShelf(IdleBlocks):
     def remove(self, block):
-        found = super().remove(block)
-        self.num_free += found
-        return found
+        before = self.num_shelved
+        super().remove(block)
+        self.num_shelved = before
 
 
 def with_shelf(shelf_class):
     def change(manager):
-        manager.pool.shelf = shelf_class()
+        manager.pool.idle_blocks = shelf_class()
 
     return change
 
@@ -60,8 +60,8 @@ class retention_keeps_a_range_without_its_prefix(kvcore.BlockPool):
         if block.node.parent.parent is not None:
             super().keep(block, wishes)
 
-    def hold(self, blocks, kept=()):
-        super().hold(blocks, [wish for wish in kept if wish[0].node.parent.parent is not None])
+    def revive(self, blocks, kept=()):
+        super().revive(blocks, [wish for wish in kept if wish[0].node.parent.parent is not None])
 
 
 @sabotage(machines.ManagerMachine, "P15")

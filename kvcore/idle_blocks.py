@@ -1,0 +1,208 @@
+"""Free blocks that hold content, in the order of their reuse; and what is kept longer than that.
+
+Those that nobody wants kept go first, least recently used first. Those with a priority wait on a
+shelf each of their own; they are reused when no other free block is left, the lowest priority first
+and least recently used first within it. A block whose time is over joins the ordinary queue as if
+it had been used just then. Blocks that nobody asked to keep are never looked at, and cost nothing.
+
+A look-up that comes to nothing leaves no trace: the blocks that were found last go back to where
+they stood if they come back alone and nothing has moved since. So a request that is tried again and
+again does not make its prefix young.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import final
+
+from kvcore.block import Block
+from kvcore.free_queue import FreeQueue
+from kvcore.retention import Wish
+
+
+@final
+class IdleBlocks:
+    """The free blocks that hold content, in the order of their reuse.
+
+    Attributes:
+        found: what a look-up has found last, while nothing was taken, moved or given back since.
+        queue: those that nobody wants kept: they go first, least recently used first.
+        kept: for each kept block's id, free or held, its wishes: the highest priority first, and
+            after it only what holds for longer.
+        num_shelved: how many wait because they are kept.
+    """
+
+    __slots__ = ("_after", "_before", "_shelves", "found", "kept", "num_shelved", "queue")
+
+    def __init__(self) -> None:
+        self.found: list[Block] | None = None  # it stood between these two:
+        self._before: Block | None = None
+        self._after: Block | None = None
+        self.queue = FreeQueue()
+        self.kept: dict[int, tuple[Wish, ...]] = {}
+        self._shelves: dict[int, FreeQueue] = {}  # by priority
+        self.num_shelved = 0
+
+    def front(self, block: Block, wishes: Sequence[Wish]) -> tuple[Wish, ...]:
+        """Return what a block is kept for if these wishes join. O(wishes)."""
+        latest = 0
+        front: list[Wish] = []
+        for priority, deadline in sorted(
+            [*self.kept.get(block.block_id, ()), *wishes], reverse=True
+        ):
+            if deadline > latest:
+                front.append((priority, deadline))
+                latest = deadline
+        for priority, _ in front:  # nothing that is freed later has to make its shelf
+            if priority not in self._shelves:
+                self._shelves[priority] = FreeQueue()
+        return tuple(front)
+
+    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
+        """Keep a held block at least as strongly as this. O(wishes)."""
+        front = self.front(block, wishes)
+        if front:
+            self.kept[block.block_id] = front
+
+    def make_room(self, blocks: Sequence[Block]) -> None:
+        """Let wishes for these blocks be set without a growth that could fail. O(len(blocks))."""
+        try:
+            for block in blocks:
+                self.kept.setdefault(block.block_id, ())
+        except BaseException:
+            for block in blocks:
+                if not self.kept.get(block.block_id, True):
+                    del self.kept[block.block_id]
+            raise
+
+    def forget(self, block: Block) -> None:
+        """Forget the wishes for a block that does not wait. O(1)."""
+        self.kept.pop(block.block_id, None)
+
+    def first(self, count: int) -> list[Block]:
+        """Return the blocks that are reused next, at most `count`; changes nothing. O(count)."""
+        found = self.queue.first(count)
+        if len(found) < count:
+            found += islice(self.shelved(), count - len(found))
+        return found
+
+    def push_run(self, blocks: list[Block], *, is_alone: bool = False) -> None:
+        """Let blocks wait that nobody holds any more, each last in its line. Cannot fail.
+
+        Alone, without others that their holder had, those that were
+        found last go back to where they stood. O(len(blocks)).
+        """
+        if not self.kept:
+            found, before, after = self.found, self._before, self._after
+            self.found = None
+            if (
+                is_alone
+                and found
+                and before is not None
+                and after is not None
+                and len(found) == len(blocks)
+                and found[-1] is blocks[0]
+                and found[0] is blocks[-1]
+            ):
+                self.queue.insert_run(blocks, before, after)
+            else:
+                self.queue.push_run(blocks)
+            return
+        self.found = None
+        for block in blocks:
+            wishes = self.kept.get(block.block_id)
+            if wishes:
+                self._shelves[wishes[0][0]].push_back(block)
+                self.num_shelved += 1
+            else:
+                self.queue.push_back(block)
+
+    def remove(self, block: Block) -> None:
+        """Take out a block, from wherever it waits. Cannot fail. O(1)."""
+        self.found = None
+        wishes = self.kept.get(block.block_id)
+        if wishes:
+            self._shelves[wishes[0][0]].remove(block)
+            self.num_shelved -= 1
+        else:
+            self.queue.remove(block)
+
+    def remove_run(self, blocks: list[Block]) -> None:
+        """Take out blocks, each named once. Cannot fail. O(len(blocks))."""
+        self.found = None
+        if self.num_shelved:
+            for block in blocks:
+                self.remove(block)
+        else:
+            self.queue.remove_run(blocks)
+
+    def find_run(self, blocks: list[Block]) -> None:
+        """Do what `remove_run` does for what a look-up has found, head first; at least one.
+
+        Where they stood is remembered if they stood together.
+        """
+        before, after = blocks[-1].prev_free, blocks[0].next_free
+        self.remove_run(blocks)
+        if not self.num_shelved and before is not None and before.next_free is after:
+            self.found, self._before, self._after = blocks, before, after
+
+    def cut_front(self, blocks: list[Block]) -> None:
+        """Take out the blocks that are reused next, as `first` has named them. Cannot fail.
+
+        They are not kept any more. Their links are left to the caller, as `FreeQueue.cut_front`
+        does. O(1), and O(len(blocks)) where any block is kept.
+        """
+        self.found = None
+        if not self.kept:
+            self.queue.cut_front(blocks)
+            return
+        for block in blocks:
+            self.remove(block)
+            self.forget(block)
+
+    def clear(self) -> None:
+        """Keep nothing any more; whatever waits is free elsewhere. Cannot fail. O(waiting)."""
+        self.found = None
+        self.queue.clear()
+        for queue in self._shelves.values():
+            queue.clear()
+        self.kept.clear()
+        self.num_shelved = 0
+
+    def expire(self, now: int) -> None:
+        """Forget the wishes whose time is over, all or none. O(kept blocks).
+
+        A block that waits goes to the shelf of the wish that is left; where none is, it is the last
+        in line of those that nobody wants kept.
+        """
+        still = [(block_id, _still(wishes, now)) for block_id, wishes in self.kept.items()]
+        changed = {block_id: left for block_id, left in still if left != self.kept[block_id]}
+        falling = [block for block in self.shelved() if block.block_id in changed]
+        fallen = [block for block in falling if not changed[block.block_id]]
+        staying = [block for block in falling if changed[block.block_id]]
+        for block in falling:
+            self.remove(block)
+        for block_id, left in changed.items():
+            if left:
+                self.kept[block_id] = left
+            else:
+                del self.kept[block_id]
+        for run in (fallen, staying):
+            if run:
+                self.push_run(run)
+
+    def shelved(self) -> Iterator[Block]:
+        """Yield the kept blocks that wait, in the order of their reuse. O(num_shelved)."""
+        for priority in sorted(self._shelves):
+            yield from self._shelves[priority]
+
+    def __iter__(self) -> Iterator[Block]:
+        """Yield the blocks that wait, in the order of their reuse. O(waiting)."""
+        yield from self.queue
+        yield from self.shelved()
+
+
+def _still(wishes: tuple[Wish, ...], now: int) -> tuple[Wish, ...]:
+    """Return the wishes whose time is not over."""
+    return tuple([wish for wish in wishes if wish[1] > now])
