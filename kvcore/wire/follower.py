@@ -7,6 +7,10 @@ number and a newer time says the same. A batch that begins by clearing everythin
 is, so it may follow anything. Where what is missing cannot be had, the publisher's contents are
 forgotten, because what they have become is not known.
 
+A publisher can repeat at least its last batch. So an answer covers all that had come before it was
+asked for: it has it, or has what followed, or it was a life before's, which came late. What came
+after the request is looked at when the answer has ended, and may be asked for in its turn.
+
 Nothing here knows of sockets or clocks, so that a test can lose, repeat and delay what it likes.
 """
 
@@ -56,7 +60,7 @@ class Follower:
         stats: what it has met.
     """
 
-    __slots__ = ("_can_ask", "_early", "_heard", "_index", "_moved", "_time", "asking", "next",
+    __slots__ = ("_can_ask", "_due", "_early", "_heard", "_index", "_time", "asking", "next",
                  "publisher", "stats")  # fmt: skip
 
     def __init__(self, publisher: str, index: Index, *, can_ask: bool = True) -> None:
@@ -68,7 +72,8 @@ class Follower:
         self._can_ask = can_ask
         self._time = 0.0
         self._early: dict[int, Batch] = {}
-        self._moved = self._heard = False
+        self._due: dict[int, Batch] = {}  # what had come when it was asked
+        self._heard = False
 
     def ask(self) -> int:
         """Say from which batch on to ask, and await the answer. O(1).
@@ -77,13 +82,15 @@ class Follower:
         stays without an answer is made again by another call.
         """
         self.asking = True
-        self._moved = self._heard = False
+        self._heard = False
+        self._due |= self._early
+        self._early = {}
         return 0 if self.next is None else max(0, self.next - 1)
 
     def live(self, sequence: int, batch: Batch) -> bool:
         """Take a batch as it was published; say whether something must be asked for. O(batch)."""
         if self.asking:
-            if len(self._early) < MAX_EARLY:
+            if len(self._early) + len(self._due) < MAX_EARLY:
                 self._early[sequence] = batch
             return False
         if self.next is None or sequence < self.next:
@@ -92,15 +99,15 @@ class Follower:
                 return False
             if self.next is not None:
                 self._restart()
-        if sequence == (self.next or 0) or batch.begins_anew:
+        current = batch.time >= self._time
+        if sequence == (self.next or 0) or (batch.begins_anew and current):
             self._apply(sequence, batch)
             return False
         if self._can_ask:
             self.stats.num_gaps += 1
             self._early[sequence] = batch
             return True
-        self._lose()
-        self._apply(sequence, batch)
+        self._leap(sequence, batch)
         return False
 
     def replayed(self, sequence: int, batch: Batch) -> bool:
@@ -113,8 +120,7 @@ class Follower:
         if batch.begins_anew or sequence == (known or 0):
             self._apply(sequence, batch)
         elif known is None or sequence > known:
-            self._lose()
-            self._apply(sequence, batch)
+            self._leap(sequence, batch)
         elif sequence == known - 1 and batch.time != self._time:
             self._restart()
             return True
@@ -127,16 +133,19 @@ class Follower:
             answered: False: there was no answer, and none is awaited any more.
         """
         self.asking = False
+        due, self._due = self._due, {}
         if answered and self.next is not None and not self._heard:
             self._restart()  # who has sent something can repeat at least the last of it
-        early, self._early = self._early, {}
-        moved = self._moved
+            return True
+        early, self._early = self._early if answered else due | self._early, {}
         numbers = sorted(early)
         for place, sequence in enumerate(numbers):
             batch = early[sequence]
-            if not moved and sequence > (self.next or 0) and batch.time > self._time:
-                self._lose()
-                self._apply(sequence, batch)
+            if not answered and sequence > (self.next or 0):
+                if batch.time > self._time:
+                    self._leap(sequence, batch)
+                else:
+                    self.stats.num_repeated += 1
             elif self.live(sequence, batch):
                 self._early = {number: early[number] for number in numbers[place:]}
                 return True
@@ -148,6 +157,12 @@ class Follower:
         time = self._time
         self.forget()
         self._time = time
+
+    def _leap(self, sequence: int, batch: Batch) -> None:
+        """Apply a batch though what comes before it cannot be had."""
+        if not batch.begins_anew:
+            self._lose()
+        self._apply(sequence, batch)
 
     def _lose(self) -> None:
         self.stats.num_lost += 1
@@ -163,6 +178,5 @@ class Follower:
         self._index.apply(self.publisher, batch)
         self.next = sequence + 1
         self._time = batch.time
-        self._moved = True
         self.stats.num_batches += 1
         self.stats.num_malformed += batch.num_malformed

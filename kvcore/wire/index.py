@@ -8,7 +8,8 @@ event can cost speed, and never a match that the tokens do not have.
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
 that), on the GPU. What a sliding window still holds is not, so for a model with windows the answer
 is the longest prefix that its cache may serve. A publisher with several such groups serves what all
-of them hold; a group is known once something was stored in it.
+of them hold; a group is known once something was stored in it, and until everything is cleared: who
+comes after that may be a publisher that has started again, with other groups.
 
 Memory is about 300 bytes for each block of 16 tokens, once for all publishers that hold it
 (`python -m kvcore.wire.bench` measures it). Calls may come from any thread.
@@ -163,10 +164,7 @@ class Index:
         with self._lock:
             known = self._publishers.pop(publisher, None)
             if known is not None:
-                for bit in known.bits.values():
-                    del self._owners[bit]
                 self._clear(known)
-                self._free_bits += known.bits.values()
 
     def match(
         self,
@@ -196,9 +194,10 @@ class Index:
             known = self._publishers.get(name)
             if known is None:
                 continue  # it is being forgotten
-            if len(known.bits) == 1:
+            bits = known.bits
+            if len(bits) == 1:
                 found[name] = length
-            elif shared := min([lengths.get(each, 0) for each in [*known.bits.values()]]):
+            elif shared := min([lengths.get(each, 0) for each in [*bits.values()]], default=0):
                 found[name] = shared
         return found
 
@@ -289,10 +288,15 @@ class Index:
                 known.aliases.pop(name, None)
 
     def _clear(self, known: _Publisher) -> None:
-        """Take all from a publisher. O(what it holds)."""
+        """Take all from a publisher, and its groups. O(what it holds)."""
+        bits, mask = known.bits, known.mask
+        for bit in bits.values():
+            del self._owners[bit]
+        known.bits, known.mask = {}, 0
         known.aliases.clear()
-        for node in reversed(self._held(self._roots.values(), known.mask)):
-            self._take(node, known.mask)
+        for node in reversed(self._held(self._roots.values(), mask)):
+            self._take(node, mask)
+        self._free_bits += bits.values()
 
     def _take(self, node: _Node, mask: int) -> None:
         """Take a node from those that hold it by these bits; out of the tree if nobody does."""

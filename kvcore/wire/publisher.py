@@ -78,7 +78,8 @@ class Publisher:
         names: "u64": the low 64 bits of a block's name; "bytes": all of it.
         lora_ids: numbers of adapters, for readers that want them.
         publish_salted: tell of content with a salt too, and of its salt.
-        first_sequence: the number of the first batch; None: the time in microseconds.
+        first_sequence: the number of the first batch, at least 1, for what was there before it is
+            numbered too; None: the time in microseconds.
         replay_bytes: how much of what was sent is kept.
         wake: called, by the publisher's thread, when a snapshot is wanted and `publish` should be
             called soon though no step may be due; None: the next step is soon enough.
@@ -115,7 +116,7 @@ class Publisher:
         dp_rank = as_int("rank", rank, 0, 2**31 - 1)
         if first_sequence is None:
             first_sequence = time.time_ns() // 1000
-        first = as_int("first_sequence", first_sequence, 0, 2**62)
+        first = as_int("first_sequence", first_sequence, 1, 2**62)
         kept = as_int("replay_bytes", replay_bytes, 0)
         self._manager = manager
         self._log = manager.events

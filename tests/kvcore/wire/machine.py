@@ -37,23 +37,27 @@ class IndexDiffersError(AssertionError):
 
 
 class Names:
-    """The fold of decoded events by names alone."""
+    """The fold of decoded events by names alone, and the groups that they were of."""
 
     def __init__(self):
-        self.held = {}
+        self.held, self.groups = {}, {}
 
     def apply(self, publisher, batch):
         held = self.held.setdefault(publisher, set())
+        groups = self.groups.setdefault(publisher, set())
         for event in batch.events:
             if isinstance(event, wire.Stored):
                 held.update((event.group_idx, name) for name in event.block_hashes)
+                groups.add(event.group_idx)
             elif isinstance(event, wire.Removed):
                 held.difference_update((event.group_idx, name) for name in event.block_hashes)
             else:
                 held.clear()
+                groups.clear()
 
     def forget(self, publisher):
         self.held.pop(publisher, None)
+        self.groups.pop(publisher, None)
 
 
 class Both:
@@ -100,6 +104,7 @@ class StreamMachine(RuleBasedStateMachine):
         self.lives, self.flying, self.seen = {}, {}, {}
         self.followers = {}
         self.wanted = {}  # from which batch on a publisher was asked
+        self.answers = {}  # what it has answered, which may come later
         for who in ("a", "b"):
             self.followers[who] = self.make_follower(who, both)
             self.begin(who, data)
@@ -203,23 +208,45 @@ class StreamMachine(RuleBasedStateMachine):
     def ask(self, who):
         """As a subscriber does when it has heard nothing, or no answer, for a while."""
         self.wanted[who] = self.followers[who].ask()
+        self.answers.pop(who, None)  # it comes too late, and meets nobody
+
+    @precondition(lambda self: self.wanted)
+    @rule(who=WHO)
+    def compose(self, who):
+        """A publisher answers, and much may happen until the answer comes."""
+        if who in self.wanted and who not in self.answers:
+            self.answers[who] = self.found(who, self.wanted[who])
 
     @precondition(lambda self: self.wanted)
     @rule(who=WHO, cut=st.integers(0, 6))
     def answer(self, who, cut):
-        """A publisher answers; of a long answer only the beginning may arrive."""
+        """An answer comes; of a long one only the beginning may arrive."""
         if who not in self.wanted:
             return
+        self.compose(who)
+        del self.wanted[who]
         follower = self.followers[who]
-        for sent in self.found(who, self.wanted.pop(who)):
+        for sent in self.answers.pop(who):
             cut -= 1
             if cut == 0:
                 return
             if follower.replayed(sent.sequence, wire.decode(sent.payload)):
-                self.wanted[who] = follower.ask()
+                self.ask(who)
                 return
         if follower.replay_ended():
-            self.wanted[who] = follower.ask()
+            self.ask(who)
+
+    @rule(who=WHO)
+    def give_up(self, who):
+        """As a subscriber does when no answer comes, however often it asks.
+
+        What is lost by that stays unknown where there is a snapshot too, until that is due.
+        """
+        if self.lives[who].plain and self.followers[who].asking:
+            self.wanted.pop(who, None)
+            self.answers.pop(who, None)
+            if self.followers[who].replay_ended(answered=False):
+                self.ask(who)
 
     def found(self, who, sequence):
         life = self.lives[who]
@@ -235,7 +262,7 @@ class StreamMachine(RuleBasedStateMachine):
     def hear(self, who, sent):
         self.seen[who] = [*self.seen[who][-5:], sent]
         if self.followers[who].live(sent.sequence, wire.decode(sent.payload)):
-            self.wanted[who] = self.followers[who].ask()
+            self.ask(who)
 
     # What must hold.
 
@@ -246,7 +273,7 @@ class StreamMachine(RuleBasedStateMachine):
             self.publish(who)
             while self.flying[who]:
                 self.hear(who, self.flying[who].pop(0))
-            self.wanted[who] = self.followers[who].ask()
+            self.ask(who)
             for _ in range(20):
                 self.answer(who, 0)
                 if who not in self.wanted:
@@ -283,8 +310,7 @@ class StreamMachine(RuleBasedStateMachine):
         else:
             self.expect(told == true, who, "other names", told ^ true)
             self.expect(held == truly, who, "other contents", held ^ truly)
-        known = self.index._publishers.get(who)  # a group is known once something was stored in it
-        full = [group for group in full if known is not None and group in known.bits]
+        full = [group for group in full if group in self.names.groups.get(who, ())]
         for tokens, space in self.prompts:
             longest = self.truth(life, true, full, tokens, space)
             found = self.index.match(tokens, namespace=space).get(who, 0)

@@ -57,6 +57,24 @@ class ImpatientFollower(wire.Follower):
         return super().live(sequence, batch)
 
 
+class GrudgingFollower(wire.Follower):
+    """Asks again for what an answer should have had, though it was a life before's."""
+
+    def replay_ended(self, *, answered=True):
+        due = self._due
+        again = super().replay_ended(answered=answered)
+        late = {number: batch for number, batch in due.items() if number > (self.next or 0)}
+        self._early = late | self._early
+        return again or bool(late)
+
+
+class CredulousFollower(wire.Follower):
+    """Takes what had come before its request, though the answer has nothing of it."""
+
+    def replay_ended(self, *, answered=True):
+        return super().replay_ended(answered=answered and self._heard)
+
+
 class ShortHistory(wire.History):
     """Has no snapshot: who comes late gets what is left."""
 
@@ -134,6 +152,22 @@ class KeepingIndex(wire.Index):
         pass
 
 
+class LoyalIndex(wire.Index):
+    """Waits for a group that a publisher had before it started again."""
+
+    def _clear(self, known):
+        bits, mask = known.bits, known.mask
+        super()._clear(known)
+        if self._publishers.get(who := self._said) is known:
+            known.bits, known.mask = bits, mask
+            self._owners |= dict.fromkeys(bits.values(), who)
+            del self._free_bits[len(self._free_bits) - len(bits) :]
+
+    def apply(self, publisher, batch):
+        self._said = publisher
+        super().apply(publisher, batch)
+
+
 class GreedyIndex(wire.Index):
     """Takes a content from all when one has lost it."""
 
@@ -159,9 +193,9 @@ def replaced(event, **changes):
 SABOTAGES = {
     "make_follower": (
         DeafFollower, GaplessFollower, TrustingFollower, TimelessFollower, HoardingFollower,
-        ImpatientFollower,
+        ImpatientFollower, GrudgingFollower, CredulousFollower,
     ),
     "make_history": (ShortHistory, StaleHistory, EarlyHistory),
     "make_encoder": (TalkativeEncoder, BlindEncoder, SilentEncoder, OpenEncoder),
-    "make_index": (HashIndex, OneSpaceIndex, KeepingIndex, GreedyIndex, UnionIndex),
+    "make_index": (HashIndex, OneSpaceIndex, KeepingIndex, LoyalIndex, GreedyIndex, UnionIndex),
 }  # fmt: skip

@@ -287,7 +287,7 @@ def test_an_address_that_is_none_is_an_error(endpoint):
 
 
 @pytest.mark.parametrize(
-    "options", [{"rank": -1}, {"rank": "0"}, {"first_sequence": -1}, {"replay_bytes": -1}]
+    "options", [{"rank": -1}, {"rank": "0"}, {"first_sequence": 0}, {"replay_bytes": -1}]
 )
 def test_numbers_that_cannot_be_are_refused(kv, options):
     with pytest.raises(kvcore.InvalidArgumentError, match=f"{next(iter(options))}: wanted"):

@@ -1,0 +1,111 @@
+"""Short programs for the machine of streams: what it found once, or would find too seldom."""
+
+from tests.kvcore.wire.machine import SPACES
+
+
+class Life:
+    """What a publisher's life is like, for the machine to draw."""
+
+    def __init__(self, *, plain=False, layout="full", kept=1):
+        self.drawn = {
+            "plain": plain, "salted": False, "layout": layout, "blocks": 8, "patience": 100,
+            "form": "map", "names": "u64", "kept bytes": kept,
+        }  # fmt: skip
+
+    def draw(self, strategy, label):
+        return self.drawn[label]
+
+
+PLAIN = Life(plain=True, kept=10**6)
+
+
+def serve(machine, tokens, fate="arrives"):
+    machine.serve("a", tokens, SPACES[0], close=False, fate=fate)
+
+
+def a_group_of_a_life_before_is_not_waited_for(machine):
+    machine.start(Life(layout="two full"))
+    machine.settle()
+    serve(machine, [0, 1, 1, 1])
+    machine.restart("a", Life())
+    serve(machine, [0, 1])
+
+
+def what_comes_late_from_a_life_before_is_asked_for_once(machine, first=PLAIN):
+    machine.start(first)
+    machine.settle()
+    serve(machine, [0, 1])
+    machine.ask("a")
+    serve(machine, [0, 1, 1, 1])
+    machine.restart("a", PLAIN)
+    serve(machine, [0, 0])
+
+
+def a_number_from_the_time_is_no_newer_for_being_higher(machine):
+    what_comes_late_from_a_life_before_is_asked_for_once(machine, Life())
+
+
+def a_life_that_has_said_nothing_is_not_taken_for_the_one_before(machine):
+    machine.start(Life())
+    serve(machine, [0, 1])
+    machine.restart("a", PLAIN)
+
+
+def an_answer_of_a_life_before_is_followed_by_the_new_life(machine):
+    machine.start(Life())
+    serve(machine, [0, 1])
+    machine.compose("a")
+    machine.restart("a", Life())
+    serve(machine, [0, 0])
+
+
+def a_batch_lost_while_an_answer_is_under_way_is_asked_for(machine):
+    machine.start(Life(kept=10**6))
+    serve(machine, [1, 1])
+    machine.settle()
+    machine.ask("a")
+    machine.compose("a")
+    serve(machine, [0, 1], "lost")
+    serve(machine, [0, 0])
+    machine.answer("a", 0)
+
+
+def a_new_life_with_the_next_number_is_not_taken_for_the_old(machine):
+    machine.start(PLAIN)
+    serve(machine, [0, 1])
+    machine.restart("a", PLAIN)
+    serve(machine, [0, 0], "lost")
+    serve(machine, [1, 1], "lost")
+
+
+def a_repeat_is_no_new_life(machine):
+    machine.start(PLAIN)
+    serve(machine, [0, 1])
+    serve(machine, [1, 1])
+    machine.repeat("a", 0)
+    machine.restart("a", PLAIN)
+    serve(machine, [0, 0], "lost")
+    serve(machine, [1, 0])
+
+
+def what_may_have_gone_since_is_forgotten(machine):
+    machine.start(Life(plain=True))
+    serve(machine, [0, 1])
+    machine.finish("a")
+    machine.reset("a")
+    machine.publish("a")
+    machine.lose("a", 0)
+    serve(machine, [0, 0], "lost")
+
+
+PROGRAMS = (
+    a_group_of_a_life_before_is_not_waited_for,
+    what_comes_late_from_a_life_before_is_asked_for_once,
+    a_number_from_the_time_is_no_newer_for_being_higher,
+    a_life_that_has_said_nothing_is_not_taken_for_the_one_before,
+    an_answer_of_a_life_before_is_followed_by_the_new_life,
+    a_batch_lost_while_an_answer_is_under_way_is_asked_for,
+    a_new_life_with_the_next_number_is_not_taken_for_the_old,
+    a_repeat_is_no_new_life,
+    what_may_have_gone_since_is_forgotten,
+)
