@@ -45,8 +45,6 @@ _WHOLE_S = (
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 _LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-_TICKS_S = 1000
-"""Ticks a second, as `AsyncEngine` lets them pass for the cache."""
 
 
 class Metrics:
@@ -181,23 +179,27 @@ class _Counts(Collector):
 
     def _of_blocks(self, lives: kvcore.LifetimeStats) -> Iterator[Metric]:
         for name, says, found in (
-            ("lifetime", "From a block's content to its eviction.", lives.lifetime),
+            ("lifetime", "Steps from a block's content to its eviction.", lives.lifetime),
             (
                 "idle_before_evict",
-                "From the end of a block's last use to its eviction.",
+                "Steps from the end of a block's last use to its eviction.",
                 lives.idle_before_eviction,
             ),
-            ("reuse_gap", "From the end of a block's use to its next hit.", lives.reuse_gap),
+            (
+                "reuse_gap",
+                "Steps from the end of a block's use to its next hit.",
+                lives.reuse_gap,
+            ),
         ):
             family = HistogramMetricFamily(
-                f"kvcore:kv_block_{name}_seconds", says, labels=["model_name"]
+                f"kvcore:kv_block_{name}_steps", says, labels=["model_name"]
             )
             count, buckets = 0, []
             for bits, number in enumerate(found.buckets):
                 count += number
-                buckets.append((str((2**bits - 1) / _TICKS_S), count))
+                buckets.append((str(2**bits - 1), count))
             buckets.append(("+Inf", found.count))
-            family.add_metric(self._labels, buckets, found.total / _TICKS_S)
+            family.add_metric(self._labels, buckets, found.total)
             yield family
 
     def _gauge(self, name: str, says: str, value: float) -> GaugeMetricFamily:

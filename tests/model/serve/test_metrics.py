@@ -13,7 +13,8 @@ VLLMS = {  # under `vllm:` there
     "prompt_tokens_total", "generation_tokens_total", "request_success_total",
     "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
     "request_time_per_output_token_seconds_count", "e2e_request_latency_seconds_count",
-    "request_prompt_tokens_sum", "request_generation_tokens_sum",
+    "request_prompt_tokens_sum", "request_generation_tokens_sum", "kv_block_lifetime_steps_count",
+    "kv_block_idle_before_evict_steps_count", "kv_block_reuse_gap_steps_count",
 }  # fmt: skip
 
 
@@ -46,6 +47,18 @@ def test_what_is_counted_is_what_was_done(http, served):
     assert grown["kvcore:prefix_cache_queries_total"] == 80
     assert grown["kvcore:prefix_cache_hits_total"] == 32
     assert after["kvcore:kv_cache_usage_perc"] == after["kvcore:num_requests_running"] == 0
+
+
+def test_how_long_blocks_lie_until_their_next_hit_is_told_in_steps(http):
+    before = samples(http)
+    asked = {"prompt": [11] * 33, "max_tokens": 2, "ignore_eos": True, "cache_salt": "gap"}
+    between = {"prompt": "A list is", "max_tokens": 5, "ignore_eos": True}
+    for body in (asked, between, asked):
+        assert http.post("/v1/completions", json=body).status_code == 200
+    after = samples(http)
+    name = "kvcore:kv_block_reuse_gap_steps"
+    assert after[f"{name}_count"] - before[f"{name}_count"] == 2
+    assert after[f"{name}_sum"] - before[f"{name}_sum"] >= 2 * 5
 
 
 def test_every_name_of_the_dashboard_is_told(http):
