@@ -2,14 +2,39 @@
 
 An argument that is an integer in spirit (any type with `__index__`, so numpy's too) becomes a
 plain `int`; anything else, a bool included, is an `InvalidArgumentError` that names the argument,
-what was wanted and what came.
+what was wanted and what came. What is true or false is a bool and nothing else: 0 and "no" would
+mean the same to an `if`, and not to a reader.
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Protocol
 
 from kvcore.errors import InvalidArgumentError
+
+
+class Flag(Protocol):
+    """True or False: what only a bool has, so a type checker refuses an int.
+
+    Compiled code would check an argument of type `bool` itself, before `as_bool` can name it.
+    """
+
+    def __and__(self, other: bool, /) -> bool:
+        """Do what a bool does."""
+
+
+def as_bool(name: str, value: object) -> bool:
+    """Return `value`, which is True or False. O(1).
+
+    Raises:
+        InvalidArgumentError: anything else.
+    """
+    if value is True or value is False:
+        return value is True
+    raise InvalidArgumentError(
+        f"{name}: wanted True or False, got {type(value).__name__} {value!r}"
+    )
 
 
 def as_int(name: str, value: object, minimum: int, maximum: int | None = None) -> int:

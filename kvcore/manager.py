@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex, final
 
 from kvcore.advance import advance, grow, grow_groups
-from kvcore.arguments import as_int
+from kvcore.arguments import Flag, as_bool, as_int
 from kvcore.block import Block, BlockId
 from kvcore.errors import InvalidArgumentError, MisuseError
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
@@ -66,7 +66,7 @@ class KVCacheManager(StepVerbs):
         namespace: Namespace | None = DEFAULT_NAMESPACE,
         items: Sequence[Item] = (),
         retain: Sequence[Retention] = (),
-        resumed: bool = False,
+        resumed: Flag = False,
     ) -> KVSequence:
         """Begin a sequence: its longest cached prefix is found and held in one step.
 
@@ -85,6 +85,7 @@ class KVCacheManager(StepVerbs):
                 or reach beyond the tokens.
             SequenceTooLongError: more tokens than `max_model_len`.
         """
+        is_resumed = as_bool("resumed", resumed)
         packed, key, checked = self._described(tokens, namespace, items)
         wishes = check_wishes(retain) if retain else ()
         seq = self._new_sequence(packed, key, checked)
@@ -108,7 +109,7 @@ class KVCacheManager(StepVerbs):
                 hits += blocks
             seq.num_computed_tokens = seq.num_cached_tokens = cached
         self._admit(seq, hits)
-        if key is not None and resumed:
+        if key is not None and is_resumed:
             self._num_resumed_tokens += len(packed)
             self._num_resumed_hit_tokens += seq.num_cached_tokens
         elif key is not None:
@@ -213,7 +214,8 @@ class KVCacheManager(StepVerbs):
             UntoldTokensError: tokens before it are expected and not told yet.
         """
         if type(token) is not int or not 0 <= token <= MAX_TOKEN:
-            token = as_int("token", token, 0, MAX_TOKEN)
+            # A bool is an int, as it is in `pack`: to look for one costs more than packing does.
+            token = int(token) if type(token) is bool else as_int("token", token, 0, MAX_TOKEN)
         known: object = seq  # callers are not all typed
         if type(known) is not KVSequence or not known.is_open or known.owner is not self:
             self._check_open(seq)
@@ -482,7 +484,7 @@ class KVCacheManager(StepVerbs):
         self._last_step = []
         del self.sequences[seq.seq_id]
 
-    def reset(self, *, canonical_order: bool = False) -> ResetReport:
+    def reset(self, *, canonical_order: Flag = False) -> ResetReport:
         """Make all cached content unreachable at once, as after a change of weights.
 
         Open sequences keep their blocks and go on, but nothing that they have computed or still

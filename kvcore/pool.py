@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 from typing import SupportsIndex, final
 
-from kvcore.arguments import as_int
+from kvcore.arguments import Flag, as_bool, as_int
 from kvcore.block import NULL_BLOCK, Block, Node
 from kvcore.content_tree import ContentTree, lost_contents
 from kvcore.errors import (
@@ -371,19 +371,20 @@ class BlockPool:
         self.step += num_steps
         self._let_leave(leaving)
 
-    def clear(self, *, canonical_order: bool = False) -> int:
+    def clear(self, *, canonical_order: Flag = False) -> int:
         """Forget all published content at once; return how many blocks held some.
 
         Held blocks stay held. Free ones stay free, those that lose content foremost, in the order
         of their reuse; or all by id if `canonical_order` is asked for. O(contents), and with
         `canonical_order` O(n log n) of the blocks that were ever held.
         """
+        is_sorted = as_bool("canonical_order", canonical_order)
         idle = list(self.idle_blocks)
         idle.reverse()
         contents = [list(tree.nodes()) for tree in self.trees]
         num_published = self.num_cached_blocks
         size = len(self.empty_blocks)
-        by_id = self.empty_blocks + idle if canonical_order else []
+        by_id = self.empty_blocks + idle if is_sorted else []
         by_id.sort(key=lambda block: -block.block_id)
         try:
             self.empty_blocks += idle
@@ -392,7 +393,7 @@ class BlockPool:
         except BaseException:
             del self.empty_blocks[size:]
             raise
-        if canonical_order:
+        if is_sorted:
             self.empty_blocks = by_id
         self.idle_blocks.clear()
         for tree, nodes in zip(self.trees, contents, strict=True):

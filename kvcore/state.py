@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, SupportsIndex
 
-from kvcore.arguments import as_int
+from kvcore.arguments import Flag, as_bool, as_int
 from kvcore.block import BlockId
 from kvcore.errors import (
     ForeignSequenceError,
@@ -52,11 +52,11 @@ class CacheState:
         block_size: SupportsIndex,
         *,
         groups: Sequence[LayerGroup] | None = None,
-        enable_caching: bool = True,
+        enable_caching: Flag = True,
         max_model_len: SupportsIndex | None = None,
         record_events: NameAlgorithm | None = None,
-        record_lifetimes: bool = False,
-        prefault: bool = False,
+        record_lifetimes: Flag = False,
+        prefault: Flag = False,
     ) -> None:
         self.block_size = as_int("block_size", block_size, 1, 2**20)
         self.groups = resolve(groups, self.block_size)
@@ -66,11 +66,11 @@ class CacheState:
         if self.events is not None:
             self.events.max_names = max(self.events.max_names, self.pool.num_blocks)
         self._is_plain = len(sizes) == 1 and isinstance(self.groups[0], FullAttention)
-        if record_lifetimes:
+        if as_bool("record_lifetimes", record_lifetimes):
             self.pool.lifetimes = LifetimeRecorder(self.pool.num_blocks)
-        if prefault:
+        if as_bool("prefault", prefault):
             _ = self.pool.blocks  # to look at them makes them
-        self.enable_caching = bool(enable_caching)
+        self.enable_caching = as_bool("enable_caching", enable_caching)
         self.max_model_len = (
             None if max_model_len is None else as_int("max_model_len", max_model_len, 1)
         )

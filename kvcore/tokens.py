@@ -29,7 +29,8 @@ def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
     """Copy token ids into a new `array("I")`. O(len(tokens)).
 
     A buffer whose items are uint32 is copied by memory. `bytes` are refused: they could mean
-    packed tokens or one token a byte; `memoryview(data).cast("I")` says the first.
+    packed tokens or one token a byte; `memoryview(data).cast("I")` says the first. A bool is an
+    int: to find one among the tokens of a list would cost more than to pack them all.
 
     Raises:
         InvalidArgumentError: not a sequence of integers in [0, 2**32).

@@ -1,6 +1,7 @@
 """What a careless or malicious caller may hand in, and what must not come of it."""
 
 import copy
+import re
 from array import array
 from dataclasses import dataclass
 
@@ -251,3 +252,48 @@ def test_a_manager_is_one_and_says_what_it_has():
     with pytest.raises(kvcore.MisuseError, match="is one cache"):
         copy.copy(kv)
     assert repr(kv) == "KVCacheManager(8 blocks of 4 tokens, 6 free, 1 sequences, 0 leases)"
+
+
+FLAGS = {
+    "enable_caching": lambda value: kvcore.KVCacheManager(9, 4, enable_caching=value),
+    "record_lifetimes": lambda value: kvcore.KVCacheManager(9, 4, record_lifetimes=value),
+    "prefault": lambda value: kvcore.KVCacheManager(9, 4, prefault=value),
+    "resumed": lambda value: kvcore.KVCacheManager(9, 4).open([1], resumed=value),
+    "canonical_order": lambda value: kvcore.KVCacheManager(9, 4).reset(canonical_order=value),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("value", [0, 1, None, "no", [], np.True_], ids=repr)
+def test_what_is_true_or_false_is_a_bool_and_nothing_else(name, value):
+    for good in (False, True):
+        FLAGS[name](good)
+    wanted = re.escape(f"{name}: wanted True or False, got {type(value).__name__} {value!r}")
+    with pytest.raises(kvcore.InvalidArgumentError, match=wanted):
+        FLAGS[name](value)
+
+
+def test_a_refused_flag_has_changed_nothing():
+    kv = kvcore.KVCacheManager(9, 4)
+    kv.close(filled(kv, range(5)))
+    for call in (lambda: kv.open(range(5), resumed=1), lambda: kv.reset(canonical_order=1)):
+        with pytest.raises(kvcore.InvalidArgumentError):
+            call()
+    assert kv.sequences == {}
+    assert kv.stats().num_queried_tokens == 5
+    assert kv.plan(range(5)).num_cached_tokens == 4
+    assert kv.plan(range(5)).num_revived_blocks == 1
+
+
+def test_a_bool_is_a_token_wherever_tokens_come_in():
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = kv.open([True])
+    kv.append(seq, True)
+    kv.append(seq, False)
+    kv.extend(seq, (True, False))
+    kv.expect(seq, 1)
+    kv.tell(seq, [True])
+    kv.reserve(seq, 7)
+    kv.decode_step([seq], [True])
+    assert seq.packed == array("I", [1, 1, 0, 1, 0, 1, 1])
+    assert {type(token) for token in seq.tokens} == {int}

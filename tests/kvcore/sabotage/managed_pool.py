@@ -155,16 +155,22 @@ class manager_uses_a_node_that_stands_for_something(kvcore.BlockPool):
 
 
 class RestlessQueue(IdleBlocks):
-    """Puts back what was found where it stood, whatever has happened since."""
+    """Puts back what was found where it stood, whatever has happened to it since."""
+
+    places = ()
+
+    def find_run(self, blocks):
+        before, after = blocks[-1].prev_free, blocks[0].next_free
+        super().find_run(blocks)
+        self.places = (set(blocks), before, after)
 
     def push_run(self, blocks, *, is_alone=False):
-        found, before, after = self.found, self._before, self._after
-        linked = before is not None and before.next_free is after
-        if found and linked and len(found) == len(blocks) and not self.kept:
-            self.queue.insert_run(blocks, before, after)
-        else:
-            super().push_run(blocks)
-        self.found = found
+        if self.places and self.places[0] == set(blocks) and not self.kept:
+            _, before, after = self.places
+            if before.next_free is after:
+                self.queue.insert_run(blocks, before, after)
+                return
+        super().push_run(blocks)
 
 
 def with_restless_queue(manager):
