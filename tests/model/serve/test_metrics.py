@@ -4,7 +4,11 @@ import json
 import re
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
+
+from model.serve import metrics
+from model.serve.metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 VLLMS = {  # under `vllm:` there
@@ -59,6 +63,26 @@ def test_how_long_blocks_lie_until_their_next_hit_is_told_in_steps(http):
     name = "kvcore:kv_block_reuse_gap_steps"
     assert after[f"{name}_count"] - before[f"{name}_count"] == 2
     assert after[f"{name}_sum"] - before[f"{name}_sum"] >= 2 * 5
+
+
+def test_a_token_falls_into_the_bucket_that_prometheus_own_client_puts_it_into():
+    ours = Metrics("x")
+    own = Histogram("own", "Theirs.", buckets=metrics._BETWEEN_S, registry=CollectorRegistry())
+    for waited_s in (0, 0.001, 0.0011, 0.02, 5, 80, 81, 1e9):
+        ours.token_came(waited_s, is_first=False)
+        own.observe(waited_s)
+    (wanted,) = own.collect()
+    found = {
+        sample.labels["le"]: sample.value
+        for family in text_string_to_metric_families(ours.page()[0].decode())
+        for sample in family.samples
+        if sample.name == "kvcore:inter_token_latency_seconds_bucket"
+    }
+    assert found == {
+        sample.labels["le"]: sample.value
+        for sample in wanted.samples
+        if sample.name == "own_bucket"
+    }
 
 
 def test_every_name_of_the_dashboard_is_told(http):
