@@ -67,6 +67,7 @@ class KVCacheManager(StepVerbs):
         items: Sequence[Item] = (),
         retain: Sequence[Retention] = (),
         resumed: Flag = False,
+        skip_reading: Flag = False,
     ) -> KVSequence:
         """Begin a sequence: its longest cached prefix is found and held in one step.
 
@@ -79,18 +80,22 @@ class KVCacheManager(StepVerbs):
             items: content that is not tokens (images, embeddings), in order and apart.
             retain: which ranges of it to keep longer than others once it is closed.
             resumed: it was preempted and computed before; the statistics count it apart.
+            skip_reading: look nothing up, so that all of it is computed; what it computes can be
+                hit by others all the same. The statistics do not count it.
 
         Raises:
             InvalidArgumentError: no tokens, not token ids, not a namespace, or items that overlap
                 or reach beyond the tokens.
             SequenceTooLongError: more tokens than `max_model_len`.
         """
-        is_resumed = as_bool("resumed", resumed)
+        is_resumed, is_blind = as_bool("resumed", resumed), as_bool("skip_reading", skip_reading)
         packed, key, checked = self._described(tokens, namespace, items)
         wishes = check_wishes(retain) if retain else ()
         seq = self._new_sequence(packed, key, checked)
         seq.wishes = wishes
         hits: list[Block] = []
+        if is_blind:
+            key = None  # of the look-up; the sequence has its own
         if key is not None and self._is_plain:
             only = seq.tables[0]
             if checked:
@@ -124,6 +129,7 @@ class KVCacheManager(StepVerbs):
         namespace: Namespace | None = DEFAULT_NAMESPACE,
         items: Sequence[Item] = (),
         chunk: SupportsIndex | None = None,
+        skip_reading: Flag = False,
     ) -> Plan:
         """Say what `open` and the room for all the tokens would take; changes nothing.
 
@@ -135,16 +141,18 @@ class KVCacheManager(StepVerbs):
             items: content that is not tokens.
             chunk: they are computed in steps of at most so many tokens, and what windows give back
                 on the way is taken again; None: in one step.
+            skip_reading: as for `open`.
 
         Raises:
             InvalidArgumentError: as `open`, or `chunk` is below 1.
             SequenceTooLongError: more tokens than `max_model_len`.
         """
         width = None if chunk is None else as_int("chunk", chunk, 1)
+        is_blind = as_bool("skip_reading", skip_reading)
         packed, key, checked = self._described(tokens, namespace, items)
         cached = 0
         hits: list[list[Block]] = []
-        if key is not None:
+        if key is not None and not is_blind:
             cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
         return Plan(
             num_cached_tokens=cached,

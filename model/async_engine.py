@@ -275,9 +275,9 @@ class AsyncEngine:
         if count < 1:
             raise InvalidArgumentError("prompt: wanted at least one, got none")
         self._check_serving()
-        self._check_room(count)
+        self._check_room(len(prompts), count)
         with self._arriving(count):
-            every = [await self._encode(prompt) for prompt in prompts]
+            every = await self._encode(prompts)
             self._check_serving()
         wanted = params or SamplingParams()
         # Stop strings are found on this side.
@@ -357,10 +357,12 @@ class AsyncEngine:
                 f"engine: wanted one that takes requests, it is {self._state.value}"
             )
 
-    def _check_room(self, num_samples: int) -> None:
+    def _check_room(self, num_prompts: int, num_samples: int) -> None:
         if self._max_waiting is None:
             return
         limit = self.engine.config.max_num_seqs + self._max_waiting
+        if num_prompts > limit:
+            raise InvalidArgumentError(f"prompt: wanted at most {limit}, got {num_prompts}")
         if num_samples > limit:
             raise InvalidArgumentError(f"n: wanted at most {limit}, got {num_samples}")
         if self.num_open + num_samples > limit:
@@ -368,13 +370,15 @@ class AsyncEngine:
                 f"max_waiting: {self.num_open} requests run or wait, and at most {limit} may"
             )
 
-    async def _encode(self, prompt: Prompt) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
+    async def _encode(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
         encode = self.engine.model.codec.encode
-        if len(prompt) <= _LONG_TEXT:
-            return encode(prompt)
-        return await asyncio.to_thread(encode, prompt)
+
+        def encode_all() -> list[Sequence[int]]:
+            return [encode(each) if isinstance(each, str) else each for each in prompts]
+
+        if sum(len(each) for each in prompts if isinstance(each, str)) <= _LONG_TEXT:
+            return encode_all()
+        return await asyncio.to_thread(encode_all)
 
     @contextlib.contextmanager
     def _arriving(self, num_samples: int) -> Iterator[None]:

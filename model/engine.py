@@ -90,6 +90,7 @@ class Engine:
             groups=self.network.layout.groups(self.config.block_size),
             enable_caching=self.config.enable_prefix_caching,
             record_events="xxh3-128" if self.config.record_events else None,
+            record_lifetimes=self.config.record_lifetimes,
         )
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory

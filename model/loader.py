@@ -254,7 +254,6 @@ def load_model(
     stored, shapes = _check_network(source, config)
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    codec = _load_codec(source, _max_positions(config))
     if ranks is None:
         network = _load_network(source, config, dtype, stored, shapes)
     else:
@@ -265,6 +264,7 @@ def load_model(
     if ranks is not None:
         ranks.end_turn()
         check_cut(network, ranks)
+    codec = _load_codec(source, _max_positions(config))
     return wrap_network(name, network, codec, ranks)
 
 

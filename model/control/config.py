@@ -124,6 +124,10 @@ class EngineConfig(StepLimits):
         None,
         help="plan and send a step before the tokens of the last one are read (default: on a GPU)",
     )
+    record_lifetimes: bool = setting(
+        False,
+        help="count for how many steps blocks live, lie idle and wait for a hit",
+    )
     expected_lengths: tuple[int, ...] | None = None
     seed: int = 0
     record_events: bool = False

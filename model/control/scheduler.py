@@ -43,7 +43,8 @@ class Scheduler(StepPlanner):
         super().__init__(kv, config)
         self._unfinished: dict[int, Request] = {}
         self._num_added = 0
-        self._keeps_time = False  # whether anything is kept for a number of steps
+        # Whether anything is kept for a number of steps, or counted in them.
+        self._keeps_time = kv.stats().lifetimes is not None
         self._in_flight: Step | None = None
         self._expecting: tuple[Request, ...] = ()  # what the last step draws for, unread
 

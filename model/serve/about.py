@@ -60,8 +60,8 @@ def about(service: Service) -> APIRouter:
     async def detokenize(body: DetokenizeRequest) -> Detokenized:
         """The text of tokens."""
         service.check_model(body.model)
-        codec = service.serving().model.codec
-        return Detokenized(prompt=codec.decode(service.checked(body.tokens)))
+        service.serving()
+        return Detokenized(prompt=await service.decode(body.tokens))
 
     return router
 

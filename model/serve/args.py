@@ -38,7 +38,8 @@ def serve_flags() -> Flags:
     flags = Flags("python -m model.serve", "Serve a model to OpenAI's clients.", _EPILOG)
     flags.add("how clients are met", ServeConfig)
     flags.add("what runs", ModelOptions)
-    flags.add("how large the cache and a step are, and how it runs", EngineConfig)
+    title = "how large the cache and a step are, and how it runs"
+    flags.add(title, EngineConfig, record_lifetimes=True)
     return flags
 
 

@@ -107,15 +107,14 @@ def completions(service: Service) -> APIRouter:
         """Continue prompts."""
         body.check()
         service.check_model(body.model)
-        engine = service.serving()
+        service.serving()
         prompts = body.prompts
         if body.echo and body.logprobs is not None:
             raise ApiError(
                 400, "echo: wanted without logprobs: prompts have none here", param="echo"
             )
-        codec = engine.model.codec
         echoes = [
-            prompt if isinstance(prompt, str) else codec.decode(service.checked(prompt))
+            prompt if isinstance(prompt, str) else await service.decode(prompt)
             for prompt in (prompts if body.echo else ())
         ]
         max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

@@ -32,6 +32,7 @@ from model.engine import Engine
 from model.errors import ModelError
 from model.serve.app import create_app
 from model.serve.config import ServeConfig
+from model.serve.head import BoundedProtocol
 from model.serve.listener import listen
 from model.serve.load import Job
 from model.serve.process import Server
@@ -87,6 +88,7 @@ def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
         server = Server(
             uvicorn.Config(
                 create_app(asynchronous, config),
+                http=BoundedProtocol,
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=1,

@@ -145,7 +145,7 @@ def _invalid(errors: Sequence[Mapping[str, object]], names: frozenset[str]) -> A
         return ApiError(400, f"{place}: there is no such field", param=place, code="unknown_field")
     said = [str(e["msg"]) for e in errors if _place(e, names) == place]
     wanted = ", or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in said))
-    got = "" if first["type"] == "missing" else f", got {shown(first.get('input'))}"
+    got = "" if first["type"] == "missing" else f", got {_shown(first.get('input'))}"
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
     if place == "body":
         return ApiError(400, f"body: {wanted}{got}", code=code)
@@ -156,7 +156,21 @@ def _place(error: Mapping[str, object], names: frozenset[str]) -> str:
     """The field of an error, as in `messages.0.content`."""
     where = error["loc"]
     path = where[1:] if isinstance(where, tuple) else ()
+    if isinstance(where, tuple) and where[0] == "path":
+        return ".".join(map(str, path))
     if error["type"] == "extra_forbidden" and len(path) == 1:
         return shown(path[0]).strip("'\"")
     known = [str(part) for part in path if isinstance(part, int) or part in names]
     return ".".join(known) or "body"
+
+
+def _shown(value: object) -> str:
+    """A value of JSON, not written in full to be cut. O(1)."""
+    match value:
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return f"an object of {len(value)}"
+        case str():
+            return shown(value[:1000])
+    return shown(value)

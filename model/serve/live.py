@@ -197,7 +197,7 @@ def live(service: Service) -> APIRouter:
     engine = service.engine
     feed = PoolFeed(engine, shows_texts=_are_one(service.config))
 
-    @router.get("/")
+    @router.api_route("/", methods=["GET", "HEAD"])
     async def index() -> Response:
         return _page_answer("index.html")
 

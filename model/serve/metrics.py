@@ -10,7 +10,9 @@ Does not know: routes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -45,8 +47,6 @@ _WHOLE_S = (
     120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 _LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-_TICKS_S = 1000
-"""Ticks a second, as `AsyncEngine` lets them pass for the cache."""
 
 
 class Metrics:
@@ -66,12 +66,8 @@ class Metrics:
             )
             return made.labels(model_name)
 
-        self._first = histogram(
-            "time_to_first_token_seconds", "From a request to its first token.", _FIRST_S
-        )
-        self._between = histogram(
-            "inter_token_latency_seconds", "From one token to the next.", _BETWEEN_S
-        )
+        self._tokens = _Tokens(model_name)
+        self._registry.register(self._tokens)
         self._per_token = histogram(
             "request_time_per_output_token_seconds",
             "The mean of a request from one token to the next.",
@@ -84,9 +80,6 @@ class Metrics:
         self._output = histogram(
             "request_generation_tokens", "Tokens that a request was given.", _LENGTHS
         )
-        self._generated = Counter(
-            "kvcore:generation_tokens", "Tokens generated.", ["model_name"], registry=self._registry
-        ).labels(model_name)
         self._ended = Counter(
             "kvcore:request_success",
             "Requests that have ended, by the reason why.",
@@ -105,9 +98,8 @@ class Metrics:
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def token_came(self, waited_s: float, *, is_first: bool) -> None:
-        """Count a token. O(buckets)."""
-        self._generated.inc()
-        (self._first if is_first else self._between).observe(waited_s)
+        """Count a token. O(log buckets)."""
+        (self._tokens.first if is_first else self._tokens.between).note(waited_s)
 
     def sample_ended(self, sample: Sample) -> None:
         """Count a request. O(buckets)."""
@@ -120,6 +112,57 @@ class Metrics:
             self._whole.observe(sample.last_s - sample.arrived_s)
             if count > 1:
                 self._per_token.observe((sample.last_s - sample.first_s) / (count - 1))
+
+
+class _Times:
+    """A histogram that costs next to nothing for each value; the loop alone touches it."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total_s = 0.0
+
+    @property
+    def count(self) -> int:
+        """How many values there are. O(buckets)."""
+        return sum(self._counts)
+
+    def note(self, value_s: float) -> None:
+        """Count a value. O(log buckets)."""
+        self._counts[bisect_left(self._bounds, value_s)] += 1
+        self._total_s += value_s
+
+    def family(self, name: str, says: str, model_name: str) -> HistogramMetricFamily:
+        """What Prometheus is told. O(buckets)."""
+        told = HistogramMetricFamily(f"kvcore:{name}", says, labels=["model_name"])
+        names = (*map(str, self._bounds), "+Inf")
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        told.add_metric([model_name], buckets, self._total_s)
+        return told
+
+
+class _Tokens(Collector):
+    """What is counted for each token."""
+
+    def __init__(self, model_name: str) -> None:
+        self._name = model_name
+        self.first = _Times(_FIRST_S)
+        self.between = _Times(_BETWEEN_S)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the counts of this moment."""
+        name = self._name
+        yield self.first.family(
+            "time_to_first_token_seconds", "From a request to its first token.", name
+        )
+        yield self.between.family(
+            "inter_token_latency_seconds", "From one token to the next.", name
+        )
+        generated = CounterMetricFamily(
+            "kvcore:generation_tokens", "Tokens generated.", labels=["model_name"]
+        )
+        generated.add_metric([name], self.first.count + self.between.count)
+        yield generated
 
 
 class _Counts(Collector):
@@ -181,23 +224,27 @@ class _Counts(Collector):
 
     def _of_blocks(self, lives: kvcore.LifetimeStats) -> Iterator[Metric]:
         for name, says, found in (
-            ("lifetime", "From a block's content to its eviction.", lives.lifetime),
+            ("lifetime", "Steps from a block's content to its eviction.", lives.lifetime),
             (
                 "idle_before_evict",
-                "From the end of a block's last use to its eviction.",
+                "Steps from the end of a block's last use to its eviction.",
                 lives.idle_before_eviction,
             ),
-            ("reuse_gap", "From the end of a block's use to its next hit.", lives.reuse_gap),
+            (
+                "reuse_gap",
+                "Steps from the end of a block's use to its next hit.",
+                lives.reuse_gap,
+            ),
         ):
             family = HistogramMetricFamily(
-                f"kvcore:kv_block_{name}_seconds", says, labels=["model_name"]
+                f"kvcore:kv_block_{name}_steps", says, labels=["model_name"]
             )
             count, buckets = 0, []
             for bits, number in enumerate(found.buckets):
                 count += number
-                buckets.append((str((2**bits - 1) / _TICKS_S), count))
+                buckets.append((str(2**bits - 1), count))
             buckets.append(("+Inf", found.count))
-            family.add_metric(self._labels, buckets, found.total / _TICKS_S)
+            family.add_metric(self._labels, buckets, found.total)
             yield family
 
     def _gauge(self, name: str, says: str, value: float) -> GaugeMetricFamily:

@@ -8,6 +8,7 @@ Does not know: how requests are answered.
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -27,6 +28,7 @@ from model.errors import UsageError
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig
+from model.serve.head import BoundedProtocol
 from model.serve.kv_events import announces
 from model.serve.listener import address_of
 
@@ -58,6 +60,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         app = create_app(engine, options.serve, log=log)
         config = uvicorn.Config(
             app,
+            http=BoundedProtocol,
             lifespan="on",
             log_config=None,
             access_log=False,
@@ -98,6 +101,7 @@ async def _run(
     try:
         await _first_of(engine.ready(), asked.wait(), serving)
         if engine.health.is_ready:
+            gc.freeze()  # what was loaded stays: a large body would have it looked through again
             say(f"{address_of(listener, config)}: ready in {time.monotonic() - began_s:.1f} s")
             await _first_of(asked.wait(), serving)
             say(f"draining: {engine.num_open} requests")

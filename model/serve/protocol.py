@@ -4,27 +4,45 @@ Decides: names, types and defaults, which of OpenAI's fields are taken although 
 them, and which are refused by name because an answer without them would be another one. What a
 value may be is checked where it is used: by `SamplingParams`.
 
-Invariants: a field that is not here is an error; so is a value of another type.
+Invariants: a field that is not here is an error; so is a value of another type, and more
+than `bounds.py` allows.
 
 Does not know: how anything is answered.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 import kvcore
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
+from model.serve.bounds import Text, check_sizes, checked_prompt, with_one_stranger
 from model.serve.errors import ApiError
 
 _GRAMMARS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 MAX_SAMPLES = 128
 """The largest n, as OpenAI has it."""
 
+_Item = TypeVar("_Item")
+_Many = Annotated[list[_Item], Field(fail_fast=True)]
+_Forms = str | list[str] | list[int] | list[list[int]]
+_Prompt = Annotated[_Forms, PlainValidator(checked_prompt, json_schema_input_type=_Forms)]
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bounded(cls, given: object) -> object:
+        if not isinstance(given, dict):
+            return given
+        check_sizes(given)
+        if len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return with_one_stranger(given, known)
 
 
 class StreamOptions(_Strict):
@@ -80,8 +98,8 @@ class GenerationRequest(_Strict):
     min_p: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Text | _Many[Text] | None = None
+    stop_token_ids: _Many[int] | None = None
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -91,12 +109,12 @@ class GenerationRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
-    cache_salt: str | None = None
+    cache_salt: Text | None = None
     response_format: ResponseFormat | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: _Many[Text] | None = None
+    guided_grammar: Text | None = None
     # Taken, and nothing follows from them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -214,7 +232,7 @@ class CompletionRequest(GenerationRequest):
         "suffix": ("",), "best_of": (), "store": (False,),
     }  # fmt: skip
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: _Prompt
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -235,14 +253,14 @@ class TextPart(_Strict):
     """A piece of a message."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Strict):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: Text | _Many[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
@@ -264,7 +282,7 @@ class ChatRequest(GenerationRequest):
         "reasoning_effort": (), "verbosity": (), "web_search_options": (),
     }  # fmt: skip
 
-    messages: list[Message] = Field(min_length=1)
+    messages: _Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -276,7 +294,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: _Many[str] | None = None
     audio: Any = None
     prediction: Any = None
     reasoning_effort: Any = None
@@ -288,15 +306,15 @@ class TokenizeRequest(_Strict):
     """`POST /tokenize`: of a prompt or of messages."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
+    prompt: Text | None = None
+    messages: _Many[Message] | None = None
 
 
 class DetokenizeRequest(_Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: _Many[int]
 
 
 def _biases(bias: dict[str, float] | None) -> tuple[tuple[int, float], ...] | None:

@@ -22,7 +22,7 @@ from model.serve.protocol import Message
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine import Engine
 
-_LONG_CHAT = 4096  # characters; more are made to tokens on a thread of their own
+_LONG = 4096  # characters or tokens; more are made to each other on a thread of their own
 
 
 class Service:
@@ -76,11 +76,18 @@ class Service:
                 )
         return tokens
 
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens that the model has. O(tokens)."""
+        codec = self.engine.engine.model.codec
+        if len(tokens) <= _LONG:
+            return codec.decode(self.checked(tokens))
+        return await asyncio.to_thread(lambda: codec.decode(self.checked(tokens)))
+
     async def encode(self, text: str) -> list[int]:
         """The tokens of a text. O(text)."""
         codec = self.engine.engine.model.codec
         try:
-            if len(text) <= _LONG_CHAT:
+            if len(text) <= _LONG:
                 return codec.encode(text)
             return await asyncio.to_thread(codec.encode, text)
         except InvalidArgumentError as error:

@@ -305,11 +305,11 @@ class NaiveManager:
                 }
                 self.pool.wishes.setdefault(table.entries[place], set()).update(wanted)
 
-    def open(self, tokens, namespace, retain=(), resumed=False):
+    def open(self, tokens, namespace, retain=(), resumed=False, skips=False):
         namespace = namespace if self.caching else None
         retain = [(a, b, p, 10**9 if n is None else self.pool.now + n) for a, b, p, n in retain]
         seq = NaiveSequence(tokens, namespace, len(self.groups), retain)
-        seq.computed, found = self.hits(tokens, namespace)
+        seq.computed, found = self.hits(tokens, None if skips else namespace)
         seq.cached = seq.computed
         for table, entries in zip(seq.tables, found, strict=True):
             table.entries = list(entries)
@@ -317,6 +317,8 @@ class NaiveManager:
         self.pool.hold([block_id for table in seq.tables for block_id in table.held()])
         for number in range(len(self.groups)):
             self.wish(seq, number)
+        if skips:
+            return seq
         if seq.namespace is not None and resumed:
             self.num_resumed += len(tokens)
             self.num_resumed_hit += seq.cached

@@ -5,7 +5,7 @@ allocators show with a few blocks, two requests and a handful of calls (the smal
 Jackson, "Software Abstractions"). Each state is checked like every step of the manager's machine,
 whose verbs are used here: against the naive model, the ghost memory and `kvcore.check`.
 
-    python -m tests.kvcore.small_scope --depth 7
+    python -m tests.kvcore.small_scope --depth 6
 """
 
 import argparse

@@ -259,6 +259,7 @@ FLAGS = {
     "record_lifetimes": lambda value: kvcore.KVCacheManager(9, 4, record_lifetimes=value),
     "prefault": lambda value: kvcore.KVCacheManager(9, 4, prefault=value),
     "resumed": lambda value: kvcore.KVCacheManager(9, 4).open([1], resumed=value),
+    "skip_reading": lambda value: kvcore.KVCacheManager(9, 4).open([1], skip_reading=value),
     "canonical_order": lambda value: kvcore.KVCacheManager(9, 4).reset(canonical_order=value),
 }
 

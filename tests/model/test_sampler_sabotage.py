@@ -14,7 +14,7 @@ from tests.model import test_engine_sampling as engines
 pytestmark = pytest.mark.slow  # a second each, and there are many
 
 HUNT = settings(
-    max_examples=150,
+    max_examples=1000,
     deadline=None,
     derandomize=True,
     database=None,

@@ -29,7 +29,7 @@ class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):
         pass
 
 
-@in_manager("P13", "P2", "P17", "P7", rows=(10, 16))
+@in_manager("P13", "P2", "P4", "P17", "P7", rows=(10, 16))
 class manager_evicts_what_is_held_when_it_is_full(kvcore.BlockPool):
     def next_blocks(self, count):
         held = [block for block in self.blocks if block.ref_count and block.node is not None]

@@ -20,9 +20,10 @@ class plan_remembers_its_first_answer(kvcore.KVCacheManager):
         super().__init__(*sizes, **options)
         self.answers = {}
 
-    def plan(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, items=()):
-        answer = super().plan(tokens, namespace=namespace, items=items)
-        return self.answers.setdefault((tuple(tokens), namespace, tuple(items)), answer)
+    def plan(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, items=(), **options):
+        answer = super().plan(tokens, namespace=namespace, items=items, **options)
+        about = (tuple(tokens), namespace, tuple(items), *options.values())
+        return self.answers.setdefault(about, answer)
 
 
 @sabotage(machines.ManagerMachine, "P13", rows=(53,))
@@ -59,8 +60,8 @@ class plan_looks_at_the_first_block_only(kvcore.KVCacheManager):
 
 @sabotage(machines.ManagerMachine, "P4", "P2", rows=(14,))
 class plan_holds_what_it_finds(kvcore.KVCacheManager):
-    def plan(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, items=()):
-        plan = super().plan(tokens, namespace=namespace, items=items)
+    def plan(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, items=(), **options):
+        plan = super().plan(tokens, namespace=namespace, items=items, **options)
         packed, key, checked = self._described(tokens, namespace, items)
         if key is not None:
             _, hits = find_prefix(self.pool, self.groups, key, packed, checked)

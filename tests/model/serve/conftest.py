@@ -14,6 +14,7 @@ from model.engine import Engine
 from model.loader import load_model
 from model.serve.app import create_app
 from model.serve.config import ServeConfig
+from model.serve.head import BoundedProtocol
 from model.serve.listener import address_of, listen
 from model.serve.process import Server
 from model.tiny import CHECKPOINT_DIR
@@ -33,7 +34,10 @@ class Served:
         self.server = Server(
             uvicorn.Config(
                 self.app,
+                http=BoundedProtocol,
                 lifespan="on",
+                ssl_certfile=config.tls_certfile,
+                ssl_keyfile=config.tls_keyfile,
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=1,
@@ -90,7 +94,7 @@ def make_engine(tiny_model):
     """Makes engines over the tiny model, small enough that blocks can run out."""
 
     def make(**config):
-        sizes = {"num_blocks": 400, "max_num_seqs": 16, **config}
+        sizes = {"num_blocks": 400, "max_num_seqs": 16, "record_lifetimes": True, **config}
         return Engine(tiny_model, backends.get_backend("numba"), EngineConfig(**sizes))
 
     return make

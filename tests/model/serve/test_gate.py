@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 
@@ -139,3 +141,29 @@ def test_a_process_answers_while_it_loads_drains_at_sigterm_and_says_when_a_port
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_certificate_makes_it_https(make_engine, tmp_path):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("wants the openssl command, to make a certificate")
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
+         "-nodes", "-keyout", key, "-out", certificate, "-days", "1", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=IP:127.0.0.1"],
+        check=True, capture_output=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    config = ServeConfig(port=0, tls_certfile=certificate, tls_keyfile=key)
+    trust = ssl.create_default_context(cafile=certificate)
+    with Served(AsyncEngine(make_engine), config) as running:
+        assert running.url.startswith("https://")
+        assert httpx.get(f"{running.url}/health", verify=trust).status_code == 200
+        with httpx.Client(base_url=running.url, verify=trust, timeout=DEADLINE_S) as client:
+            answer = client.post("/v1/completions", json={**SHORT, "stream": True})
+            assert answer.text.endswith("data: [DONE]\n\n")
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{running.url}/health")
+        plain = running.url.replace("https", "http")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{plain}/health")

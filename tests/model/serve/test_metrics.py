@@ -4,7 +4,11 @@ import json
 import re
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
+
+from model.serve import metrics
+from model.serve.metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 VLLMS = {  # under `vllm:` there
@@ -13,7 +17,8 @@ VLLMS = {  # under `vllm:` there
     "prompt_tokens_total", "generation_tokens_total", "request_success_total",
     "time_to_first_token_seconds_count", "inter_token_latency_seconds_count",
     "request_time_per_output_token_seconds_count", "e2e_request_latency_seconds_count",
-    "request_prompt_tokens_sum", "request_generation_tokens_sum",
+    "request_prompt_tokens_sum", "request_generation_tokens_sum", "kv_block_lifetime_steps_count",
+    "kv_block_idle_before_evict_steps_count", "kv_block_reuse_gap_steps_count",
 }  # fmt: skip
 
 
@@ -46,6 +51,38 @@ def test_what_is_counted_is_what_was_done(http, served):
     assert grown["kvcore:prefix_cache_queries_total"] == 80
     assert grown["kvcore:prefix_cache_hits_total"] == 32
     assert after["kvcore:kv_cache_usage_perc"] == after["kvcore:num_requests_running"] == 0
+
+
+def test_how_long_blocks_lie_until_their_next_hit_is_told_in_steps(http):
+    before = samples(http)
+    asked = {"prompt": [11] * 33, "max_tokens": 2, "ignore_eos": True, "cache_salt": "gap"}
+    between = {"prompt": "A list is", "max_tokens": 5, "ignore_eos": True}
+    for body in (asked, between, asked):
+        assert http.post("/v1/completions", json=body).status_code == 200
+    after = samples(http)
+    name = "kvcore:kv_block_reuse_gap_steps"
+    assert after[f"{name}_count"] - before[f"{name}_count"] == 2
+    assert after[f"{name}_sum"] - before[f"{name}_sum"] >= 2 * 5
+
+
+def test_a_token_falls_into_the_bucket_that_prometheus_own_client_puts_it_into():
+    ours = Metrics("x")
+    own = Histogram("own", "Theirs.", buckets=metrics._BETWEEN_S, registry=CollectorRegistry())
+    for waited_s in (0, 0.001, 0.0011, 0.02, 5, 80, 81, 1e9):
+        ours.token_came(waited_s, is_first=False)
+        own.observe(waited_s)
+    (wanted,) = own.collect()
+    found = {
+        sample.labels["le"]: sample.value
+        for family in text_string_to_metric_families(ours.page()[0].decode())
+        for sample in family.samples
+        if sample.name == "kvcore:inter_token_latency_seconds_bucket"
+    }
+    assert found == {
+        sample.labels["le"]: sample.value
+        for sample in wanted.samples
+        if sample.name == "own_bucket"
+    }
 
 
 def test_every_name_of_the_dashboard_is_told(http):

@@ -122,6 +122,21 @@ def test_log_probabilities_of_a_chat_have_bytes_and_alternatives(client):
     assert all(math.isfinite(token.logprob) for token in content)
 
 
+def test_a_stream_of_a_chat_tells_the_log_probabilities_of_the_whole(client):
+    asked = {**CHAT, "logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked).choices[0].logprobs.content
+    told = [
+        token
+        for piece in client.chat.completions.create(**asked, stream=True)
+        if piece.choices[0].logprobs is not None
+        for token in piece.choices[0].logprobs.content
+    ]
+    assert [token.token for token in told] == [token.token for token in whole]
+    assert [len(token.top_logprobs) for token in told] == [2] * 8
+    for one, other in zip(told, whole, strict=True):
+        assert math.isclose(one.logprob, other.logprob, abs_tol=1e-4)
+
+
 def test_a_biased_token_comes_again_and_again(client, http):
     (token,) = http.post("/tokenize", json={"prompt": " the"}).json()["tokens"]
     text = client.completions.create(**GREEDY, logit_bias={str(token): 100}).choices[0].text

@@ -1,0 +1,102 @@
+"""How much a request may hold, found out before any of it is looked at closely.
+
+Decides: the most entries of every list and object of a request, and the most characters of what is
+searched for or compiled. A body may have megabytes; what is told of each wrong entry would take
+minutes, so the first is enough.
+
+Does not know: which fields there are, what they mean.
+"""
+
+from collections.abc import Collection, Mapping
+from itertools import chain
+from typing import Annotated
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
+
+from model.serve.errors import ApiError
+
+MAX_PROMPTS = 2048
+MAX_TOKENS = 1 << 20
+"""Of all prompts together, and of what is made to text."""
+
+_MOST_ENTRIES = {
+    "prompt": MAX_TOKENS, "tokens": MAX_TOKENS, "messages": 16_384,
+    "content": 16_384, "logit_bias": 4096, "stop": 16,
+}  # fmt: skip
+_MOST_OF_OTHERS = 1024
+_MOST_CHARACTERS = {
+    "stop": 1024, "guided_choice": 65_536, "guided_json": 65_536, "guided_regex": 65_536,
+    "guided_grammar": 65_536,
+}  # fmt: skip
+"""Of a text, or of all texts of a list."""
+
+
+def check_sizes(given: Mapping[str, object]) -> None:
+    """Refuse what is longer than anything that means something. O(fields + messages).
+
+    Raises:
+        ApiError: it is; the field is named.
+    """
+    for name, value in given.items():
+        if isinstance(value, list | dict):
+            _check(name, len(value), _MOST_ENTRIES.get(name, _MOST_OF_OTHERS), "entries")
+        if name in _MOST_CHARACTERS:
+            texts = value if isinstance(value, list) else [value]
+            length = sum(len(text) for text in texts if isinstance(text, str))
+            _check(name, length, _MOST_CHARACTERS[name], "characters")
+    messages = given.get("messages")
+    if isinstance(messages, list):
+        parts = [message.get("content") for message in messages if isinstance(message, dict)]
+        count = sum(len(content) for content in parts if isinstance(content, list))
+        _check("messages", count, _MOST_ENTRIES["messages"], "parts")
+
+
+def with_one_stranger(given: dict[str, object], known: Collection[str]) -> dict[str, object]:
+    """An object without its unknown fields but one: enough to refuse it. O(fields)."""
+    strangers = [name for name in given if name not in known]
+    return {name: given[name] for name in (*(given.keys() & known), *strangers[:1])}
+
+
+def checked_prompt(value: object) -> object:
+    """A prompt of any of the four forms; each entry is looked at once. O(prompt).
+
+    Raises:
+        ApiError: it is too long.
+        PydanticCustomError: it is none.
+    """
+    if isinstance(value, str):
+        return _checked_text(value)
+    if isinstance(value, list):
+        kinds = set(map(type, value))
+        if kinds <= {int}:
+            return value
+        _check("prompt", len(value), MAX_PROMPTS, "prompts")
+        if kinds == {str}:
+            return [_checked_text(text) for text in value]
+        if kinds == {list}:
+            _check("prompt", sum(map(len, value)), MAX_TOKENS, "tokens")
+            if set(map(type, chain.from_iterable(value))) <= {int}:
+                return value
+    raise PydanticCustomError(
+        "prompt_form", "input should be a text, a list of token ids, or a list of either"
+    )
+
+
+def _checked_text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PydanticCustomError(
+            "text", "input should be text that UTF-8 has: a surrogate stands alone in it"
+        ) from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_checked_text)]
+"""A text that can be cut into tokens."""
+
+
+def _check(name: str, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise ApiError(400, f"{name}: wanted at most {most} {what}, got {count}", param=name)
