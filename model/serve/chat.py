@@ -14,14 +14,14 @@ from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, answer, reason_name, usage
+from model.serve.generation import Asked, EventForm, answer, reason_name, usage
 from model.serve.logprobs import chat_logprobs
 from model.serve.protocol import ChatChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
 
-class _Messages:
+class _Messages(EventForm):
     """How the assistant's messages are written.
 
     Args:
@@ -30,15 +30,8 @@ class _Messages:
     """
 
     def __init__(self, body: ChatRequest, service: Service) -> None:
-        self._head = {
-            "id": service.new_id("chatcmpl"),
-            "created": service.now(),
-            "model": service.name,
-        }
-        told = {**self._head, "object": "chat.completion.chunk"}
-        self._begin = f"data: {json.dumps(told)[:-1]}, "
-        self._no_usage = ',"usage":null' if body.includes_usage else ""
-        self._includes_usage = body.includes_usage
+        head = {"id": service.new_id("chatcmpl"), "created": service.now(), "model": service.name}
+        super().__init__(head, "chat.completion.chunk", includes_usage=body.includes_usage)
         self._num_samples = body.num_samples
         self._decode = service.engine.engine.model.codec.decode
         self._tells_logprobs = bool(body.logprobs)
@@ -61,11 +54,6 @@ class _Messages:
             f'{self._begin}"choices":[{{"index":{delta.sample},"delta":{said},'
             f'"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
         )
-
-    def end(self, stream: TokenStream) -> str:
-        if not self._includes_usage:
-            return ""
-        return f'{self._begin}"choices":[],"usage":{usage(stream).model_dump_json()}}}\n\n'
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> ChatCompletion:
         choices = [

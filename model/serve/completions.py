@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, answer, reason_name, usage
+from model.serve.generation import Asked, EventForm, answer, reason_name, usage
 from model.serve.logprobs import completion_logprobs
 from model.serve.protocol import (
     Completion,
@@ -24,7 +24,7 @@ from model.token_stream import Delta, TokenStream
 _DEFAULT_MAX_TOKENS = 16
 
 
-class _Texts:
+class _Texts(EventForm):
     """How completions are written.
 
     Args:
@@ -34,15 +34,14 @@ class _Texts:
     """
 
     def __init__(self, body: CompletionRequest, service: Service, echoes: Sequence[str]) -> None:
-        self._head = {
+        kind = "text_completion"
+        head = {
             "id": service.new_id("cmpl"),
-            "object": "text_completion",
+            "object": kind,
             "created": service.now(),
             "model": service.name,
         }
-        self._begin = f"data: {json.dumps(self._head)[:-1]}, "
-        self._no_usage = ',"usage":null' if body.includes_usage else ""
-        self._includes_usage = body.includes_usage
+        super().__init__(head, kind, includes_usage=body.includes_usage)
         self._num_samples = body.num_samples
         self._echoes = list(echoes)
         self._echoed: set[int] = set()
@@ -64,11 +63,6 @@ class _Texts:
             f'{self._begin}"choices":[{{"index":{delta.sample},"text":{json.dumps(text)},'
             f'"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
         )
-
-    def end(self, stream: TokenStream) -> str:
-        if not self._includes_usage:
-            return ""
-        return f'{self._begin}"choices":[],"usage":{usage(stream).model_dump_json()}}}\n\n'
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Completion:
         choices = [

@@ -92,6 +92,28 @@ def usage(stream: TokenStream) -> Usage:
     )
 
 
+class EventForm:
+    """What every answer has: its head, which each of its events repeats, and usage at the end.
+
+    Args:
+        head: the fields that a whole answer begins with.
+        kind: the name of an event's object.
+        includes_usage: whether a last event tells it; the others have null for it then.
+    """
+
+    def __init__(self, head: dict[str, object], kind: str, *, includes_usage: bool) -> None:
+        self._head = head
+        self._begin = f"data: {json.dumps({**head, 'object': kind})[:-1]}, "
+        self._no_usage = ',"usage":null' if includes_usage else ""
+        self._includes_usage = includes_usage
+
+    def end(self, stream: TokenStream) -> str:
+        """The event that tells the usage, where it was asked for. O(samples)."""
+        if not self._includes_usage:
+            return ""
+        return f'{self._begin}"choices":[],"usage":{usage(stream).model_dump_json()}}}\n\n'
+
+
 def reason_name(delta: Delta) -> str | None:
     """What OpenAI calls the reason why a sample has ended.
 
