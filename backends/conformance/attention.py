@@ -16,19 +16,6 @@ from backends.contract import Backend
 RELATIVE_LIMIT = {torch.float32: 1e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 """||out - exact|| / ||exact|| at most, whatever the rows say."""
 
-_GUARDED = (
-    "query",
-    "k_cache",
-    "v_cache",
-    "query_start_loc",
-    "seq_lens",
-    "block_table",
-    "slot_mapping",
-    "sinks or scales",
-    "scales",
-    "scales",
-)
-
 
 def check_attention(backend: Backend, case: AttentionCase) -> Iterator[Finding]:
     """Run a case three times and compare everything that has to be compared."""
@@ -169,9 +156,12 @@ def _strays(
     inputs: AttentionInputs, before: list[torch.Tensor], edges: torch.Tensor, live: int
 ) -> str:
     """Which memory changed that had no reason to; empty: none."""
+    caches = ["cache.k", "cache.v"][: len(inputs.cache.tensors)]
+    names = ["query", *caches, "query_start_loc", "seq_lens", "block_table", "slot_mapping"]
+    names += ["sinks or scales"] * (len(inputs.guarded) - len(names))
     strays = [
         name
-        for name, memory, old in zip(_GUARDED, inputs.guarded, before, strict=False)
+        for name, memory, old in zip(names, inputs.guarded, before, strict=True)
         if not torch.equal(bits(memory), old)
     ]
     out, memory = inputs.out, inputs.out_memory.clone()

@@ -13,7 +13,7 @@ from torch import Tensor
 from backends import oracle
 from backends.conformance.cases import AttentionCase, bits, build
 from backends.conformance.report import Finding
-from backends.contract import Backend, PagedBatch
+from backends.contract import Backend, KVCache, PagedBatch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FINITE = 0x7B00  # bit patterns 1 .. this are finite numbers, halves included
@@ -66,7 +66,7 @@ def _stores(
         for memory, view in there
     )
     mapping = torch.tensor(slots, dtype=torch.int64, device=device)
-    backend.store_kv(key, value, k_cache, v_cache, mapping)
+    backend.store_kv(key, value, KVCache(k_cache, v_cache), mapping)
     problems = [
         name
         for name, (memory, _), (old, _) in zip(
@@ -106,12 +106,10 @@ def _quantises(
     shape = (-(-2 * num_tokens // block_size), block_size, heads, size)
     wanted = [torch.full(shape, fill, dtype=torch.uint8) for fill in (5, 6)]
     there = [memory.clone().to(backend.device).view(kind) for memory in wanted]
-    given = {"k_scale": k_scale, "v_scale": v_scale} if count else {}
-    options = {name: scale.to(backend.device) for name, scale in given.items() if scale is not None}
     device = backend.device
-    backend.store_kv(
-        rows[0].to(device), rows[1].to(device), there[0], there[1], slots.to(device), **options
-    )
+    given = [None if scale is None else scale.to(device) for scale in (k_scale, v_scale)]
+    cache = KVCache(there[0], there[1], *given)
+    backend.store_kv(rows[0].to(device), rows[1].to(device), cache, slots.to(device))
     live = slots >= 0
     for row, memory, scale in zip(rows, wanted, (k_scale, v_scale), strict=True):
         memory.view(-1, heads, size)[slots[live]] = oracle.quantise(row[live], scale)

@@ -14,8 +14,8 @@ it moves. To read them, from the simplest on:
 - `hopper_prefill`: prefill with warps of different work. `prefill_order` is the list of items,
   `hopper_items` who takes which, `hopper_load` the warp that loads, `hopper_consume` those that
   multiply.
-- `paged_attention` chooses among them; `terms`, `place` and `launch` are how a call becomes a
-  launch, `warm_up` meets every variant before the first request, `backend` is the face.
+- `paged_attention` chooses among them; `place` and `launch` are how a call becomes a launch,
+  `warm_up` meets every variant before the first request, `backend` is the face.
 """
 
 import importlib

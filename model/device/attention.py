@@ -13,7 +13,7 @@ Transformers, and no synchronisation with the GPU).
 Does not know: requests, tables, which backend runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -27,25 +27,11 @@ from model.errors import UnsupportedModelError
 IMPLEMENTATION = "kvcore_paged"
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTerms:
-    """What one layer asks for: logit = scale * q.k, then soft cap, window and sinks.
-
-    The window is what it says, and may say nothing where a mask would cut it; what holds stands in
-    the layout.
-    """
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    sinks: Tensor | None
-
-
 class Attending(Protocol):
     """What a forward pass carries to its attention layers."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Attention of one layer.
 
@@ -54,7 +40,8 @@ class Attending(Protocol):
             query: [num_tokens, num_q_heads, head_dim].
             key: [num_tokens, num_kv_heads, head_dim].
             value: like `key`.
-            terms: what the layer asks for.
+            terms: what the layer asks for. The window is what it says, and may say nothing where
+                a mask would cut it; what holds stands in the layout.
 
         Returns:
             Like `query`.
@@ -79,22 +66,15 @@ class PagedPass:
     batches: tuple[backends.PagedBatch, ...]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Store this step's keys and values, then attend over all of the sequences'."""
-        k_cache, v_cache = self.caches.layers[layer]
+        cache, window = self.caches.layers[layer], self.layout.layers[layer].window
         batch = self.batches[self.layout.places[layer][0]]
-        self.backend.store_kv(key, value, k_cache, v_cache, batch.slot_mapping)
-        return self.backend.paged_attention(
-            query,
-            k_cache,
-            v_cache,
-            batch,
-            scale=terms.scale,
-            window=self.layout.layers[layer].window,
-            soft_cap=terms.soft_cap,
-            sinks=terms.sinks,
-        )
+        if terms.window != window:
+            terms = replace(terms, window=window)
+        self.backend.store_kv(key, value, cache, batch.slot_mapping)
+        return self.backend.paged_attention(query, cache, batch, terms)
 
 
 _HARMLESS = {
@@ -168,7 +148,7 @@ def attend(
             raise UnsupportedModelError(
                 f"{name}: its attention is given {argument}, which a paged cache does nothing with"
             )
-    terms = AttentionTerms(
+    terms = backends.AttentionTerms(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         soft_cap=softcap,

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import backends
 from model.device.layout import CacheLayout, LayerShape
 from model.errors import InvalidArgumentError
 
@@ -24,12 +25,12 @@ class KVCaches:
     """Keys and values of every layer.
 
     Attributes:
-        layers: for each layer `k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]`.
+        layers: each layer's, as a backend takes it.
         storages: all memory behind them: for each place keys, then values, uint8
             [num_blocks, bytes of a block]; what moves whole blocks moves these.
     """
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[backends.KVCache, ...]
     storages: tuple[Tensor, ...]
 
     @classmethod
@@ -54,7 +55,7 @@ class KVCaches:
                 f"which could not be allocated on {device}"
             ) from error
         layers = tuple(
-            (
+            backends.KVCache(
                 _view(storages[2 * place], shape, block_size),
                 _view(storages[2 * place + 1], shape, block_size),
             )

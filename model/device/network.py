@@ -11,12 +11,13 @@ Does not know: requests, sampling, how many blocks there are and why, why a step
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import backends
-from model.device.attention import AttentionTerms, PagedPass
+from model.device.attention import PagedPass
 from model.device.batch import StepTensors
 from model.device.fx_trace import Captured, capture
 from model.device.kv_caches import KVCaches
@@ -34,10 +35,10 @@ class _Noting:
     """A pass that stores nothing and notes how each layer attends."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, tuple[int, torch.dtype, AttentionTerms]] = {}
+        self.calls: dict[int, tuple[int, torch.dtype, backends.AttentionTerms]] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Note the call; zeros."""
         del key, value
@@ -172,26 +173,12 @@ class PagedNetwork:
             self._network(input_ids=token, position_ids=token, use_cache=False, paged=noting)
         calls: dict[object, backends.LayerCall] = {}
         for layer, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
-            k_cache, v_cache = self.caches.layers[layer]
-            kind = (
-                num_q_heads,
-                dtype,
-                k_cache.shape,
-                k_cache.stride(),
-                k_cache.dtype,
-                self.layout.layers[layer].window,
-            )
+            cache, window = self.caches.layers[layer], self.layout.layers[layer].window
+            shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
+            kind = (num_q_heads, dtype, *shapes, cache.layout, window)
             calls.setdefault(
                 (*kind, terms.soft_cap, terms.sinks is None),
-                backends.LayerCall(
-                    num_q_heads,
-                    dtype,
-                    k_cache,
-                    v_cache,
-                    window=self.layout.layers[layer].window,
-                    soft_cap=terms.soft_cap,
-                    sinks=terms.sinks,
-                ),
+                backends.LayerCall(num_q_heads, dtype, cache, replace(terms, window=window)),
             )
         return tuple(calls.values())
 

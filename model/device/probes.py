@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from model.device.attention import IMPLEMENTATION, AttentionTerms, attend
+import backends
+from model.device.attention import IMPLEMENTATION, attend
 from model.device.layout import LayerShape
 from model.device.rope import RopeSwitch
 from model.device.sight import MaskFunction, Sight, sight_of
@@ -59,7 +60,7 @@ class Probe:
         self.sights[layer] = self.known[made]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Note the layer's shape; zeros."""
         del value
@@ -216,7 +217,7 @@ class _Alone:
         self.noted: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Note a row; of every row something of its own."""
         self.noted[layer] = tuple(part[self._row].float() for part in (query, key, value))
