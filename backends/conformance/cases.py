@@ -127,7 +127,7 @@ def build(case: AttentionCase, device: torch.device, layout: int = 0) -> Attenti
     stored = [_words(tensor) for tensor in cache.tensors]
     scales = (cache.k_scale, cache.v_scale)
     for (count, length), rows, table in zip(case.seqs, keys, tables, strict=True):
-        kept = [_stored(case, each, scale) for each, scale in zip(rows, scales, strict=False)]
+        kept = [_stored(case, *each) for each in zip(rows, scales, strict=True)][: len(stored)]
         for position in range(_first_seen(case, count, length), length if count else 0):
             block_id, offset = table[position // case.block_size], position % case.block_size
             for words, each in zip(stored, kept, strict=True):

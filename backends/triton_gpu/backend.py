@@ -30,6 +30,7 @@ class TritonBackend:
             max_group_size=64,
             features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
             quantised=(torch.float8_e4m3fn,),
+            max_latent_dim=576,
         )
 
     @property

@@ -38,7 +38,14 @@ from backends.triton_gpu.e4m3 import scale_step
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.soft_cap import LOG2E
-from backends.triton_gpu.splits import alike_grid, count_tiles, find_part, plan_grid
+from backends.triton_gpu.splits import (
+    MORE_PROGRAMS,
+    PROGRAMS_A_MULTIPROCESSOR,
+    alike_grid,
+    count_tiles,
+    find_part,
+    plan_grid,
+)
 
 WARPS = 2
 STAGES = 4
@@ -254,7 +261,8 @@ def plan_decode(
     if terms.batch_invariant:
         grid = alike_grid(batch.num_seqs, batch.max_seq_len)
     else:
-        grid = plan_grid(place, out.device, batch.num_seqs, programs, slow=e4m3 or most > 1)
+        each = MORE_PROGRAMS if e4m3 or most > 1 else PROGRAMS_A_MULTIPROCESSOR
+        grid = plan_grid(place, out.device, batch.num_seqs, programs, each=each)
     (q_stride, q_head, _), (o_stride, o_head, _) = query.stride(), out.stride()
     k_strides, v_strides = cache.k.stride()[:3], cache.v.stride()[:3]
     constants = (

@@ -11,6 +11,8 @@ read by `cascade` where that pays. Formulas, layouts and grids stand in the file
 Batch-invariant: decode takes every sequence of one query token, and cuts it by its own length;
 prefill must choose its tiles by what a layer's calls have in common, not by the batch. No cascade.
 
+A cache of latents has kernels of its own (`latent`).
+
 A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
 
 A call whose tensors have the shapes, strides, dtypes and devices of one before is not checked and
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from backends.checks import check_paged_attention
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
-from backends.triton_gpu import hopper_prefill
+from backends.triton_gpu import hopper_prefill, latent
 from backends.triton_gpu.cascade import cascade
 from backends.triton_gpu.decode import Plan, decode, plan_decode, rows_a_program
 from backends.triton_gpu.place import Place, ceil_div, sign
@@ -33,6 +35,8 @@ from backends.triton_gpu.splits import MAX_PLANNED
 
 MOST_ROWS = 128
 """Rows of a sequence and KV head that decode takes at most."""
+LONGEST = max(MOST_ROWS, latent.MOST_ROWS) + 1
+"""Query tokens from which calls are planned alike."""
 FEW_SLICES = 4
 """Programs that they take at most where prefill does not cut keys."""
 
@@ -54,11 +58,11 @@ def paged_attention(
     alike = terms.batch_invariant
     signature = (
         "attention", sign(query), sign(cache.k), sign(cache.v), sign(out), sign(batch.block_table),
-        batch.num_tokens, min(batch.max_query_len, MOST_ROWS + 1), terms.window is None,
+        batch.num_tokens, min(batch.max_query_len, LONGEST), terms.window is None,
         terms.soft_cap is None, sign(terms.sinks), sign(cache.k_scale), sign(cache.v_scale),
-        batch.max_seq_len if alike else -1,
+        batch.max_seq_len if alike else -1, cache.is_latent,
     )  # fmt: skip
-    known = cast("_Known | None", place.plan(signature))
+    known = cast("_Known | latent.Plan | None", place.plan(signature))
     if known is None or batch.max_seq_len > known.room:
         check_paged_attention(backend, query, cache, batch, terms, out)
     if out is None:
@@ -67,8 +71,12 @@ def paged_attention(
     if batch.num_seqs == 0 or batch.num_tokens == 0:
         return out
     if known is None:
-        known = _know(place, query, cache, batch, out, terms)
+        know = latent.plan_latents if cache.is_latent else _know
+        known = know(place, query, cache, batch, out, terms)
         place.keep(signature, known)
+    if isinstance(known, latent.Plan):
+        latent.attend_latents(known, query, cache, batch, out, terms)
+        return out
     alone = batch.num_seqs == 1 and not alike
     decodes = query.element_size() == 2 and (batch.max_query_len <= known.most or not alone)
     if decodes and (batch.shared_prefix is None or alike):

@@ -97,7 +97,7 @@ def _attend(backend: Backend, layer: LayerCall, batch: PagedBatch) -> None:
 def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:
     """Decode behind a short prefix, whether or not that pays."""
     terms, cache = replace(layer.terms, batch_invariant=False), layer.cache
-    if terms.window is not None or layer.dtype.itemsize != 2:
+    if terms.window is not None or layer.dtype.itemsize != 2 or cache.is_latent:
         return
     query = _queries(layer, batch)
     out = torch.empty_like(query)
