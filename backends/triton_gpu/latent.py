@@ -11,8 +11,8 @@ value_dim numbers that both products read, and the rest, which only the first on
 
 Two kernels share the walk over keys. `_attend_part` is for few query tokens a sequence: grid (slice
 of rows, parts at most), parts planned by `splits` and added up by `merge`, as in `decode`.
-`_attend_tile` is for the others: grid (slice of heads, tile of tokens), as in `prefill`. A quantised
-cache is widened to float16; its scale is part of the scale and of the result.
+`_attend_tile` is for the others: grid (slice of heads, tile of tokens), as in `prefill`. A
+quantised cache is widened to float16; its scale is part of the scale and of the result.
 
 Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row where a sequence is
 cut. Error: at most twice that of the same algorithm emulated in the queries' dtype. Deterministic;
@@ -112,7 +112,7 @@ def _walk(
 @device_function
 def _attend_rows(
     query: tl.tensor, q_at: tl.tensor, cache: tl.tensor, table: tl.tensor, sinks: tl.tensor,
-    scales: tl.tensor, head: tl.tensor, live: tl.tensor, has_sink: tl.tensor,
+    scales: tl.tensor, head: tl.tensor, live: tl.tensor, sinking: tl.tensor,
     begin: tl.tensor, end: tl.tensor, limit: tl.tensor, window: tl.tensor,
     scale: tl.tensor, soft_cap: tl.tensor,
     STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -144,7 +144,7 @@ def _attend_rows(
     if SCALE >= 0:
         sums *= each
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=live & has_sink, other=float("-inf")).to(tl.float32)
+        sink = tl.load(sinks + head, mask=sinking, other=float("-inf")).to(tl.float32)
         top = tl.maximum(highest, sink * LOG2E)
         rescale = tl.exp2(highest - top)
         total = total * rescale + tl.exp2(sink * LOG2E - top)
@@ -209,14 +209,16 @@ def _attend_part(
     nobody = (0, 0, 0)
     s, split, splits = find_part(
         query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody,
-        HAS_WINDOW, False, TILE, VECTOR, ALIKE,
+        HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
     )  # fmt: skip
     if s >= num_seqs:
         return
     start = tl.load(query_start_loc + s)
     query_len = tl.load(query_start_loc + s + 1) - start
     length = tl.load(seq_lens + s)
-    seen, tiles = count_tiles(s, query_len, length, most, window, nobody, HAS_WINDOW, False, TILE)
+    seen, tiles = count_tiles(
+        s, query_len, length, most, window, nobody, HAS_WINDOW, HAS_SHARED=False, TILE=TILE
+    )
     token = tl.program_id(0) // SLICES * TOKENS
     if (tiles == 0) | (token >= query_len):
         return
@@ -227,7 +229,7 @@ def _attend_part(
     first = seen // TILE
     result, lse = _attend_rows(
         query, (start + token).to(tl.int64) * q_stride + head * Q_HEAD, cache,
-        tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, split == 0,
+        tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, live & (split == 0),
         tl.maximum((first + split * tiles // splits) * TILE, seen),
         tl.minimum((first + (split + 1) * tiles // splits) * TILE, length),
         length - query_len + 1 + token, window, scale, soft_cap,
@@ -304,7 +306,7 @@ def _attend_tile(
         seen = tl.maximum(first + token_start - window + 1, 0)
     result, _ = _attend_rows(
         query, (start + token).to(tl.int64) * q_stride + head * Q_HEAD, cache,
-        tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, True,
+        tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, live,
         seen, first + tl.minimum(token_start + TOKENS, query_len), first + token + 1, window,
         scale, soft_cap,
         STRIDES, BLOCK_SIZE, VALUE_DIM, REST_DIM, HAS_CAP, HAS_WINDOW, HAS_SINKS, ALIGN,
@@ -430,7 +432,7 @@ def plan_latents(
 def attend_latents(
     plan: Plan, query: Tensor, cache: KVCache, batch: PagedBatch, out: Tensor, terms: AttentionTerms
 ) -> None:
-    """Write every row of the batch; a launch for either kernel that may have some, and the merge."""
+    """Write every row of the batch: a launch for each kernel that may have some, and the merge."""
     lens, sinks = batch.seq_lens, out if terms.sinks is None else terms.sinks
     where = (batch.query_start_loc, lens, batch.block_table)
     scales = lens if cache.k_scale is None else cache.k_scale

@@ -81,8 +81,7 @@ class Grid:
 def plan_grid(
     place: Place, device: torch.device, num_seqs: int, programs_a_part: int, *, each: int
 ) -> Grid:
-    """The grid for a batch whose parts take this many programs, `each` of them on a
-    multiprocessor at a time."""
+    """The grid for a batch whose parts take so many programs, of which a processor runs `each`."""
     if num_seqs > MAX_PLANNED:
         return Grid(target=0, shape=(num_seqs, 1), vector=0, alike=False)
     slots = each * place.num_multiprocessors(device)
