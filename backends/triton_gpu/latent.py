@@ -77,6 +77,7 @@ def _walk(
         at = block_id.to(tl.int64) * STRIDES[0] + key % BLOCK_SIZE * STRIDES[1]
         at = tl.multiple_of(at, ALIGN)[:, None]
         c = tl.load(cache + at + dim, mask=inside[:, None] & (dim < VALUE_DIM), other=0.0)
+        c_rest = c
         if REST_DIM:
             mask = inside[:, None] & (rest < REST_DIM)
             c_rest = tl.load(cache + at + (VALUE_DIM + rest), mask=mask, other=0.0)
@@ -133,6 +134,7 @@ def _attend_rows(
     if E4M3:
         q = q.to(tl.float16)
         q_rest = q_rest.to(tl.float16)
+    each = scale
     if SCALE >= 0:
         each = tl.load(scales)
         scale *= each
@@ -440,12 +442,16 @@ def attend_latents(
     logits = (float(terms.scale), terms.soft_cap or 1.0)
     if plan.most:
         partial = torch.empty(plan.parts_size, dtype=torch.float32, device=out.device)
-        tensors = (query, cache.k, out, sinks, partial, *where, scales)
-        numbers = (*plan.numbers, plan.most, window, plan.target, *logits)
-        plan.part.launch(plan.part_grid, tensors, numbers)
+        plan.part.launch(
+            plan.part_grid,
+            (query, cache.k, out, sinks, partial, *where, scales),
+            (*plan.numbers, plan.most, window, plan.target, *logits),
+        )
         if plan.merge is not None:
             merging.merge(plan.merge, partial, batch, out, window, NOBODY)
     if batch.max_query_len > plan.most:
-        tensors = (query, cache.k, out, sinks, *where, scales)
-        numbers = (*plan.numbers, plan.most + 1, window, *logits)
-        plan.tile.launch(plan.tile_grid, tensors, numbers)
+        plan.tile.launch(
+            plan.tile_grid,
+            (query, cache.k, out, sinks, *where, scales),
+            (*plan.numbers, plan.most + 1, window, *logits),
+        )
