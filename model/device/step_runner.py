@@ -21,7 +21,7 @@ import kvcore
 from model.control.request import Request
 from model.control.step import Step
 from model.device.batch import BatchBuilder, StepTensors, chosen_ids
-from model.device.cuda_graphs import DecodeGraphs
+from model.device.cuda_graphs import StepGraphs
 from model.device.network import PagedNetwork
 from model.device.prepare import Prepared
 from model.device.request_sampler import Chance, Drawn, RequestSampler
@@ -97,7 +97,7 @@ class StepPasses:
         ]
         self._is_late = is_late
         self._drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     @property
     def drawn(self) -> Tensor:
@@ -140,7 +140,7 @@ class StepPasses:
             self._sanitizer.begin_step(step, tensors, network.caches, network.layout.chunks)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
-            logits, most_likely = self._pass(step, tensors)
+            logits, most_likely = self._pass(tensors)
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         with watch.on_device(SAMPLE):
@@ -149,11 +149,10 @@ class StepPasses:
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn)
 
-    def _pass(
-        self, step: Step, tensors: StepTensors
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        if self._graphs is not None and self._graphs.fits(step):
-            return self._graphs.replay(tensors)
+    def _pass(self, tensors: StepTensors) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        bucket = None if self._graphs is None else self._graphs.bucket_of(tensors)
+        if self._graphs is not None and bucket is not None:
+            return self._graphs.replay(tensors, bucket)
         tensors = tensors.to(self._network.device)
         if tensors.sources is not None:
             ids = chosen_ids(tensors.input_ids, tensors.sources, self._drawn)
