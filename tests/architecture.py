@@ -76,7 +76,7 @@ MODEL_LAYERS = (
     ("control/__init__", "control/settings"),
     ("control/config", "control/grammar"),
     ("control/params",),
-    ("control/request",),
+    ("control/request", "control/submission"),
     ("control/step",),
     ("control/admission", "control/pool_frames"),
     ("control/planner",),
