@@ -15,7 +15,7 @@ a command line.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import backends
@@ -25,6 +25,7 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
+from model.control.submission import Prompt, Submission
 from model.device.grammars import Grammars
 from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
@@ -39,8 +40,6 @@ from model.loader import LoadedModel
 from model.output import Completion, Output
 from model.text import TextStream
 from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
-
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -214,76 +213,68 @@ class Engine:
         """Record no more steps; what was recorded stays with its recorder. O(1)."""
         self._watch = Unwatched()
 
-    def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
-        retain: Sequence[kvcore.Retention] = (),
-    ) -> Request:
-        """Queue a prompt. O(prompt).
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queue a prompt, to be continued once; as `submit`. O(prompt).
 
         Args:
             prompt: text, or token ids.
             params: None: greedy, with the default length.
-            priority: the lower, the sooner.
-            namespace: with whom it shares what it computes; a salt for a tenant, for one.
-            retain: which ranges of its tokens to keep in the cache longer than others, in steps.
+        """
+        [request] = self.submit(Submission(prompt, params or SamplingParams()))
+        return request
+
+    def submit(self, asked: Submission) -> list[Request]:
+        """Queue what is asked: a request for each sample. O(samples * prompt).
 
         Raises:
             InvalidArgumentError: an empty prompt, a token that the model does not have, or
                 something else than a namespace or retentions.
             RequestTooLongError: it could never finish here; nothing has changed.
         """
-        [request] = self.add_samples(
-            prompt, params, num_samples=1, priority=priority, namespace=namespace, retain=retain
-        )
-        return request
-
-    def add_samples(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        num_samples: int,
-        priority: int = 0,
-        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
-        retain: Sequence[kvcore.Retention] = (),
-    ) -> list[Request]:
-        """Queue a prompt to be continued several times; it is computed once. O(samples * prompt).
-
-        Each sample is a request of its own, drawn apart from the others. Otherwise as
-        `add_request`, and with its errors.
-        """
-        if num_samples < 1:
-            raise InvalidArgumentError(f"num_samples: wanted at least 1, got {num_samples}")
+        prompt, params = asked.prompt, asked.params
         tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
-        params = params or SamplingParams()
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
             self._grammars.check(params.grammar)
         requests: list[Request] = []
-        for number in range(num_samples):
+        for number in range(asked.num_samples):
             request = Request(
                 self._next_id,
                 tokens,
                 params,
                 self._model.eos_token_ids,
-                priority=priority,
+                priority=asked.priority,
                 leader=requests[0] if requests else None,
                 sample=number,
-                namespace=namespace,
-                retain=retain,
+                namespace=asked.namespace,
+                retain=asked.retain,
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
             self._streams[request.request_id] = self._model.open_text(request.params.stop)
             self._next_id += 1
             requests.append(request)
+        return requests
+
+    def submit_all(self, asked: Iterable[Submission]) -> list[Request]:
+        """Queue several, or none of them. O(all samples * their prompts).
+
+        Returns:
+            Their requests, the samples of the first one first.
+
+        Raises:
+            InvalidArgumentError: one of them is refused, as `submit` says.
+        """
+        requests: list[Request] = []
+        try:
+            for each in asked:
+                requests += self.submit(each)
+        except Exception:
+            for request in requests:
+                self.abort(request)
+            raise
         return requests
 
     def abort(self, request: Request) -> bool:
@@ -376,15 +367,7 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidArgumentError(f"params: wanted {len(prompts)} of them, got {len(each)}")
-        requests: list[Request] = []
-        try:
-            for prompt, its_params in zip(prompts, each, strict=True):
-                requests.append(self.add_request(prompt, its_params))
-        except Exception:
-            for request in requests:
-                self.abort(request)
-            raise
-        return requests
+        return self.submit_all(map(Submission, prompts, each))
 
     def _drain(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Step until these have ended; yield their outputs; abort what is left of them."""

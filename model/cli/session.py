@@ -27,6 +27,7 @@ from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
 from model.control.request import FinishReason, Request, SampledToken
+from model.control.submission import Submission
 from model.device.memory import show_bytes
 from model.device.ranges import DeviceRanges
 from model.engine import Engine
@@ -225,8 +226,13 @@ def _queue(
     requests: list[Request] = []
     for spec, prompt in zip(specs, prompts, strict=True):
         try:
-            requests += engine.add_samples(
-                prompt, spec.params, num_samples=spec.samples.n, priority=spec.samples.priority
+            requests += engine.submit(
+                Submission(
+                    prompt,
+                    spec.params,
+                    num_samples=spec.samples.n,
+                    priority=spec.samples.priority,
+                )
             )
         except InvalidArgumentError as error:
             raise UsageError(f"{spec.where}: {error}") from error

@@ -8,7 +8,7 @@ import torch
 import triton
 
 import backends
-from model import EngineConfig, InvalidArgumentError, Request, SamplingParams
+from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
 from model.device import sampler
 from model.device.grammars import Grammars
 from model.device.request_sampler import RequestSampler
@@ -140,7 +140,7 @@ def test_samples_that_fork_on_a_gpu_draw_what_they_draw_alone():
     tokens = []
     for sizes in ({}, {"max_num_seqs": 1}):
         engine = Engine(model, backend, EngineConfig(num_blocks=60, block_size=4, **sizes))
-        requests = engine.add_samples(PROMPTS[0], params, num_samples=4)
+        requests = engine.submit(Submission(PROMPTS[0], params, num_samples=4))
         while engine.has_unfinished:
             engine.step()
         assert engine.stats.num_forks == (0 if sizes else 3)
