@@ -27,6 +27,7 @@ from torch import Tensor
 
 import backends
 from model.device.batch import StepTensors, chosen_ids
+from model.device.draw_graphs import DrawGraphs, Place
 from model.device.network import PagedNetwork
 
 _FEW = (2, 4, 8, 16, 24, 32, 48, 64)  # a batch of one takes two rows, as those that are compiled
@@ -99,6 +100,20 @@ class Buckets:
         return Bucket(size, min(self._rows[which], size), size)
 
 
+class Passed(NamedTuple):
+    """What a pass gives.
+
+    Attributes:
+        logits: [num_rows, vocab_size].
+        most_likely: `logits.max(dim=-1)`; None: nobody has looked.
+        place: where they lie; None: in memory of their own.
+    """
+
+    logits: Tensor
+    most_likely: tuple[Tensor, Tensor] | None = None
+    place: Place | None = None
+
+
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     logits: Tensor
@@ -115,6 +130,7 @@ class StepGraphs:
         block_size: tokens of a block, of all groups.
         max_num_seqs: the most rows of a step.
         max_tokens: as `Buckets` takes it.
+        draws: are recorded beside the steps, from where their logits lie.
     """
 
     def __init__(
@@ -125,8 +141,10 @@ class StepGraphs:
         block_size: int,
         max_num_seqs: int,
         max_tokens: int,
+        draws: DrawGraphs,
     ) -> None:
         self._network = network
+        self.draws = draws
         self._drawn = drawn
         self.buckets = Buckets(max_num_seqs, max_tokens)
         device = network.device
@@ -143,7 +161,9 @@ class StepGraphs:
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
         self._max_seq_lens = [width * block_size for width in widths]
-        self._logits = torch.empty(0)  # of the steps that are not of one token a sequence
+        # Of the steps that are not of one token a sequence, with each row's largest.
+        self._logits, self._best = torch.empty(0), torch.empty(0)
+        self._likely = torch.empty(0)
         self._graphs: dict[Bucket, _Graph] = {}
 
     def record(self) -> int:
@@ -165,6 +185,7 @@ class StepGraphs:
             with torch.cuda.graph(graph, pool=pool):
                 logits, most_likely = self._run(bucket)
             self._graphs[bucket] = _Graph(graph, logits, most_likely)
+            self.draws.record(_place(bucket), logits, most_likely, pool)
         return len(self._graphs)
 
     def bucket_of(self, step: StepTensors) -> Bucket | None:
@@ -173,7 +194,7 @@ class StepGraphs:
         rows = max(batch.num_seqs, len(step.logit_rows))
         return self.buckets.smallest(batch.num_tokens, rows, batch.max_query_len)
 
-    def replay(self, step: StepTensors, bucket: Bucket) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def replay(self, step: StepTensors, bucket: Bucket) -> Passed:
         """Compute a step: its logits and each row's largest, valid until the next call.
 
         Returns before it is done. O(bytes of the step's tensors) to copy them.
@@ -181,9 +202,7 @@ class StepGraphs:
         self._load(step, bucket)
         graph = self._graphs[bucket]
         graph.graph.replay()
-        best, tokens = graph.most_likely
-        rows = len(step.logit_rows)
-        return graph.logits[:rows], (best[:rows], tokens[:rows])
+        return _passed(len(step.logit_rows), graph.logits, graph.most_likely, bucket)
 
     def _load(self, step: StepTensors, bucket: Bucket) -> None:
         self._inputs[bucket.longest == 1].load(step, bucket)
@@ -213,13 +232,33 @@ class StepGraphs:
         positions = inputs.position_ids[None, :size]
         logits = self._network.logits(StepTensors(ids, positions, inputs.logit_rows[:rows], paged))
         best, tokens = logits.max(dim=-1)
-        return logits if longest == 1 else self._kept(logits), (best, tokens)
+        return (logits, (best, tokens)) if longest == 1 else self._kept(logits, best, tokens)
 
-    def _kept(self, logits: Tensor) -> Tensor:
-        """Logits where all buckets of several tokens a sequence leave theirs, to save memory."""
+    def _kept(
+        self, logits: Tensor, best: Tensor, tokens: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The same where all buckets of several tokens a sequence leave theirs, to save memory."""
         if len(self._logits) < len(logits):  # in the first run, which is the largest
-            self._logits = torch.empty_like(logits)
-        return self._logits[: len(logits)].copy_(logits)
+            self._logits, self._best = torch.empty_like(logits), torch.empty_like(best)
+            self._likely = torch.empty_like(tokens)
+        kept = (self._logits, self._best, self._likely)
+        whole, most, likely = (
+            place[: len(logits)].copy_(value)
+            for place, value in zip(kept, (logits, best, tokens), strict=True)
+        )
+        return whole, (most, likely)
+
+
+def _place(bucket: Bucket) -> Place:
+    return Place(bucket.longest == 1, bucket.rows)
+
+
+def _passed(
+    rows: int, logits: Tensor, most_likely: tuple[Tensor, Tensor], bucket: Bucket
+) -> Passed:
+    """What was computed of the rows that a step has."""
+    best, tokens = most_likely
+    return Passed(logits[:rows], (best[:rows], tokens[:rows]), _place(bucket))
 
 
 class _Parts(NamedTuple):

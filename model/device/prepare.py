@@ -24,6 +24,7 @@ from torch import Tensor
 
 from model.control.config import EngineConfig
 from model.device.cuda_graphs import StepGraphs
+from model.device.draw_graphs import DrawGraphs
 from model.device.network import PagedNetwork
 from model.device.piecewise import compiled, mark_dynamic
 from model.device.profile import largest_step
@@ -93,6 +94,7 @@ def prepare_network(
         config.block_size,
         config.max_num_seqs,
         recorded_tokens(network.num_parameters, len(network.layout.layers), config),
+        DrawGraphs(max(2, config.max_num_seqs), network.device, prepared.sums_of),
     )
     try:
         num_graphs = graphs.record()

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 import backends
 from model import EngineConfig, SamplingParams
-from model.device.cuda_graphs import Bucket, Buckets, StepGraphs
+from model.device import sampler
+from model.device.cuda_graphs import Bucket, Buckets, StepGraphs, _passed
+from model.device.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, row_terms
 from model.device.prepare import Prepared, recorded_tokens
 from model.engine import Engine
 from tests.model.networks import build
@@ -23,10 +25,22 @@ class Unrecorded(StepGraphs):
 
     def replay(self, step, bucket):
         self._load(step, bucket)
-        logits, (best, tokens) = self._run(bucket)
+        logits, most_likely = self._run(bucket)
         self.seen = [*getattr(self, "seen", []), bucket]
-        rows = len(step.logit_rows)
-        return logits[:rows], (best[:rows], tokens[:rows])
+        passed = _passed(len(step.logit_rows), logits, most_likely, bucket)
+        self.draws.lying = passed.place, logits, most_likely
+        return passed
+
+
+class UnrecordedDraws(DrawGraphs):
+    """Likewise, of the logits that were computed last."""
+
+    def choose(self, place, terms, numbers):
+        its_place, *logits = self.lying
+        assert place == its_place
+        self.seen = {*getattr(self, "seen", ()), terms.cuts}
+        rows = self._load(terms, numbers)
+        return self._run(terms.cuts, *logits)[:rows]
 
 
 class KeepsOldTokens(Unrecorded):
@@ -82,18 +96,24 @@ def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40):
     widths = [64] * len(engine.kv.groups)
     graphs = None
     if graphs_type is not None:
-        graphs = graphs_type(engine.network, engine._passes.drawn, widths, 4, 5, max_tokens)
+        draws = UnrecordedDraws(5, torch.device("cpu"), sampler.chunk_sums)
+        graphs = graphs_type(engine.network, engine._passes.drawn, widths, 4, 5, max_tokens, draws)
         engine._passes.use(Prepared("", graphs))
     done = engine.generate(PROMPTS, params)
     if graphs is not None:
         assert sum(bucket.longest == 1 for bucket in graphs.seen) > 10
         assert any(bucket.longest > 1 for bucket in graphs.seen) == (max_tokens > 0)
         assert max_tokens < 40 or len(graphs.seen) == engine.stats.num_steps
+        assert hasattr(draws, "seen") == (params is DRAWN)
     return [one.request.output_tokens for one in done]
 
 
 PARAMS = [SamplingParams(max_tokens=length) for length in (20, 9, 14, 17)]
-DRAWN = [SamplingParams(max_tokens=14, temperature=1.0, seed=seed) for seed in range(4)]
+CUTS = ({}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.8}, {"min_p": 0.1})
+DRAWN = [
+    SamplingParams(max_tokens=14, temperature=1.0, seed=seed, **how)
+    for seed, how in enumerate(CUTS)
+]
 
 
 @functools.cache
@@ -181,3 +201,47 @@ def test_steps_are_recorded_up_to_where_the_device_is_busier_than_the_host():
     assert recorded_tokens(70_000_000_000, 80, config) == 256
     assert recorded_tokens(1_000_000, 4, config) == 8192
     assert recorded_tokens(1_000_000, 4, EngineConfig(max_num_batched_tokens=100)) == 100
+
+
+PARAMS_OF_A_ROW = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1e-7, 50.0]),
+    top_k=st.sampled_from([None, 1, 5, 64, 200]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.2]),
+)
+
+
+@given(st.lists(PARAMS_OF_A_ROW, min_size=1, max_size=6), st.sampled_from([50, 300]), st.data())
+def test_rows_are_drawn_in_the_columns_of_a_graph_as_each_alone(params, vocab_size, data):
+    seed = data.draw(st.integers(0, 2**31))
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
+    logits = logits.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    terms = row_terms(params, vocab_size)
+    drawn = [how for how in params if not how.is_greedy]
+    if terms is None:
+        assert not drawn or any(how.top_k == 200 for how in params)
+        return
+    draws = DrawGraphs(8, torch.device("cpu"), sampler.chunk_sums)
+    alone = [sampler.Draw(how, seed, row) for row, how in enumerate(params)]
+    others = row_terms([SamplingParams(temperature=2.0, top_k=3)] * 8, vocab_size)
+    draws._load(others, data.draw(st.just([0.5] * 8)))  # what was there before
+    numbers = [alone[row].uniform() for row in terms.drawing]
+    rows = draws._load(terms, numbers)
+    every = [
+        cuts for cuts in ALL_CUTS if all(a >= b for a, b in zip(cuts, terms.cuts, strict=True))
+    ]
+    for cuts in every:  # cuts that no row has change nothing
+        tokens = draws._run(cuts, logits, logits.max(dim=-1))[:rows]
+        assert tokens.tolist() == sampler.sample(logits[:rows], alone)
+
+
+def test_only_cuts_that_a_row_asks_for_are_made():
+    def cuts_of(*how):
+        return row_terms([SamplingParams(temperature=t, **cut) for t, cut in how], 1000).cuts
+
+    assert cuts_of((1.0, {}), (0.0, {})) == Cuts(ranked=False, nuclear=False)
+    assert cuts_of((1.0, {"top_k": 3, "top_p": 0.5})) == Cuts(ranked=True, nuclear=False)
+    assert cuts_of((1.0, {"top_p": 0.5})) == Cuts(ranked=False, nuclear=True)
+    assert cuts_of((1.0, {"top_p": 0.5}), (1.0, {"top_k": 5})) == Cuts(ranked=True, nuclear=True)
+    assert row_terms([SamplingParams()], 1000) is None
