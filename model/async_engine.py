@@ -35,6 +35,7 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.submission import Prompt, Submission
 from model.errors import InvalidArgumentError, ModelError
+from model.pace import STREAM_SHARE, Pace
 from model.token_stream import Delta, Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
@@ -144,6 +145,9 @@ class AsyncEngine:
         engine: the engine, or what makes one; that is called on the thread.
         max_waiting: the most samples that may wait beside those that have a seat; None: any
             number.
+        stream_share: the most of the loop's time that handing out tokens may take: where many
+            streams would take more, several tokens of each go together. A first token and an end
+            never wait. 1: no token does.
         observer: is told what happens.
         announce: makes, on the thread, what tells others what the cache holds, of the engine and
             of what makes it publish soon though no step may be due; it publishes after each step.
@@ -154,6 +158,7 @@ class AsyncEngine:
         engine: Engine | Callable[[], Engine],
         *,
         max_waiting: int | None = None,
+        stream_share: float = STREAM_SHARE,
         observer: Observer | None = None,
         announce: Callable[[Engine, Callable[[], None]], Announcer] | None = None,
     ) -> None:
@@ -167,6 +172,9 @@ class AsyncEngine:
         self._last_fault: str | None = None
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._open: dict[int, tuple[TokenStream, Sample]] = {}  # by request_id
+        self._held: dict[int, tuple[TokenStream, Sample]] = {}  # have tokens to hand out, likewise
+        self._pace = Pace(stream_share)
+        self._timer: asyncio.TimerHandle | None = None
         self._num_arriving = 0
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -430,9 +438,29 @@ class AsyncEngine:
                 stopped.append(sample.request)
             if sample.finish_reason is not None:
                 self._forget(sample, sample.finish_reason)
-            stream.tell(sample)
+            if is_first or sample.finish_reason is not None:
+                stream.tell(sample)
+            else:
+                self._held[number] = place
         if stopped:
             self._abort_requests(stopped)
+        if self._held and self._timer is None:
+            self._tell_held()
+
+    def _tell_held(self) -> None:
+        """Hand out what is held, or come again when that is due."""
+        wait_s = self._pace.wait_s()
+        if wait_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tell_held)
+            return
+        self._timer = None
+        self._pace.begin()
+        self._tell_all_held()
+
+    def _tell_all_held(self) -> None:
+        held, self._held = self._held, {}
+        for stream, sample in held.values():
+            stream.tell(sample)
 
     def _abort_requests(self, requests: Sequence[Request]) -> None:
         def run(engine: Engine) -> Callable[[], None]:
@@ -446,12 +474,14 @@ class AsyncEngine:
         """A sample has ended; whether it was open."""
         if self._open.pop(sample.request.request_id, None) is None:
             return False
+        self._held.pop(sample.request.request_id, None)  # its end is told with all that is new
         sample.finish_reason = reason
         self.observer.sample_ended(sample)
         self._tell_idle()
         return True
 
     def _fail_all(self, error: Exception) -> None:
+        self._tell_all_held()
         for stream, sample in list(self._open.values()):
             self._forget(sample, FinishReason.ERROR)
             stream.end(error)

@@ -82,7 +82,7 @@ MODEL_LAYERS = (
     ("control/planner",),
     ("control/scheduler",),
     ("text", "trace", "checkpoint"),
-    ("output", "token_stream"),
+    ("output", "pace", "token_stream"),
     (
         "device/__init__",
         "device/layout",

@@ -54,7 +54,10 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         return made
 
     engine = AsyncEngine(
-        make, max_waiting=options.serve.max_waiting, announce=announces(options.serve)
+        make,
+        max_waiting=options.serve.max_waiting,
+        stream_share=options.serve.stream_share,
+        announce=announces(options.serve),
     )
     with _log_to(options.serve.access_log) as log:
         app = create_app(engine, options.serve, log=log)
