@@ -22,9 +22,12 @@ device but reading what was drawn.
 Does not know: requests, text, where the logits come from (`request_sampler.py` changes them).
 """
 
+import functools
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +44,7 @@ _CHUNK = 256
 _SCALE = 2.0**35  # 2**18 tokens of it are less than 2**53
 _FINE = 17  # bits of a threshold below one
 _BITS = 11  # of each of its two histograms: what lies 2**5 below weighs nothing
-_PIECE = 2**19  # logits that a CPU works on at once, so that they stay in its caches
+_PIECE = 2**19  # logits that a core works on at once, so that they stay in its caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +346,27 @@ def _nuclear_reach_of(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Te
 
 
 def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
-    """A computation a row; a CPU does so many rows at once that they stay in its caches."""
+    """A computation a row; each core of a CPU does so many rows at once that they stay in caches.
+
+    Rows are dealt out, because torch would cut each small operation among its threads: they would
+    wait for each other hundreds of times, and on a busy machine each wait may be a time slice.
+    """
     count = max(1, _PIECE // logits.shape[-1])
     if logits.device.type != "cpu" or count >= len(logits):
         return compute(logits, *columns)
     pieces = zip(*(torch.split(tensor, count) for tensor in (logits, *columns)), strict=True)
-    return torch.cat([compute(*piece) for piece in pieces])
+    workers = _workers(torch.get_num_threads())
+    return torch.cat(list(workers.map(lambda piece: compute(*piece), pieces)))
+
+
+@functools.cache
+def _workers(count: int) -> ThreadPoolExecutor:
+    """Threads in each of which torch uses one; made once."""
+    workers = ThreadPoolExecutor(count, "sampler", torch.set_num_threads, (1,))
+    all_are_there = threading.Barrier(count)
+    list(workers.map(lambda _: all_are_there.wait(), range(count)))
+    torch.set_num_threads(count)  # of threads to come they have changed it
+    return workers
 
 
 def column(
