@@ -74,6 +74,7 @@ class StepPasses:
         max_sampled: rows that a step may draw, if the next one is to be sent before they are read.
         is_late: whether that happens.
         sanitizer: the backend, if it is to check each step.
+        drawn: where what a step draws is kept, if others do so too; None: in its own.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StepPasses:
         max_sampled: int,
         is_late: bool,
         sanitizer: SanitizedBackend | None = None,
+        drawn: Tensor | None = None,
     ) -> None:
         self._network = network
         self._sanitizer = sanitizer
@@ -96,7 +98,9 @@ class StepPasses:
             BatchBuilder(network.device, len(groups), chunks) for _ in range(1 + is_late)
         ]
         self._is_late = is_late
-        self._drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
+        if drawn is None:
+            drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
+        self._drawn = drawn
         self._graphs: StepGraphs | None = None
 
     @property
