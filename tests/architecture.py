@@ -90,6 +90,7 @@ MODEL_LAYERS = (
     ("output", "pace", "token_stream"),
     (
         "device/__init__",
+        "device/latents",
         "device/layout",
         "device/chunks",
         "device/ranges",

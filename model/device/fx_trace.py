@@ -37,8 +37,8 @@ _TRIALS = ((1, 1), (2, 1), (13, 6))
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     """A place in a trace where a layer attends; it is never run."""
-    del key, value, layer
-    return torch.empty_like(query)
+    del key, layer
+    return query.new_empty(*query.shape[:2], value.shape[2])
 
 
 _library = torch.library.Library("kvcore_capture", "DEF")  # type: ignore[no-untyped-call]
@@ -338,7 +338,8 @@ class _Mixing:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Mix."""
-        return query * terms.scale + (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
+        shift = (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
+        return query[..., : value.shape[2]] * terms.scale + shift
 
 
 def _check(

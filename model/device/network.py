@@ -21,6 +21,7 @@ from model.device.attention import PagedPass
 from model.device.batch import StepTensors
 from model.device.fx_trace import Captured, capture
 from model.device.kv_caches import KVCaches
+from model.device.latents import absorb
 from model.device.layout import plan_layout
 from model.device.piecewise import Segmented, compile_segments
 from model.device.probes import check_tokens_alone, probe_layers
@@ -41,9 +42,9 @@ class _Noting:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Note the call; zeros."""
-        del key, value
+        del key
         self.calls[layer] = (query.shape[1], query.dtype, terms)
-        return torch.zeros_like(query)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 class PagedNetwork:
@@ -64,6 +65,7 @@ class PagedNetwork:
         self._network = model.network
         self._backend = backend
         self.rope = rope_switch(self._network)
+        absorb(self._network, backend.capabilities.max_latent_dim)
         shapes = probe_layers(self._network, backend.device)
         longest = model.max_positions or _POSITIONS
         check_tokens_alone(self._network, backend.device, longest, self.rope)

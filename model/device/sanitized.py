@@ -101,17 +101,22 @@ class SanitizedBackend:
         _poison(caches, self.shadow.take_fresh())
 
     def store_kv(
-        self, key: Tensor, value: Tensor, cache: backends.KVCache, slot_mapping: Tensor
+        self,
+        key: Tensor,
+        value: Tensor | None,
+        cache: backends.KVCache,
+        slot_mapping: Tensor,
     ) -> None:
         """Store, and see that it is there and nothing else has changed. O(slots of the cache)."""
-        self._has_nan |= bool((key.isnan().any() | value.isnan().any()).item())
+        rows = [key] if value is None else [key, value]
+        self._has_nan |= any(bool(each.isnan().any().item()) for each in rows)
         before = [_marks(tensor) for tensor in cache.tensors]
         self._inner.store_kv(key, value, cache, slot_mapping)
         slots = slot_mapping[slot_mapping >= 0]
         others = torch.ones(before[0].numel(), dtype=torch.bool, device=slots.device)
         others[slots] = False
         for name, tensor, was, given in zip(
-            ("key", "value"), cache.tensors, before, (key, value), strict=False
+            ("key", "value"), cache.tensors, before, rows, strict=False
         ):
             strays = ((_marks(tensor) != was) & others).nonzero().flatten().tolist()
             if strays:
