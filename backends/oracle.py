@@ -115,8 +115,6 @@ def _row(
     dtype: torch.dtype,
 ) -> tuple[Floats, Floats]:
     """The exact row, and the error allowed for each of its heads."""
-    group = query.shape[0] // keys.shape[1]
-    keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)
     exact, terms, largest = _attend(query, keys, values, numbers, None)
     emulated, _, _ = _attend(
         query.astype(np.float32),
@@ -138,7 +136,8 @@ def _attend(
 ) -> tuple[Floats, Floats, Floats]:
     """(row, its sum with absolute values, the largest logit with absolute terms) of each head."""
     scale, soft_cap, sinks = numbers.scale, numbers.soft_cap, numbers.sinks
-    logits = np.einsum("hd,nhd->hn", query, keys) * scale
+    keys, values = keys.transpose(1, 2, 0), values.transpose(1, 0, 2)
+    logits = _product(query, keys) * scale
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
     highest = logits.max(axis=1)
@@ -150,10 +149,16 @@ def _attend(
         total = total + np.exp(sinks - highest)
     if round_to is not None:
         p = _rounded(p, round_to)
-    out = np.einsum("hn,nhd->hd", p, values) / total[:, None]
-    terms = np.einsum("hn,nhd->hd", p, np.abs(values)) / total[:, None]
-    sizes = np.einsum("hd,nhd->hn", np.abs(query), np.abs(keys)) * abs(scale)
+    out = _product(p, values) / total[:, None]
+    terms = _product(p, np.abs(values)) / total[:, None]
+    sizes = _product(np.abs(query), np.abs(keys)) * abs(scale)
     return out, terms, sizes.max(axis=1)
+
+
+def _product(rows: Floats, matrices: Floats) -> Floats:
+    """Each query head's row [num_q_heads, a] times its KV head's matrix [num_kv_heads, a, b]."""
+    grouped = rows.reshape(matrices.shape[0], -1, rows.shape[1])
+    return (grouped @ matrices).reshape(rows.shape[0], -1)
 
 
 def _rounded(array: Floats, dtype: torch.dtype) -> Floats:

@@ -174,6 +174,21 @@ def _same_values_quantised(backend: Backend, base: AttentionCase) -> float:
     return worst
 
 
+def _pairs_of_latents(backend: Backend, base: AttentionCase) -> float:
+    """Latents are keys, and values that are their first numbers and then zeros."""
+    size = base.head_dim - base.head_dim // 4
+    if backend.capabilities.max_latent_dim < base.head_dim:
+        return 0.0
+    inputs = build(base.with_(num_kv_heads=1, value_dim=size), backend.device)
+    values = inputs.cache.k.clone()
+    values[..., size:] = 0
+    pairs = KVCache(inputs.cache.k, values)
+    plain = backend.paged_attention(inputs.query, pairs, inputs.batch, inputs.terms)
+    live = int(inputs.batch.query_start_loc[-1])
+    there = plain[:live, :, :size].double().cpu()
+    return _worst(_run(backend, inputs), there, _allowed(inputs))
+
+
 def _has(backend: Backend, feature: str) -> bool:
     return feature in backend.capabilities.features
 
@@ -189,4 +204,5 @@ _RELATIONS: dict[str, Callable[[Backend, AttentionCase], float]] = {
     "values plus one": _values_plus_one,
     "grouped heads are repeated heads": _repeated_heads,
     "a quantised cache is the values it stands for": _same_values_quantised,
+    "latents are keys whose first numbers are values": _pairs_of_latents,
 }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import backends
-from backends import conformance
+from backends import KVCache, conformance
 from backends.conformance import __main__ as command_line
 from backends.conformance.relations import check_relations
 from tests.backends.honest import HonestBackend
@@ -249,6 +249,23 @@ class SwapsTheScales(HonestBackend):
         return super().paged_attention(query, cache, *arguments, **options)
 
 
+class TakesTheLastNumbersOfALatent(HonestBackend):
+    def paged_attention(self, query, cache, *arguments, **options):
+        if cache.is_latent:
+            values = cache.k[..., -cache.v.shape[3] :]
+            cache = KVCache(cache.k, cache.k)
+            object.__setattr__(cache, "v", values)
+        return super().paged_attention(query, cache, *arguments, **options)
+
+
+class StoresNoMoreOfALatentThanItsValue(HonestBackend):
+    def store_kv(self, key, value, cache, slot_mapping):
+        if cache.is_latent:
+            size = cache.v.shape[3]
+            key, cache = key[..., :size], KVCache(cache.v, cache.v, is_latent=True)
+        super().store_kv(key, value, cache, slot_mapping)
+
+
 class CopiesBackwards(HonestBackend):
     def copy_blocks(self, caches, copies):
         super().copy_blocks(caches, copies.flip(1))
@@ -312,6 +329,8 @@ SABOTAGE = {
     ReadsQuantisedUnscaled: "accuracy",
     ReadsWithTheScaleOfTheFirstHead: "accuracy",
     SwapsTheScales: "accuracy",
+    TakesTheLastNumbersOfALatent: "accuracy",
+    StoresNoMoreOfALatentThanItsValue: "store_kv",
     CopiesBackwards: "copy_blocks",
     CopiesTheFirstCacheAlone: "copy_blocks",
     LeavesSlotsUnpadded: "compute_slot_mapping",
@@ -381,6 +400,7 @@ RELATIONS = {
     IgnoresCausality: "one more token changes no earlier row",
     LosesAPartOfTheSum: "values plus one",
     InterleavesTheGroups: "grouped heads are repeated heads",
+    TakesTheLastNumbersOfALatent: "latents are keys whose first numbers are values",
     LosesTheSmallestQuantisedValues: "a quantised cache is the values it stands for",
 }
 
