@@ -92,7 +92,7 @@ MODEL_LAYERS = (
         "device/sight",
     ),
     ("device/kv_caches", "device/memory", "device/ranks", "device/sampler"),
-    ("device/attention", "device/batch", "device/grammars", "device/swap"),
+    ("device/attention", "device/batch", "device/draw_graphs", "device/grammars", "device/swap"),
     ("device/request_sampler",),
     ("device/fx_trace", "device/probes"),
     ("device/piecewise",),
