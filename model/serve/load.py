@@ -179,7 +179,6 @@ async def run_load(job: Job) -> Loaded:
     loop = asyncio.get_running_loop()
     tally, bodies = _Tally(), _requests(job)
     idle: asyncio.Queue[_Client] = asyncio.Queue()
-    room = asyncio.Semaphore(job.concurrency)
     clients: list[_Client] = []
 
     async def send(body: bytes, due_s: float) -> None:
@@ -193,15 +192,16 @@ async def run_load(job: Job) -> Loaded:
         ended = loop.create_future()
         client.send(body, due_s, ended)
         await ended
-        room.release()
 
     began_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for body, after_s in zip(bodies, job.due_s or [0.0] * len(bodies), strict=True):
-            await asyncio.sleep(max(0.0, began_s + after_s - time.perf_counter()))
-            await room.acquire()
-            due_s = began_s + after_s if job.due_s else time.perf_counter()
-            group.create_task(send(body, due_s))
+    sending: set[asyncio.Task[None]] = set()
+    for body, after_s in zip(bodies, job.due_s or [0.0] * len(bodies), strict=True):
+        await asyncio.sleep(max(0.0, began_s + after_s - time.perf_counter()))
+        if len(sending) >= job.concurrency:
+            _, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
+        due_s = began_s + after_s if job.due_s else time.perf_counter()
+        sending.add(asyncio.create_task(send(body, due_s)))
+    await asyncio.gather(*sending)
     for client in clients:
         client.close()
     return Loaded(
