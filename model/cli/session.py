@@ -191,8 +191,8 @@ def _follow(
     """
     _warm_up(engine, model, backend, prompts)
     with stopping():
-        requests, is_verified = engine.follow()
-        if is_verified:
+        requests: list[Request] = []
+        if engine.follow(requests.extend):  # it is verified
             for index, request in enumerate(requests):
                 find_mismatch(model, index, request)
     return 0
