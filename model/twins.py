@@ -142,6 +142,7 @@ class TwinEngine(Engine):
             goes_on: what they are told: whether the network is used once more.
         """
         self._ranks.told(_Ended(goes_on))
+        self._ranks.let_go()
 
     def follow(self, note: Callable[[list[Request]], object] = _forget) -> bool:
         """Do what the first rank does, until it ends; what `end` was told.
@@ -175,6 +176,7 @@ class TwinEngine(Engine):
                 self._step()
             except StalledError:  # the first rank's caller decides what becomes of it
                 continue
+        self._ranks.let_go()
         return said.goes_on
 
     def _unfinished(self, request_id: int) -> Request:
