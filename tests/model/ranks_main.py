@@ -19,6 +19,7 @@ from transformers.utils import logging
 import backends
 from model import EngineConfig, SamplingParams
 from model.control.request import Request
+from model.control.submission import Submission
 from model.device.parallel import check_cut, shard_network
 from model.device.ranks import Ranks, join_ranks
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
@@ -119,9 +120,9 @@ def odd(ranks: Ranks) -> None:
     if ranks.leads:
         for number in range(3):
             params = SamplingParams(max_tokens=12, temperature=0.5 * number, seed=7)
-            engine.add_samples(list(range(20)), params, num_samples=2)
-            engine.add_samples([5] * 9, params, num_samples=1)
-            left = engine.add_samples([6] * 9, params, num_samples=1)
+            engine.submit(Submission(list(range(20)), params, num_samples=2))
+            engine.submit(Submission([5] * 9, params))
+            left = engine.submit(Submission([6] * 9, params))
             engine.step()
             engine.abort(left[0])
             while engine.has_unfinished:
