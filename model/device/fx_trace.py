@@ -231,7 +231,7 @@ class _Numbers:
         return self._made[place, factor]
 
 
-_PURE = ("aten", "_c10d_functional")  # PyTorch's operations, and what ranks give each other
+_PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: what ranks give each other
 
 
 def _simplify(node: fx.Node, call: fx.Node) -> None:
