@@ -87,6 +87,7 @@ MODEL_LAYERS = (
         "device/__init__",
         "device/layout",
         "device/chunks",
+        "device/lifeline",
         "device/ranges",
         "device/rope",
         "device/sight",
