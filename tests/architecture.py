@@ -93,6 +93,7 @@ MODEL_LAYERS = (
         "device/latents",
         "device/layout",
         "device/chunks",
+        "device/lifeline",
         "device/ranges",
         "device/rope",
         "device/sight",

@@ -108,6 +108,24 @@ def test_draws_are_the_same_whenever_they_are_read_and_however_the_network_runs(
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_experts_run_in_graphs_near_the_network_as_it_is(compiles):
+    backend = backends.get_backend("triton")
+    built = build("gpt_oss", 3)
+    model = wrap_network("gpt_oss", built.network.to(backend.device, torch.bfloat16), built.codec)
+    found = []
+    for prepares in (False, True):
+        config = EngineConfig(
+            num_blocks=60, max_num_seqs=6, max_num_batched_tokens=40, compile=compiles
+        )
+        engine = Engine(model, backend, config)
+        if prepares:
+            assert engine.prepare() in ("captured, 9 graphs", "compiled, 9 graphs")
+        done = engine.generate(PROMPTS, SamplingParams(max_tokens=2, logprobs=0))
+        found.append([one.tokens[0].logprob for one in done])
+    assert found[1] == pytest.approx(found[0], abs=0.2)
+
+
 ASKED = [
     SamplingParams(max_tokens=4, ignore_eos=True),
     SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.7),
