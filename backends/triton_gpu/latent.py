@@ -22,6 +22,7 @@ blocks may lie in any order.
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
+from backends.triton_gpu import hopper_latent
 from backends.triton_gpu import merge as merging
 from backends.triton_gpu.cascade import NOBODY
 from backends.triton_gpu.e4m3 import scale_step, widen
@@ -37,12 +39,20 @@ from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
-from backends.triton_gpu.splits import MAX_PLANNED, alike_grid, count_tiles, find_part, plan_grid
+from backends.triton_gpu.splits import (
+    MAX_PLANNED,
+    Grid,
+    alike_grid,
+    count_tiles,
+    find_part,
+    plan_grid,
+)
 
 MOST_ROWS = 1024
 """Rows of a sequence, over all its query tokens, up to which its keys may be cut into parts."""
 FEW_ROWS = 16
 MANY_ROWS = 64
+HOPPER_ROWS = 32
 PROGRAMS_A_MULTIPROCESSOR = 1
 """Two tiles of latents fill its shared memory."""
 
@@ -209,8 +219,9 @@ def _attend_part(
         gdc_launch_dependents()
     item = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     nobody = (0, 0, 0)
+    here = tl.arange(0, VECTOR if VECTOR else 1)
     s, split, splits = find_part(
-        query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody,
+        query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
         HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
     )  # fmt: skip
     if s >= num_seqs:
@@ -369,6 +380,13 @@ def shape_for(num_heads: int, tokens: int, row_bytes: int, itemsize: int, room: 
     return Shape(tile, rows, heads, 4 if rows == FEW_ROWS else 8, 2)
 
 
+def hopper_shape(num_heads: int, tokens: int) -> Shape:
+    """Of `hopper_latent`'s kernel: the rows that its sums have registers for."""
+    rows = FEW_ROWS if num_heads * tokens <= FEW_ROWS else HOPPER_ROWS
+    heads = min(rows, power_of_two(num_heads))
+    return Shape(hopper_latent.TILE, rows, heads, hopper_latent.WARPS, 0)
+
+
 def plan_latents(
     place: Place,
     query: Tensor,
@@ -388,7 +406,10 @@ def plan_latents(
     width, rest = max(16, power_of_two(value_dim)), query.shape[2] - value_dim
     row_bytes = (width + max(16, power_of_two(rest))) * query.element_size()
     room = place.shared_bytes(out.device)
+    on_hopper = hopper_latent.can_attend(place, query, cache)
     part = shape_for(num_heads, max(1, most), row_bytes, query.element_size(), room)
+    if on_hopper:
+        part = hopper_shape(num_heads, max(1, most))
     tile = shape_for(num_heads, MANY_ROWS, row_bytes, query.element_size(), room)
     slices = ceil_div(num_heads, part.heads)
     programs = slices * ceil_div(max(1, most), part.rows // part.heads)
@@ -397,23 +418,6 @@ def plan_latents(
     else:
         each = PROGRAMS_A_MULTIPROCESSOR
         grid = plan_grid(place, out.device, batch.num_seqs, programs, each=each)
-    variants = []
-    sinks_dtype = None if terms.sinks is None else terms.sinks.dtype
-    for kernel, shape, own in (
-        (_attend_part, part, (grid.vector, grid.alike)),
-        (_attend_tile, tile, ()),
-    ):
-        constants = (
-            query.stride(1), out.stride(1), cache.k.stride()[:2], block_size, num_heads, value_dim,
-            rest, terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
-            math.gcd(16, *cache.k.stride()[:2], value_dim), shape.tile, shape.rows, shape.heads,
-            width, max(16, power_of_two(rest)), *own, cache.k.dtype == torch.float8_e4m3fn,
-            place.has_e4m3(out.device), scale_step(cache.k_scale),
-            *((place.can_chain(out.device),) if own else ()),
-        )  # fmt: skip
-        dtypes = (query.dtype, cache.k.dtype, sinks_dtype)
-        options = {"num_warps": shape.warps, "num_stages": shape.stages}
-        variants.append(kernel.variant(place, out.device, dtypes, constants, **options))
     merge = None
     if grid.splits and most:
         merge = merging.plan_merge(
@@ -423,11 +427,76 @@ def plan_latents(
     tokens = tile.rows // tile.heads
     return Plan(
         batch.block_table.shape[1] * block_size, most,
-        variants[0], (programs, *grid.shape),
+        _part_variant(place, query, cache, out, terms, part, grid, on_hopper=on_hopper),
+        (programs, *grid.shape),
         grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, grid.target, merge,
-        variants[1],
+        _tile_variant(place, query, cache, out, terms, tile),
         (ceil_div(num_heads, tile.heads), batch.num_tokens // tokens + batch.num_seqs, 1),
         (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0)),
+    )  # fmt: skip
+
+
+def _constants(
+    query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
+) -> tuple[Hashable, ...]:
+    """The compile-time values that all kernels here begin with."""
+    value_dim = cache.v.shape[3]
+    return (
+        query.stride(1), out.stride(1), cache.k.stride()[:2], cache.k.shape[1], query.shape[1],
+        value_dim, query.shape[2] - value_dim, terms.soft_cap is not None,
+        terms.window is not None, terms.sinks is not None,
+    )  # fmt: skip
+
+
+def _dtypes(query: Tensor, cache: KVCache, terms: AttentionTerms) -> tuple[torch.dtype | None, ...]:
+    return query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype
+
+
+def _tiles(place: Place, cache: KVCache, shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What the portable kernels are told of tiles, and of a quantised cache."""
+    value_dim, rest = cache.v.shape[3], cache.k.shape[3] - cache.v.shape[3]
+    sizes = (
+        math.gcd(16, *cache.k.stride()[:2], value_dim), shape.tile, shape.rows, shape.heads,
+        max(16, power_of_two(value_dim)), max(16, power_of_two(rest)),
+    )  # fmt: skip
+    is_quantised = cache.k.dtype == torch.float8_e4m3fn
+    return sizes, (is_quantised, place.has_e4m3(cache.k.device), scale_step(cache.k_scale))
+
+
+def _part_variant(
+    place: Place,
+    query: Tensor,
+    cache: KVCache,
+    out: Tensor,
+    terms: AttentionTerms,
+    shape: Shape,
+    grid: Grid,
+    *,
+    on_hopper: bool,
+) -> Variant:
+    plan, chained = (grid.vector, grid.alike), place.can_chain(out.device)
+    constants, dtypes = _constants(query, cache, out, terms), _dtypes(query, cache, terms)
+    if on_hopper:
+        own = (shape.tile, shape.rows, shape.heads, *plan, chained)
+        registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
+        return hopper_latent.attend_part.variant(
+            place, out.device, dtypes, (*constants, *own, *registers), num_warps=shape.warps
+        )
+    sizes, quantised = _tiles(place, cache, shape)
+    return _attend_part.variant(
+        place, out.device, dtypes, (*constants, *sizes, *plan, *quantised, chained),
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
+
+
+def _tile_variant(
+    place: Place, query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms, shape: Shape
+) -> Variant:
+    sizes, quantised = _tiles(place, cache, shape)
+    return _attend_tile.variant(
+        place, out.device, _dtypes(query, cache, terms),
+        (*_constants(query, cache, out, terms), *sizes, *quantised),
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 

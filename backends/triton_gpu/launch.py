@@ -150,7 +150,11 @@ class Launcher:
 
 
 def launcher(
-    *, integers: Sequence[str] = (), indices: Sequence[str] = (), pointers: Sequence[str] = ()
+    *,
+    integers: Sequence[str] = (),
+    indices: Sequence[str] = (),
+    pointers: Sequence[str] = (),
+    jit: Callable[..., Callable[[Callable[..., None]], Kernel]] = triton.jit,
 ) -> Callable[[Callable[..., None]], Launcher]:
     """Make a `Launcher` of a kernel's source, whose pointers come first, then numbers.
 
@@ -158,10 +162,11 @@ def launcher(
         integers: parameters that are integers; compiled once for all their values.
         indices: pointers to indices, of one dtype, at any alignment.
         pointers: pointers to data; compiled for each dtype, and anew where not on 16 bytes.
+        jit: the language's decorator.
     """
 
     def decorate(function: Callable[..., None]) -> Launcher:
-        kernel: Kernel = triton.jit(
+        kernel: Kernel = jit(
             do_not_specialize=list(integers), do_not_specialize_on_alignment=list(indices)
         )(function)
         names = tuple(inspect.signature(function).parameters)

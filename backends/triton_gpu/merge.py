@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_wait
 from backends.contract import PagedBatch
 from backends.triton_gpu.cascade import MOST_CHUNKS, Shared
 from backends.triton_gpu.launch import Variant, launcher
-from backends.triton_gpu.place import Place, device_function, power_of_two
+from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.prefill_order import RECORD, Items
 from backends.triton_gpu.splits import Grid, find_parts
 
@@ -33,6 +33,9 @@ PIECE_ROWS = 4
 MANY_SEQS = 64
 MANY_PROGRAMS = 1800
 """More would start one after the other; then a program takes several heads."""
+WHOLE = 256
+PIECE = 128
+"""Numbers of a row that a program merges, if it has more than WHOLE."""
 FEW_PARTS = 32
 """Loaded together where there are many sequences, most of which have few."""
 
@@ -40,11 +43,11 @@ FEW_PARTS = 32
 @device_function
 def _add_parts(
     parts: tl.tensor, lses: tl.tensor, first: tl.tensor, count: tl.tensor, step: tl.tensor,
-    row: tl.tensor, rows: tl.tensor, top: tl.tensor, sums: tl.tensor,
+    row: tl.tensor, rows: tl.tensor, piece: tl.tensor, top: tl.tensor, sums: tl.tensor,
     HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The sum of a row's parts, `step` apart, weighted."""
-    dim = tl.arange(0, WIDTH)
+    """The sum of a row's parts, `step` apart, weighted: WIDTH numbers from `piece` on."""
+    dim = piece + tl.arange(0, WIDTH)
     for begin in range(0, count, STEP):
         index = begin + tl.arange(0, STEP)
         entry = (first + index * step) * rows + row
@@ -92,7 +95,7 @@ def _merge_parts(
     HEADS: tl.constexpr,  # a program
     MOST: tl.constexpr,  # parts a sequence at most, as a power of two
     STEP: tl.constexpr,  # parts loaded at once
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # numbers of a row that a program merges
     CHAINED: tl.constexpr,
 ) -> None:
     s = tl.program_id(1)
@@ -112,7 +115,8 @@ def _merge_parts(
         return
     if tl.program_id(0) * HEADS // NUM_HEADS >= query_len:
         return
-    dim = tl.arange(0, WIDTH)
+    piece = tl.program_id(2) * WIDTH
+    dim = piece + tl.arange(0, WIDTH)
     part = tl.arange(0, MOST)
     rows = NUM_HEADS  # known to the compiler, unless MANY
     if MANY:
@@ -132,14 +136,14 @@ def _merge_parts(
             top = tl.maximum(top, tl.max(lse_too, 0))
         total = tl.sum(tl.exp2(lse - top), 0)
         sums = _add_parts(
-            partial, lses, first, count, 1, row, rows, top, tl.zeros([WIDTH], tl.float32),
+            partial, lses, first, count, 1, row, rows, piece, top, tl.zeros([WIDTH], tl.float32),
             HEAD_DIM, STEP, WIDTH,
         )  # fmt: skip
         if HAS_SHARED:
             total += tl.sum(tl.exp2(lse_too - top), 0)
             sums = _add_parts(
                 shared_partial, shared_lses, s - shared_first, parts_too, sharing,
-                head, NUM_HEADS, top, sums, HEAD_DIM, STEP, WIDTH,
+                head, NUM_HEADS, piece, top, sums, HEAD_DIM, STEP, WIDTH,
             )  # fmt: skip
         to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
         tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
@@ -174,19 +178,21 @@ def plan_merge(
     if not (grid.alike or shared.chunks):
         heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
-    at_once = parts_at_once(parts, head_dim)
+    width = power_of_two(head_dim) if head_dim <= WHOLE else PIECE
+    at_once = parts_at_once(parts, width)
     step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
     chained = place.can_chain(out.device)
     constants = (
         out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
-        grid.vector, grid.alike, heads, parts, step, power_of_two(head_dim), chained,
+        grid.vector, grid.alike, heads, parts, step, width, chained,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(
         place, out.device, (out.dtype,), constants, num_warps=WARPS, **options
     )
     numbers = (out.stride(0), batch.num_seqs, most, grid.items)
-    return Plan(variant, (most * num_heads // heads, batch.num_seqs, 1), numbers, grid.target)
+    shape = (most * num_heads // heads, batch.num_seqs, ceil_div(head_dim, width))
+    return Plan(variant, shape, numbers, grid.target)
 
 
 def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> int:
@@ -210,9 +216,9 @@ def merge(
     plan.variant.launch(plan.grid, tensors, numbers)
 
 
-def parts_at_once(most: int, head_dim: int) -> int:
+def parts_at_once(most: int, width: int) -> int:
     """Parts that a program loads together: 128 registers a thread hold them."""
-    return min(most, 128 * 32 * WARPS // max(128, power_of_two(head_dim)))
+    return min(most, 128 * 32 * WARPS // max(128, width))
 
 
 @launcher(

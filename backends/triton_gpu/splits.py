@@ -124,13 +124,13 @@ def count_splits(
     most: tl.tensor,  # query tokens of a sequence that decode takes
     window: tl.tensor,
     shared: tl.tensor,  # first sequence, past the last one, tokens
+    s: tl.tensor,  # 0 .. VECTOR - 1
     HAS_WINDOW: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     TILE: tl.constexpr,
     VECTOR: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """(parts of each sequence [VECTOR], those of long sequences plus 2^16 times the others)."""
-    s = tl.arange(0, VECTOR)
     start = tl.load(query_start_loc + s, mask=s < num_seqs, other=0)
     stop = tl.load(query_start_loc + s + 1, mask=s < num_seqs, other=0)
     length = tl.load(seq_lens + s, mask=s < num_seqs, other=0)
@@ -152,11 +152,14 @@ def count_splits(
 @device_function
 def find_part(
     query_start_loc: tl.tensor, seq_lens: tl.tensor, num_seqs: tl.tensor, item: tl.tensor,
-    target: tl.tensor, most: tl.tensor, window: tl.tensor, shared: tl.tensor,
+    target: tl.tensor, most: tl.tensor, window: tl.tensor, shared: tl.tensor, here: tl.tensor,
     HAS_WINDOW: tl.constexpr, HAS_SHARED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
     ALIKE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """(sequence, split, splits) of an item; there is none if sequence == num_seqs."""
+    """(sequence, split, splits) of an item; there is none if sequence == num_seqs.
+
+    `here` is 0 .. VECTOR - 1, in whatever layout the caller's language wants; 0 if VECTOR is.
+    """
     if ALIKE:
         s = item // target
         query_len = tl.load(query_start_loc + s + 1) - tl.load(query_start_loc + s)
@@ -167,10 +170,9 @@ def find_part(
         s = tl.where(split < splits, s, num_seqs)
     elif VECTOR:
         counts, classes = count_splits(
-            query_start_loc, seq_lens, num_seqs, target, most, window, shared,
+            query_start_loc, seq_lens, num_seqs, target, most, window, shared, here,
             HAS_WINDOW, HAS_SHARED, TILE, VECTOR,
         )  # fmt: skip
-        here = tl.arange(0, VECTOR)
         ends = tl.cumsum(classes, 0)
         long = tl.sum(classes, 0) & 0xFFFF
         ends = tl.where(item < long, ends & 0xFFFF, long + (ends >> 16))
@@ -197,11 +199,11 @@ def find_parts(
         )
         first, splits = s * target, tl.where(tiles > 0, alike_splits(tiles, TILE), 0)
     else:
+        here = tl.arange(0, VECTOR)
         counts, classes = count_splits(
-            query_start_loc, seq_lens, num_seqs, target, most, window, shared,
+            query_start_loc, seq_lens, num_seqs, target, most, window, shared, here,
             HAS_WINDOW, HAS_SHARED, TILE, VECTOR,
         )  # fmt: skip
-        here = tl.arange(0, VECTOR)
         before = tl.sum(tl.where(here < s, classes, 0), 0)
         splits = tl.sum(tl.where(here == s, counts, 0), 0)
         is_long = tl.sum(tl.where(here == s, classes, 0), 0) == splits

@@ -1,0 +1,368 @@
+"""Attention of few query rows over latents on Hopper GPUs, warps with roles of their own; Gluon.
+
+The formula, the rows and the parts of `latent`'s `_attend_part`, whose kernel serves what this one
+cannot (`can_attend`). There the products of a tile wait for its copy and hold up the next one. Here
+four warps copy and two groups of four multiply, each the tiles of its own buffer, every other one:
+while a group computes, the tile of the other is on its way. At the end the groups add up.
+
+Layout: in shared memory two tiles of 64 latents, cut where the values end, and the rows of the
+queries. Logits are latents x queries, sums are numbers x queries: the tile is the left side of both
+products where it lies, and few rows waste nothing. Slots that no row sees are zeros there, since
+0 * NaN is NaN.
+
+Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row where a sequence is
+cut. Error and order as in `latent`.
+"""
+
+# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from backends.contract import KVCache
+from backends.triton_gpu.hopper_items import gluon_function
+from backends.triton_gpu.hopper_prefill import is_hopper
+from backends.triton_gpu.launch import launcher
+from backends.triton_gpu.place import Place
+from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+from backends.triton_gpu.splits import count_tiles, find_part
+
+TILE = 64
+REST = 64
+WARPS = 4
+CONSUMER_REGISTERS = 208
+LOADER_REGISTERS = 96
+
+
+@gluon_function
+def _load_tiles(
+    cache: gl.tensor, table: gl.tensor, begin: gl.tensor, end: gl.tensor,
+    c_tiles: gl.tensor, r_tiles: gl.tensor, full: gl.tensor, empty: gl.tensor,
+    STRIDES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+) -> None:  # fmt: skip
+    """Copy the tiles that hold the keys begin .. end - 1, each into the other buffer."""
+    TILE: gl.constexpr = c_tiles.shape[1]
+    VALUES: gl.constexpr = c_tiles.shape[2]
+    REST: gl.constexpr = r_tiles.shape[2]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, WIDE))
+    rest_lane = gl.arange(0, TILE, gl.SliceLayout(1, NARROW))
+    dim = gl.arange(0, VALUES, gl.SliceLayout(0, WIDE))[None, :]
+    rest = gl.arange(0, REST, gl.SliceLayout(0, NARROW))[None, :]
+    first = begin // TILE * TILE
+    for i in range((end - first + TILE - 1) // TILE):
+        buffer = i % 2
+        key = first + i * TILE + lane
+        live = (key >= begin) & (key < end)
+        block = gl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(gl.int64)
+        at = block * STRIDES[0] + key % BLOCK_SIZE * STRIDES[1]
+        rest_key = first + i * TILE + rest_lane
+        rest_live = (rest_key >= begin) & (rest_key < end)
+        block = gl.load(table + rest_key // BLOCK_SIZE, mask=rest_live, other=0).to(gl.int64)
+        rest_at = block * STRIDES[0] + (rest_key % BLOCK_SIZE * STRIDES[1] + VALUES)
+        mbarrier.wait(empty.index(buffer), (i // 2 & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(
+            c_tiles.index(buffer), cache + at[:, None] + dim, mask=live[:, None]
+        )
+        async_copy.async_copy_global_to_shared(
+            r_tiles.index(buffer), cache + rest_at[:, None] + rest, mask=rest_live[:, None]
+        )
+        async_copy.mbarrier_arrive(full.index(buffer), increment_count=False)
+
+
+@gluon_function
+def _walk(
+    q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
+    full: gl.tensor, empty: gl.tensor, begin: gl.tensor, end: gl.tensor, limit: gl.tensor,
+    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    """Every other tile: each row's highest logit (base 2), total weight, weighted sum of values."""
+    TILE: gl.constexpr = c_tiles.shape[1]
+    VALUES: gl.constexpr = c_tiles.shape[2]
+    ROWS: gl.constexpr = q.shape[0]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    lane = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
+    highest = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, LAYOUT))
+    totals = gl.full([TILE, ROWS], 0.0, gl.float32, LAYOUT)
+    sums = gl.full([VALUES, ROWS], 0.0, gl.float32, LAYOUT)
+    c, r, p_tile = c_tiles.index(GROUP_ID), r_tiles.index(GROUP_ID), p_tiles.index(GROUP_ID)
+    first = begin // TILE * TILE
+    factor = scale * LOG2E
+    if HAS_CAP:
+        factor = LOG2E
+    for i in range(GROUP_ID, (end - first + TILE - 1) // TILE, 2):
+        mbarrier.wait(full.index(GROUP_ID), i // 2 & 1)
+        fence_async_shared()
+        blank = gl.full([TILE, ROWS], 0.0, gl.float32, LAYOUT)
+        logits = warpgroup_mma(c, q.permute((1, 0)), blank, use_acc=False, is_async=True)
+        logits = warpgroup_mma(r, q_rest.permute((1, 0)), logits, is_async=True)
+        logits = warpgroup_mma_wait(0, deps=[logits])
+        if HAS_CAP:
+            logits = cap_logits(logits * scale, soft_cap)
+        key = (first + i * TILE + lane)[:, None]
+        live = (key >= begin) & (key < gl.minimum(limit, end)[None, :])
+        if HAS_WINDOW:
+            live = live & (key >= (limit - window)[None, :])
+        logits = gl.where(live, logits * factor, float("-inf"))
+        now = gl.maximum(highest, gl.max(logits, 0))
+        p = gl.exp2(logits - now[None, :])
+        rescale = gl.exp2(highest - now)[None, :]
+        totals = totals * rescale + p
+        highest = now
+        p_tile.store(p.to(c_tiles.dtype))
+        fence_async_shared()
+        sums = warpgroup_mma(c.permute((1, 0)), p_tile, sums * rescale, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        mbarrier.arrive(empty.index(GROUP_ID), count=1)
+    return highest, gl.sum(totals, 0), sums
+
+
+@gluon_function
+def _limits(
+    token: gl.tensor, length: gl.tensor, query_len: gl.tensor, ROWS: gl.constexpr,
+    HEADS: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """How many keys each row sees from the first on."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    return length - query_len + 1 + token + row // HEADS
+
+
+@gluon_function
+def _help(
+    q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
+    full: gl.tensor, empty: gl.tensor, done: gl.tensor, ends: gl.tensor,
+    begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
+    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
+    HEADS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
+) -> None:  # fmt: skip
+    """The second group: its tiles, and what they come to, left in its buffer for the first."""
+    ROWS: gl.constexpr = q.shape[0]
+    VALUES: gl.constexpr = c_tiles.shape[2]
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    limit = _limits(token, length, query_len, ROWS, HEADS)
+    highest, total, sums = _walk(
+        q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, begin, end, limit, window,
+        scale, soft_cap, HAS_CAP, HAS_WINDOW, 1,
+    )  # fmt: skip
+    c_tiles.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN).store(sums)  # noqa: SLF001
+    ends.index(0).store(highest)
+    ends.index(1).store(total)
+    mbarrier.arrive(done.index(0), count=1)
+
+
+@gluon_function
+def _lead(
+    q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
+    full: gl.tensor, empty: gl.tensor, done: gl.tensor, ends: gl.tensor,
+    begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
+    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
+    sinks: gl.tensor, out: gl.tensor, partial: gl.tensor, head: gl.tensor, start: gl.tensor,
+    o_stride: gl.tensor, place: gl.tensor, rows: gl.tensor, is_first: gl.tensor,
+    is_final: gl.tensor,
+    O_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+) -> None:  # fmt: skip
+    """The first group: its tiles, the sum of both, and the result."""
+    ROWS: gl.constexpr = q.shape[0]
+    VALUES: gl.constexpr = c_tiles.shape[2]
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    limit = _limits(token, length, query_len, ROWS, HEADS)
+    highest, total, sums = _walk(
+        q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, begin, end, limit, window,
+        scale, soft_cap, HAS_CAP, HAS_WINDOW, 0,
+    )  # fmt: skip
+    mbarrier.wait(done.index(0), 0)
+    others = c_tiles.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN)  # noqa: SLF001
+    other_highest = ends.index(0).load(highest.type.layout)
+    row = gl.arange(0, ROWS, highest.type.layout)
+    head += row % HEADS
+    token += row // HEADS
+    live = (token < query_len) & (head < NUM_HEADS)
+    top = gl.maximum(highest, other_highest)
+    sink = top
+    if HAS_SINKS:
+        sink = gl.load(sinks + head, mask=live & is_first, other=float("-inf")).to(gl.float32)
+        sink = sink * LOG2E
+        top = gl.maximum(top, sink)
+    own, other = gl.exp2(highest - top), gl.exp2(other_highest - top)
+    total = total * own + ends.index(1).load(highest.type.layout) * other
+    if HAS_SINKS:
+        total += gl.exp2(sink - top)
+    share = 1.0 / gl.where(total > 0, total, 1.0)  # a row may see nothing of a part
+    result = sums * (own * share)[None, :]
+    result += others.load(sums.type.layout) * (other * share)[None, :]
+    dim = gl.arange(0, VALUES, gl.SliceLayout(1, sums.type.layout))[:, None]
+    mask = gl.expand_dims(live, 0) & (dim < VALUES)
+    if is_final:
+        to = (start + token).to(gl.int64) * o_stride + head * O_HEAD
+        gl.store(out + to[None, :] + dim, result.to(out.dtype.element_ty), mask=mask)
+    else:
+        at = place + token * NUM_HEADS + head
+        gl.store(partial + at[None, :] * VALUES + dim, result, mask=mask)
+        gl.store(partial + rows * VALUES + at, top + gl.log2(total), mask=live)
+
+
+@gluon_function
+def _load_queries(
+    query: gl.tensor, q: gl.tensor, start: gl.tensor, token: gl.tensor, head: gl.tensor,
+    query_len: gl.tensor, q_stride: gl.tensor, offset: gl.tensor,
+    Q_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
+) -> None:  # fmt: skip
+    """A part of the queries' rows, from number `offset` on, into shared memory; zeros elsewhere."""
+    ROWS: gl.constexpr = q.shape[0]
+    WIDTH: gl.constexpr = q.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    token += row // HEADS
+    head += row % HEADS
+    live = (token < query_len) & (head < NUM_HEADS)
+    at = (start + token).to(gl.int64) * q_stride + (head * Q_HEAD + offset)
+    rows = gl.load(query + at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+    q.store(rows)
+
+
+@gluon_function
+def _barrier(COUNT: gl.constexpr, SLOTS: gl.constexpr) -> gl.tensor:
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=COUNT)
+    return barriers
+
+
+@launcher(
+    integers=("q_stride", "o_stride", "num_seqs", "table_stride", "most", "window", "target"),
+    indices=("query_start_loc", "seq_lens", "tables", "scales"),
+    pointers=("query", "cache", "out", "sinks"),
+    jit=gluon.jit,
+)
+def attend_part(
+    query: gl.tensor,  # as in latent._attend_part, all of them
+    cache: gl.tensor,
+    out: gl.tensor,
+    sinks: gl.tensor,
+    partial: gl.tensor,
+    query_start_loc: gl.tensor,
+    seq_lens: gl.tensor,
+    tables: gl.tensor,
+    scales: gl.tensor,  # not read
+    q_stride: gl.tensor,
+    o_stride: gl.tensor,
+    num_seqs: gl.tensor,
+    table_stride: gl.tensor,
+    most: gl.tensor,
+    window: gl.tensor,
+    target: gl.tensor,
+    scale: gl.tensor,
+    soft_cap: gl.tensor,
+    Q_HEAD: gl.constexpr,
+    O_HEAD: gl.constexpr,
+    STRIDES: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    NUM_HEADS: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
+    REST_DIM: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
+    TILE: gl.constexpr,
+    ROWS: gl.constexpr,
+    HEADS: gl.constexpr,
+    VECTOR: gl.constexpr,
+    ALIKE: gl.constexpr,
+    CHAINED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    LOADER_REGISTERS: gl.constexpr,
+) -> None:
+    SLICES: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    if CHAINED:
+        gdc_launch_dependents()
+    item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
+    nobody = (0, 0, 0)
+    here = gl.arange(0, VECTOR if VECTOR else 1, LANES)
+    s, split, splits = find_part(
+        query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
+        HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
+    )  # fmt: skip
+    if s >= num_seqs:
+        return
+    start = gl.load(query_start_loc + s)
+    query_len = gl.load(query_start_loc + s + 1) - start
+    length = gl.load(seq_lens + s)
+    seen, tiles = count_tiles(
+        s, query_len, length, most, window, nobody, HAS_WINDOW, HAS_SHARED=False, TILE=TILE
+    )
+    token = gl.program_id(0) // SLICES * (ROWS // HEADS)
+    head = gl.program_id(0) % SLICES * HEADS
+    if (tiles == 0) | (token >= query_len):
+        return
+    first = seen // TILE
+    begin = gl.maximum((first + split * tiles // splits) * TILE, seen)
+    end = gl.minimum((first + (split + 1) * tiles // splits) * TILE, length)
+    dtype: gl.constexpr = cache.dtype.element_ty
+    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, VALUE_DIM], dtype)
+    RESTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, REST_DIM], dtype)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROWS], dtype)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(dtype, [ROWS, VALUE_DIM], KEYS)
+    q_rest = gl.allocate_shared_memory(dtype, [ROWS, REST_DIM], RESTS)
+    c_tiles = gl.allocate_shared_memory(dtype, [2, TILE, VALUE_DIM], KEYS)
+    r_tiles = gl.allocate_shared_memory(dtype, [2, TILE, REST_DIM], RESTS)
+    p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, ROWS], WEIGHTS)
+    ends = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
+    full, empty, done = _barrier(128, 2), _barrier(1, 2), _barrier(1, 1)
+    _load_queries(query, q, start, token, head, query_len, q_stride, 0, Q_HEAD, NUM_HEADS, HEADS)
+    _load_queries(
+        query, q_rest, start, token, head, query_len, q_stride, VALUE_DIM, Q_HEAD, NUM_HEADS, HEADS
+    )
+    fence_async_shared()
+    rows = gl.num_programs(1) * gl.num_programs(2) * most * NUM_HEADS
+    gl.warp_specialize([
+        (_lead, (
+            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, done, ends,
+            begin, end, token, length, query_len, window, scale, soft_cap,
+            sinks, out, partial, head, start, o_stride, item * most * NUM_HEADS, rows,
+            split == 0, splits == 1,
+            O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS,
+        )),
+        (_help, (
+            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, done, ends,
+            begin, end, token, length, query_len, window, scale, soft_cap,
+            HEADS, HAS_CAP, HAS_WINDOW,
+        )),
+        (_load_tiles, (
+            cache, tables + s.to(gl.int64) * table_stride, begin, end,
+            c_tiles, r_tiles, full, empty, STRIDES, BLOCK_SIZE,
+        )),
+    ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+
+
+def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
+    """Whether this path serves the call; the portable kernel of `latent` serves every other.
+
+    It takes a GPU of compute capability 9.x; 16-bit queries and latents of the same dtype, of 512
+    or 256 or 128 values and 64 more numbers.
+    """
+    rest = cache.k.shape[3] - cache.v.shape[3]
+    return (
+        not place.interpreting
+        and is_hopper(query.device)
+        and query.element_size() == 2
+        and cache.k.dtype == query.dtype
+        and cache.v.shape[3] in (128, 256, 512)
+        and rest == REST
+        and all(stride % 8 == 0 for stride in (*cache.k.stride()[:2], *query.stride()[:2]))
+    )
