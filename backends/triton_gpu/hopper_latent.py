@@ -30,7 +30,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import KVCache
 from backends.triton_gpu.hopper_items import gluon_function
-from backends.triton_gpu.hopper_prefill import is_hopper
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
@@ -257,7 +256,7 @@ def attend_part(
     query_start_loc: gl.tensor,
     seq_lens: gl.tensor,
     tables: gl.tensor,
-    scales: gl.tensor,  # not read
+    scales: gl.tensor,  # noqa: ARG001  # of quantised caches, which this kernel does not take
     q_stride: gl.tensor,
     o_stride: gl.tensor,
     num_seqs: gl.tensor,
@@ -286,13 +285,14 @@ def attend_part(
     REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ) -> None:
+    """Attend a part of a sequence with a slice of its rows."""
     SLICES: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if CHAINED:
         gdc_launch_dependents()
     item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
     nobody = (0, 0, 0)
-    here = gl.arange(0, VECTOR if VECTOR else 1, LANES)
+    here = gl.arange(0, VECTOR or 1, LANES)
     s, split, splits = find_part(
         query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
         HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
@@ -359,7 +359,7 @@ def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
     rest = cache.k.shape[3] - cache.v.shape[3]
     return (
         not place.interpreting
-        and is_hopper(query.device)
+        and place.is_hopper(query.device)
         and query.element_size() == 2
         and cache.k.dtype == query.dtype
         and cache.v.shape[3] in (128, 256, 512)

@@ -218,7 +218,7 @@ def can_attend(
     block_size, _, head_dim = cache.k.shape[1:]
     return (
         not place.interpreting
-        and is_hopper(query.device)
+        and _is_hopper(query.device)
         and query.element_size() == 2
         and cache.k.dtype == query.dtype
         and 40 <= head_dim <= 256
@@ -232,7 +232,7 @@ def can_attend(
 
 
 @lru_cache
-def is_hopper(device: torch.device) -> bool:
+def _is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] == 9
 
 

@@ -219,7 +219,7 @@ def _attend_part(
         gdc_launch_dependents()
     item = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     nobody = (0, 0, 0)
-    here = tl.arange(0, VECTOR if VECTOR else 1)
+    here = tl.arange(0, VECTOR or 1)
     s, split, splits = find_part(
         query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
         HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,

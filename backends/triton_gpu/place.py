@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+HOPPER = 9
 MOST_PLANS = 4096
 """Plans kept; then all are forgotten, and made anew as calls come."""
 
@@ -74,7 +75,11 @@ class Place:
 
     def can_chain(self, device: torch.device) -> bool:
         """Whether a kernel may be launched before the one it depends on has ended (PDL)."""
-        return not self.interpreting and _multiprocessors_and_major(device)[1] >= 9
+        return not self.interpreting and _multiprocessors_and_major(device)[1] >= HOPPER
+
+    def is_hopper(self, device: torch.device) -> bool:
+        """Whether the device has the matrix instructions of compute capability 9."""
+        return not self.interpreting and _multiprocessors_and_major(device)[1] == HOPPER
 
     def has_e4m3(self, device: torch.device) -> bool:
         """Whether the device widens e4m3 by an instruction of its own (from sm_89 on)."""

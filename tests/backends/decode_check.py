@@ -69,7 +69,7 @@ def _plan(
     """Which split of which sequence each program has, and which parts the merge looks for."""
     item = tl.program_id(0)
     nobody = (0, 0, 0)
-    here = tl.arange(0, VECTOR if VECTOR else 1)
+    here = tl.arange(0, VECTOR or 1)
     s, split, splits = find_part(
         starts, seq_lens, num_seqs, item, target, most, window, nobody, here,
         HAS_WINDOW, False, 32, VECTOR, ALIKE,

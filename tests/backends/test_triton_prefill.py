@@ -133,7 +133,7 @@ def test_what_hopper_cannot_serve_goes_to_the_portable_kernel(monkeypatch, chang
     query = inputs.query
     if shift:  # by two bytes
         query = torch.empty(query.numel() + 1, dtype=BF16)[1:].view(query.shape)
-    monkeypatch.setattr(hopper_prefill, "is_hopper", lambda _: True)
+    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
     place = Place(interpreting=False)
     terms = dataclasses.replace(inputs.terms, scale=scale)
     arguments = (query, inputs.cache, inputs.out, terms)
