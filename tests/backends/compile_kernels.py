@@ -17,13 +17,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from backends.triton_gpu import cascade, copy_blocks, decode, merge, slot_mapping, store_kv
+from backends.triton_gpu import (
+    cascade,
+    copy_blocks,
+    decode,
+    hopper_latent,
+    latent,
+    merge,
+    slot_mapping,
+    store_kv,
+)
 
 CAPABILITIES = (80, 90)
 SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB
 INT64 = ("slots", "copies", "distances")
-FLOAT32 = ("partial", "shared_partial", "k_scale", "v_scale", "sinks")
+FLOAT32 = ("partial", "shared_partial", "k_scale", "v_scale", "scales", "sinks")
 FLOATS = ("scale", "soft_cap")
 
 
@@ -41,7 +51,7 @@ class Made:
         return sum(name.split(".")[: len(names)] == list(names) for name in self.instructions)
 
 
-def make(launcher, capability, element, constants, *, cache=None, **options):
+def make(launcher, capability, element, constants, *, cache=None, source=ASTSource, **options):
     """Compile a kernel as it is launched: data pointers on 16 bytes, indices anywhere."""
     kernel = launcher.kernel
     signature, attributes = {}, {}
@@ -56,12 +66,12 @@ def make(launcher, capability, element, constants, *, cache=None, **options):
             wide = name in INT64 or (name == "out" and launcher is slot_mapping._fill)
             signature[name] = "*i64" if wide else "*i32"
         else:
-            kind = cache if cache and name in ("k_cache", "v_cache") else element
+            kind = cache if cache and name in ("k_cache", "v_cache", "cache") else element
             signature[name] = "*fp32" if name in FLOAT32 else f"*{kind}"
             if name not in launcher.indices:
                 attributes[index,] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made_of = source(kernel, signature, constants, attributes)
+    compiled = compile_kernel(made_of, target=GPUTarget("cuda", capability, 32), options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -195,6 +205,68 @@ def check_decode(case, capability):
         copies_16_bytes(made, "LDGSTS")
 
 
+@dataclass(frozen=True)
+class Latents:
+    """A shape of attention over latents of 512 + 64."""
+
+    heads: int
+    spills: tuple[int, int, int] = (0, 60, 8)
+    """Words at most: of parts, of tiles (64 rows of sums fill the registers), of Hopper's parts."""
+    vector: int = 64
+    block_size: int = 16
+    features: bool = False
+    e4m3: bool = False
+    element: str = "bf16"
+
+
+LATENTS = (
+    Latents(16),
+    Latents(16, vector=0, block_size=5, features=True),
+    Latents(128, spills=(60, 60, 100)),
+    Latents(16, spills=(200, 200, 0), e4m3=True),
+)
+
+
+def check_latents(case, capability):
+    """Both portable kernels, and on Hopper the one for few rows, whose products are wgmma."""
+    constants = {
+        "Q_HEAD": 576, "O_HEAD": 512, "STRIDES": (576 * case.block_size, 576),
+        "BLOCK_SIZE": case.block_size, "NUM_HEADS": case.heads, "VALUE_DIM": 512, "REST_DIM": 64,
+        "HAS_CAP": case.features, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
+    }  # fmt: skip
+    plan = {"VECTOR": case.vector, "ALIKE": False, "CHAINED": capability >= 90}
+    room = 227 << 10 if capability >= 90 else 163 << 10
+    kernels = ((latent._attend_part, 1), (latent._attend_tile, 64))
+    for (kernel, tokens), spills in zip(kernels, case.spills, strict=False):
+        shape = latent.shape_for(case.heads, tokens, 1152, 2, room)
+        sizes = {
+            "ALIGN": 16, "TILE": shape.tile, "ROWS": shape.rows, "HEADS": shape.heads,
+            "WIDTH": 512, "REST": 64, "E4M3": case.e4m3, "NATIVE": capability >= 89,
+            "SCALE": 0 if case.e4m3 else -1,
+        }  # fmt: skip
+        own = plan if kernel is latent._attend_part else {}
+        made = make(
+            kernel, capability, case.element, constants | sizes | own,
+            cache="u8" if case.e4m3 else None, num_warps=shape.warps, num_stages=shape.stages,
+        )  # fmt: skip
+        assert made.count("HGMMA" if capability >= 90 else "HMMA")
+        bound(made, registers=255, shared=room, spills=spills if capability >= 90 else 80)
+    if capability >= 90 and not case.e4m3:
+        shape = latent.hopper_shape(case.heads, 1)
+        sizes = {
+            "TILE": shape.tile, "ROWS": shape.rows, "HEADS": shape.heads,
+            "REGISTERS": hopper_latent.CONSUMER_REGISTERS,
+            "LOADER_REGISTERS": hopper_latent.LOADER_REGISTERS,
+        }  # fmt: skip
+        made = make(
+            hopper_latent.attend_part, capability, case.element, constants | sizes | plan,
+            source=GluonASTSource, num_warps=shape.warps,
+        )  # fmt: skip
+        copies_16_bytes(made, "LDGSTS")
+        assert made.count("HGMMA") == 2 * (36 + 32)  # of both groups: a tile's logits, and sums
+        bound(made, registers=168, shared=room, spills=case.spills[2])
+
+
 def check_moves(capability):
     """Stores, block copies, slots."""
     sizes = {
@@ -225,6 +297,8 @@ def main():
     for capability in CAPABILITIES:
         for case in DECODES if capability == max(CAPABILITIES) else DECODES[::3]:
             check_decode(case, capability)
+        for case in LATENTS if capability == max(CAPABILITIES) else LATENTS[:1]:
+            check_latents(case, capability)
         check_moves(capability)
     sys.stdout.write("all kernels compile within their bounds\n")
 

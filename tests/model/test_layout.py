@@ -68,28 +68,46 @@ def test_every_layer_has_a_place_of_its_own_among_those_that_see_the_same(window
         assert size <= held <= size + size / 8
 
 
-@given(
-    kinds=st.lists(
-        st.tuples(st.integers(1, 3), st.integers(1, 5), WINDOWS), min_size=1, max_size=12
+SHAPES = st.one_of(
+    st.builds(LayerShape, st.integers(1, 3), st.integers(1, 5), st.just(torch.float16), WINDOWS),
+    st.builds(
+        LayerShape, st.just(1), st.integers(4, 6), st.just(torch.float16), WINDOWS,
+        value_dim=st.integers(1, 4),
     ),
+)  # fmt: skip
+
+
+@given(
+    shapes=st.lists(SHAPES, min_size=1, max_size=12),
     num_blocks=st.integers(1, 5),
     block_size=st.integers(1, 5),
 )
-def test_the_footprint_is_what_is_allocated(kinds, num_blocks, block_size):
-    layout = plan_layout([LayerShape(h, d, torch.float16, window) for h, d, window in kinds])
+def test_the_footprint_is_what_is_allocated(shapes, num_blocks, block_size):
+    layout = plan_layout(shapes)
     caches = KVCaches.allocate(layout, num_blocks, block_size, CPU)
     allocated = sum(storage.untyped_storage().nbytes() for storage in caches.storages)
     assert layout.kv_bytes(num_blocks, block_size) == allocated
-    for (heads, dim, _), cache in zip(kinds, caches.layers, strict=True):
-        assert all(c.shape == (num_blocks, block_size, heads, dim) for c in cache.tensors)
+    for shape, cache in zip(shapes, caches.layers, strict=True):
+        size = (num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+        assert all(tensor.shape == size for tensor in cache.tensors)
+        assert cache.layout == shape.slot
+        assert len(cache.tensors) == (1 if shape.value_dim else 2)
     # Written through a layer, a block is found in the storage of its place, and in no other block.
     group, place = layout.places[-1]
-    caches.layers[-1].v[-1] = 1.0
+    tensors = caches.layers[-1].tensors
+    tensors[-1][-1] = 1.0
     written = [storage.any(dim=1).tolist() for storage in caches.storages]
     nothing = [False] * num_blocks
-    assert written[2 * place + 1] == [*nothing[1:], True]
+    before = sum(len(sizes) for sizes in layout.place_bytes[:place])
+    assert written[before + len(tensors) - 1] == [*nothing[1:], True]
     assert sum(row == nothing for row in written) == len(written) - 1
     assert 0 <= group < len(layout.windows)
+
+
+def test_a_latent_takes_the_bytes_of_its_numbers_and_no_more():
+    """DeepSeek-V3: 512 + 64 numbers; in full 128 keys of 192 and as many values of 128."""
+    latents = plan_layout([LayerShape(1, 576, torch.bfloat16, value_dim=512)] * 61)
+    assert latents.token_bytes == latents.slot_bytes == 61 * 576 * 2
 
 
 @functools.cache

@@ -26,9 +26,12 @@ HYBRID = plan_layout([LayerShape(2, 16, torch.float32, 7), *LAYERS])
 MEMORY = MemoryPlan(1024, 16, 1024 * 16 * LAYOUT.slot_bytes, None, "as asked for")
 
 
-@pytest.fixture
-def caches():
-    caches = KVCaches.allocate(LAYOUT, num_blocks=6, block_size=4, device=CPU)
+LATENT = plan_layout([LayerShape(1, 24, torch.float32, 7, value_dim=16), *LAYERS])
+
+
+@pytest.fixture(params=[LAYOUT, LATENT], ids=["pairs", "latents among pairs"])
+def caches(request):
+    caches = KVCaches.allocate(request.param, num_blocks=6, block_size=4, device=CPU)
     for storage in caches.storages:
         storage.random_(100)  # no NaN, which equals nothing
     return caches
@@ -60,7 +63,7 @@ def test_copies_of_forks_reach_every_layer(caches):
     BlockMover(backends.get_backend("numba"), caches).copy(orders)
     for now, then in zip(caches.layers, before.layers, strict=True):
         assert torch.equal(now.k[[4, 5]], then.k[[2, 2]])
-        assert torch.equal(now.v[[0, 1, 2, 3]], then.v[[0, 1, 2, 3]])
+        assert torch.equal(now.tensors[-1][[0, 1, 2, 3]], then.tensors[-1][[0, 1, 2, 3]])
 
 
 def test_what_was_never_stored_cannot_be_loaded(caches):
