@@ -37,6 +37,33 @@ _DECODE = (
 _SHARED = (DecodeCase(64, 8192, shared=7168), DecodeCase(256, 2048, shared=1536))
 
 
+LATENT_DIM = 576
+_LATENTS = tuple(
+    DecodeCase(
+        batch,
+        length,
+        num_q_heads=heads,
+        num_kv_heads=1,
+        head_dim=LATENT_DIM,
+        value_dim=512,
+        new=new,
+    )
+    for batch, length, heads, new in (
+        (1, 8192, 16, 1),
+        (1, 32768, 16, 1),
+        (8, 8192, 16, 1),
+        (64, 4096, 16, 1),
+        (256, 1024, 16, 1),
+        (256, 4096, 16, 1),
+        (64, 4096, 32, 1),
+        (64, 4096, 128, 1),
+        (1, 32768, 128, 1),
+        (64, 4096, 16, 2),
+        (1, 2048, 16, 2048),
+    )
+)
+
+
 def _quantised(backend: Backend) -> tuple[DecodeCase, ...]:
     """The decode rows again, over caches of half the bytes."""
     shapes = ((1, 8192), (1, 131072), (8, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 4096))
@@ -53,13 +80,16 @@ def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
     ceilings = _ceilings(device)
     speed = {row.case: row.gb_per_s or row.tflop_per_s for row in ceilings}
     rows = list(ceilings)
-    for case in _QUICK if quick else (*_DECODE, *_quantised(backend), *_SHARED):
+    latents = _LATENTS if backend.capabilities.max_latent_dim >= LATENT_DIM else ()
+    for case in _QUICK if quick else (*_DECODE, *_quantised(backend), *_SHARED, *latents):
         sets = range(buffer_sets(case.kv_bytes))
         steps = [_attention_step(backend, *case.inputs(device)) for _ in sets]
         row = time_graph(case.name, steps, case.kv_bytes)
         at_ceiling = {name: case.kv_bytes / speed[name] / 1e3 for name in (READ, COPY)}
         if case.shared:
             at_ceiling[FLAT] = _without_sharing(backend, case)
+        if case.value_dim:  # whose products may take longer than reading
+            row = replace(row, tflop_per_s=case.flop / row.median_us / 1e6)
         rows.append(against(row, at_ceiling))
     if not quick:
         rows += prefill.bench_prefill(backend, speed[MATMUL])
@@ -93,5 +123,6 @@ def _ceilings(device: torch.device) -> tuple[Row, ...]:
 def _attention_step(
     backend: Backend, query: Tensor, cache: KVCache, batch: PagedBatch
 ) -> Callable[[], object]:
-    terms, out = AttentionTerms(query.shape[-1] ** -0.5), torch.empty_like(query)
+    terms = AttentionTerms(query.shape[-1] ** -0.5)
+    out = query.new_empty(*query.shape[:2], cache.v.shape[3])
     return lambda: backend.paged_attention(query, cache, batch, terms, out=out)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backends.contract import KVCache, PagedBatch, SharedPrefix
+from backends.contract import KVCache, KVLayout, PagedBatch, SharedPrefix
 
 BLOCK_SIZE = 16
 HEAD_DIM = 128
@@ -49,12 +49,25 @@ class DecodeCase:
     cache_dtype: torch.dtype | None = None
     """Of a quantised cache; None: `dtype`."""
     shared: int = 0
+    value_dim: int = 0
+    """Above 0: over latents of `head_dim` numbers, the first so many of which are values."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """What a slot of the cache holds."""
+        dtype, value_dim = self.cache_dtype or self.dtype, self.value_dim or self.head_dim
+        return KVLayout(
+            self.num_kv_heads, self.head_dim, value_dim, dtype, is_latent=self.value_dim > 0
+        )
 
     @property
     def name(self) -> str:
         """As the tables of the documentation name it."""
         kind = "decode" if self.new == 1 else f"prefill {self.new} of"
         heads = f"{self.num_q_heads}/{self.num_kv_heads} heads d{self.head_dim}"
+        if self.value_dim:
+            rest = self.head_dim - self.value_dim
+            heads = f"{self.num_q_heads} heads over latents of {self.value_dim} + {rest}"
         cache = "" if self.cache_dtype is None else f" over {str(self.cache_dtype)[6:]}"
         shared = f", {self.shared} shared" if self.shared else ""
         return f"{kind} {self.batch} x {self.length}{shared}, {heads}, {str(self.dtype)[6:]}{cache}"
@@ -62,21 +75,24 @@ class DecodeCase:
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that have to be read at least once."""
-        row = self.num_kv_heads * self.head_dim * (self.cache_dtype or self.dtype).itemsize
-        return 2 * (self.batch * (self.length - self.shared) + self.shared) * row
+        row = sum(self.layout.row_bytes)
+        return (self.batch * (self.length - self.shared) + self.shared) * row
 
     @property
     def flop(self) -> int:
-        """Operations of both products: 4 a visible (query, key) pair, query head and dimension."""
+        """Operations of both products: 2 a visible (query, key) pair, query head and dimension."""
         pairs = self.new * (self.length - self.new) + self.new * (self.new + 1) // 2
-        return 4 * self.batch * pairs * self.num_q_heads * self.head_dim
+        both = self.head_dim + self.layout.value_dim
+        return 2 * self.batch * pairs * self.num_q_heads * both
 
     def inputs(self, device: torch.device) -> tuple[Tensor, KVCache, PagedBatch]:
         """Query, cache with shuffled blocks, batch."""
         blocks = -(-self.length // BLOCK_SIZE)
         shape = (1 + self.batch * blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim)
-        kind = self.cache_dtype or self.dtype
-        cache = KVCache(*(torch.randn(shape, device=device).to(kind) for _ in range(2)))
+        layout = self.layout
+        cache = layout.over(
+            [torch.randn(shape, device=device).to(layout.dtype) for _ in layout.row_bytes]
+        )
         table = 1 + torch.randperm(self.batch * blocks, device=device).view(self.batch, blocks)
         table[:, : self.shared // BLOCK_SIZE] = table[0, : self.shared // BLOCK_SIZE]
         rows = self.batch * self.new

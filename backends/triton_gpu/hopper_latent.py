@@ -1,7 +1,7 @@
-"""Attention of few query rows over latents on Hopper GPUs, warps with roles of their own; Gluon.
+"""Attention over latents on Hopper GPUs, warps with roles of their own; Gluon.
 
-The formula, the rows and the parts of `latent`'s `_attend_part`, whose kernel serves what this one
-cannot (`can_attend`). There the products of a tile wait for its copy and hold up the next one. Here
+The formula, the rows, the parts and the tiles of `latent`, whose kernels serve what this one cannot
+(`can_attend`). There the products of a tile wait for its copy and hold up the next one. Here
 four warps copy and two groups of four multiply, each the tiles of its own buffer, every other one:
 while a group computes, the tile of the other is on its way. At the end the groups add up.
 
@@ -32,13 +32,14 @@ from backends.contract import KVCache
 from backends.triton_gpu.hopper_items import gluon_function
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.place import Place
+from backends.triton_gpu.prefill_order import find_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 from backends.triton_gpu.splits import count_tiles, find_part
 
 TILE = 64
 REST = 64
 WARPS = 4
-CONSUMER_REGISTERS = 208
+CONSUMER_REGISTERS = 200
 LOADER_REGISTERS = 96
 
 
@@ -141,7 +142,7 @@ def _limits(
 @gluon_function
 def _help(
     q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
-    full: gl.tensor, empty: gl.tensor, done: gl.tensor, ends: gl.tensor,
+    full: gl.tensor, empty: gl.tensor, ready: gl.tensor, done: gl.tensor, ends: gl.tensor,
     begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
     window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
     HEADS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
@@ -151,6 +152,7 @@ def _help(
     VALUES: gl.constexpr = c_tiles.shape[2]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     limit = _limits(token, length, query_len, ROWS, HEADS)
+    mbarrier.wait(ready.index(0), 0)
     highest, total, sums = _walk(
         q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, begin, end, limit, window,
         scale, soft_cap, HAS_CAP, HAS_WINDOW, 1,
@@ -162,22 +164,48 @@ def _help(
 
 
 @gluon_function
+def _load_queries(
+    query: gl.tensor, q: gl.tensor, start: gl.tensor, token: gl.tensor, head: gl.tensor,
+    query_len: gl.tensor, q_stride: gl.tensor, offset: gl.tensor,
+    Q_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
+) -> None:  # fmt: skip
+    """A part of the queries' rows, from number `offset` on, into shared memory; zeros elsewhere."""
+    ROWS: gl.constexpr = q.shape[0]
+    WIDTH: gl.constexpr = q.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    token += row // HEADS
+    head += row % HEADS
+    live = (token < query_len) & (head < NUM_HEADS)
+    at = (start + token).to(gl.int64) * q_stride + (head * Q_HEAD + offset)
+    rows = gl.load(query + at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+    q.store(rows)
+
+
+@gluon_function
 def _lead(
     q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
-    full: gl.tensor, empty: gl.tensor, done: gl.tensor, ends: gl.tensor,
+    full: gl.tensor, empty: gl.tensor, ready: gl.tensor, done: gl.tensor, ends: gl.tensor,
     begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
     window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
-    sinks: gl.tensor, out: gl.tensor, partial: gl.tensor, head: gl.tensor, start: gl.tensor,
-    o_stride: gl.tensor, place: gl.tensor, rows: gl.tensor, is_first: gl.tensor,
-    is_final: gl.tensor,
-    O_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    query: gl.tensor, q_stride: gl.tensor, sinks: gl.tensor, out: gl.tensor, partial: gl.tensor,
+    head: gl.tensor, start: gl.tensor, o_stride: gl.tensor, place: gl.tensor, rows: gl.tensor,
+    is_first: gl.tensor, is_final: gl.tensor,
+    Q_HEAD: gl.constexpr, O_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """The first group: its tiles, the sum of both, and the result."""
+    """The first group: the queries' rows, its tiles, the sum of both groups', and the result."""
     ROWS: gl.constexpr = q.shape[0]
     VALUES: gl.constexpr = c_tiles.shape[2]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     limit = _limits(token, length, query_len, ROWS, HEADS)
+    _load_queries(query, q, start, token, head, query_len, q_stride, 0, Q_HEAD, NUM_HEADS, HEADS)
+    _load_queries(
+        query, q_rest, start, token, head, query_len, q_stride, VALUES, Q_HEAD, NUM_HEADS, HEADS
+    )
+    fence_async_shared()
+    mbarrier.arrive(ready.index(0), count=1)
     highest, total, sums = _walk(
         q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, begin, end, limit, window,
         scale, soft_cap, HAS_CAP, HAS_WINDOW, 0,
@@ -214,26 +242,6 @@ def _lead(
 
 
 @gluon_function
-def _load_queries(
-    query: gl.tensor, q: gl.tensor, start: gl.tensor, token: gl.tensor, head: gl.tensor,
-    query_len: gl.tensor, q_stride: gl.tensor, offset: gl.tensor,
-    Q_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
-) -> None:  # fmt: skip
-    """A part of the queries' rows, from number `offset` on, into shared memory; zeros elsewhere."""
-    ROWS: gl.constexpr = q.shape[0]
-    WIDTH: gl.constexpr = q.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    token += row // HEADS
-    head += row % HEADS
-    live = (token < query_len) & (head < NUM_HEADS)
-    at = (start + token).to(gl.int64) * q_stride + (head * Q_HEAD + offset)
-    rows = gl.load(query + at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-    q.store(rows)
-
-
-@gluon_function
 def _barrier(COUNT: gl.constexpr, SLOTS: gl.constexpr) -> gl.tensor:
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -247,8 +255,8 @@ def _barrier(COUNT: gl.constexpr, SLOTS: gl.constexpr) -> gl.tensor:
     pointers=("query", "cache", "out", "sinks"),
     jit=gluon.jit,
 )
-def attend_part(
-    query: gl.tensor,  # as in latent._attend_part, all of them
+def attend_rows(
+    query: gl.tensor,  # as in latent._attend_part, or if TILED in _attend_tile, all of them
     cache: gl.tensor,
     out: gl.tensor,
     sinks: gl.tensor,
@@ -261,7 +269,7 @@ def attend_part(
     o_stride: gl.tensor,
     num_seqs: gl.tensor,
     table_stride: gl.tensor,
-    most: gl.tensor,
+    most: gl.tensor,  # query tokens; if TILED the fewest
     window: gl.tensor,
     target: gl.tensor,
     scale: gl.tensor,
@@ -282,36 +290,49 @@ def attend_part(
     VECTOR: gl.constexpr,
     ALIKE: gl.constexpr,
     CHAINED: gl.constexpr,
+    TILED: gl.constexpr,
     REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ) -> None:
-    """Attend a part of a sequence with a slice of its rows."""
+    """Attend a part of a sequence with a slice of its rows; if TILED all keys of a tile of rows."""
     SLICES: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if CHAINED:
         gdc_launch_dependents()
     item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
-    nobody = (0, 0, 0)
-    here = gl.arange(0, VECTOR or 1, LANES)
-    s, split, splits = find_part(
-        query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
-        HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
-    )  # fmt: skip
-    if s >= num_seqs:
-        return
-    start = gl.load(query_start_loc + s)
-    query_len = gl.load(query_start_loc + s + 1) - start
-    length = gl.load(seq_lens + s)
-    seen, tiles = count_tiles(
-        s, query_len, length, most, window, nobody, HAS_WINDOW, HAS_SHARED=False, TILE=TILE
-    )
-    token = gl.program_id(0) // SLICES * (ROWS // HEADS)
+    if TILED:
+        s, start, query_len, first, token = find_tile(
+            query_start_loc, seq_lens, num_seqs, gl.num_programs(1) - 1 - item, ROWS // HEADS
+        )
+        if (query_len < most) | (token >= query_len):
+            return
+        length = first + query_len
+        begin, split, splits = length * 0, length * 0, length * 0 + 1
+        if HAS_WINDOW:
+            begin = gl.maximum(first + token - window + 1, 0)
+        end = first + gl.minimum(token + ROWS // HEADS, query_len)
+    else:
+        nobody = (0, 0, 0)
+        here = gl.arange(0, VECTOR or 1, LANES)
+        s, split, splits = find_part(
+            query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
+            HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
+        )  # fmt: skip
+        if s >= num_seqs:
+            return
+        start = gl.load(query_start_loc + s)
+        query_len = gl.load(query_start_loc + s + 1) - start
+        length = gl.load(seq_lens + s)
+        seen, tiles = count_tiles(
+            s, query_len, length, most, window, nobody, HAS_WINDOW, HAS_SHARED=False, TILE=TILE
+        )
+        token = gl.program_id(0) // SLICES * (ROWS // HEADS)
+        if (tiles == 0) | (token >= query_len):
+            return
+        first = seen // TILE
+        begin = gl.maximum((first + split * tiles // splits) * TILE, seen)
+        end = gl.minimum((first + (split + 1) * tiles // splits) * TILE, length)
     head = gl.program_id(0) % SLICES * HEADS
-    if (tiles == 0) | (token >= query_len):
-        return
-    first = seen // TILE
-    begin = gl.maximum((first + split * tiles // splits) * TILE, seen)
-    end = gl.minimum((first + (split + 1) * tiles // splits) * TILE, length)
     dtype: gl.constexpr = cache.dtype.element_ty
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, VALUE_DIM], dtype)
     RESTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, REST_DIM], dtype)
@@ -323,23 +344,19 @@ def attend_part(
     r_tiles = gl.allocate_shared_memory(dtype, [2, TILE, REST_DIM], RESTS)
     p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, ROWS], WEIGHTS)
     ends = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
-    full, empty, done = _barrier(128, 2), _barrier(1, 2), _barrier(1, 1)
-    _load_queries(query, q, start, token, head, query_len, q_stride, 0, Q_HEAD, NUM_HEADS, HEADS)
-    _load_queries(
-        query, q_rest, start, token, head, query_len, q_stride, VALUE_DIM, Q_HEAD, NUM_HEADS, HEADS
-    )
+    full, empty, ready, done = _barrier(128, 2), _barrier(1, 2), _barrier(1, 1), _barrier(1, 1)
     fence_async_shared()
     rows = gl.num_programs(1) * gl.num_programs(2) * most * NUM_HEADS
     gl.warp_specialize([
         (_lead, (
-            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, done, ends,
+            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, ready, done, ends,
             begin, end, token, length, query_len, window, scale, soft_cap,
-            sinks, out, partial, head, start, o_stride, item * most * NUM_HEADS, rows,
-            split == 0, splits == 1,
-            O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS,
+            query, q_stride, sinks, out, partial, head, start, o_stride,
+            item * most * NUM_HEADS, rows, split == 0, splits == 1,
+            Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS,
         )),
         (_help, (
-            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, done, ends,
+            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, ready, done, ends,
             begin, end, token, length, query_len, window, scale, soft_cap,
             HEADS, HAS_CAP, HAS_WINDOW,
         )),

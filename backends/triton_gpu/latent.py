@@ -262,7 +262,7 @@ def _attend_part(
 
 
 @launcher(
-    integers=("q_stride", "o_stride", "num_seqs", "table_stride", "shortest", "window"),
+    integers=("q_stride", "o_stride", "num_seqs", "table_stride", "shortest", "window", "target"),
     indices=("query_start_loc", "seq_lens", "tables", "scales"),
     pointers=("query", "cache", "out", "sinks"),
 )
@@ -271,6 +271,7 @@ def _attend_tile(
     cache: tl.tensor,  # [num_blocks, block_size, 1, head_dim], bytes if E4M3
     out: tl.tensor,  # [num_tokens, num_q_heads, value_dim]
     sinks: tl.tensor,  # [num_q_heads], read if HAS_SINKS
+    partial: tl.tensor,  # noqa: ARG001  # as in _attend_part, where this one has nothing to leave
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
@@ -281,6 +282,7 @@ def _attend_tile(
     table_stride: tl.tensor,
     shortest: tl.tensor,  # query tokens; sequences with fewer are left alone
     window: tl.tensor,  # used if HAS_WINDOW
+    target: tl.tensor,  # noqa: ARG001  # likewise
     scale: tl.tensor,  # float
     soft_cap: tl.tensor,  # float, used if HAS_CAP
     Q_HEAD: tl.constexpr,  # from head to head
@@ -408,9 +410,9 @@ def plan_latents(
     room = place.shared_bytes(out.device)
     on_hopper = hopper_latent.can_attend(place, query, cache)
     part = shape_for(num_heads, max(1, most), row_bytes, query.element_size(), room)
-    if on_hopper:
-        part = hopper_shape(num_heads, max(1, most))
     tile = shape_for(num_heads, MANY_ROWS, row_bytes, query.element_size(), room)
+    if on_hopper:
+        part, tile = (hopper_shape(num_heads, tokens) for tokens in (max(1, most), MANY_ROWS))
     slices = ceil_div(num_heads, part.heads)
     programs = slices * ceil_div(max(1, most), part.rows // part.heads)
     if terms.batch_invariant:
@@ -427,10 +429,10 @@ def plan_latents(
     tokens = tile.rows // tile.heads
     return Plan(
         batch.block_table.shape[1] * block_size, most,
-        _part_variant(place, query, cache, out, terms, part, grid, on_hopper=on_hopper),
+        _variant(place, query, cache, out, terms, part, grid, on_hopper=on_hopper),
         (programs, *grid.shape),
         grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, grid.target, merge,
-        _tile_variant(place, query, cache, out, terms, tile),
+        _variant(place, query, cache, out, terms, tile, None, on_hopper=on_hopper),
         (ceil_div(num_heads, tile.heads), batch.num_tokens // tokens + batch.num_seqs, 1),
         (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0)),
     )  # fmt: skip
@@ -463,41 +465,35 @@ def _tiles(place: Place, cache: KVCache, shape: Shape) -> tuple[tuple[int, ...],
     return sizes, (is_quantised, place.has_e4m3(cache.k.device), scale_step(cache.k_scale))
 
 
-def _part_variant(
+def _variant(
     place: Place,
     query: Tensor,
     cache: KVCache,
     out: Tensor,
     terms: AttentionTerms,
     shape: Shape,
-    grid: Grid,
+    grid: Grid | None,
     *,
     on_hopper: bool,
 ) -> Variant:
-    plan, chained = (grid.vector, grid.alike), place.can_chain(out.device)
-    constants, dtypes = _constants(query, cache, out, terms), _dtypes(query, cache, terms)
+    """The kernel for parts that are planned so; without a plan the one for tiles."""
+    device, dtypes = out.device, _dtypes(query, cache, terms)
+    constants = _constants(query, cache, out, terms)
+    plan = (0, False) if grid is None else (grid.vector, grid.alike)
+    chained = grid is not None and place.can_chain(device)
     if on_hopper:
-        own = (shape.tile, shape.rows, shape.heads, *plan, chained)
+        own = (shape.tile, shape.rows, shape.heads, *plan, chained, grid is None)
         registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
-        return hopper_latent.attend_part.variant(
-            place, out.device, dtypes, (*constants, *own, *registers), num_warps=shape.warps
+        return hopper_latent.attend_rows.variant(
+            place, device, dtypes, (*constants, *own, *registers), num_warps=shape.warps
         )
     sizes, quantised = _tiles(place, cache, shape)
-    return _attend_part.variant(
-        place, out.device, dtypes, (*constants, *sizes, *plan, *quantised, chained),
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
-
-
-def _tile_variant(
-    place: Place, query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms, shape: Shape
-) -> Variant:
-    sizes, quantised = _tiles(place, cache, shape)
-    return _attend_tile.variant(
-        place, out.device, _dtypes(query, cache, terms),
-        (*_constants(query, cache, out, terms), *sizes, *quantised),
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
+    options = {"num_warps": shape.warps, "num_stages": shape.stages}
+    if grid is None:
+        constants = (*constants, *sizes, *quantised)
+        return _attend_tile.variant(place, device, dtypes, constants, **options)
+    constants = (*constants, *sizes, *plan, *quantised, chained)
+    return _attend_part.variant(place, device, dtypes, constants, **options)
 
 
 def attend_latents(
@@ -519,8 +515,9 @@ def attend_latents(
         if plan.merge is not None:
             merging.merge(plan.merge, partial, batch, out, window, NOBODY)
     if batch.max_query_len > plan.most:
+        nowhere = out  # where there are no parts
         plan.tile.launch(
             plan.tile_grid,
-            (query, cache.k, out, sinks, *where, scales),
-            (*plan.numbers, plan.most + 1, window, *logits),
+            (query, cache.k, out, sinks, nowhere, *where, scales),
+            (*plan.numbers, plan.most + 1, window, 0, *logits),
         )

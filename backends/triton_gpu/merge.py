@@ -34,8 +34,8 @@ MANY_SEQS = 64
 MANY_PROGRAMS = 1800
 """More would start one after the other; then a program takes several heads."""
 WHOLE = 256
-PIECE = 128
-"""Numbers of a row that a program merges, if it has more than WHOLE."""
+PIECE = 64
+"""Numbers of a row that a program merges, if it has more than WHOLE and programs are few."""
 FEW_PARTS = 32
 """Loaded together where there are many sequences, most of which have few."""
 
@@ -178,7 +178,9 @@ def plan_merge(
     if not (grid.alike or shared.chunks):
         heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
-    width = power_of_two(head_dim) if head_dim <= WHOLE else PIECE
+    width = power_of_two(head_dim)
+    if head_dim > WHOLE:
+        width = PIECE if grid.vector < MANY_SEQS else WHOLE
     at_once = parts_at_once(parts, width)
     step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
     chained = place.can_chain(out.device)

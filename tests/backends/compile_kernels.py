@@ -210,8 +210,8 @@ class Latents:
     """A shape of attention over latents of 512 + 64."""
 
     heads: int
-    spills: tuple[int, int, int] = (0, 60, 8)
-    """Words at most: of parts, of tiles (64 rows of sums fill the registers), of Hopper's parts."""
+    spills: tuple[int, int] = (0, 60)
+    """Words at most, of parts and of tiles: 64 rows of sums fill the registers."""
     vector: int = 64
     block_size: int = 16
     features: bool = False
@@ -222,8 +222,8 @@ class Latents:
 LATENTS = (
     Latents(16),
     Latents(16, vector=0, block_size=5, features=True),
-    Latents(128, spills=(60, 60, 100)),
-    Latents(16, spills=(200, 200, 0), e4m3=True),
+    Latents(128, spills=(60, 60)),
+    Latents(16, spills=(200, 200), e4m3=True),
 )
 
 
@@ -237,7 +237,7 @@ def check_latents(case, capability):
     plan = {"VECTOR": case.vector, "ALIKE": False, "CHAINED": capability >= 90}
     room = 227 << 10 if capability >= 90 else 163 << 10
     kernels = ((latent._attend_part, 1), (latent._attend_tile, 64))
-    for (kernel, tokens), spills in zip(kernels, case.spills, strict=False):
+    for (kernel, tokens), spills in zip(kernels, case.spills, strict=True):
         shape = latent.shape_for(case.heads, tokens, 1152, 2, room)
         sizes = {
             "ALIGN": 16, "TILE": shape.tile, "ROWS": shape.rows, "HEADS": shape.heads,
@@ -252,19 +252,25 @@ def check_latents(case, capability):
         assert made.count("HGMMA" if capability >= 90 else "HMMA")
         bound(made, registers=255, shared=room, spills=spills if capability >= 90 else 80)
     if capability >= 90 and not case.e4m3:
-        shape = latent.hopper_shape(case.heads, 1)
+        check_hopper_latents(case, constants | plan, room)
+
+
+def check_hopper_latents(case, constants, room):
+    """The kernel for few rows, and for tiles."""
+    for tokens in (1, 64):
+        shape = latent.hopper_shape(case.heads, tokens)
         sizes = {
-            "TILE": shape.tile, "ROWS": shape.rows, "HEADS": shape.heads,
+            "TILE": shape.tile, "ROWS": shape.rows, "HEADS": shape.heads, "TILED": tokens > 1,
             "REGISTERS": hopper_latent.CONSUMER_REGISTERS,
             "LOADER_REGISTERS": hopper_latent.LOADER_REGISTERS,
         }  # fmt: skip
         made = make(
-            hopper_latent.attend_part, capability, case.element, constants | sizes | plan,
+            hopper_latent.attend_rows, 90, case.element, constants | sizes,
             source=GluonASTSource, num_warps=shape.warps,
         )  # fmt: skip
         copies_16_bytes(made, "LDGSTS")
         assert made.count("HGMMA") == 2 * (36 + 32)  # of both groups: a tile's logits, and sums
-        bound(made, registers=168, shared=room, spills=case.spills[2])
+        bound(made, registers=168, shared=room, spills=100 if shape.rows > 16 else 8)
 
 
 def check_moves(capability):

@@ -46,6 +46,11 @@ def test_an_unknown_backend_is_one_line_and_exit_code_2():
 def test_bytes_and_bandwidth_by_hand():
     case = DecodeCase(8, 2048, dtype=torch.float32)
     assert case.kv_bytes == 2 * 8 * 2048 * 8 * 128 * 4
+    latents = DecodeCase(8, 2048, 16, 1, head_dim=576, value_dim=512)
+    assert latents.kv_bytes == 8 * 2048 * 576 * 2
+    assert latents.flop == 2 * 8 * 2048 * 16 * (576 + 512)
+    assert "16 heads over latents of 512 + 64" in latents.name
+    assert latents.inputs(torch.device("cpu"))[1].layout == latents.layout
     row = row_of("x", [3.0, 1.0, 2.0], 4000, {}, {})
     assert (row.median_us, row.low_us, row.high_us, row.gb_per_s) == (2.0, 1.0, 3.0, 2.0)
 
