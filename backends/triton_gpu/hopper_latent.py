@@ -1,9 +1,10 @@
 """Attention over latents on Hopper GPUs, warps with roles of their own; Gluon.
 
 The formula, the rows, the parts and the tiles of `latent`, whose kernels serve what this one cannot
-(`can_attend`). There the products of a tile wait for its copy and hold up the next one. Here
-four warps copy and two groups of four multiply, each the tiles of its own buffer, every other one:
-while a group computes, the tile of the other is on its way. At the end the groups add up.
+(`can_attend`). There the products of a tile wait for its copy and hold up the next one. Here four
+warps copy and two groups of four multiply. Up to 16 rows, which reading bounds, each group takes
+the tiles of its own buffer, every other one, and at the end they add up; more rows are shared out,
+half to each group, and each takes every tile.
 
 Layout: in shared memory two tiles of 64 latents, cut where the values end, and the rows of the
 queries. Logits are latents x queries, sums are numbers x queries: the tile is the left side of both
@@ -85,9 +86,12 @@ def _walk(
     q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
     full: gl.tensor, empty: gl.tensor, begin: gl.tensor, end: gl.tensor, limit: gl.tensor,
     window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, GROUP_ID: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, SHARED: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Every other tile: each row's highest logit (base 2), total weight, weighted sum of values."""
+    """Each row's highest logit (base 2), total weight, and weighted sum of values [VALUES, ROWS].
+
+    Of every tile if SHARED, else of those in the group's own buffer.
+    """
     TILE: gl.constexpr = c_tiles.shape[1]
     VALUES: gl.constexpr = c_tiles.shape[2]
     ROWS: gl.constexpr = q.shape[0]
@@ -96,13 +100,16 @@ def _walk(
     highest = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, LAYOUT))
     totals = gl.full([TILE, ROWS], 0.0, gl.float32, LAYOUT)
     sums = gl.full([VALUES, ROWS], 0.0, gl.float32, LAYOUT)
-    c, r, p_tile = c_tiles.index(GROUP_ID), r_tiles.index(GROUP_ID), p_tiles.index(GROUP_ID)
+    p_tile = p_tiles.index(GROUP_ID)
     first = begin // TILE * TILE
     factor = scale * LOG2E
     if HAS_CAP:
         factor = LOG2E
-    for i in range(GROUP_ID, (end - first + TILE - 1) // TILE, 2):
-        mbarrier.wait(full.index(GROUP_ID), i // 2 & 1)
+    FROM: gl.constexpr = 0 if SHARED else GROUP_ID
+    for i in range(FROM, (end - first + TILE - 1) // TILE, 1 if SHARED else 2):
+        buffer = i % 2 if SHARED else GROUP_ID
+        c, r = c_tiles.index(buffer), r_tiles.index(buffer)
+        mbarrier.wait(full.index(buffer), i // 2 & 1)
         fence_async_shared()
         blank = gl.full([TILE, ROWS], 0.0, gl.float32, LAYOUT)
         logits = warpgroup_mma(c, q.permute((1, 0)), blank, use_acc=False, is_async=True)
@@ -124,18 +131,18 @@ def _walk(
         fence_async_shared()
         sums = warpgroup_mma(c.permute((1, 0)), p_tile, sums * rescale, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        mbarrier.arrive(empty.index(GROUP_ID), count=1)
+        mbarrier.arrive(empty.index(buffer), count=1)
     return highest, gl.sum(totals, 0), sums
 
 
 @gluon_function
 def _limits(
     token: gl.tensor, length: gl.tensor, query_len: gl.tensor, ROWS: gl.constexpr,
-    HEADS: gl.constexpr,
+    HEADS: gl.constexpr, OFFSET: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
-    """How many keys each row sees from the first on."""
+    """How many keys each row sees from the first on; a group's rows start at OFFSET."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    row = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    row = OFFSET + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     return length - query_len + 1 + token + row // HEADS
 
 
@@ -147,15 +154,15 @@ def _help(
     window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
     HEADS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ) -> None:  # fmt: skip
-    """The second group: its tiles, and what they come to, left in its buffer for the first."""
+    """The second group of two that share rows: its tiles, left in its buffer for the first."""
     ROWS: gl.constexpr = q.shape[0]
     VALUES: gl.constexpr = c_tiles.shape[2]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    limit = _limits(token, length, query_len, ROWS, HEADS)
+    limit = _limits(token, length, query_len, ROWS, HEADS, 0)
     mbarrier.wait(ready.index(0), 0)
     highest, total, sums = _walk(
         q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, begin, end, limit, window,
-        scale, soft_cap, HAS_CAP, HAS_WINDOW, 1,
+        scale, soft_cap, HAS_CAP, HAS_WINDOW, SHARED=False, GROUP_ID=1,
     )  # fmt: skip
     c_tiles.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN).store(sums)  # noqa: SLF001
     ends.index(0).store(highest)
@@ -167,13 +174,13 @@ def _help(
 def _load_queries(
     query: gl.tensor, q: gl.tensor, start: gl.tensor, token: gl.tensor, head: gl.tensor,
     query_len: gl.tensor, q_stride: gl.tensor, offset: gl.tensor,
-    Q_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
+    Q_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, OFFSET: gl.constexpr,
 ) -> None:  # fmt: skip
-    """A part of the queries' rows, from number `offset` on, into shared memory; zeros elsewhere."""
+    """A part of a group's rows, from number `offset` on, into shared memory; zeros elsewhere."""
     ROWS: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    row = OFFSET + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     token += row // HEADS
     head += row % HEADS
@@ -184,7 +191,7 @@ def _load_queries(
 
 
 @gluon_function
-def _lead(
+def _attend(
     q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
     full: gl.tensor, empty: gl.tensor, ready: gl.tensor, done: gl.tensor, ends: gl.tensor,
     begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
@@ -194,42 +201,49 @@ def _lead(
     is_first: gl.tensor, is_final: gl.tensor,
     Q_HEAD: gl.constexpr, O_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    SHARED: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
-    """The first group: the queries' rows, its tiles, the sum of both groups', and the result."""
+    """A group's queries, its tiles, and the result; that of both groups where they share rows."""
     ROWS: gl.constexpr = q.shape[0]
     VALUES: gl.constexpr = c_tiles.shape[2]
+    OFFSET: gl.constexpr = GROUP_ID * ROWS
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    limit = _limits(token, length, query_len, ROWS, HEADS)
-    _load_queries(query, q, start, token, head, query_len, q_stride, 0, Q_HEAD, NUM_HEADS, HEADS)
+    limit = _limits(token, length, query_len, ROWS, HEADS, OFFSET)
     _load_queries(
-        query, q_rest, start, token, head, query_len, q_stride, VALUES, Q_HEAD, NUM_HEADS, HEADS
+        query, q, start, token, head, query_len, q_stride, 0, Q_HEAD, NUM_HEADS, HEADS, OFFSET
     )
+    _load_queries(
+        query, q_rest, start, token, head, query_len, q_stride, VALUES, Q_HEAD, NUM_HEADS, HEADS,
+        OFFSET,
+    )  # fmt: skip
     fence_async_shared()
-    mbarrier.arrive(ready.index(0), count=1)
+    mbarrier.arrive(ready.index(GROUP_ID), count=1)
+    mbarrier.wait(ready.index(GROUP_ID), 0)
     highest, total, sums = _walk(
         q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, begin, end, limit, window,
-        scale, soft_cap, HAS_CAP, HAS_WINDOW, 0,
+        scale, soft_cap, HAS_CAP, HAS_WINDOW, SHARED, GROUP_ID,
     )  # fmt: skip
-    mbarrier.wait(done.index(0), 0)
-    others = c_tiles.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN)  # noqa: SLF001
-    other_highest = ends.index(0).load(highest.type.layout)
-    row = gl.arange(0, ROWS, highest.type.layout)
+    if not SHARED:
+        mbarrier.wait(done.index(0), 0)
+        others = c_tiles.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN)  # noqa: SLF001
+        other_highest = ends.index(0).load(highest.type.layout)
+        top = gl.maximum(highest, other_highest)
+        own, other = gl.exp2(highest - top), gl.exp2(other_highest - top)
+        total = total * own + ends.index(1).load(highest.type.layout) * other
+        sums = sums * own[None, :] + others.load(sums.type.layout) * other[None, :]
+        highest = top
+    row = OFFSET + gl.arange(0, ROWS, highest.type.layout)
     head += row % HEADS
     token += row // HEADS
     live = (token < query_len) & (head < NUM_HEADS)
-    top = gl.maximum(highest, other_highest)
-    sink = top
     if HAS_SINKS:
         sink = gl.load(sinks + head, mask=live & is_first, other=float("-inf")).to(gl.float32)
-        sink = sink * LOG2E
-        top = gl.maximum(top, sink)
-    own, other = gl.exp2(highest - top), gl.exp2(other_highest - top)
-    total = total * own + ends.index(1).load(highest.type.layout) * other
-    if HAS_SINKS:
-        total += gl.exp2(sink - top)
-    share = 1.0 / gl.where(total > 0, total, 1.0)  # a row may see nothing of a part
-    result = sums * (own * share)[None, :]
-    result += others.load(sums.type.layout) * (other * share)[None, :]
+        top = gl.maximum(highest, sink * LOG2E)
+        rescale = gl.exp2(highest - top)
+        total = total * rescale + gl.exp2(sink * LOG2E - top)
+        sums = sums * rescale[None, :]
+        highest = top
+    result = sums * (1.0 / gl.where(total > 0, total, 1.0))[None, :]  # none may be seen of a part
     dim = gl.arange(0, VALUES, gl.SliceLayout(1, sums.type.layout))[:, None]
     mask = gl.expand_dims(live, 0) & (dim < VALUES)
     if is_final:
@@ -238,7 +252,7 @@ def _lead(
     else:
         at = place + token * NUM_HEADS + head
         gl.store(partial + at[None, :] * VALUES + dim, result, mask=mask)
-        gl.store(partial + rows * VALUES + at, top + gl.log2(total), mask=live)
+        gl.store(partial + rows * VALUES + at, highest + gl.log2(total), mask=live)
 
 
 @gluon_function
@@ -291,6 +305,7 @@ def attend_rows(
     ALIKE: gl.constexpr,
     CHAINED: gl.constexpr,
     TILED: gl.constexpr,
+    SHARED: gl.constexpr,  # each group has half of the rows; otherwise half of the tiles
     REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ) -> None:
@@ -336,35 +351,62 @@ def attend_rows(
     dtype: gl.constexpr = cache.dtype.element_ty
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, VALUE_DIM], dtype)
     RESTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, REST_DIM], dtype)
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, ROWS], dtype)
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+        [TILE, ROWS // 2 if SHARED else ROWS], dtype
+    )
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(dtype, [ROWS, VALUE_DIM], KEYS)
-    q_rest = gl.allocate_shared_memory(dtype, [ROWS, REST_DIM], RESTS)
+    GROUPS: gl.constexpr = 2 if SHARED else 1
+    OWN: gl.constexpr = ROWS // GROUPS
+    q = gl.allocate_shared_memory(dtype, [GROUPS, OWN, VALUE_DIM], KEYS)
+    q_rest = gl.allocate_shared_memory(dtype, [GROUPS, OWN, REST_DIM], RESTS)
     c_tiles = gl.allocate_shared_memory(dtype, [2, TILE, VALUE_DIM], KEYS)
     r_tiles = gl.allocate_shared_memory(dtype, [2, TILE, REST_DIM], RESTS)
-    p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, ROWS], WEIGHTS)
-    ends = gl.allocate_shared_memory(gl.float32, [2, ROWS], PLAIN)
-    full, empty, ready, done = _barrier(128, 2), _barrier(1, 2), _barrier(1, 1), _barrier(1, 1)
+    p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, OWN], WEIGHTS)
+    ends = gl.allocate_shared_memory(gl.float32, [2, OWN], PLAIN)
+    full, empty, ready, done = _barrier(128, 2), _barrier(GROUPS, 2), _barrier(1, 2), _barrier(1, 1)
     fence_async_shared()
     rows = gl.num_programs(1) * gl.num_programs(2) * most * NUM_HEADS
-    gl.warp_specialize([
-        (_lead, (
-            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, ready, done, ends,
-            begin, end, token, length, query_len, window, scale, soft_cap,
-            query, q_stride, sinks, out, partial, head, start, o_stride,
-            item * most * NUM_HEADS, rows, split == 0, splits == 1,
-            Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS,
-        )),
-        (_help, (
-            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, ready, done, ends,
-            begin, end, token, length, query_len, window, scale, soft_cap,
-            HEADS, HAS_CAP, HAS_WINDOW,
-        )),
-        (_load_tiles, (
-            cache, tables + s.to(gl.int64) * table_stride, begin, end,
-            c_tiles, r_tiles, full, empty, STRIDES, BLOCK_SIZE,
-        )),
-    ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    table = tables + s.to(gl.int64) * table_stride
+    place = item * most * NUM_HEADS
+    first_split, final = split == 0, splits == 1
+    if SHARED:
+        gl.warp_specialize([
+            (_attend, (
+                q.index(0), q_rest.index(0), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
+                ends, begin, end, token, length, query_len, window, scale, soft_cap,
+                query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
+                first_split, final,
+                Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, True, 0,
+            )),
+            (_attend, (
+                q.index(1), q_rest.index(1), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
+                ends, begin, end, token, length, query_len, window, scale, soft_cap,
+                query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
+                first_split, final,
+                Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, True, 1,
+            )),
+            (_load_tiles, (
+                cache, table, begin, end, c_tiles, r_tiles, full, empty, STRIDES, BLOCK_SIZE,
+            )),
+        ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_attend, (
+                q.index(0), q_rest.index(0), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
+                ends, begin, end, token, length, query_len, window, scale, soft_cap,
+                query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
+                first_split, final,
+                Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, False, 0,
+            )),
+            (_help, (
+                q.index(0), q_rest.index(0), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
+                ends, begin, end, token, length, query_len, window, scale, soft_cap,
+                HEADS, HAS_CAP, HAS_WINDOW,
+            )),
+            (_load_tiles, (
+                cache, table, begin, end, c_tiles, r_tiles, full, empty, STRIDES, BLOCK_SIZE,
+            )),
+        ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:

@@ -52,7 +52,7 @@ MOST_ROWS = 1024
 """Rows of a sequence, over all its query tokens, up to which its keys may be cut into parts."""
 FEW_ROWS = 16
 MANY_ROWS = 64
-HOPPER_ROWS = 32
+HOPPER_ROWS = (16, 32, 64)
 PROGRAMS_A_MULTIPROCESSOR = 1
 """Two tiles of latents fill its shared memory."""
 
@@ -384,7 +384,7 @@ def shape_for(num_heads: int, tokens: int, row_bytes: int, itemsize: int, room: 
 
 def hopper_shape(num_heads: int, tokens: int) -> Shape:
     """Of `hopper_latent`'s kernel: the rows that its sums have registers for."""
-    rows = FEW_ROWS if num_heads * tokens <= FEW_ROWS else HOPPER_ROWS
+    rows = next((n for n in HOPPER_ROWS if n >= num_heads * tokens), HOPPER_ROWS[-1])
     heads = min(rows, power_of_two(num_heads))
     return Shape(hopper_latent.TILE, rows, heads, hopper_latent.WARPS, 0)
 
@@ -482,7 +482,8 @@ def _variant(
     plan = (0, False) if grid is None else (grid.vector, grid.alike)
     chained = grid is not None and place.can_chain(device)
     if on_hopper:
-        own = (shape.tile, shape.rows, shape.heads, *plan, chained, grid is None)
+        is_shared = shape.rows > FEW_ROWS
+        own = (shape.tile, shape.rows, shape.heads, *plan, chained, grid is None, is_shared)
         registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
         return hopper_latent.attend_rows.variant(
             place, device, dtypes, (*constants, *own, *registers), num_warps=shape.warps

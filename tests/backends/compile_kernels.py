@@ -261,6 +261,7 @@ def check_hopper_latents(case, constants, room):
         shape = latent.hopper_shape(case.heads, tokens)
         sizes = {
             "TILE": shape.tile, "ROWS": shape.rows, "HEADS": shape.heads, "TILED": tokens > 1,
+            "SHARED": shape.rows > latent.FEW_ROWS,
             "REGISTERS": hopper_latent.CONSUMER_REGISTERS,
             "LOADER_REGISTERS": hopper_latent.LOADER_REGISTERS,
         }  # fmt: skip
@@ -270,7 +271,7 @@ def check_hopper_latents(case, constants, room):
         )  # fmt: skip
         copies_16_bytes(made, "LDGSTS")
         assert made.count("HGMMA") == 2 * (36 + 32)  # of both groups: a tile's logits, and sums
-        bound(made, registers=168, shared=room, spills=100 if shape.rows > 16 else 8)
+        bound(made, registers=168, shared=room, spills=100 if shape.rows > latent.FEW_ROWS else 8)
 
 
 def check_moves(capability):
