@@ -11,7 +11,8 @@ it moves. To read them, from the simplest on:
   running maximum and sum. All other attention here is that loop, cut differently.
 - `decode`: single query tokens. `splits` is the plan that cuts long sequences, `chunk` the walk
   over the keys of a part, `merge` the sum of the parts; `cascade` reads a shared prefix once.
-- `latent`: attention over latents (MLA), both ways.
+- `latent`: attention over latents (MLA), in its plain form; `hopper_latent` with warps of different
+  work.
 - `hopper_prefill`: prefill with warps of different work. `prefill_order` is the list of items,
   `hopper_items` who takes which, `hopper_load` the warp that loads, `hopper_consume` those that
   multiply.
