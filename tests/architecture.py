@@ -90,6 +90,7 @@ MODEL_LAYERS = (
         "device/lifeline",
         "device/ranges",
         "device/rope",
+        "device/shared_prefix",
         "device/sight",
     ),
     ("device/kv_caches", "device/memory", "device/ranks", "device/sampler"),

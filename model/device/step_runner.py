@@ -93,9 +93,10 @@ class StepPasses:
         self._sanitizer = sanitizer
         self._mover = mover
         self._sampler = sampler
-        chunks = network.layout.chunks
+        layout = network.layout
         self._builders = [
-            BatchBuilder(network.device, len(groups), chunks) for _ in range(1 + is_late)
+            BatchBuilder(network.device, len(groups), layout.chunks, layout.windows)
+            for _ in range(1 + is_late)
         ]
         self._is_late = is_late
         if drawn is None:
