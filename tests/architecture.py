@@ -87,6 +87,7 @@ MODEL_LAYERS = (
         "device/__init__",
         "device/layout",
         "device/chunks",
+        "device/draw_kernels",
         "device/lifeline",
         "device/ranges",
         "device/rope",

@@ -30,6 +30,7 @@ import backends
 from model.device.batch import StepTensors, chosen_ids
 from model.device.draw_graphs import DrawGraphs, Place, Recorder
 from model.device.network import PagedNetwork
+from model.device.sampler import passes_for
 
 _FEW = (2, 4, 8, 16, 24, 32, 48, 64)  # a batch of one takes two rows, as those that are compiled
 _STEP = 32
@@ -146,6 +147,7 @@ class StepGraphs:
     ) -> None:
         self._network = network
         self.draws = draws
+        self._passes = passes_for(network.device.type)
         self._drawn = drawn
         self.buckets = Buckets(max_num_seqs, max_tokens)
         device = network.device
@@ -223,7 +225,7 @@ class StepGraphs:
         )
         positions = inputs.position_ids[None, :size]
         logits = self._network.logits(StepTensors(ids, positions, inputs.logit_rows[:rows], paged))
-        best, tokens = logits.max(dim=-1)
+        best, tokens = self._passes.most_likely(logits)
         return (logits, (best, tokens)) if longest == 1 else self._kept(logits, best, tokens)
 
     def _kept(

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.control.params import SamplingParams
-from model.device.sampler import ChunkSums, Cut, DrawTerms, choose, reach_of, sharpness_of
+from model.device.sampler import Cut, DrawTerms, choose, passes_for, reach_of, sharpness_of
 
 _T = TypeVar("_T")
 
@@ -170,11 +170,10 @@ class DrawGraphs:
     Args:
         max_rows: of a step.
         device: where logits are.
-        sums_of: `chunk_sums`, or what that was compiled to.
     """
 
-    def __init__(self, max_rows: int, device: torch.device, sums_of: ChunkSums) -> None:
-        self._sums_of = sums_of
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._passes = passes_for(device.type)
         self._words = torch.zeros((5, max_rows), dtype=torch.int64, device=device)
         is_pinned = device.type == "cuda"
         self._sent = [torch.zeros_like(self._words, device="cpu") for _ in range(2)]
@@ -235,5 +234,5 @@ class DrawGraphs:
             top_p = own.top_p.masked_fill(own.top_k > 0, 1.0) if cuts.ranked else own.top_p
             made.append(Cut(rows=None, top_p=top_p, top_k=own.top_k, most=0))
         terms = DrawTerms(None, own.factors[:, :1], own.factors[:, 1:], tuple(made))
-        chosen = choose(logits, most_likely, terms, own.numbers, self._sums_of)
+        chosen = choose(logits, most_likely, terms, own.numbers, self._passes)
         return torch.where(own.is_drawn > 0, chosen, most_likely[1])

@@ -113,7 +113,7 @@ class StepPasses:
         """Run as it was prepared from now on. O(1)."""
         self._graphs = prepared.graphs
         draws = None if prepared.graphs is None else prepared.graphs.draws
-        self._sampler.use(prepared.sums_of, draws)
+        self._sampler.use(draws)
 
     def can_read_late(self, sampling: Sequence[Request]) -> bool:
         """Whether the next step may be sent before these get their tokens. O(1)."""
