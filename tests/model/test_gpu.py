@@ -159,7 +159,7 @@ def test_nothing_is_compiled_after_the_preparation(architecture, dtype, compiles
     engine.prepare()
     with compilations() as seen:
         for size in (1, 3, 9, 20):
-            prompts = [[number + 1] * (5 + 30 * number) for number in range(size)]
+            prompts = [[number + 1] * (5 + 12 * number) for number in range(size)]
             for shift in range(len(ASKED) if size < 9 else 1):
                 params = [ASKED[(number + shift) % len(ASKED)] for number in range(size)]
                 engine.generate(prompts, params)
