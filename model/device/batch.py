@@ -35,8 +35,8 @@ class StepTensors:
     Attributes:
         input_ids: int64 [1, num_tokens], all chunks one after the other.
         position_ids: int64 [1, num_tokens], each token's position in its own sequence.
-        logit_rows: int64 [num_sampled], the last token of each chunk that samples, once for each
-            request that samples from it.
+        logit_rows: int64 [num_sampled], the last known token of each chunk that samples, once for
+            each request that samples from it; then each draft, chunk by chunk.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
             the group is the same tensor in all of them. For a group with chunks a sequence there is
             a piece of one (`chunks.py`).
@@ -244,7 +244,9 @@ class BatchBuilder:
             NotReservedError: a sequence has no room for its tokens.
         """
         # Columns of the step, at the price of one pass over it.
-        requests, first_positions, counted, samples, followers = zip(*step.chunks, strict=True)
+        requests, first_positions, counted, samples, followers, drafts = zip(
+            *step.chunks, strict=True
+        )
         sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
@@ -264,7 +266,9 @@ class BatchBuilder:
         self._write_input_ids(step.chunks, sequences, first_positions, firsts, num_tokens)
         self._position_ids.view(num_tokens)[:] = positions
         sampled = ends - 1
-        if any(followers) or not all(samples):
+        if any(drafts):
+            sampled = _with_drafts(step.chunks, ends)
+        elif any(followers) or not all(samples):
             sampled = sampled.repeat([len(chunk.sampling) for chunk in step.chunks])
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
@@ -341,6 +345,18 @@ class BatchBuilder:
                     stop = chunk.start + chunk.num_tokens
                     tokens = chunk.request.tokens[chunk.start : stop]
                     input_ids[first : first + len(tokens)] = tokens
+                    if chunk.drafts:
+                        input_ids[first + chunk.num_known : first + chunk.num_tokens] = chunk.drafts
+
+
+def _with_drafts(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens whose logits are drawn from, where some are drafts."""
+    counts = np.array([len(chunk.drafts) for chunk in chunks])
+    known = (ends - 1 - counts).repeat([len(chunk.sampling) for chunk in chunks])
+    begins = np.repeat(ends - counts, counts)
+    return np.append(
+        known, begins + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    )
 
 
 def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:

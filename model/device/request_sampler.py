@@ -116,7 +116,7 @@ class RequestSampler:
         self._sums_of: ChunkSums = chunk_sums
         self._streams: dict[int, int] = {}
         self._counts = _TokenCounts(vocab_size, device)
-        self._terms = _StepTerms((), None, (), np.zeros(0, np.uint64), None, None)
+        self._terms = _StepTerms((), None, (), (), np.zeros(0, np.uint64), None, None)
 
     def use(self, sums_of: ChunkSums) -> None:
         """Sum with this in place of `chunk_sums` from now on. O(1)."""
@@ -128,6 +128,7 @@ class RequestSampler:
         sampling: tuple[Request, ...],
         most_likely: tuple[Tensor, Tensor] | None = None,
         newest: Callable[[], Mapping[int, int | None]] = dict,
+        ahead: Sequence[int] = (),
     ) -> Drawn:
         """Choose a token for each request. O(requests * vocab_size).
 
@@ -135,9 +136,12 @@ class RequestSampler:
 
         Args:
             logits: [num_requests, vocab_size].
-            sampling: whose they are; none of them knows its next token.
+            sampling: whose they are; none of them knows its next token. A request that has brought
+                drafts has a row for each of them too.
             most_likely: `logits.max(dim=-1)`, if that is known.
             newest: waits for the last token of those that have not been told theirs.
+            ahead: for each row how many drafts of its request come before the token that is drawn
+                there; empty: there are no drafts.
         """
         if not sampling:  # and still something to wait for
             return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
@@ -151,6 +155,8 @@ class RequestSampler:
             best, tokens = best.where(~best.isfinite(), likely[0]), likely[1]
         if terms.draws is not None:
             indexes = np.array([request.num_output_tokens for request in terms.drawing])
+            if ahead:
+                indexes += np.array(ahead)[terms.drawing_rows]
             numbers = torch.from_numpy(uniforms(terms.streams, indexes)).unsqueeze(-1)
             if self._device.type == "cuda":
                 numbers = numbers.pin_memory().to(self._device, non_blocking=True)
@@ -188,6 +194,7 @@ class RequestSampler:
             sampling,
             draw_terms(drawing, own, rows, self._vocab_size, device) if drawing else None,
             tuple([sampling[row] for row in drawing]),
+            drawing,
             np.array(streams, np.uint64),
             self._changes(changed, sampling) if changed else None,
             _Telling(telling, sampling, device) if telling else None,
@@ -212,6 +219,7 @@ class _StepTerms:
         sampling: the requests.
         draws: the terms of those that draw; None: none does.
         drawing: those.
+        drawing_rows: their rows.
         streams: where their numbers start.
         changes: to the logits; None: none is changed.
         telling: who is told how likely a token was; None: none.
@@ -220,6 +228,7 @@ class _StepTerms:
     sampling: tuple[Request, ...]
     draws: DrawTerms | None
     drawing: tuple[Request, ...]
+    drawing_rows: Sequence[int]
     streams: NDArray[np.uint64]
     changes: "_Changes | None"
     telling: "_Telling | None"
