@@ -135,7 +135,8 @@ class _Tables:
 
     A table of a running sequence only grows, so a row is written when a sequence comes, and again
     when it has taken a block; entries that a window has left behind may stay until then, because no
-    kernel reads them.
+    kernel reads them. What was taken for drafts may go back, and another block come in its place:
+    such entries are not known any more after the step.
     """
 
     def __init__(self, group: int, device: torch.device) -> None:
@@ -164,6 +165,11 @@ class _Tables:
         for row in np.flatnonzero(self._filled < needed).tolist():
             self._write(row, sequences[row].tables[self._group].block_ids)
         return self._table[: len(sequences)]
+
+    def forget(self, row: int, num_tokens: int) -> None:
+        """Have what a row has beyond so many tokens written anew when it is needed. O(1)."""
+        block_size = self._sequences[row].tables[self._group].block_size
+        self._filled[row] = min(int(self._filled[row]), -(-num_tokens // block_size))
 
     def shaped(self) -> Tensor:
         """The rows, as wide as the widest; for a GPU wider, so that they lie without gaps. O(1)."""
@@ -297,6 +303,9 @@ class BatchBuilder:
                     max_seq_len=max_seq_len,
                 )
             )
+        for row, chunk in enumerate(step.chunks) if any(drafts) else ():
+            for tables in self._tables if chunk.drafts else ():
+                tables.forget(row, chunk.start + chunk.num_known)
         return StepTensors(
             input_ids=self._input_ids.shaped(1, num_tokens),
             position_ids=self._position_ids.shaped(1, num_tokens),
