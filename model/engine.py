@@ -171,6 +171,11 @@ class Engine:
         return min(room, *[edge for edge in edges if edge is not None])
 
     @property
+    def guesses(self) -> bool:
+        """Whether requests bring drafts. O(1)."""
+        return self._scheduler.guesses
+
+    @property
     def stats(self) -> SchedulerStats:
         """The scheduler's counters, live. O(1)."""
         return self._scheduler.stats

@@ -77,7 +77,7 @@ MODEL_LAYERS = (
     ("control/config", "control/grammar"),
     ("control/params",),
     ("control/request", "control/submission"),
-    ("control/step",),
+    ("control/step", "control/drafts"),
     ("control/admission", "control/pool_frames"),
     ("control/planner",),
     ("control/scheduler",),

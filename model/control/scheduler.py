@@ -57,6 +57,11 @@ class Scheduler(StepPlanner):
         """Whether any request is waiting or running. O(1)."""
         return bool(self._unfinished)
 
+    @property
+    def guesses(self) -> bool:
+        """Whether requests bring drafts. O(1)."""
+        return self._drafter is not None
+
     def add(self, request: Request) -> None:
         """Queue a new request, behind all others of its priority. O(num_waiting).
 

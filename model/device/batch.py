@@ -303,9 +303,8 @@ class BatchBuilder:
                     max_seq_len=max_seq_len,
                 )
             )
-        for row, chunk in enumerate(step.chunks) if any(drafts) else ():
-            for tables in self._tables if chunk.drafts else ():
-                tables.forget(row, chunk.start + chunk.num_known)
+        if any(drafts):
+            self._forget_drafts(step.chunks)
         return StepTensors(
             input_ids=self._input_ids.shaped(1, num_tokens),
             position_ids=self._position_ids.shaped(1, num_tokens),
@@ -314,6 +313,11 @@ class BatchBuilder:
             sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
             is_long=_long_tokens(requests, rows),
         )
+
+    def _forget_drafts(self, chunks: Sequence[Chunk]) -> None:
+        for row, chunk in enumerate(chunks):
+            for tables in self._tables if chunk.drafts else ():
+                tables.forget(row, chunk.start + chunk.num_known)
 
     def _write_sources(
         self,
