@@ -22,6 +22,7 @@ import backends
 import kvcore
 from model.control.config import EngineConfig, SchedulerConfig
 from model.control.drafts import NgramDrafts, held
+from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
@@ -41,6 +42,14 @@ from model.loader import LoadedModel
 from model.output import Completion, Output
 from model.text import TextStream
 from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
+
+_TRIED_TOKENS = 32
+_TRIED = [  # what may be asked of a request; what is not tried waits for the first that asks it
+    SamplingParams(ignore_eos=True),
+    SamplingParams(ignore_eos=True, temperature=1.0),
+    SamplingParams(ignore_eos=True, temperature=1.0, top_k=20, top_p=0.9),
+    SamplingParams(ignore_eos=True, logprobs=1, presence_penalty=0.1),
+]
 
 
 class Engine:
@@ -67,6 +76,7 @@ class Engine:
         caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._backend = backend
         self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
         if self._sanitizer is not None:
             backend = cast("backends.Backend", self._sanitizer)
@@ -108,7 +118,7 @@ class Engine:
         self._sampler = RequestSampler(
             self._vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
         )
-        self._passes = StepPasses(
+        self._passes: StepPasses = StepPasses(
             self.network,
             self._mover,
             self._sampler,
@@ -116,6 +126,7 @@ class Engine:
             max_sampled=self.config.max_num_seqs,
             is_late=self._is_late,
             sanitizer=self._sanitizer,
+            drawn=None if caches_of is None else caches_of._passes.drawn,  # noqa: SLF001
         )
         self._unread: Flight | None = None
         self._model = model
@@ -184,7 +195,9 @@ class Engine:
         """Do now what the first requests would wait for; in words how the network runs then.
 
         Compiles kernels, captures, compiles and records the network, as `config` asks and
-        `prepare.py` decides: seconds, a minute where all is compiled for the first time.
+        `prepare.py` decides: seconds, a minute where all is compiled for the first time. Then a few
+        requests run on another engine that is thrown away: what they count and find is forgotten
+        with it, and what they have written is where nobody looks. Nothing may run meanwhile.
 
         Raises:
             InvalidArgumentError: there is no memory left for it.
@@ -193,6 +206,21 @@ class Engine:
             self.network, self.config, self._passes.drawn, self._model.max_positions
         )
         self._passes.use(prepared)
+        sizes = dataclasses.replace(
+            self.config, enable_prefix_caching=False, record_events=False, record_lifetimes=False
+        )
+        trial = Engine(self._model, self._backend, sizes, caches_of=self)
+        trial._passes.use(prepared)
+        room = self.max_model_len - 1
+        answer = min(2, room)
+        if answer > 0:
+            prompts = [[0] * max(1, min(_TRIED_TOKENS, room - 1))] * len(_TRIED)
+            trial.generate(
+                prompts, [dataclasses.replace(each, max_tokens=answer) for each in _TRIED]
+            )
+        if self.network.device.type == "cuda" and answer > 0:  # where a long step takes no time
+            longest = min(self.config.max_num_batched_tokens, room)
+            trial.generate([[0] * longest], SamplingParams(max_tokens=1, ignore_eos=True))
         return prepared.how
 
     def empty_cache(self, *, enable_caching: bool) -> None:
@@ -245,7 +273,7 @@ class Engine:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
-            self._grammars.check(params.grammar)
+            self.check_grammar(params.grammar)
         requests: list[Request] = []
         for number in range(asked.num_samples):
             request = Request(
@@ -265,6 +293,15 @@ class Engine:
             self._next_id += 1
             requests.append(request)
         return requests
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, unless it is, on any thread: a request that has it is queued at once.
+
+        Raises:
+            InvalidSettingError: it means nothing, or is too large.
+            UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
+        """
+        self._grammars.check(grammar)
 
     def submit_all(self, asked: Iterable[Submission]) -> list[Request]:
         """Queue several, or none of them. O(all samples * their prompts).

@@ -8,7 +8,6 @@ Does not know: how requests are answered.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -104,7 +103,6 @@ async def _run(
     try:
         await _first_of(engine.ready(), asked.wait(), serving)
         if engine.health.is_ready:
-            gc.freeze()  # what was loaded stays: a large body would have it looked through again
             say(f"{address_of(listener, config)}: ready in {time.monotonic() - began_s:.1f} s")
             await _first_of(asked.wait(), serving)
             say(f"draining: {engine.num_open} requests")
