@@ -118,11 +118,7 @@ class RequestSampler:
         self._draws: DrawGraphs | None = None
         self._streams: dict[int, int] = {}
         self._counts = _TokenCounts(vocab_size, device)
-<<<<<<< HEAD
-        self._terms = _StepTerms((), None, (), (), np.zeros(0, np.uint64), None, None)
-=======
-        self._terms = _StepTerms((), None, (), np.zeros(0, np.uint64), None, None, None)
->>>>>>> main
+        self._terms = _StepTerms((), None, (), (), np.zeros(0, np.uint64), None, None, None)
 
     def use(self, sums_of: ChunkSums, draws: DrawGraphs | None = None) -> None:
         """Sum with this in place of `chunk_sums`, and replay what was recorded. O(1)."""
@@ -135,11 +131,8 @@ class RequestSampler:
         sampling: tuple[Request, ...],
         most_likely: tuple[Tensor, Tensor] | None = None,
         newest: Callable[[], Mapping[int, int | None]] = dict,
-<<<<<<< HEAD
-        ahead: Sequence[int] = (),
-=======
         place: Place | None = None,
->>>>>>> main
+        ahead: Sequence[int] = (),
     ) -> Drawn:
         """Choose a token for each request. O(requests * vocab_size).
 
@@ -151,13 +144,10 @@ class RequestSampler:
                 drafts has a row for each of them too.
             most_likely: `logits.max(dim=-1)`, if that is known.
             newest: waits for the last token of those that have not been told theirs.
-<<<<<<< HEAD
-            ahead: for each row how many drafts of its request come before the token that is drawn
-                there; empty: there are no drafts.
-=======
             place: where the logits lie, if draws from there may be recorded; then tokens are valid
                 until the next call.
->>>>>>> main
+            ahead: for each row how many drafts of its request come before the token that is drawn
+                there; empty: there are no drafts.
         """
         if not sampling:  # and still something to wait for
             return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
@@ -171,14 +161,8 @@ class RequestSampler:
             best, tokens = best.where(~best.isfinite(), likely[0]), likely[1]
         if terms.draws is not None:
             indexes = np.array([request.num_output_tokens for request in terms.drawing])
-<<<<<<< HEAD
             if ahead:
                 indexes += np.array(ahead)[terms.drawing_rows]
-            numbers = torch.from_numpy(uniforms(terms.streams, indexes)).unsqueeze(-1)
-            if self._device.type == "cuda":
-                numbers = numbers.pin_memory().to(self._device, non_blocking=True)
-            tokens = choose(adjusted, likely, terms.draws, numbers, self._sums_of)
-=======
             numbers = uniforms(terms.streams, indexes)
             if place is not None and self._draws is not None and terms.recorded is not None:
                 tokens = self._draws.choose(place, terms.recorded, numbers)
@@ -187,7 +171,6 @@ class RequestSampler:
                 if self._device.type == "cuda":
                     own = own.pin_memory().to(self._device, non_blocking=True)
                 tokens = choose(adjusted, likely, terms.draws, own, self._sums_of)
->>>>>>> main
         if self._ranks is not None:
             tokens = self._ranks.shared(tokens)
         if terms.changes is not None:

@@ -179,11 +179,12 @@ class StepPasses:
         rows = (*sampling, *_behind(drafted)) if drafted else sampling
         with watch.on_device(SAMPLE):
             drawn = self._sampler.draw(
-<<<<<<< HEAD
-                logits, rows, most_likely, newest, _places(sampling, drafted)
-=======
-                passed.logits, sampling, passed.most_likely, newest, passed.place
->>>>>>> main
+                passed.logits,
+                rows,
+                passed.most_likely,
+                newest,
+                passed.place,
+                _places(sampling, drafted),
             )
             if self.can_read_late(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
