@@ -156,6 +156,7 @@ TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis", "pytest"},
+    "kvcore/adapters": {"torch", "transformers", "vllm"},
     "kvcore/bench": set(),
     "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},
