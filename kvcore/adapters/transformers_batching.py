@@ -26,7 +26,6 @@ from math import ceil, gcd
 from types import MethodType
 from typing import Any
 
-import transformers
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
@@ -37,28 +36,11 @@ from transformers.generation.continuous_batching.cache_allocators import (
 
 import kvcore
 
-SUPPORTED = ("5.23",)
-
 # Whether the cache that is being made is to be kvcore's.
 _WANTED: ContextVar[bool] = ContextVar("kvcore_cache_is_wanted", default=False)
 
 # Where `FutureRequestState.complete_blocks` says how many tokens are computed after its batch.
 _COMPUTED = "computed tokens"
-
-
-class UnsupportedVersionError(kvcore.KVCoreError):
-    """The Transformers that is installed is not one that this adapter was tested with."""
-
-
-def check_version(found: str = transformers.__version__) -> None:
-    """Refuse a Transformers that continuous batching with kvcore was not tested with.
-
-    Raises:
-        UnsupportedVersionError: it is another minor version; their internals change with each.
-    """
-    if found.rsplit(".", 1)[0] not in SUPPORTED:
-        wanted = " or ".join(f"{version}.x" for version in SUPPORTED)
-        raise UnsupportedVersionError(f"transformers: wanted {wanted}, got {found}")
 
 
 def install(
@@ -73,10 +55,8 @@ def install(
         namespace: with whom its prompts share; None for nobody, not even each other.
 
     Raises:
-        UnsupportedVersionError: not with this version of Transformers.
         InvalidArgumentError: the model has no continuous batching.
     """
-    check_version()
     if not hasattr(type(model), "init_continuous_batching"):
         name = type(model).__name__
         raise kvcore.InvalidArgumentError(f"model: wanted one that can generate, got {name}")

@@ -1,104 +1,38 @@
-import random
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import kvcore
-from kvcore.adapters import transformers_batching
 from kvcore.adapters.transformers import (
     KVCoreCache,
-    UnsupportedVersionError,
     install,
     uninstall,
 )
 from tests.adapters.tiny import draw_tokens, network
+from tests.adapters.transformers_runs import (
+    Run,
+    both,
+    greedy,
+    hot_and_cold,
+    prompts_that_share,
+    sizes,
+)
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # Transformers' own, of its next versions
 ]
-WAIT_S = 60
-PAGE = 4
-
-
-def sizes(num_blocks, **more):
-    return ContinuousBatchingConfig(
-        page_size=PAGE,
-        num_blocks=num_blocks,
-        **{"max_batch_tokens": 32, "max_requests_per_batch": 6, **more},
-    )
-
-
-def greedy(num_return_sequences=1):
-    made = GenerationConfig(max_new_tokens=7, do_sample=False, eos_token_id=-1)
-    made.num_return_sequences = num_return_sequences  # twins, which its own check refuses
-    return made
-
-
-class Run:
-    """What a model's continuous batching makes of some prompts, and what that took."""
-
-    def __init__(self, model, prompts, config, generation=None, cancelled=()):
-        self.computed = self.starved = 0
-        self.tokens = {}
-        generation = generation or greedy()
-        manager = model.init_continuous_batching(generation, config)
-        processor = manager.batch_processor = manager._create_batch_processor()
-        self._count(processor)
-        self.cache = processor.cache
-        ids = [manager.add_request(list(prompt)) for prompt in prompts]
-        for number in cancelled:
-            manager.cancel_request(ids[number])
-        wanted = generation.num_return_sequences * len(prompts) - len(cancelled)
-        manager.start()  # with all of it in the queue: every run schedules the same
-        try:
-            self._collect(manager, wanted)
-        finally:
-            manager.stop()
-            manager.destroy()
-
-    def _collect(self, manager, wanted):
-        while len(self.tokens) < wanted:
-            result = manager.get_result(timeout=WAIT_S)
-            assert result is not None, manager.background_thread_status.fatal_error
-            assert result.error is None, result.error
-            if result.is_finished():
-                self.tokens[result.request_id] = result.generated_tokens
-
-    def _count(self, processor):
-        batches = processor.inputs_and_outputs
-        prepare = batches.prepare_batch_tensors
-
-        def counted(requests_in_batch, **more):
-            self.starved += len(processor.scheduler.starved_requests)
-            self.computed += sum(future.query_length for future in requests_in_batch)
-            prepare(requests_in_batch=requests_in_batch, **more)
-
-        batches.prepare_batch_tensors = counted
-
-
-def prompts_that_share(count, seed=1):
-    numbers = random.Random(seed)
-    prefixes = [draw_tokens(seed + n, 24) for n in range(3)]
-    return [
-        numbers.choice(prefixes)[: numbers.choice([24, 20, 13])]
-        + draw_tokens(seed * 1000 + n, numbers.randrange(1, 12))
-        for n in range(count)
-    ]
 
 
 def at_rest(cache):
     kvcore.check(cache.kv)
     return not cache.sequences and cache.kv.num_free_blocks == cache.kv.num_usable_blocks
-
-
-def both(kind, prompts, num_blocks, **more):
-    """The stock cache's run, and ours."""
-    model = network(kind)
-    stock = Run(model, prompts, sizes(num_blocks), **more)
-    install(model)
-    return stock, Run(model, prompts, sizes(num_blocks), **more)
 
 
 @pytest.mark.parametrize(
@@ -135,17 +69,9 @@ def test_a_wrong_hit_shows_in_the_tokens(monkeypatch):
 
 
 def test_a_hot_prefix_outlives_prompts_that_come_once():
-    hot = draw_tokens(0, 32)
-    prompts = [
-        (hot if n % 3 == 0 else draw_tokens(100 + n, 32)) + draw_tokens(n, 3) for n in range(30)
-    ]
-    model = network("full")
-    one_at_a_time = sizes(40, max_requests_per_batch=1, safety_margin=0.5)
-    stock = Run(model, prompts, one_at_a_time)
-    install(model)
-    ours = Run(model, prompts, sizes(40, max_requests_per_batch=1, safety_margin=0.5))
+    stock, ours = both("full", hot_and_cold(30), 40, max_requests_per_batch=1, safety_margin=0.5)
     assert ours.tokens == stock.tokens
-    assert ours.cache.kv.stats().num_hit_tokens == 9 * 32
+    assert ours.cache.kv.stats().num_hit_tokens == 9 * 32  # all but the first
     assert stock.computed - ours.computed >= 5 * 32
 
 
@@ -202,14 +128,34 @@ def test_other_models_keep_the_stock_cache():
     assert not hasattr(Run(installed, prompts, sizes(40)).cache, "kv")
 
 
-def test_another_version_is_refused_by_name(monkeypatch):
-    with pytest.raises(UnsupportedVersionError, match=r"wanted 5\.\d+\.x.*, got 4\.57\.1"):
-        transformers_batching.check_version("4.57.1")
-    monkeypatch.setattr(transformers_batching, "SUPPORTED", ("4.0",))
-    model = network("full")
-    with pytest.raises(UnsupportedVersionError):
-        install(model)
-    assert "init_continuous_batching" not in vars(model)
+def test_another_version_is_refused_by_name(tmp_path):
+    (tmp_path / "transformers.py").write_text('__version__ = "4.57.1"')
+    command = "import kvcore.adapters.transformers"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert re.search(r"UnsupportedVersionError: .* wanted 5\.\d+\.x, got 4\.57\.1", done.stderr)
+
+
+def test_kvcore_alone_loads_no_tensor_library():
+    command = (
+        "import kvcore, kvcore.adapters, sys; print({'torch', 'transformers'} & {*sys.modules})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_example_of_the_page_prints_what_it_shows():
+    page = (ROOT / "docs" / "adapters.md").read_text(encoding="utf-8")
+    program = ROOT / "docs" / "examples" / "transformers_adapter.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert f"```text\n{done.stdout}```" in page
 
 
 def test_what_cannot_generate_is_refused():
