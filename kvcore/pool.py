@@ -357,7 +357,7 @@ class BlockPool:
             raise BlockStateError(f"keep: wanted a held, published block, got {block!r}")
         self.idle_blocks.keep(block, wishes)
 
-    def advance(self, num_steps: int, released: Sequence[Block] = ()) -> None:
+    def tick(self, num_steps: int, released: Sequence[Block] = ()) -> None:
         """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks).
 
         Then drop one holder of each released block. Raises like `release`.

@@ -64,6 +64,24 @@ def cut_tables(seq: KVSequence, num_tokens: int) -> None:
         table.cut(-(-num_tokens // table.block_size))
 
 
+def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
+    """Keep a sequence's first `num_tokens` tokens, and the blocks that they need. O(released)."""
+    computed = computed_after_cut(seq, num_tokens)
+    kept = num_tokens if computed == min(num_tokens, seq.num_computed_tokens) else computed
+    told = min(num_tokens, len(seq.packed))
+    items = cut_items(seq.items, told)
+    seq.packed.append(0)  # a view that somebody holds of it stops the cut here
+    seq.packed.pop()
+    pool.release(leaving(seq, kept))
+    cut_tables(seq, kept)
+    del seq.packed[told:]
+    seq.num_untold_tokens = num_tokens - told
+    seq.items = items
+    seq.num_computed_tokens = computed
+    seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
+    seq.cut_names(told)
+
+
 def _tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
     """Order runs of blocks, (first place, block size, blocks) for each group, by where they end.
 

@@ -40,7 +40,7 @@ LINKS = {
     "BlockPool.unpublish",
     "_add",
     "hold_again",
-    "StepVerbs._take_back",
+    "_leave_step",
     "BlockTable.next_pass",
     "_assign",
     "_set",

@@ -97,7 +97,7 @@ VERBS = {
     "close, nothing of it cached": lambda s: s.kv.close(s.uncached),
     "lease": lambda s: s.kv.lease(s.one),
     "end a lease": lambda s: s.lease.end(),
-    "advance": lambda s: s.kv.advance(),
+    "tick": lambda s: s.kv.tick(),
     "fail a load": lambda s: s.kv.fail_load(s.loaded, 0),
     "statistics": lambda s: s.kv.stats(),
     "names": lambda s: s.one.block_names(),
@@ -212,7 +212,7 @@ def test_a_verb_needs_no_memory_for_blocks_that_it_does_not_touch():
 def live_again(kv, times):
     for _ in range(times):
         kv.close(filled(kv, 12, first=10**6 + 100 * kv._next_seq_id))  # never the same prompt
-        kv.advance()
+        kv.tick()
 
 
 def test_requests_that_come_and_go_leave_nothing_behind():

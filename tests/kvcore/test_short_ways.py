@@ -71,7 +71,7 @@ LAYOUTS = {
         kvcore.ChunkedLocal(48, 12),
     ],
 }
-CHECKS = {"as_int", "_room_wanted", "_check_open", "_check_length"}
+CHECKS = {"as_int", "_room_wanted", "_check_open", "check_length"}
 
 
 def test_a_request_of_one_layer_group_goes_no_way_that_several_need():
@@ -81,9 +81,9 @@ def test_a_request_of_one_layer_group_goes_no_way_that_several_need():
     kv.reserve(seq, 10)
     for count, ways in [(12, CHECKS | {"_grow", "find_limits"}), (11, set()), (0, set())]:
         assert called(kv.reserve, seq, count) == (((),), ways | {"reserve"})
-    assert not called(kv.commit, seq, 10)[1] & {"advance_step", "_settle", "_set"}
+    assert not called(kv.commit, seq, 10)[1] & {"_move", "_settle", "_set"}
     assert called(kv.reserve, seq, 6)[1] == CHECKS | {
-        *("reserve", "_grow", "grow"),
+        *("reserve", "_grow", "grow", "_grow_table"),
         *("next_blocks", "hand_out", "_make", "__init__"),
     }
     again, way = called(kv.open, tokens)
@@ -102,7 +102,7 @@ def test_a_decode_step_counts_and_does_no_more_where_no_block_is_full(layout):
     ways = [called(kv.decode_step, seqs, [1, 2, 3])[1] for _ in range(4)]
     usual = {"decode_step", "_checked_step", "pack"}
     assert [way == usual for way in ways] == [True, True, False, True]
-    assert ("advance_decodes" if layout == "full" else "advance_step") in ways[2]
+    assert ("_decode_plain" if layout == "full" else "_move") in ways[2]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -129,12 +129,12 @@ def test_every_verb_only_counts_between_changes(layout):
             kv.append(seq, 5)
         kv.reserve_step(seqs, [1, 1, 1])
 
-    shared = {"_counts", "_check_lengths", "_check_sum", "_checked_step", "pack"}
+    shared = {"as_counts", "check_lengths", "check_sum", "_checked_step", "pack"}
     for call, usual in [
         (one_by_one, {"commit", "append", "reserve"}),
         (lambda: kv.step(seqs, [1, 1, 1], [1, 2, 3]), {"step", *shared}),
-        (ahead, {"step", "tell_step", "_check_expected", *shared}),
-        (two_calls, {"commit_step", "append", "reserve_step", "_counts", "_checked_step"}),
+        (ahead, {"step", "tell_step", "check_expected", *shared}),
+        (two_calls, {"commit_step", "append", "reserve_step", "as_counts", "_checked_step"}),
     ]:
         ways = [called(call)[1] for _ in range(12)]
         assert sum(way == usual for way in ways) >= 5, ways
