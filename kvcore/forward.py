@@ -160,7 +160,8 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
         full = settled // table.block_size
         is_due = full > table.num_published and key is not None
         if is_due and key is not None:
-            _publish(pool, seq, key, 0, full)
+            contents = _contents(seq, table.num_published, full, table.block_size)
+            _publish(pool, seq, key, 0, full, contents)
             table.num_published = full
         seq.num_computed_tokens = computed
         seq.stop = 0
@@ -172,7 +173,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
         _settle(pool, seq, settled, published, passed)
         released = _before(passed)
         if released:
-            pool.release(released)
+            pool.let_go(released)
     except BaseException:
         pool.unpublish(published, last_event)
         raise
@@ -255,26 +256,31 @@ def step(
     index = start = 0
     try:
         for index, seq in enumerate(seqs):
-            packed = seq.packed
-            done = seq.num_computed_tokens + computed[index]
-            more = joining[index]
-            if more == 1 and joined is not None:
-                if seq.num_untold_tokens:
-                    check_told(seq)
-                packed.append(joined[start])
+            length = len(seq.packed)
+            count, more = computed[index], joining[index]
+            if (  # a decoder, as `decode_step` counts it
+                length < seq.stop
+                and count == more == 1
+                and joined is not None
+                and (rooms is None or rooms[index] < 2)
+            ):
+                seq.packed.append(joined[start])
                 start += 1
-            elif joined is None:
+                seq.num_computed_tokens = length
+                continue
+            if joined is None:
                 seq.num_untold_tokens += more
             elif more:
                 check_told(seq)
-                packed.fromlist(joined[start : start + more])
+                seq.packed.fromlist(joined[start : start + more])
                 start += more
-            length = len(packed) + seq.num_untold_tokens
+            length = len(seq.packed) + seq.num_untold_tokens
+            done = seq.num_computed_tokens + count
             total = length if rooms is None else done + rooms[index]
             if (
                 done <= length <= seq.room
                 and total <= seq.room
-                and (done < seq.due or len(packed) < seq.due)
+                and (done < seq.due or len(seq.packed) < seq.due)
             ):
                 seq.num_computed_tokens = done
                 seq.stop = 0
@@ -287,10 +293,19 @@ def step(
         for place, number in enumerate(due):
             check_length(max(seqs[number].num_tokens, totals[place]), longest)
             committable(seqs[number], computed[number])
-        return _move(pool, seqs, due, computed, totals, longest)
+        growths = _move(pool, seqs, due, computed, totals, longest)
     except BaseException:
         _leave_step(seqs[:index], joining, due, computed, joined is None)
         raise
+    for number in due:
+        _find_stop(seqs[number])
+    return growths
+
+
+def _find_stop(seq: KVSequence) -> None:
+    """Note up to where a sequence whose limits are known only counts as it decodes. Cannot fail."""
+    if seq.num_computed_tokens == len(seq.packed) - 1 and not seq.num_untold_tokens:
+        seq.stop = min(seq.room, seq.due)
 
 
 def _leave_step(
@@ -419,8 +434,7 @@ def _decode(
         totals = [len(seqs[index].packed) for index in due]
         growths = _move(pool, seqs, due, computed, totals, longest)
     for index in due:
-        seq = seqs[index]
-        seq.stop = min(seq.room, seq.due)
+        _find_stop(seqs[index])
     return growths
 
 
@@ -449,7 +463,8 @@ def _decode_plain(
             full = (len(seq.packed) - 1) // table.block_size
             if full > table.num_published and seq.namespace_key is not None:
                 published += table.blocks[table.num_published : full]
-                _publish(pool, seq, seq.namespace_key, 0, full)
+                contents = _contents(seq, table.num_published, full, table.block_size)
+                _publish(pool, seq, seq.namespace_key, 0, full, contents)
         answer = tuple(growths)
         pool.hand_out(new)
     except BaseException:
@@ -592,15 +607,27 @@ def _settle(
 ) -> None:
     """Publish what is settled, and find what nobody sees any more; note both. O(published)."""
     key = seq.namespace_key
+    contents: list[bytes] = []
+    cut = (0, 0, 0)  # where they begin, where they end, and the size of a block
     for number, table in enumerate(seq.tables):
         if key is not None and settled >= (table.num_published + 1) * table.block_size:
             full = settled // table.block_size
+            run = (table.num_published, full, table.block_size)
+            if run != cut:
+                contents, cut = _contents(seq, *run), run
             published += table.blocks[table.num_published : full]
-            _publish(pool, seq, key, number, full)
+            _publish(pool, seq, key, number, full, contents)
         if table.forgets:
             kept = table.first_kept(settled)
             if kept > table.num_null:
                 passed.append((table, kept))
+
+
+def _contents(seq: KVSequence, first: int, stop: int, size: int) -> list[bytes]:
+    """Return what stands in blocks of a sequence, from number `first` to `stop - 1`. O(tokens)."""
+    if seq.items:
+        return block_contents(seq.packed, seq.items, first, stop, size)
+    return slices(seq.packed, first * size, stop * size, size)
 
 
 def _before(passed: Sequence[tuple[BlockTable, int]]) -> list[Block]:
@@ -622,16 +649,14 @@ def _set(seq: KVSequence, computed: int, settled: int) -> None:
             table.num_published = settled // table.block_size
 
 
-def _publish(pool: BlockPool, seq: KVSequence, key: bytes, number: int, full: int) -> None:
+def _publish(
+    pool: BlockPool, seq: KVSequence, key: bytes, number: int, full: int, contents: list[bytes]
+) -> None:
     """Publish the first `full` blocks of a sequence's table that are not, and keep them. O(new)."""
     table = seq.tables[number]
     first, size = table.num_published, table.block_size
     blocks = table.blocks[first:full]
     above = table.blocks[first - 1].node if first else None
-    if seq.items:
-        contents = block_contents(seq.packed, seq.items, first, full, size)
-    else:
-        contents = slices(seq.packed, first * size, full * size, size)
     passing = b""
     if table.forgets and pool.is_uneven:
         hits = pool.common_size

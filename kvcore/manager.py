@@ -234,10 +234,18 @@ class KVCacheManager:
             SequenceTooLongError: the room would reach past `max_model_len`.
         """
         known: object = seq  # callers are not all typed
-        if type(num_tokens) is int and type(known) is KVSequence and num_tokens >= 0:
-            total = seq.num_computed_tokens + num_tokens
-            if total <= seq.room and seq.is_open and seq.owner is self:
+        if (
+            type(num_tokens) is int
+            and num_tokens >= 0
+            and type(known) is KVSequence
+            and known.is_open
+            and known.owner is self
+        ):
+            total = known.num_computed_tokens + num_tokens
+            if total <= known.room:
                 return self._no_growth
+            check_length(total, self.max_model_len)
+            return self._grow(known, total)
         return self._grow(seq, self._room_wanted(seq, num_tokens))
 
     def reserve_to(
@@ -257,7 +265,10 @@ class KVCacheManager:
         else:
             seq.find_limits(self.max_model_len)
             return self._no_growth
-        return forward.grow(self.pool, seq, total)
+        appended = forward.grow(self.pool, seq, total)
+        if seq.room:  # it was known
+            seq.find_limits(self.max_model_len)
+        return appended
 
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
         """Say whether enough blocks are free for `reserve` with the same arguments. O(groups).
@@ -355,22 +366,25 @@ class KVCacheManager:
             NotReservedError: more tokens than it has room for.
         """
         known: object = seq  # callers are not all typed
-        if type(num_tokens) is int and type(known) is KVSequence and num_tokens >= 0:
-            computed = seq.num_computed_tokens + num_tokens
-            if (
-                computed < seq.due
-                and computed <= seq.room
-                and computed <= len(seq.packed)
-                and seq.is_open
-                and seq.owner is self
-            ):
-                seq.num_computed_tokens = computed
-                seq.stop = 0
+        if (
+            type(num_tokens) is int
+            and num_tokens >= 0
+            and type(known) is KVSequence
+            and known.is_open
+            and known.owner is self
+        ):
+            computed = known.num_computed_tokens + num_tokens
+            if computed < known.due and computed <= known.room and computed <= len(known.packed):
+                known.num_computed_tokens = computed
+                known.stop = 0
                 return
-        count = as_int("num_tokens", num_tokens, 0)
-        self._check_open(seq)
-        if not forward.commit(self.pool, seq, count):
-            seq.find_limits(self.max_model_len)
+            count = num_tokens
+        else:
+            count = as_int("num_tokens", num_tokens, 0)
+            self._check_open(seq)
+        was_known = seq.due > 0
+        if not forward.commit(self.pool, seq, count) or was_known:
+            seq.find_limits(self.max_model_len)  # a prompt that is computed at once needs none
 
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
@@ -520,7 +534,7 @@ class KVCacheManager:
         What it published can be hit until its blocks are reused.
         """
         self._check_open(seq)
-        self.pool.release(leaving(seq, 0))
+        self.pool.let_go(leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
         seq.is_open = False

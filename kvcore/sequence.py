@@ -223,9 +223,13 @@ class KVSequence:
         is_cached = self.namespace_key is not None
         for table in self.tables:
             size = table.block_size
-            room = min(room, len(table.blocks) * size)
+            here = len(table.blocks) * size
+            if here < room:  # noqa: PLR1730  # a call of `min` costs more, twice for each block
+                room = here
             if is_cached:
-                due = min(due, (table.num_published + 1) * size)
+                full = (table.num_published + 1) * size
+                if full < due:  # noqa: PLR1730
+                    due = full
             if table.forgets:
                 due = min(due, table.next_pass(table.num_null))
         self.room = room

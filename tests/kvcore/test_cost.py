@@ -224,7 +224,7 @@ def test_requests_that_come_and_go_leave_nothing_behind():
 
 
 def copies_the_stack(pool, blocks, released):
-    freed = pool._uncount(list(released))
+    freed = pool._uncount(list(released), is_own=False)
     left = pool.empty_blocks[: -len(blocks)] if blocks else pool.empty_blocks
     stack = left + [block for block in freed if block.node is None]
     pool.hand_out(blocks)
@@ -242,12 +242,12 @@ def makes_all_blocks(pool, *, canonical_order=False):
     return 0
 
 
-def keeps_a_journal(release):
+def keeps_a_journal(let_go):
     journal = []
 
     def noting(pool, blocks):
         journal.extend([object() for _ in blocks])
-        release(pool, blocks)
+        let_go(pool, blocks)
 
     return noting
 
@@ -275,7 +275,7 @@ def test_a_pool_that_is_made_by_its_reset_is_seen(monkeypatch):
 @source_build
 def test_a_list_that_grows_for_ever_is_seen(monkeypatch):
     kv = Situation("full and window", idle, SMALL).kv
-    monkeypatch.setattr(kvcore.BlockPool, "release", keeps_a_journal(kvcore.BlockPool.release))
+    monkeypatch.setattr(kvcore.BlockPool, "let_go", keeps_a_journal(kvcore.BlockPool.let_go))
     assert bytes_left(live_again, kv, 300) > 1000
 
 
