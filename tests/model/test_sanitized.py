@@ -9,7 +9,7 @@ import torch
 
 import backends
 from kvcore.sanitize import SanitizerError
-from model import EngineConfig, InvalidArgumentError, SamplingParams
+from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
 from model.device.batch import BatchBuilder
 from model.device.swap import BlockMover
 from model.engine import Engine
@@ -29,7 +29,7 @@ def tokens(engine, max_tokens=20, num_samples=1):
     requests = [
         request
         for prompt in PROMPTS
-        for request in engine.add_samples(prompt, params, num_samples=num_samples)
+        for request in engine.submit(Submission(prompt, params, num_samples=num_samples))
     ]
     while engine.has_unfinished:
         engine.step()
