@@ -173,7 +173,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
         _settle(pool, seq, settled, published, passed)
         released = _before(passed)
         if released:
-            pool.let_go(released)
+            pool.give_back(released)
     except BaseException:
         pool.unpublish(published, last_event)
         raise

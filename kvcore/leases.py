@@ -130,7 +130,7 @@ class LeaseBook:
         if type(lease_id) is not int or lease_id not in self.active:
             return False
         lease = self.active[lease_id]
-        self._pool.let_go(lease.blocks)
+        self._pool.give_back(lease.blocks)
         self.forget((lease,))
         return True
 

@@ -534,7 +534,7 @@ class KVCacheManager:
         What it published can be hit until its blocks are reused.
         """
         self._check_open(seq)
-        self.pool.let_go(leaving(seq, 0))
+        self.pool.give_back(leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
         seq.is_open = False

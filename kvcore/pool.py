@@ -8,7 +8,7 @@ prefix outlives what followed it.
 
 Every call asks and allocates first and changes afterwards, and what changes is links, counters and
 entries that are there already: one that raises, whatever the reason, has changed nothing. `hold`
-and `publish` are a check and what does it, `revive` and `attach`, and `release` is `let_go` and a
+and `publish` are a check and what does it, `revive` and `attach`; `release` is `give_back` and a
 look at whose the blocks are; callers whose blocks need no check call those. The pool knows nothing
 of sequences, of how much of a block is written, or of when it may be published.
 """
@@ -224,7 +224,7 @@ class BlockPool:
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def exchange(self, blocks: list[Block], released: list[Block]) -> None:
-        """Do what `hand_out` and then `let_go` do, or nothing. O(blocks)."""
+        """Do what `hand_out` and then `give_back` do, or nothing. O(blocks)."""
         leaving = self._let_go(released, is_own=True)
         try:
             self.hand_out(blocks, len(leaving.empty))
@@ -311,7 +311,7 @@ class BlockPool:
                 return
         self._let_leave(self._let_go(list(blocks)))
 
-    def let_go(self, blocks: list[Block]) -> None:
+    def give_back(self, blocks: list[Block]) -> None:
         """Do what `release` does, for blocks that are known to be this pool's. O(len(blocks))."""
         self._let_leave(self._let_go(blocks, is_own=True))
 

@@ -72,7 +72,7 @@ def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     items = cut_items(seq.items, told)
     seq.packed.append(0)  # a view that somebody holds of it stops the cut here
     seq.packed.pop()
-    pool.let_go(leaving(seq, kept))
+    pool.give_back(leaving(seq, kept))
     cut_tables(seq, kept)
     del seq.packed[told:]
     seq.num_untold_tokens = num_tokens - told

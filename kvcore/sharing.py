@@ -185,7 +185,7 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
     try:
         pool.hand_out(own)
     except BaseException:
-        pool.let_go(held)  # the parent holds them too, so none becomes free
+        pool.give_back(held)  # the parent holds them too, so none becomes free
         raise
     for block, order in zip(own, found, strict=True):
         pool.assign((block,), order.group)

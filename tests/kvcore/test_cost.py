@@ -242,12 +242,12 @@ def makes_all_blocks(pool, *, canonical_order=False):
     return 0
 
 
-def keeps_a_journal(let_go):
+def keeps_a_journal(give_back):
     journal = []
 
     def noting(pool, blocks):
         journal.extend([object() for _ in blocks])
-        let_go(pool, blocks)
+        give_back(pool, blocks)
 
     return noting
 
@@ -275,7 +275,7 @@ def test_a_pool_that_is_made_by_its_reset_is_seen(monkeypatch):
 @source_build
 def test_a_list_that_grows_for_ever_is_seen(monkeypatch):
     kv = Situation("full and window", idle, SMALL).kv
-    monkeypatch.setattr(kvcore.BlockPool, "let_go", keeps_a_journal(kvcore.BlockPool.let_go))
+    monkeypatch.setattr(kvcore.BlockPool, "give_back", keeps_a_journal(kvcore.BlockPool.give_back))
     assert bytes_left(live_again, kv, 300) > 1000
 
 
