@@ -125,7 +125,7 @@ class Scheduler(StepPlanner):
         if self._in_flight is not None:
             raise SchedulerStateError("schedule: the last step wants its update first")
         if self._keeps_time:
-            self._kv.advance(1)
+            self._kv.tick(1)
         self._in_flight = self.plan()
         return self._in_flight
 
