@@ -138,7 +138,7 @@ class Scheduler(StepPlanner):
         if self._drafts:
             raise SchedulerStateError("schedule: the last step had drafts: accept its tokens first")
         if self._keeps_time:
-            self._kv.advance(1)
+            self._kv.tick(1)
         self._in_flight = self.plan()
         return self._in_flight
 
