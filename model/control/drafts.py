@@ -15,7 +15,7 @@ earlier places for each pair.
 Invariants: what is guessed depends on the tokens of the request alone, so ranks that share a
 network guess the same; it changes nothing but how soon tokens come.
 
-Does not know: networks (`device/drafts.py` guesses by one), blocks, who has room for drafts.
+Does not know: networks, blocks, who has room for drafts.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class _Tables:
             self._write(row, sequences[row].tables[self._group].block_ids)
         return self._table[: len(sequences)]
 
-    def forget(self, row: int, num_tokens: int) -> None:
+    def expire(self, row: int, num_tokens: int) -> None:
         """Have what a row has beyond so many tokens written anew when it is needed. O(1)."""
         block_size = self._sequences[row].tables[self._group].block_size
         self._filled[row] = min(int(self._filled[row]), -(-num_tokens // block_size))
@@ -281,9 +281,8 @@ class BatchBuilder:
             NotReservedError: a sequence has no room for its tokens.
         """
         # Columns of the step, at the price of one pass over it.
-        requests, first_positions, counted, samples, followers, drafts = zip(
-            *step.chunks, strict=True
-        )
+        columns = zip(*step.chunks, strict=True)
+        requests, first_positions, counted, samples, followers, drafts = columns
         sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
@@ -302,11 +301,8 @@ class BatchBuilder:
         self._seq_lens.view(num_seqs)[:] = lengths
         self._write_input_ids(step.chunks, sequences, first_positions, firsts, num_tokens)
         self._position_ids.view(num_tokens)[:] = positions
-        sampled = ends - 1
-        if any(drafts):
-            sampled = _with_drafts(step.chunks, ends)
-        elif any(followers) or not all(samples):
-            sampled = sampled.repeat([len(chunk.sampling) for chunk in step.chunks])
+        is_plain = all(samples) and not (any(followers) or any(drafts))
+        sampled = ends - 1 if is_plain else _sampled_rows(step.chunks, ends)
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
         seq_lens = self._seq_lens.shaped(num_seqs)
@@ -336,8 +332,7 @@ class BatchBuilder:
                     shared_prefix=tables.shared_prefix(starts) if looks else None,
                 )
             )
-        if any(drafts):
-            self._forget_drafts(step.chunks)
+        self._expire_drafts(step.chunks if any(drafts) else ())
         return StepTensors(
             input_ids=self._input_ids.shaped(1, num_tokens),
             position_ids=self._position_ids.shaped(1, num_tokens),
@@ -347,10 +342,10 @@ class BatchBuilder:
             is_long=_long_tokens(requests, rows),
         )
 
-    def _forget_drafts(self, chunks: Sequence[Chunk]) -> None:
+    def _expire_drafts(self, chunks: Sequence[Chunk]) -> None:
         for row, chunk in enumerate(chunks):
             for tables in self._tables if chunk.drafts else ():
-                tables.forget(row, chunk.start + chunk.num_known)
+                tables.expire(row, chunk.start + chunk.num_known)
 
     def _write_sources(
         self,
@@ -395,8 +390,8 @@ class BatchBuilder:
                         input_ids[first + chunk.num_known : first + chunk.num_tokens] = chunk.drafts
 
 
-def _with_drafts(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tokens whose logits are drawn from, where some are drafts."""
+def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens whose logits are drawn from: the last known ones, then the drafts."""
     counts = np.array([len(chunk.drafts) for chunk in chunks])
     known = (ends - 1 - counts).repeat([len(chunk.sampling) for chunk in chunks])
     begins = np.repeat(ends - counts, counts)
