@@ -281,9 +281,9 @@ class Capabilities:
     """Those of `AttentionTerms` beside the scale that are honoured; also "batch_invariant"."""
     quantised: tuple[torch.dtype, ...] = ()
     """Dtypes of caches that hold scaled values, for any of `dtypes`."""
-    shared_prefix_worth: tuple[int, int] | None = None
-    """Bytes of a layer that need not be read again from which on it gains by being told of a
-    `SharedPrefix`: so many, and so many more a sequence; None: it never does."""
+    shared_prefix_worth: tuple[int, int, int] | None = None
+    """From where on it gains by being told of a `SharedPrefix`: sequences, and bytes of a layer
+    that need not be read again, so many and so many more a sequence; None: it never does."""
     max_latent_dim: int = 0
     """Numbers of a latent at most, under any number of query heads; 0: it has no such caches."""
 

@@ -31,7 +31,7 @@ class TritonBackend:
             max_group_size=64,
             features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
             quantised=(torch.float8_e4m3fn,),
-            shared_prefix_worth=(cascade.WORTH_BYTES, cascade.WORTH_BYTES_A_SEQUENCE),
+            shared_prefix_worth=cascade.worth(),
             max_latent_dim=576,
         )
 

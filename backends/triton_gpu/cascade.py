@@ -267,6 +267,11 @@ def attend_prefix(
     return Shared(prefix.num_seqs, chunks, tile, now, partial)
 
 
+def worth() -> tuple[int, int, int]:
+    """From where on it pays; see `Capabilities.shared_prefix_worth`."""
+    return FEWEST, WORTH_BYTES, WORTH_BYTES_A_SEQUENCE
+
+
 def pays(cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> bool:
     """Whether the bytes not read again are worth a launch and a merge; as measured.
 
@@ -278,10 +283,9 @@ def pays(cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> bool:
         return False
     if prefix.now is not None:  # who says so has found it
         return True
-    row_bytes = sum(cache.layout.row_bytes)
-    saved = (prefix.num_seqs - 1) * prefix.num_tokens * row_bytes
-    worth = WORTH_BYTES + prefix.num_seqs * WORTH_BYTES_A_SEQUENCE
-    return prefix.num_seqs >= FEWEST and saved >= worth
+    saved = (prefix.num_seqs - 1) * prefix.num_tokens * sum(cache.layout.row_bytes)
+    fewest, some, each = worth()
+    return prefix.num_seqs >= fewest and saved >= some + prefix.num_seqs * each
 
 
 def keys_a_tile(head_dim: int) -> int:
