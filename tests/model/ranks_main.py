@@ -52,7 +52,7 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
         except TypeError as error:
             return f"not dense: {error}"  # without a mask it does not even run whole
         try:
-            shard_network(network, ranks)
+            shard_network(network, ranks, torch.device("cpu"))
             check_cut(network, ranks)
         except UnsupportedModelError as error:
             return f"refused: {error}"
