@@ -77,11 +77,11 @@ class Refusal(NamedTuple):
     """A replica says no, or no more.
 
     Attributes:
-        kind: the place of the error's class among those that travel.
+        place: of the error's class among those that travel.
         message: of the error.
     """
 
-    kind: int
+    place: int
     message: str
 
     @classmethod
@@ -94,7 +94,7 @@ class Refusal(NamedTuple):
     def error(self) -> ModelError:
         """The error again. O(1)."""
         kinds: tuple[type[ModelError], ...] = (*_KINDS, EngineFaultError)
-        return kinds[self.kind](self.message)
+        return kinds[self.place](self.message)
 
 
 Message = Taken | Piece | Refusal

@@ -8,6 +8,7 @@ Does not know: what a replica does.
 """
 
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -37,6 +38,28 @@ class NotDeployedError(ModelError):
     """The replicas did not come to serve."""
 
 
+class Asked:
+    """Whether a signal has asked for an end; the one after the first does as it did before."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def heed(self) -> None:
+        """Have the signals ask: again where a library has taken them for itself. O(1)."""
+        for number in _SIGNALS:
+            signal.signal(number, self._ask)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until one has asked, or so long; whether one has."""
+        return self._event.wait(timeout_s)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._event.set()
+
+
 def run(options: ClusterOptions) -> int:
     """Serve until a signal ends it; the exit code.
 
@@ -44,7 +67,9 @@ def run(options: ClusterOptions) -> int:
         ModelError: the replicas cannot be, or the address cannot be had.
         Stopped: a signal came before they were there.
     """
-    with asked_to_end() as asked, serving(options, asked) as address:
+    asked = Asked()
+    asked.heed()
+    with serving(options, asked) as address:
         say(f"{address}: ready")
         asked.wait()
         say("draining")
@@ -52,7 +77,7 @@ def run(options: ClusterOptions) -> int:
 
 
 @contextlib.contextmanager
-def serving(options: ClusterOptions, asked: threading.Event) -> Iterator[str]:
+def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
     """Replicas that serve, and where; at the end of the block they drain and are gone.
 
     Args:
@@ -68,6 +93,7 @@ def serving(options: ClusterOptions, asked: threading.Event) -> Iterator[str]:
         host, port = free.getsockname()[:2]
     say(f"{address}: starting {options.cluster.replicas} replicas of {options.model.path}")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     own = {} if options.cluster.address else {"object_store_memory": _STORE_BYTES}
     try:
         ray.init(
@@ -79,6 +105,7 @@ def serving(options: ClusterOptions, asked: threading.Event) -> Iterator[str]:
         )
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UsageError(f"--address {options.cluster.address}: {error}") from error
+    asked.heed()  # Ray has taken them
     try:
         _check_resources(options)
         tls = {
@@ -90,33 +117,15 @@ def serving(options: ClusterOptions, asked: threading.Event) -> Iterator[str]:
         serve.run_many(
             [serve.RunTarget(app_of(options), name=_APP)], wait_for_applications_running=False
         )
+        asked.heed()
         _wait_until_ready(asked)
         yield address
     finally:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # whatever it was, the rest is stopped too
             serve.delete(_APP)
-        serve.shutdown()
+        if options.cluster.address is not None:
+            serve.shutdown()
         ray.shutdown()
-
-
-@contextlib.contextmanager
-def asked_to_end() -> Iterator[threading.Event]:
-    """What the first signal sets; the next one does as it did before."""
-    asked = threading.Event()
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        asked.set()
-
-    for number in _SIGNALS:
-        signal.signal(number, ask)
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _check_resources(options: ClusterOptions) -> None:
@@ -134,7 +143,7 @@ def _check_resources(options: ClusterOptions) -> None:
             )
 
 
-def _wait_until_ready(asked: threading.Event) -> None:
+def _wait_until_ready(asked: Asked) -> None:
     while not asked.wait(_LOOK_S):
         found = serve.status().applications[_APP]
         said = [found.message, *[each.message for each in found.deployments.values()]]
