@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -286,7 +287,9 @@ class _Call:
             try:
                 async with asyncio.timeout(self._engine.config.replica_timeout_s):
                     self._engine.num_sent += 1
-                    self._coming = self._engine.calls.remote(self._sent)
+                    # Of its own, not of the client's request: Ray's routers tell what waits in
+                    # them apart by that, so of several prompts of one request one would be lost.
+                    self._coming = Context().run(self._engine.calls.remote, self._sent)
                     first: Message = await anext(self._coming)
                 self._engine.decision_ns += self._sent.decision_ns
             except TimeoutError:
