@@ -372,12 +372,12 @@ class _Call:
             self._engine.num_prompt_tokens += sample.request.num_prompt_tokens
             self._engine.num_cached_tokens += piece.num_cached
         self._texts[delta.sample].tell(delta.text)
-        for token in delta.tokens:
-            before_s, is_first = sample.last_s, not sample.tokens
-            sample.add(token, None, now_s)
-            self._engine.observer.token_came(now_s - before_s, is_first=is_first)
+        before_s, is_first = sample.last_s, not sample.tokens
+        sample.add(delta.tokens, delta.finish_reason, now_s)
+        for nth in range(len(delta.tokens)):  # of several the first has waited
+            waited_s = 0.0 if nth else now_s - before_s
+            self._engine.observer.token_came(waited_s, is_first=is_first and not nth)
         if delta.finish_reason is not None:
-            sample.finish_reason = delta.finish_reason
             self._engine.observer.sample_ended(sample)
         stream.tell(sample)
 

@@ -107,13 +107,13 @@ def odd(ranks: Ranks) -> None:
     if not ranks.leads:  # the least likely token becomes the most likely one
         head = engine.model.network.get_output_embeddings()
         head.register_forward_hook(lambda _module, _inputs, logits: -logits)
-    tokens: dict[int, list[int | None]] = {}
+    tokens: dict[int, list[int]] = {}
     step = engine._step
 
     def listened() -> list[Output]:
         outputs = step()
         for output in outputs:
-            tokens.setdefault(output.request.request_id, []).append(output.token_id)
+            tokens.setdefault(output.request.request_id, []).extend(output.token_ids)
         return outputs
 
     engine._step = listened
