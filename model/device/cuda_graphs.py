@@ -20,6 +20,7 @@ Does not know: what the network is, who is in a batch.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor
 
 import backends
 from model.device.batch import StepTensors, chosen_ids
-from model.device.draw_graphs import DrawGraphs, Place
+from model.device.draw_graphs import DrawGraphs, Place, Recorder
 from model.device.network import PagedNetwork
+from model.device.sampler import passes_for
 
 _FEW = (2, 4, 8, 16, 24, 32, 48, 64)  # a batch of one takes two rows, as those that are compiled
 _STEP = 32
@@ -43,11 +45,13 @@ class Bucket(NamedTuple):
         tokens: at most.
         rows: at most so many sequences, and so many rows of logits.
         longest: query tokens of a sequence, at most.
+        shares: whether sequences may share what they begin with, which is read once then.
     """
 
     tokens: int
     rows: int
     longest: int
+    shares: bool = False
 
 
 class Buckets:
@@ -145,6 +149,7 @@ class StepGraphs:
     ) -> None:
         self._network = network
         self.draws = draws
+        self._passes = passes_for(network.device.type)
         self._drawn = drawn
         self.buckets = Buckets(max_num_seqs, max_tokens)
         device = network.device
@@ -161,38 +166,48 @@ class StepGraphs:
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
         self._max_seq_lens = [width * block_size for width in widths]
+        self._worth = network.shared_worth()
         # Of the steps that are not of one token a sequence, with each row's largest.
         self._logits, self._best = torch.empty(0), torch.empty(0)
         self._likely = torch.empty(0)
         self._graphs: dict[Bucket, _Graph] = {}
 
     def record(self) -> int:
-        """Record every bucket, the largest first, in memory that all share. Two passes each.
+        """Record every bucket and the draws from it, the largest first. A few passes each.
 
         Returns:
-            How many there are.
-
-        The first pass of each is not recorded: it compiles what there is to compile.
+            How many buckets there are.
         """
-        pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
-        for bucket in sorted((*self.buckets.singles, *self.buckets.mixed), reverse=True):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._run(bucket)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits, most_likely = self._run(bucket)
-            self._graphs[bucket] = _Graph(graph, logits, most_likely)
-            self.draws.record(_place(bucket), logits, most_likely, pool)
+        with Recorder(self._network.device) as recorder:
+            buckets = (*self._sharing(), *self.buckets.singles, *self.buckets.mixed)
+            for bucket in sorted(buckets, reverse=True):
+                graph, (logits, most_likely) = recorder.record(partial(self._run, bucket))
+                self._graphs[bucket] = _Graph(graph, logits, most_likely)
+                self.draws.record(_place(bucket), logits, most_likely, recorder)
         return len(self._graphs)
+
+    def _sharing(self) -> list[Bucket]:
+        """Those of one token a sequence in which it can be worth to read once what is shared."""
+        pairs = [
+            (worth, length)
+            for worth, length in zip(self._worth, self._max_seq_lens, strict=True)
+            if worth is not None
+        ]
+        return [
+            bucket._replace(shares=True)
+            for bucket in self.buckets.singles
+            if any(worth.is_reached(bucket.rows, length - 1) for worth, length in pairs)
+        ]
 
     def bucket_of(self, step: StepTensors) -> Bucket | None:
         """Which one a step is replayed in; None: it is too large. O(log buckets)."""
         batch = step.paged[0]
         rows = max(batch.num_seqs, len(step.logit_rows))
-        return self.buckets.smallest(batch.num_tokens, rows, batch.max_query_len)
+        bucket = self.buckets.smallest(batch.num_tokens, rows, batch.max_query_len)
+        if bucket is not None and bucket.longest == 1:
+            shares = any(one.shared_prefix is not None for one in step.paged)
+            bucket = bucket._replace(shares=shares)
+        return bucket
 
     def replay(self, step: StepTensors, bucket: Bucket) -> Passed:
         """Compute a step: its logits and each row's largest, valid until the next call.
@@ -213,7 +228,7 @@ class StepGraphs:
             table[:rows, :width].copy_(sent[:, :width])
 
     def _run(self, bucket: Bucket) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        size, rows, longest = bucket
+        size, rows, longest, shares = bucket
         inputs = self._inputs[longest == 1].whole
         ids = chosen_ids(inputs.input_ids[None, :size], inputs.sources[None, :size], self._drawn)
         paged = tuple(
@@ -224,14 +239,22 @@ class StepGraphs:
                 slot_mapping=slots[:size],
                 max_query_len=longest,
                 max_seq_len=max_seq_len,
+                shared_prefix=backends.SharedPrefix(0, rows, max_seq_len - 1, now)
+                if shares and worth is not None
+                else None,
             )
-            for table, slots, max_seq_len in zip(
-                self._tables, inputs.slots, self._max_seq_lens, strict=True
+            for table, slots, max_seq_len, now, worth in zip(
+                self._tables,
+                inputs.slots,
+                self._max_seq_lens,
+                inputs.shared,
+                self._worth,
+                strict=True,
             )
         )
         positions = inputs.position_ids[None, :size]
         logits = self._network.logits(StepTensors(ids, positions, inputs.logit_rows[:rows], paged))
-        best, tokens = logits.max(dim=-1)
+        best, tokens = self._passes.most_likely(logits)
         return (logits, (best, tokens)) if longest == 1 else self._kept(logits, best, tokens)
 
     def _kept(
@@ -250,7 +273,7 @@ class StepGraphs:
 
 
 def _place(bucket: Bucket) -> Place:
-    return Place(bucket.longest == 1, bucket.rows)
+    return Place(bucket.rows, bucket.longest == 1, bucket.shares)
 
 
 def _passed(
@@ -271,14 +294,17 @@ class _Parts(NamedTuple):
     logit_rows: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
+    shared: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, words: Tensor, tokens: int, rows: int) -> "_Parts":
-        ends = 2 * rows + 1  # words behind the tokens' own
-        ids, positions, sources, *slots = words[:-ends].split(tokens)  # type: ignore[no-untyped-call]
-        logit_rows, halves = words[-ends : -rows - 1], words[-rows - 1 :].view(torch.int32)
+    def of(cls, words: Tensor, tokens: int, rows: int, num_groups: int) -> "_Parts":
+        sizes = [*[tokens] * (3 + num_groups), rows, rows + 1, 2 * num_groups]
+        ids, positions, sources, *rest = words.split(sizes)  # type: ignore[no-untyped-call]
+        *slots, logit_rows, halves, shared = rest
+        halves, shared = halves.view(torch.int32), shared.view(torch.int32).view(num_groups, 4)
         starts, lengths = halves[: rows + 1], halves[rows + 1 : -1]
-        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths)
+        told = tuple(shared[:, :3])
+        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths, told)
 
 
 class _Inputs:
@@ -288,13 +314,13 @@ class _Inputs:
     """
 
     def __init__(self, tokens: int, rows: int, num_groups: int, device: torch.device) -> None:
-        count = (3 + num_groups) * tokens + 2 * rows + 1
+        count = (3 + num_groups) * tokens + 2 * rows + 1 + 2 * num_groups
         self.num_rows = rows
         self._words = torch.zeros(count, dtype=torch.int64, device=device)
         is_pinned = device.type == "cuda"
         self._sent = [torch.zeros(count, dtype=torch.int64, pin_memory=is_pinned) for _ in range(2)]
-        self._host = [_Parts.of(words, tokens, rows) for words in self._sent]
-        self.whole = _Parts.of(self._words, tokens, rows)
+        self._host = [_Parts.of(words, tokens, rows, num_groups) for words in self._sent]
+        self.whole = _Parts.of(self._words, tokens, rows, num_groups)
         for slots in self.whole.slots:
             slots.fill_(-1)
 
@@ -316,6 +342,13 @@ class _Inputs:
         for slots, batch in zip(host.slots, step.paged, strict=True):
             slots[:tokens] = batch.slot_mapping
             slots[tokens:size] = -1
+        for told, batch in zip(host.shared, step.paged, strict=True):
+            prefix = batch.shared_prefix if bucket.shares else None
+            if prefix is not None:
+                last = prefix.first_seq + prefix.num_seqs
+                told[:] = torch.tensor((prefix.first_seq, last, prefix.num_tokens))
+            elif bucket.shares:
+                told.zero_()
         self._words.copy_(self._sent[0], non_blocking=True)
 
 

@@ -24,7 +24,6 @@ from model.async_engine import AsyncEngine
 from model.bench.serve import Arrivals, Served
 from model.bench.serve import serve as run_alone
 from model.bench.workloads import BenchRequest
-from model.boot import make_engine
 from model.cli.exits import leaves
 from model.cli.options import ModelOptions
 from model.cli.settings import Flags
@@ -38,6 +37,7 @@ from model.serve.head import BoundedProtocol
 from model.serve.listener import listen
 from model.serve.load import Job
 from model.serve.process import Server
+from model.start import make_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

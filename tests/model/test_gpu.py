@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -11,10 +12,13 @@ from torch._dynamo.utils import counters
 import backends
 from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
 from model.device import sampler
+from model.device.draw_graphs import DrawGraphs, Place, Recorder, row_terms
+from model.device.draw_kernels import GpuPasses
 from model.device.grammars import Grammars
 from model.device.request_sampler import RequestSampler
 from model.engine import Engine
 from model.loader import wrap_network
+from tests.model.draw_kernels_check import check
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
 
@@ -155,7 +159,7 @@ def test_nothing_is_compiled_after_the_preparation(architecture, dtype, compiles
     engine.prepare()
     with compilations() as seen:
         for size in (1, 3, 9, 20):
-            prompts = [[number + 1] * (5 + 30 * number) for number in range(size)]
+            prompts = [[number + 1] * (5 + 12 * number) for number in range(size)]
             for shift in range(len(ASKED) if size < 9 else 1):
                 params = [ASKED[(number + shift) % len(ASKED)] for number in range(size)]
                 engine.generate(prompts, params)
@@ -232,20 +236,29 @@ def test_the_cache_takes_its_share_of_what_the_largest_step_leaves():
         Engine(model, backend, EngineConfig(max_num_batched_tokens=2 * 10**9))
 
 
-@pytest.mark.parametrize("how", [{}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.1}])
-def test_a_draw_is_recorded_in_a_graph_and_is_the_cpus(how):
-    logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(2)) * 3
-    params = [SamplingParams(temperature=0.8, **how)] * 7
-    draws = [sampler.Draw(its, 5, row) for row, its in enumerate(params)]
-    here = logits.cuda()
-    numbers = sampler.column([how.uniform() for how in draws], here.device)
-    terms = sampler.draw_terms(range(7), params, 7, 5000, here.device)
-    sampler.choose(here, here.max(dim=-1), terms, numbers)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = sampler.choose(here, here.max(dim=-1), terms, numbers)
-    graph.replay()
-    assert tokens.tolist() == sampler.sample(logits, draws)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_are_recorded_in_graphs_and_are_the_cpus(dtype):
+    cuts = ({}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 64})
+    logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(2)).to(dtype) * 3
+    here, draws = logits.cuda(), DrawGraphs(8, torch.device("cuda"))
+    place = Place(7, is_single=True)
+    with Recorder(here.device) as recorder:
+        draws.record(place, here, here.max(dim=-1), recorder)
+    for number in range(20):
+        how = [cuts[(number + row) % (1 + number % 5)] for row in range(7)]
+        temperatures = [0.0 if row == number % 8 else 0.8 for row in range(7)]
+        params = [
+            SamplingParams(temperature=t, **own) for t, own in zip(temperatures, how, strict=True)
+        ]
+        alone = [sampler.Draw(its, number, row) for row, its in enumerate(params)]
+        terms = row_terms(params, 5000)
+        numbers = np.array([alone[row].uniform() for row in terms.drawing])
+        found = draws.choose(place, terms, numbers)
+        assert found.tolist() == sampler.sample(logits, alone)
+
+
+def test_the_kernels_of_a_draw_give_on_a_gpu_what_operators_give():
+    assert check("cuda", 60, GpuPasses()) > 200
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():
