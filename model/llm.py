@@ -15,15 +15,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from model.boot import make_engine
 from model.cli.bars import bar
 from model.cli.options import ModelOptions
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import Request, SampledToken
 from model.control.settings import check_settings
+from model.control.submission import Submission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
+from model.start import make_engine
 
 _ALIASES = {"enforce_eager": "eager", "gpu_memory_utilization": "kv_memory_fraction"}
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(EngineConfig))
@@ -146,7 +147,7 @@ class LLM:
         tokens: dict[int, list[SampledToken]] = {}
         try:
             for prompt, one in zip(each, every, strict=True):
-                groups.append(engine.add_samples(prompt, one, num_samples=num_samples))
+                groups.append(engine.submit(Submission(prompt, one, num_samples=num_samples)))
             texts = {r.request_id: [] for group in groups for r in group}
             tokens = {number: [] for number in texts}
             with bar("generated", len(texts), is_wanted=use_tqdm) as advance:

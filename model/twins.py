@@ -10,31 +10,22 @@ Invariants: every rank takes the same steps; no message is about blocks.
 Does not know: how a network is cut (`device/parallel.py`), who asks.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import backends
-import kvcore
 from model.control.config import EngineConfig
-from model.control.params import SamplingParams
 from model.control.request import Request
+from model.control.submission import Submission
 from model.device.ranks import noticing
-from model.engine import Engine, Prompt
+from model.engine import Engine
 from model.errors import InvalidArgumentError, RanksDivergedError, StalledError
 from model.loader import LoadedModel
 from model.output import Output
 
 _DIGEST_BYTES = 16
-
-
-class _Added(NamedTuple):
-    tokens: Sequence[int]
-    params: SamplingParams
-    num_samples: int
-    priority: int
-    namespace: kvcore.Namespace
-    retain: Sequence[kvcore.Retention]
 
 
 class _Aborted(NamedTuple):
@@ -47,6 +38,10 @@ class _Emptied(NamedTuple):
 
 class _Ended(NamedTuple):
     goes_on: bool
+
+
+def _forget(requests: list[Request]) -> None:
+    del requests
 
 
 class TwinEngine(Engine):
@@ -77,34 +72,17 @@ class TwinEngine(Engine):
             raise InvalidArgumentError("model: wanted one that several ranks share, it is whole")
         self._ranks = model.ranks
         self._is_checked = is_checked
-        self._said: list[_Added | _Aborted | _Emptied] = []
+        self._said: list[Submission | _Aborted | _Emptied] = []
 
     @property
     def leads(self) -> bool:
         """Whether this rank has the requests. O(1)."""
         return self._ranks.leads
 
-    def add_samples(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        num_samples: int,
-        priority: int = 0,
-        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
-        retain: Sequence[kvcore.Retention] = (),
-    ) -> list[Request]:
+    def submit(self, asked: Submission) -> list[Request]:
         """As an engine's; the other ranks do it before their next step. O(samples * prompt)."""
-        requests = super().add_samples(
-            prompt,
-            params,
-            num_samples=num_samples,
-            priority=priority,
-            namespace=namespace,
-            retain=retain,
-        )
-        tokens, params = list(requests[0].tokens), requests[0].params
-        self._said.append(_Added(tokens, params, num_samples, priority, namespace, retain))
+        requests = super().submit(asked)
+        self._said.append(dataclasses.replace(asked, prompt=list(requests[0].tokens)))
         return requests
 
     def abort(self, request: Request) -> bool:
@@ -138,39 +116,46 @@ class TwinEngine(Engine):
             goes_on: what they are told: whether the network is used once more.
         """
         self._ranks.told(_Ended(goes_on))
+        self._ranks.let_go()
 
-    def follow(self) -> tuple[list[Request], bool]:
-        """Do what the first rank does, until it ends.
+    def follow(self, note: Callable[[list[Request]], object] = _forget) -> bool:
+        """Do what the first rank does, until it ends; what `end` was told.
 
-        Returns:
-            The requests that have come, in order, and what `end` was told.
+        Args:
+            note: is given the requests as they come, in order; nothing here keeps one that has
+                ended.
 
         Raises:
             RankLostError: another rank is gone.
             RanksDivergedError: the ranks' block tables differ.
         """
-        requests: list[Request] = []
         while not isinstance(said := self._ranks.told(), _Ended):
             for each in said if isinstance(said, list) else ():
-                if isinstance(each, _Added):
-                    requests += Engine.add_samples(
-                        self,
-                        each.tokens,
-                        each.params,
-                        num_samples=each.num_samples,
-                        priority=each.priority,
-                        namespace=each.namespace,
-                        retain=each.retain,
-                    )
+                if isinstance(each, Submission):
+                    note(Engine.submit(self, each))
                 elif isinstance(each, _Emptied):
                     Engine.empty_cache(self, enable_caching=each.enable_caching)
                 else:
-                    Engine.abort(self, requests[each.request_id])
+                    Engine.abort(self, self._unfinished(each.request_id))
             try:
                 self._step()
             except StalledError:  # the first rank's caller decides what becomes of it
                 continue
-        return requests, said.goes_on
+        self._ranks.let_go()
+        return said.goes_on
+
+    def _unfinished(self, request_id: int) -> Request:
+        """The request of this number, which the first rank has found unfinished. O(num_unfinished).
+
+        Raises:
+            RanksDivergedError: it has ended here.
+        """
+        for request in (*self.running, *self.waiting):
+            if request.request_id == request_id:
+                return request
+        raise RanksDivergedError(
+            f"rank {self._ranks.rank} has ended request {request_id}, and rank 0 has not"
+        )
 
     def _step(self) -> list[Output]:
         with noticing():

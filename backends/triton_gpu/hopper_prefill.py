@@ -33,7 +33,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backends.contract import PagedBatch
+from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu.hopper_consume import consume, consume_pieces
 from backends.triton_gpu.hopper_items import gluon_function, gluon_kernel
 from backends.triton_gpu.hopper_load import load_tiles
@@ -206,7 +206,7 @@ def items_a_kv_head(group: int, query_len: int) -> int:
 
 
 def can_attend(
-    place: Place, query: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float
+    place: Place, query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
 ) -> bool:
     """Whether this path serves the call; `prefill`'s portable kernel serves every other.
 
@@ -215,19 +215,19 @@ def can_attend(
     and strides in steps of 16 bytes, blocks of a cache a whole number of slots apart, and fewer
     than 2^31 slots.
     """
-    block_size, _, head_dim = k_cache.shape[1:]
+    block_size, _, head_dim = cache.k.shape[1:]
     return (
         not place.interpreting
         and _is_hopper(query.device)
         and query.element_size() == 2
-        and k_cache.dtype == query.dtype
+        and cache.k.dtype == query.dtype
         and 40 <= head_dim <= 256
         and head_dim % 8 == 0
         and block_size >= 8
         and block_size & (block_size - 1) == 0
-        and scale > 0
-        and all(_can_copy(tensor) for tensor in (query, out, k_cache, v_cache))
-        and all(_slots(cache) < 1 << 31 for cache in (k_cache, v_cache))
+        and terms.scale > 0
+        and all(_can_copy(tensor) for tensor in (query, out, cache.k, cache.v))
+        and all(_slots(tensor) < 1 << 31 for tensor in (cache.k, cache.v))
     )
 
 
@@ -253,29 +253,27 @@ def _slots(cache: Tensor) -> int:
 def attend(
     place: Place,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
     out: Tensor,
+    terms: AttentionTerms,
     *,
     shortest: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    may_split: bool,
 ) -> None:
     """Write the rows of the sequences with `shortest` query tokens or more; see `can_attend`.
 
     One launch, one more where there are several sequences, and one where keys may be cut.
     """
+    k_cache, v_cache, soft_cap = cache.k, cache.v, terms.soft_cap
+    window = None if terms.window is None else min(terms.window, batch.max_seq_len + 1)
+    sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
     num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
     block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
     pack = heads_an_item(num_heads // num_kv_heads)
     planned = batch.num_seqs > 1
     items = cut_batch(
         batch, ROWS // pack, num_heads // pack, shape_for(head_dim, split=False).tile,
-        place.num_multiprocessors(query.device), may_split=may_split,
+        place.num_multiprocessors(query.device), may_split=not terms.batch_invariant,
     )  # fmt: skip
     shape = shape_for(head_dim, split=items.split)
     work, partial = batch.seq_lens, out
@@ -295,10 +293,10 @@ def attend(
     )  # fmt: skip
     caches = [
         TensorDescriptor(
-            cache, [_slots(cache), num_kv_heads, head_dim], list(cache.stride()[1:]),
+            tensor, [_slots(tensor), num_kv_heads, head_dim], list(tensor.stride()[1:]),
             [min(block_size, shape.tile), 1, shape.width], LAYOUT,
         )
-        for cache in (k_cache, v_cache)
+        for tensor in (k_cache, v_cache)
     ]  # fmt: skip
     with place.guard(query.device):
         _attend[items.programs,](
@@ -306,7 +304,7 @@ def attend(
             batch.query_start_loc, batch.seq_lens, batch.block_table, work,
             out if sinks is None else sinks,
             batch.block_table.stride(0), most_items, items.records,
-            scale, 1.0 if soft_cap is None else soft_cap, window or 0,
+            float(terms.scale), 1.0 if soft_cap is None else soft_cap, window or 0,
             *out.stride()[:2], block_size,
             k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
             num_heads, num_heads // num_kv_heads, head_dim,

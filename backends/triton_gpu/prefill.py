@@ -31,13 +31,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from backends.contract import PagedBatch
+from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import hopper_prefill
-from backends.triton_gpu.e4m3 import widen
+from backends.triton_gpu.e4m3 import as_kernels_see, scale_step, widen
 from backends.triton_gpu.place import Place, device_function, jit, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
-from backends.triton_gpu.terms import scale_step
 
 DEEP = 160 << 10  # bytes of shared memory for three stages of 64 keys
 HUGE = 224 << 10  # of 128
@@ -232,36 +231,24 @@ def _attend(
 def prefill(
     place: Place,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
     out: Tensor,
+    terms: AttentionTerms,
     *,
     shortest: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    batch_invariant: bool = False,
 ) -> None:
-    """Write the rows of the sequences that `decode` leaves alone.
-
-    A quantised cache comes as bytes (uint8), with its scales beside it or without.
-    """
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    """Write the rows of the sequences that `decode` leaves alone."""
+    num_kv_heads, head_dim = cache.k.shape[2:]
     group = query.shape[1] // num_kv_heads
-    longest = LONG if batch_invariant else batch.max_query_len
-    if longest * group > FEW and hopper_prefill.can_attend(
-        place, query, k_cache, v_cache, out, scale
-    ):
-        hopper_prefill.attend(
-            place, query, k_cache, v_cache, batch, out, shortest=shortest,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
-            may_split=not batch_invariant,
-        )  # fmt: skip
+    longest = LONG if terms.batch_invariant else batch.max_query_len
+    if longest * group > FEW and hopper_prefill.can_attend(place, query, cache, out, terms):
+        hopper_prefill.attend(place, query, cache, batch, out, terms, shortest=shortest)
         return
+    k_cache, v_cache = as_kernels_see(cache.k), as_kernels_see(cache.v)
+    k_scale, v_scale, soft_cap = cache.k_scale, cache.v_scale, terms.soft_cap
+    sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
+    scale, window = float(terms.scale), min(terms.window or 0, batch.max_seq_len + 1)
     width = max(16, power_of_two(head_dim))
     size, room = query.element_size(), place.shared_bytes(query.device)
     rows, keys, warps, stages = shape_of_tiles(width * size, size, group, longest, room)
@@ -275,11 +262,11 @@ def prefill(
             out if v_scale is None else v_scale,
             batch.num_seqs, batch.block_table.stride(0), scale,
             1.0 if soft_cap is None else soft_cap,
-            window or 0,
+            window,
             shortest,
             query.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], out.stride()[:2],
             k_cache.shape[1], group, head_dim,
-            scale < 0, soft_cap is not None, window is not None, sinks is not None,
+            scale < 0, soft_cap is not None, terms.window is not None, sinks is not None,
             k_cache.dtype == torch.uint8, place.has_e4m3(query.device),
             scale_step(k_scale), scale_step(v_scale),
             rows, tokens, math.gcd(16, *k_cache.stride()[:3], *v_cache.stride()[:3]),

@@ -5,11 +5,11 @@ arithmetic. So its operations are traced once and run from then on as one genera
 calls PyTorch's operators directly: the same operations on the same weights, so the same bits.
 
 Decides: what can be captured. The trace runs on fake tensors, which have shapes and no values, so a
-network that looks at values (routing to experts, rotary scaling by length) cannot be traced, and is
-refused. It runs twice, with different numbers of tokens: every number that differs must be a
-multiple of one of these, and becomes that multiple. What does nothing (a cast to the dtype that is
-there already, a product with 1) is left out. At the end the function is compared with the network,
-bit for bit.
+network that looks at values (rotary scaling by length; experts that are called one by one) cannot
+be traced, and is refused. What is written into a tensor that nothing else sees becomes a new one.
+It runs twice, with different numbers of tokens: every number that differs must be a multiple of one
+of these, and becomes that multiple. What does nothing (a cast to the dtype that is there already, a
+product with 1) is left out. At the end the function is compared with the network, bit for bit.
 
 Invariants: a capture that exists gave the network's own logits on every size that it was tried on;
 attention is called as the network calls it, layer by layer, with the same terms.
@@ -27,7 +27,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
-from model.device.attention import Attending, AttentionTerms
+import backends
+from model.device.attention import Attending
 from model.errors import UnsupportedModelError
 
 _SIZES = ((5, 3), (11, 7))  # tokens and rows of the two traces: no multiple of one is of another
@@ -36,8 +37,8 @@ _TRIALS = ((1, 1), (2, 1), (13, 6))
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     """A place in a trace where a layer attends; it is never run."""
-    del key, value, layer
-    return torch.empty_like(query)
+    del key, layer
+    return query.new_empty(*query.shape[:2], value.shape[2])
 
 
 _library = torch.library.Library("kvcore_capture", "DEF")  # type: ignore[no-untyped-call]
@@ -57,7 +58,7 @@ class Captured:
         terms: of each layer's attention.
     """
 
-    def __init__(self, module: fx.GraphModule, terms: dict[int, AttentionTerms]) -> None:
+    def __init__(self, module: fx.GraphModule, terms: dict[int, backends.AttentionTerms]) -> None:
         self.module = module
         self.terms = terms
         self._run: Callable[..., Tensor] = module.forward
@@ -87,7 +88,7 @@ def capture(network: PreTrainedModel, device: torch.device) -> Captured:
     Raises:
         UnsupportedModelError: it cannot be captured, and why.
     """
-    terms: dict[int, AttentionTerms] = {}
+    terms: dict[int, backends.AttentionTerms] = {}
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is told here again
     level = logger.level
     try:
@@ -114,7 +115,7 @@ def _trace(
     device: torch.device,
     num_tokens: int,
     num_rows: int,
-    terms: dict[int, AttentionTerms],
+    terms: dict[int, backends.AttentionTerms],
 ) -> fx.GraphModule:
     def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
         return _logits(network, input_ids, position_ids, rows, _Noting(terms))
@@ -132,11 +133,11 @@ def _trace(
 class _Noting:
     """A pass that leaves its place in the trace and notes each layer's terms."""
 
-    def __init__(self, terms: dict[int, AttentionTerms]) -> None:
+    def __init__(self, terms: dict[int, backends.AttentionTerms]) -> None:
         self._terms = terms
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Leave a mark."""
         self._terms[layer] = terms
@@ -231,7 +232,7 @@ class _Numbers:
         return self._made[place, factor]
 
 
-_PURE = ("aten", "_c10d_functional")  # PyTorch's operations, and what ranks give each other
+_PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: what ranks give each other
 
 
 def _simplify(node: fx.Node, call: fx.Node) -> None:
@@ -246,8 +247,51 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # a tensor's node
     elif target is operator.getitem:  # one of several results
         return
-    elif getattr(target, "namespace", None) not in _PURE or target._schema.is_mutable:  # noqa: SLF001
+    elif getattr(target, "namespace", None) not in _PURE:
         raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
+    elif target._schema.is_mutable:  # noqa: SLF001
+        node.target = _pure_twin(node)
+
+
+def _pure_twin(node: fx.Node) -> Callable[..., Any]:
+    """What gives in a new tensor what an operation leaves in its first argument.
+
+    The trace says of all that comes later that it reads the result. So nothing that comes later may
+    see the argument: it has memory of its own, and what else uses it came before and kept nothing.
+    """
+    target: Any = node.target
+    first = node.args[0]
+    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname  # noqa: SLF001
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    twin = getattr(packet, overload, None)
+    if (
+        twin is None
+        or not name.endswith("_")
+        or not isinstance(first, fx.Node)
+        or first.op != "call_function"
+        or any(not user < node or _shares_memory(user) for user in first.users if user is not node)
+        or _shares_memory(first)
+        or not all(_is_same_dtype(one, first) for one in node.args[1:])
+    ):
+        raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
+    return twin  # type: ignore[no-any-return]
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether what an operation returns may lie in what it was given."""
+    target: Any = node.target
+    if target is operator.call:
+        return True
+    if target is operator.getitem:
+        return not isinstance(node.args[0], fx.Node) or _shares_memory(node.args[0])
+    return any(value.alias_info is not None for value in target._schema.returns)  # noqa: SLF001
+
+
+def _is_same_dtype(other: object, first: fx.Node) -> bool:
+    """Whether a second argument leaves the dtype as it is; it is no tensor, or a tensor of that."""
+    if not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor):
+        return True
+    return bool(other.meta["val"].dtype == first.meta["val"].dtype)
 
 
 _CASTS = {
@@ -334,10 +378,11 @@ class _Mixing:
     """A pass whose results depend on everything that it is given, and on nothing else."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Mix."""
-        return query * terms.scale + (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
+        shift = (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
+        return query[..., : value.shape[2]] * terms.scale + shift
 
 
 def _check(

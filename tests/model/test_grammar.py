@@ -1,15 +1,18 @@
 """Texts that follow a grammar: whatever the network says, what comes out parses."""
 
+import asyncio
 import dataclasses
 import json
 import re
+import threading
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model import EngineConfig, FinishReason, InvalidArgumentError, SamplingParams
+from model import EngineConfig, FinishReason, InvalidArgumentError, SamplingParams, Submission
+from model.async_engine import AsyncEngine
 from model.control.grammar import Grammar
 from model.device import grammars, request_sampler
 from model.engine import Engine
@@ -20,6 +23,7 @@ from tests.model.test_engine import PROMPT, SIZES, greedy, is_late, network  # n
 from tests.model.test_engine_sampling import hashed_logits, run
 
 END = 256
+DEADLINE_S = 60
 
 
 def make(ends=(END,), **sizes):
@@ -105,7 +109,7 @@ def check_parses(asked, sizes, samples):
     requests = []
     for name, how, count in asked:
         params = SamplingParams(max_tokens=count, grammar=CASES[name][0], **how)
-        requests += engine.add_samples("xy", params, num_samples=samples)
+        requests += engine.submit(Submission("xy", params, num_samples=samples))
     run(engine, requests)
     for request in requests:
         name = next(name for name, case in CASES.items() if case[0] == request.params.grammar)
@@ -143,7 +147,7 @@ def test_a_text_ends_with_the_token_after_which_nothing_can_follow(name):
 def test_each_sample_of_a_prompt_and_each_request_follows_its_own_text():
     engine = hashed()
     how = SamplingParams(max_tokens=12, temperature=3.0, seed=1, grammar=Grammar.choice(CHOICES))
-    requests = engine.add_samples(PROMPT, how, num_samples=8)
+    requests = engine.submit(Submission(PROMPT, how, num_samples=8))
     run(engine, requests)
     texts = {bytes(t for t in r.output_tokens if t < 256).decode() for r in requests}
     assert texts <= set(CHOICES)
@@ -310,3 +314,30 @@ def test_a_planted_bug_is_caught(plant, monkeypatch, is_late):  # noqa: F811
     hunted = [("choice", how, 12), ("regex", how, 20), ("schema", how, 40)]
     with pytest.raises((AssertionError, json.JSONDecodeError, UnicodeDecodeError, KeyError)):
         check_parses(hunted, {"num_blocks": 60}, 2)
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(monkeypatch):
+    engine = make()
+    with_grammar = SamplingParams(max_tokens=5, grammar=Grammar.choice(["ab", "cd"]))
+    compiled, is_over = engine.check_grammar, threading.Event()
+
+    def waits(grammar):
+        assert is_over.wait(DEADLINE_S)
+        is_over.clear()  # what the engine's own thread asks for is compiled by now
+        monkeypatch.undo()
+        compiled(grammar)
+
+    monkeypatch.setattr(engine, "check_grammar", waits)
+
+    async def main():
+        async with asyncio.timeout(DEADLINE_S), AsyncEngine(engine) as served:
+            slow = asyncio.create_task(served.add(PROMPT, with_grammar))
+            async with await served.add(PROMPT, greedy(100, ignore_eos=True)) as other:
+                await other.whole()
+            assert not slow.done()
+            is_over.set()
+            async with await slow as stream:
+                [delta] = await stream.whole()
+                assert delta.text in ("ab", "cd")
+
+    asyncio.run(main())
