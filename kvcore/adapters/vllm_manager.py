@@ -190,6 +190,7 @@ class Manager:
         self._running: dict[str, KVSequence] = {}
         self._flying: dict[str, deque[tuple[int, Lease]]] = {}
         self._found: dict[str, KVSequence] = {}
+        self._admitted: dict[str, Blocks] = {}
         self._prompts: dict[str, Prompt] = {}
         self._fresh: list[int] = []
         self.prefix_cache_stats = settings.new_stats and settings.new_stats()
@@ -263,15 +264,13 @@ class Manager:
     ) -> Blocks | None:
         """Make room for a step's tokens; None: too few blocks are free."""
         seq = self._running.get(request.request_id)
+        appended: Blocks | None = self.empty_kv_cache_blocks
         if seq is not None and self._is_plain:
             total = request.num_computed_tokens + num_new_tokens
             room = min(total + num_lookahead_tokens, self.max_model_len)
-            appended: Blocks | None = self.empty_kv_cache_blocks
             if room > len(seq.tables[0].block_ids) * self._size:
                 appended = self._grow(seq, room, self._spare(request, reserved_blocks))
-                if appended is None:
-                    return None
-            if total >= seq.num_computed_tokens // self._size * self._size + self._size:
+            if appended is not None and total >= seq.num_computed_tokens + self._size:
                 self._settle(seq, request, min(total, request.num_tokens))
             return appended
         if num_external_computed_tokens or num_new_tokens + num_new_computed_tokens == 0:
@@ -291,12 +290,8 @@ class Manager:
             appended = self._grow(seq, room, spare)
         if appended is None:
             self.kv.close(seq)
-            return None
-        self._running[request.request_id] = seq
-        self._prompts.pop(request.request_id, None)
-        if self.settings.collector is not None:
-            self._note_hits(seq, self.settings.collector)
-        self._publish(seq, request, total)
+        else:
+            self._admit(seq, request, total)
         return appended
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
@@ -306,7 +301,7 @@ class Manager:
             return
         if not self._is_plain:
             self._settle(seq, request, min(num_computed_tokens, self._processed(request)))
-        elif num_computed_tokens >= seq.num_computed_tokens // self._size * self._size + self._size:
+        elif num_computed_tokens >= seq.num_computed_tokens + self._size:
             self._settle(seq, request, min(num_computed_tokens, request.num_tokens))
 
     def free(self, request: Request) -> None:
@@ -314,6 +309,7 @@ class Manager:
         request_id = request.request_id
         self._let_go(request_id)
         self._prompts.pop(request_id, None)
+        self._admitted.pop(request_id, None)
         seq = self._running.pop(request_id, None)
         if seq is None:
             return
@@ -334,7 +330,9 @@ class Manager:
         return leases
 
     def get_blocks(self, request_id: str) -> Blocks:
-        """Return all blocks of a request."""
+        """Return all blocks of a request, as the step that is being scheduled needs them."""
+        if request_id in self._admitted:
+            return self._admitted[request_id]
         seq = self._running.get(request_id)
         return self.empty_kv_cache_blocks if seq is None else self._blocks_of(seq)
 
@@ -373,11 +371,13 @@ class Manager:
         """Let go of what was found for requests that were not admitted after all."""
         if self._found:
             self._let_all_go()
+        self._admitted.clear()
 
     def take_new_block_ids(self) -> list[int]:
         """Return the blocks that were handed out since the last call, for those who clear them."""
         if self._found:
             self._let_all_go()
+        self._admitted.clear()
         fresh, self._fresh = self._fresh, []
         return fresh
 
@@ -424,6 +424,16 @@ class Manager:
             self.kv.truncate(seq, num_cached_tokens)
             self.kv.extend(seq, rest, items=items)
         return seq
+
+    def _admit(self, seq: KVSequence, request: Request, total: int) -> None:
+        """Let a request run whose first step is computed up to `total`."""
+        self._running[request.request_id] = seq
+        self._prompts.pop(request.request_id, None)
+        if self.settings.collector is not None:
+            self._note_hits(seq, self.settings.collector)
+        if not self._is_plain:  # this step needs what a window lets go of after it
+            self._admitted[request.request_id] = self._blocks_of(seq)
+        self._publish(seq, request, total)
 
     def _go_on(
         self, seq: KVSequence, request: Request, num_tokens: int, num_lookahead: int, spare: int
