@@ -10,6 +10,7 @@ import argparse
 import gc
 import random
 import time
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -58,13 +59,17 @@ CASES = {
 }
 
 
+@cache
+def model_config():
+    return ModelConfig(str(MODEL), dtype="float32", skip_tokenizer_init=True, max_model_len=2048)
+
+
 def make(specs, num_blocks, budget, at_once, *, ahead):
-    model = ModelConfig(str(MODEL), dtype="float32", skip_tokenizer_init=True, max_model_len=2048)
-    cache = CacheConfig(block_size=16, enable_prefix_caching=True)
-    cache.num_gpu_blocks = num_blocks
+    blocks = CacheConfig(block_size=16, enable_prefix_caching=True)
+    blocks.num_gpu_blocks = num_blocks
     config = VllmConfig(
-        model_config=model,
-        cache_config=cache,
+        model_config=model_config(),
+        cache_config=blocks,
         scheduler_config=SchedulerConfig(
             max_num_seqs=at_once,
             max_num_batched_tokens=budget,
