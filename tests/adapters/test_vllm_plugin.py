@@ -6,21 +6,23 @@ python -m pytest -n 0 tests/adapters/test_vllm_plugin.py -p no:cacheprovider
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: docs/vllm.md says how to run these")
+pytest.importorskip("vllm", reason="vLLM is not installed: docs/adapters.md says how to run these")
 
 from types import SimpleNamespace
 
+from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched import scheduler as module
 from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
 
 import kvcore
 from kvcore.adapters import vllm as adapter
 from kvcore.adapters.vllm_events import Speller
 from kvcore.adapters.vllm_manager import Manager, Settings
-from tests.adapters.vllm_schedule import FULL, PLUGIN, WINDOW, prompts, run
+from tests.adapters.vllm_schedule import FULL, PLUGIN, WINDOW, answer, make, prompts, run
 
 SMALL = {
     "decode": ([FULL], 200, 64, 8, prompts(12, 40), 30, False),
@@ -51,6 +53,31 @@ def test_vllms_scheduler_takes_the_same_steps_and_finds_the_same_hits(case, monk
         times = run(case)
         found.append((len(times["schedule"]), times["hits"]))
     assert found[0] == found[1]
+
+
+def test_who_gives_way_in_the_pass_that_scheduled_it_hits_what_it_has_computed(monkeypatch):
+    init_none_hash(sha256)
+    found = []
+    for manager in (PLUGIN.own_manager, PLUGIN.manager):
+        monkeypatch.setattr(module, "KVCacheManager", manager)
+        found.append(tokens_hit_after_giving_way(get_request_block_hasher(16, sha256)))
+    assert found == [112, 96]  # 96 were computed: docs/engines.md
+
+
+def tokens_hit_after_giving_way(hasher):
+    """Let a request of higher priority displace a chunk; return where the other goes on."""
+    scheduler = make([FULL], 10, 64, 8, ahead=False, policy="priority", chunk=32)
+    for name, count, priority, written in (("A", 144, 1, 1), ("B", 16, 0, 3)):
+        params = SamplingParams(max_tokens=written, ignore_eos=True)
+        tokens = range(count) if name == "A" else range(1000, 1000 + count)
+        request = Request(name, list(tokens), params, None, block_hasher=hasher, priority=priority)
+        scheduler.add_request(request)
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, answer(scheduler, output))
+    while not output.scheduled_cached_reqs.resumed_req_ids:
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, answer(scheduler, output))
+    return output.scheduled_cached_reqs.num_computed_tokens[0]
 
 
 @pytest.mark.parametrize("names", ["", "other", "kvcores"])

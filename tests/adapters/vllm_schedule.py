@@ -64,7 +64,7 @@ def model_config():
     return ModelConfig(str(MODEL), dtype="float32", skip_tokenizer_init=True, max_model_len=2048)
 
 
-def make(specs, num_blocks, budget, at_once, *, ahead):
+def make(specs, num_blocks, budget, at_once, *, ahead, policy="fcfs", chunk=0):
     blocks = CacheConfig(block_size=16, enable_prefix_caching=True)
     blocks.num_gpu_blocks = num_blocks
     config = VllmConfig(
@@ -76,6 +76,8 @@ def make(specs, num_blocks, budget, at_once, *, ahead):
             max_model_len=2048,
             is_encoder_decoder=False,
             async_scheduling=ahead,
+            policy=policy,
+            long_prefill_token_threshold=chunk,
         ),
     )
     register_all_kvcache_specs(config)
@@ -127,8 +129,8 @@ def answer(scheduler, output):
     tokens = []
     for name in names:
         request = scheduler.requests[name]
-        done = request.num_computed_tokens >= request.num_tokens + request.num_output_placeholders
-        tokens.append([(request.num_computed_tokens * 7 + len(name)) % 2000] if done else [])
+        sampled = (request.num_computed_tokens * 7 + len(name)) % 2000
+        tokens.append([] if request.is_prefill_chunk else [sampled])
     return ModelRunnerOutput(
         req_ids=names,
         req_id_to_index={name: place for place, name in enumerate(names)},
