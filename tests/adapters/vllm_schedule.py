@@ -111,9 +111,10 @@ def run(case):
         begin = clock()
         output = scheduler.schedule()
         schedule.append(clock() - begin)
-        flying.append((output, answer(scheduler, output)))
-        if ahead and len(flying) < 2 and output.total_num_scheduled_tokens:
-            continue
+        if output.total_num_scheduled_tokens:
+            flying.append((output, answer(scheduler, output)))
+            if ahead and len(flying) < 2:
+                continue
         begin = clock()
         made = scheduler.update_from_output(*flying.pop(0))
         update.append(clock() - begin)
