@@ -1,10 +1,10 @@
-"""Attention over latents on Hopper GPUs, warps with roles of their own; Gluon.
+"""Attention of few query tokens over latents on Hopper, warps with roles of their own; Gluon.
 
-The formula, the rows, the parts and the tiles of `latent`, whose kernels serve what this one cannot
-(`can_attend`). There the products of a tile wait for its copy and hold up the next one. Here four
-warps copy and two groups of four multiply. Up to 16 rows, which reading bounds, each group takes
-the tiles of its own buffer, every other one, and at the end they add up; more rows are shared out,
-half to each group, and each takes every tile.
+The formula, the rows and the parts of `latent`, whose kernels serve what this one cannot
+(`can_attend`), and tiles of many query tokens. There the products of a tile wait for its copy and
+hold up the next one. Here four warps copy and two groups of four multiply. Up to 16 rows, which
+reading bounds, each group takes the tiles of its own buffer, every other one, and at the end they
+add up; more rows are shared out, half to each group, and each takes every tile.
 
 Layout: in shared memory two tiles of 64 latents, cut where the values end, and the rows of the
 queries. Logits are latents x queries, sums are numbers x queries: the tile is the left side of both
@@ -33,7 +33,6 @@ from backends.contract import KVCache
 from backends.triton_gpu.hopper_items import gluon_function
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.place import Place
-from backends.triton_gpu.prefill_order import find_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 from backends.triton_gpu.splits import count_tiles, find_part
 
@@ -270,7 +269,7 @@ def _barrier(COUNT: gl.constexpr, SLOTS: gl.constexpr) -> gl.tensor:
     jit=gluon.jit,
 )
 def attend_rows(
-    query: gl.tensor,  # as in latent._attend_part, or if TILED in _attend_tile, all of them
+    query: gl.tensor,  # as in latent._attend_part, all of them
     cache: gl.tensor,
     out: gl.tensor,
     sinks: gl.tensor,
@@ -283,7 +282,7 @@ def attend_rows(
     o_stride: gl.tensor,
     num_seqs: gl.tensor,
     table_stride: gl.tensor,
-    most: gl.tensor,  # query tokens; if TILED the fewest
+    most: gl.tensor,
     window: gl.tensor,
     target: gl.tensor,
     scale: gl.tensor,
@@ -304,49 +303,36 @@ def attend_rows(
     VECTOR: gl.constexpr,
     ALIKE: gl.constexpr,
     CHAINED: gl.constexpr,
-    TILED: gl.constexpr,
     SHARED: gl.constexpr,  # each group has half of the rows; otherwise half of the tiles
     REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ) -> None:
-    """Attend a part of a sequence with a slice of its rows; if TILED all keys of a tile of rows."""
+    """Attend a part of a sequence with a slice of its rows."""
     SLICES: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if CHAINED:
         gdc_launch_dependents()
     item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
-    if TILED:
-        s, start, query_len, first, token = find_tile(
-            query_start_loc, seq_lens, num_seqs, gl.num_programs(1) - 1 - item, ROWS // HEADS
-        )
-        if (query_len < most) | (token >= query_len):
-            return
-        length = first + query_len
-        begin, split, splits = length * 0, length * 0, length * 0 + 1
-        if HAS_WINDOW:
-            begin = gl.maximum(first + token - window + 1, 0)
-        end = first + gl.minimum(token + ROWS // HEADS, query_len)
-    else:
-        nobody = (0, 0, 0)
-        here = gl.arange(0, VECTOR or 1, LANES)
-        s, split, splits = find_part(
-            query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
-            HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
-        )  # fmt: skip
-        if s >= num_seqs:
-            return
-        start = gl.load(query_start_loc + s)
-        query_len = gl.load(query_start_loc + s + 1) - start
-        length = gl.load(seq_lens + s)
-        seen, tiles = count_tiles(
-            s, query_len, length, most, window, nobody, HAS_WINDOW, HAS_SHARED=False, TILE=TILE
-        )
-        token = gl.program_id(0) // SLICES * (ROWS // HEADS)
-        if (tiles == 0) | (token >= query_len):
-            return
-        first = seen // TILE
-        begin = gl.maximum((first + split * tiles // splits) * TILE, seen)
-        end = gl.minimum((first + (split + 1) * tiles // splits) * TILE, length)
+    nobody = (0, 0, 0)
+    here = gl.arange(0, VECTOR or 1, LANES)
+    s, split, splits = find_part(
+        query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
+        HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
+    )  # fmt: skip
+    if s >= num_seqs:
+        return
+    start = gl.load(query_start_loc + s)
+    query_len = gl.load(query_start_loc + s + 1) - start
+    length = gl.load(seq_lens + s)
+    seen, tiles = count_tiles(
+        s, query_len, length, most, window, nobody, HAS_WINDOW, HAS_SHARED=False, TILE=TILE
+    )
+    token = gl.program_id(0) // SLICES * (ROWS // HEADS)
+    if (tiles == 0) | (token >= query_len):
+        return
+    first = seen // TILE
+    begin = gl.maximum((first + split * tiles // splits) * TILE, seen)
+    end = gl.minimum((first + (split + 1) * tiles // splits) * TILE, length)
     head = gl.program_id(0) % SLICES * HEADS
     dtype: gl.constexpr = cache.dtype.element_ty
     KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, VALUE_DIM], dtype)

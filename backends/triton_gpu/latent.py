@@ -262,7 +262,7 @@ def _attend_part(
 
 
 @launcher(
-    integers=("q_stride", "o_stride", "num_seqs", "table_stride", "shortest", "window", "target"),
+    integers=("q_stride", "o_stride", "num_seqs", "table_stride", "shortest", "window"),
     indices=("query_start_loc", "seq_lens", "tables", "scales"),
     pointers=("query", "cache", "out", "sinks"),
 )
@@ -271,7 +271,6 @@ def _attend_tile(
     cache: tl.tensor,  # [num_blocks, block_size, 1, head_dim], bytes if E4M3
     out: tl.tensor,  # [num_tokens, num_q_heads, value_dim]
     sinks: tl.tensor,  # [num_q_heads], read if HAS_SINKS
-    partial: tl.tensor,  # noqa: ARG001  # as in _attend_part, where this one has nothing to leave
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
@@ -282,7 +281,6 @@ def _attend_tile(
     table_stride: tl.tensor,
     shortest: tl.tensor,  # query tokens; sequences with fewer are left alone
     window: tl.tensor,  # used if HAS_WINDOW
-    target: tl.tensor,  # noqa: ARG001  # likewise
     scale: tl.tensor,  # float
     soft_cap: tl.tensor,  # float, used if HAS_CAP
     Q_HEAD: tl.constexpr,  # from head to head
@@ -412,7 +410,7 @@ def plan_latents(
     part = shape_for(num_heads, max(1, most), row_bytes, query.element_size(), room)
     tile = shape_for(num_heads, MANY_ROWS, row_bytes, query.element_size(), room)
     if on_hopper:
-        part, tile = (hopper_shape(num_heads, tokens) for tokens in (max(1, most), MANY_ROWS))
+        part = hopper_shape(num_heads, max(1, most))
     slices = ceil_div(num_heads, part.heads)
     programs = slices * ceil_div(max(1, most), part.rows // part.heads)
     if terms.batch_invariant:
@@ -432,7 +430,7 @@ def plan_latents(
         _variant(place, query, cache, out, terms, part, grid, on_hopper=on_hopper),
         (programs, *grid.shape),
         grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, grid.target, merge,
-        _variant(place, query, cache, out, terms, tile, None, on_hopper=on_hopper),
+        _variant(place, query, cache, out, terms, tile, None, on_hopper=False),
         (ceil_div(num_heads, tile.heads), batch.num_tokens // tokens + batch.num_seqs, 1),
         (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0)),
     )  # fmt: skip
@@ -483,7 +481,7 @@ def _variant(
     chained = grid is not None and place.can_chain(device)
     if on_hopper:
         is_shared = shape.rows > FEW_ROWS
-        own = (shape.tile, shape.rows, shape.heads, *plan, chained, grid is None, is_shared)
+        own = (shape.tile, shape.rows, shape.heads, *plan, chained, is_shared)
         registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
         return hopper_latent.attend_rows.variant(
             place, device, dtypes, (*constants, *own, *registers), num_warps=shape.warps
@@ -516,9 +514,8 @@ def attend_latents(
         if plan.merge is not None:
             merging.merge(plan.merge, partial, batch, out, window, NOBODY)
     if batch.max_query_len > plan.most:
-        nowhere = out  # where there are no parts
         plan.tile.launch(
             plan.tile_grid,
-            (query, cache.k, out, sinks, nowhere, *where, scales),
-            (*plan.numbers, plan.most + 1, window, 0, *logits),
+            (query, cache.k, out, sinks, *where, scales),
+            (*plan.numbers, plan.most + 1, window, *logits),
         )
