@@ -125,7 +125,7 @@ MODEL_LAYERS = (
     ("cli/prompts",),
     ("cli/session",),
     ("llm",),
-    ("bench/__init__", "bench/configs", "bench/metrics", "bench/workloads"),
+    ("bench/__init__", "bench/configs", "bench/metrics", "bench/process", "bench/workloads"),
     ("bench/networks", "bench/options", "bench/report", "bench/serve"),
     ("bench/args", "bench/peers", "bench/simulate"),
     ("bench/waste",),
