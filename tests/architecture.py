@@ -109,7 +109,7 @@ MODEL_LAYERS = (
     ("device/parallel",),
     ("loader",),
     ("device/network",),
-    ("device/cuda_graphs", "device/profile"),
+    ("device/cuda_graphs", "device/profile", "device/quantised"),
     ("device/prepare",),
     ("device/sanitized",),
     ("device/step_runner",),
