@@ -63,7 +63,7 @@ def _largest(
     request.start(sequence)
     kv.reserve(sequence, count)
     layout = network.layout
-    builder = BatchBuilder(network.device, len(groups), layout.chunks, layout.windows)
+    builder = BatchBuilder(network.device, len(groups), layout.chunks)
     step = builder.build(Step((Chunk(request, 0, count, samples=True),)))
     network.allocate(kv.num_usable_blocks + 1, block_size)
     try:
