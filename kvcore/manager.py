@@ -244,6 +244,7 @@ class KVCacheManager:
             total = known.num_computed_tokens + num_tokens
             if total <= known.room:
                 return self._no_growth
+            self._check_open(known)  # it may be a copy
             check_length(total, self.max_model_len)
             return self._grow(known, total)
         return self._grow(seq, self._room_wanted(seq, num_tokens))
@@ -381,7 +382,7 @@ class KVCacheManager:
             count = num_tokens
         else:
             count = as_int("num_tokens", num_tokens, 0)
-            self._check_open(seq)
+        self._check_open(seq)
         was_known = seq.due > 0
         if not forward.commit(self.pool, seq, count) or was_known:
             seq.find_limits(self.max_model_len)  # a prompt that is computed at once needs none
