@@ -13,10 +13,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from model.control.request import FinishReason, Request, SampledToken
-from model.text import TextStream
 
 
 class Delta(NamedTuple):
@@ -33,6 +32,27 @@ class Delta(NamedTuple):
     text: str
     tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None
+
+
+class Text(Protocol):
+    """A text that grows token by token: `model.text.TextStream`, or one that is made elsewhere."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        ...
+
+    def add(self, token: int) -> None:
+        """Add a token."""
+        ...
+
+    def take(self) -> str:
+        """Return what became final since the last call."""
+        ...
+
+    def close(self) -> None:
+        """State that no token follows."""
+        ...
 
 
 class Sample:
@@ -58,7 +78,7 @@ class Sample:
         "tokens",
     )
 
-    def __init__(self, number: int, request: Request, text: TextStream, arrived_s: float) -> None:
+    def __init__(self, number: int, request: Request, text: Text, arrived_s: float) -> None:
         self.number = number
         self.request = request
         self.tokens: list[SampledToken] = []
@@ -67,14 +87,18 @@ class Sample:
         self._text = text
         self._num_taken = 0
 
-    def add(self, token: SampledToken | None, reason: FinishReason | None, now_s: float) -> bool:
-        """Take a token; whether a stop string ends it here. O(1), more with stop strings."""
+    def add(
+        self, tokens: Sequence[SampledToken], reason: FinishReason | None, now_s: float
+    ) -> bool:
+        """Take what a step gave; whether a stop string ends it here. O(1), more with such."""
         if not self.tokens:
             self.first_s = now_s
         self.last_s = now_s
-        if token is not None:
+        for token in tokens:
             self.tokens.append(token)
             self._text.add(token.token_id)
+            if self._text.is_stopped:  # what was drawn behind it is nobody's
+                break
         is_stopped = self._text.is_stopped
         self.finish_reason = FinishReason.STOP if is_stopped else reason
         if self.finish_reason is not None:

@@ -82,7 +82,7 @@ MODEL_LAYERS = (
     ("control/config", "control/grammar"),
     ("control/params",),
     ("control/request", "control/submission"),
-    ("control/step",),
+    ("control/step", "control/drafts"),
     ("control/admission", "control/pool_frames"),
     ("control/planner",),
     ("control/scheduler",),
@@ -137,13 +137,19 @@ MODEL_LAYERS = (
     ("serve/args", "serve/errors", "serve/head", "serve/kv_events", "serve/listener"),
     ("serve/bounds", "serve/metrics"),
     ("serve/gate", "serve/protocol"),
-    ("serve/service", "serve/generation", "serve/logprobs"),
+    ("serve/service", "serve/logprobs"),
+    ("serve/generation",),
     ("serve/about", "serve/chat", "serve/completions", "serve/live"),
     ("serve/app",),
     ("serve/process",),
     ("serve/__main__", "serve/cost"),
-    ("cluster/__init__", "cluster/router"),
-    ("cluster/simulate",),
+    ("cluster/__init__", "cluster/config", "cluster/router", "cluster/scaling"),
+    ("cluster/args", "cluster/sent", "cluster/simulate"),
+    ("cluster/routing",),
+    ("cluster/front", "cluster/replica"),
+    ("cluster/app",),
+    ("cluster/session",),
+    ("cluster/__main__", "cluster/bench"),
     ("__init__",),
 )
 
@@ -162,6 +168,7 @@ TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 # What kvcore may import beside the standard library, and what a part that nothing else imports may.
 KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
+    "kvcore/adapters": {"torch", "transformers", "vllm"},
     "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
     "kvcore/sanitize": set(),

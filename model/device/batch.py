@@ -26,11 +26,7 @@ import kvcore
 from model.control.request import Request
 from model.control.step import Chunk, Step
 from model.device.chunks import chunked_batch
-from model.device.shared_prefix import Shared, shared_run
-
-_FEWEST_SHARING = 3
-_LEAST_SHARED = 256
-"""Sequences and tokens: what fewer share is not worth a word."""
+from model.device.shared_prefix import Shared, Worth, shared_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +36,8 @@ class StepTensors:
     Attributes:
         input_ids: int64 [1, num_tokens], all chunks one after the other.
         position_ids: int64 [1, num_tokens], each token's position in its own sequence.
-        logit_rows: int64 [num_sampled], the last token of each chunk that samples, once for each
-            request that samples from it.
+        logit_rows: int64 [num_sampled], the last known token of each chunk that samples, once for
+            each request that samples from it; then each draft, chunk by chunk.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
             the group is the same tensor in all of them. For a group with chunks a sequence there is
             a piece of one (`chunks.py`).
@@ -141,7 +137,8 @@ class _Tables:
 
     A table of a running sequence only grows, so a row is written when a sequence comes, and again
     when it has taken a block; entries that a window has left behind may stay until then, because no
-    kernel reads them.
+    kernel reads them. What was taken for drafts may go back, and another block come in its place:
+    such entries are not known any more after the step.
     """
 
     def __init__(self, group: int, device: torch.device) -> None:
@@ -172,23 +169,31 @@ class _Tables:
             self._write(row, sequences[row].tables[self._group].block_ids)
         return self._table[: len(sequences)]
 
-    def shared_prefix(self, starts: NDArray[np.int64]) -> backends.SharedPrefix | None:
-        """What neighbours have in common before the tokens of this step, if that is much.
+    def expire(self, row: int, num_tokens: int) -> None:
+        """Have what a row has beyond so many tokens written anew when it is needed. O(1)."""
+        block_size = self._sequences[row].tables[self._group].block_size
+        self._filled[row] = min(int(self._filled[row]), -(-num_tokens // block_size))
+
+    def shared_prefix(
+        self, starts: NDArray[np.int64], worth: Worth
+    ) -> backends.SharedPrefix | None:
+        """What neighbours have in common before the tokens of this step, if that is worth a word.
 
         O(rows), and where others are in the batch than before O(what they have in common).
 
         Args:
             starts: [num_seqs] the tokens of each that come before.
+            worth: from where on it is.
         """
         if self._run is None:
             rows = len(self._sequences)
             self._run = shared_run(self._table[:rows], self._filled[:rows])
         first, count, blocks = self._run
-        if count < _FEWEST_SHARING:
+        if not count:
             return None
         block_size = self._sequences[first].tables[self._group].block_size
         tokens = min(blocks * block_size, int(starts[first : first + count].min()))
-        if tokens < _LEAST_SHARED:
+        if not worth.is_reached(count, tokens):
             return None
         return backends.SharedPrefix(first, count, tokens)
 
@@ -238,7 +243,7 @@ class BatchBuilder:
         device: where the tensors go; for a GPU the buffers are page-locked.
         num_groups: the layer groups of the cache.
         chunks: for each group the chunk that its layers see; None: they have none.
-        windows: likewise their window.
+        worth: for each from where on it is told what its sequences share; None: nowhere.
     """
 
     def __init__(
@@ -246,10 +251,10 @@ class BatchBuilder:
         device: torch.device,
         num_groups: int = 1,
         chunks: Sequence[int | None] | None = None,
-        windows: Sequence[int | None] | None = None,
+        worth: Sequence[Worth | None] | None = None,
     ) -> None:
         self._chunks = chunks or [None] * num_groups
-        self._windows = windows or [None] * num_groups
+        self._worth = worth or [None] * num_groups
         self._input_ids = _Buffer(torch.int64, device)
         self._sources = _Buffer(torch.int64, device)
         self._position_ids = _Buffer(torch.int64, device)
@@ -275,7 +280,8 @@ class BatchBuilder:
             NotReservedError: a sequence has no room for its tokens.
         """
         # Columns of the step, at the price of one pass over it.
-        requests, first_positions, counted, samples, followers = zip(*step.chunks, strict=True)
+        columns = zip(*step.chunks, strict=True)
+        requests, first_positions, counted, samples, followers, drafts = columns
         sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
@@ -294,9 +300,8 @@ class BatchBuilder:
         self._seq_lens.view(num_seqs)[:] = lengths
         self._write_input_ids(step.chunks, sequences, first_positions, firsts, num_tokens)
         self._position_ids.view(num_tokens)[:] = positions
-        sampled = ends - 1
-        if any(followers) or not all(samples):
-            sampled = sampled.repeat([len(chunk.sampling) for chunk in step.chunks])
+        is_plain = all(samples) and not (any(followers) or any(drafts))
+        sampled = ends - 1 if is_plain else _sampled_rows(step.chunks, ends)
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
         seq_lens = self._seq_lens.shaped(num_seqs)
@@ -314,7 +319,7 @@ class BatchBuilder:
                 mapping = slots.shaped(num_tokens)
                 paged.append(chunked_batch(table, starts, lengths, mapping, chunk, block_size))
                 continue
-            looks = max_query_len == 1 and self._windows[group] is None
+            worth = self._worth[group] if max_query_len == 1 else None
             paged.append(
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
@@ -323,9 +328,10 @@ class BatchBuilder:
                     slot_mapping=slots.shaped(num_tokens),
                     max_query_len=max_query_len,
                     max_seq_len=max_seq_len,
-                    shared_prefix=tables.shared_prefix(starts) if looks else None,
+                    shared_prefix=None if worth is None else tables.shared_prefix(starts, worth),
                 )
             )
+        self._expire_drafts(step.chunks if any(drafts) else ())
         return StepTensors(
             input_ids=self._input_ids.shaped(1, num_tokens),
             position_ids=self._position_ids.shaped(1, num_tokens),
@@ -334,6 +340,11 @@ class BatchBuilder:
             sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
             is_long=_long_tokens(requests, rows),
         )
+
+    def _expire_drafts(self, chunks: Sequence[Chunk]) -> None:
+        for row, chunk in enumerate(chunks):
+            for tables in self._tables if chunk.drafts else ():
+                tables.expire(row, chunk.start + chunk.num_known)
 
     def _write_sources(
         self,
@@ -374,6 +385,18 @@ class BatchBuilder:
                     stop = chunk.start + chunk.num_tokens
                     tokens = chunk.request.tokens[chunk.start : stop]
                     input_ids[first : first + len(tokens)] = tokens
+                    if chunk.drafts:
+                        input_ids[first + chunk.num_known : first + chunk.num_tokens] = chunk.drafts
+
+
+def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens whose logits are drawn from: the last known ones, then the drafts."""
+    counts = np.array([len(chunk.drafts) for chunk in chunks])
+    known = (ends - 1 - counts).repeat([len(chunk.sampling) for chunk in chunks])
+    begins = np.repeat(ends - counts, counts)
+    return np.append(
+        known, begins + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    )
 
 
 def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:
