@@ -255,6 +255,48 @@ def _attend(
 
 
 @gluon_function
+def _attend_or_help(
+    q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
+    full: gl.tensor, empty: gl.tensor, ready: gl.tensor, done: gl.tensor, ends: gl.tensor,
+    begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
+    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
+    query: gl.tensor, q_stride: gl.tensor, sinks: gl.tensor, out: gl.tensor, partial: gl.tensor,
+    head: gl.tensor, start: gl.tensor, o_stride: gl.tensor, place: gl.tensor, rows: gl.tensor,
+    is_first: gl.tensor, is_final: gl.tensor,
+    Q_HEAD: gl.constexpr, O_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    SHARED: gl.constexpr,
+) -> None:  # fmt: skip
+    """The second group, with rows of its own or with those of the first."""
+    if SHARED:
+        _attend(
+            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, ready, done,
+            ends, begin, end, token, length, query_len, window, scale, soft_cap,
+            query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
+            is_first, is_final,
+            Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, SHARED, 1,
+        )  # fmt: skip
+    else:
+        _help(
+            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, ready, done,
+            ends, begin, end, token, length, query_len, window, scale, soft_cap,
+            HEADS, HAS_CAP, HAS_WINDOW,
+        )  # fmt: skip
+
+
+@gluon_function
+def _allocate(
+    dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, VALUES: gl.constexpr,
+    REST: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    """Shared memory for tiles of rows, cut where the values end."""
+    FIRST: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, VALUES], dtype)
+    SECOND: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, REST], dtype)
+    values = gl.allocate_shared_memory(dtype, [COUNT, ROWS, VALUES], FIRST)
+    return values, gl.allocate_shared_memory(dtype, [COUNT, ROWS, REST], SECOND)
+
+
+@gluon_function
 def _barrier(COUNT: gl.constexpr, SLOTS: gl.constexpr) -> gl.tensor:
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
@@ -313,8 +355,7 @@ def attend_rows(
     if CHAINED:
         gdc_launch_dependents()
     item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
-    nobody = (0, 0, 0)
-    here = gl.arange(0, VECTOR or 1, LANES)
+    nobody, here = (0, 0, 0), gl.arange(0, VECTOR or 1, LANES)
     s, split, splits = find_part(
         query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
         HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
@@ -335,64 +376,40 @@ def attend_rows(
     end = gl.minimum((first + (split + 1) * tiles // splits) * TILE, length)
     head = gl.program_id(0) % SLICES * HEADS
     dtype: gl.constexpr = cache.dtype.element_ty
-    KEYS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, VALUE_DIM], dtype)
-    RESTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, REST_DIM], dtype)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
         [TILE, ROWS // 2 if SHARED else ROWS], dtype
     )
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     GROUPS: gl.constexpr = 2 if SHARED else 1
     OWN: gl.constexpr = ROWS // GROUPS
-    q = gl.allocate_shared_memory(dtype, [GROUPS, OWN, VALUE_DIM], KEYS)
-    q_rest = gl.allocate_shared_memory(dtype, [GROUPS, OWN, REST_DIM], RESTS)
-    c_tiles = gl.allocate_shared_memory(dtype, [2, TILE, VALUE_DIM], KEYS)
-    r_tiles = gl.allocate_shared_memory(dtype, [2, TILE, REST_DIM], RESTS)
+    q, q_rest = _allocate(dtype, GROUPS, OWN, VALUE_DIM, REST_DIM)
+    c_tiles, r_tiles = _allocate(dtype, 2, TILE, VALUE_DIM, REST_DIM)
     p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, OWN], WEIGHTS)
     ends = gl.allocate_shared_memory(gl.float32, [2, OWN], PLAIN)
     full, empty, ready, done = _barrier(128, 2), _barrier(GROUPS, 2), _barrier(1, 2), _barrier(1, 1)
     fence_async_shared()
     rows = gl.num_programs(1) * gl.num_programs(2) * most * NUM_HEADS
     table = tables + s.to(gl.int64) * table_stride
-    place = item * most * NUM_HEADS
-    first_split, final = split == 0, splits == 1
-    if SHARED:
-        gl.warp_specialize([
-            (_attend, (
-                q.index(0), q_rest.index(0), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
-                ends, begin, end, token, length, query_len, window, scale, soft_cap,
-                query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
-                first_split, final,
-                Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, True, 0,
-            )),
-            (_attend, (
-                q.index(1), q_rest.index(1), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
-                ends, begin, end, token, length, query_len, window, scale, soft_cap,
-                query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
-                first_split, final,
-                Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, True, 1,
-            )),
-            (_load_tiles, (
-                cache, table, begin, end, c_tiles, r_tiles, full, empty, STRIDES, BLOCK_SIZE,
-            )),
-        ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_attend, (
-                q.index(0), q_rest.index(0), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
-                ends, begin, end, token, length, query_len, window, scale, soft_cap,
-                query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
-                first_split, final,
-                Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, False, 0,
-            )),
-            (_help, (
-                q.index(0), q_rest.index(0), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
-                ends, begin, end, token, length, query_len, window, scale, soft_cap,
-                HEADS, HAS_CAP, HAS_WINDOW,
-            )),
-            (_load_tiles, (
-                cache, table, begin, end, c_tiles, r_tiles, full, empty, STRIDES, BLOCK_SIZE,
-            )),
-        ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    place, first_split, final = item * most * NUM_HEADS, split == 0, splits == 1
+    gl.warp_specialize([
+        (_attend, (
+            q.index(0), q_rest.index(0), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
+            ends, begin, end, token, length, query_len, window, scale, soft_cap,
+            query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
+            first_split, final,
+            Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, SHARED, 0,
+        )),
+        (_attend_or_help, (
+            q.index(GROUPS - 1), q_rest.index(GROUPS - 1), c_tiles, r_tiles, p_tiles, full, empty,
+            ready, done, ends, begin, end, token, length, query_len, window, scale, soft_cap,
+            query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
+            first_split, final,
+            Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, SHARED,
+        )),
+        (_load_tiles, (
+            cache, table, begin, end, c_tiles, r_tiles, full, empty, STRIDES, BLOCK_SIZE,
+        )),
+    ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
