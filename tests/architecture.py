@@ -168,8 +168,8 @@ TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 # What kvcore may import beside the standard library, and what a part that nothing else imports may.
 KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
-    "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/adapters": {"torch", "transformers", "vllm"},
+    "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
     "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},
