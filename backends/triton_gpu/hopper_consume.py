@@ -83,12 +83,36 @@ def _multiply_keys(q: gl.tensor, ring: gl.tensor, j: gl.tensor, there: gl.tensor
 
 
 @gluon_function
+def _pack(weights: gl.tensor, dtype: gl.constexpr) -> gl.tensor:
+    """Neighbours rounded and side by side in 32 bits, as the product takes them."""
+    first, second = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
+    NAME: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + NAME + ".f32 $0, $2, $1;", "=r,r,r", [first, second],
+        dtype=gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon_function
+def _unpack(packed: gl.tensor, dtype: gl.constexpr) -> gl.tensor:
+    """The weights that `_pack` has packed."""
+    first, second = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed],
+        dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
+    )  # fmt: skip
+    pairs = gl.join(first.to(dtype, bitcast=True), second.to(dtype, bitcast=True))
+    return pairs.reshape([packed.shape[0], packed.shape[1] * 2])
+
+
+@gluon_function
 def _multiply_values(
     weights: gl.tensor, sums: gl.tensor, ring: gl.tensor, j: gl.tensor
 ) -> gl.tensor:
     """Issue the product of the weights, rounded, with the j-th tile of values; no wait for it."""
     v_tiles = ring[3]
     TILE: gl.constexpr = v_tiles.shape[1]
+    if weights.dtype == gl.int32:
+        weights = _unpack(weights, v_tiles.dtype)
     p = gl.convert_layout(weights.to(v_tiles.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
     values = v_tiles.index(j % v_tiles.shape[0]).reshape([TILE, v_tiles.shape[3]])
     return warpgroup_mma(p, values, sums, is_async=True)
@@ -97,12 +121,12 @@ def _multiply_values(
 @gluon_function
 def _begin(
     q_tiles: gl.tensor, q_full: gl.tensor, ring: gl.tensor, n: gl.tensor, j: gl.tensor,
-    there: gl.tensor, GROUP_ID: gl.constexpr,
+    there: gl.tensor, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """Issue the n-th item's first product, of its rows and tile j; no wait for it."""
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
     mbarrier.wait(q_full.index(n % BUFFERS), n // BUFFERS & 1, pred=there)
-    q = q_tiles.index(n % BUFFERS * 2 + GROUP_ID).reshape([HALF, q_tiles.shape[3]])
+    q = q_tiles.index(n % BUFFERS * GROUPS + GROUP_ID).reshape([HALF, q_tiles.shape[3]])
     return _multiply_keys(q, ring, j, there)
 
 
@@ -113,6 +137,7 @@ def _walk(
     ring: gl.tensor, j: gl.tensor, last: gl.tensor, steps: gl.tensor,
     scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
+    ROUNDED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """Take so many more tiles, downwards: (weights, sums, highest, total, j, last).
 
@@ -133,6 +158,8 @@ def _walk(
         weights, highest, total, rescale = _soften(
             logits, highest, total, last, scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED
         )
+        if ROUNDED:
+            weights = _pack(weights, v_tiles.dtype)
         mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
         sums = warpgroup_mma_wait(0, deps=[sums])
         mbarrier.arrive(v_empty.index((j - 1) % DEPTH), count=1)
@@ -146,7 +173,7 @@ def _store(
     sums: gl.tensor, total: gl.tensor, q: gl.tensor, out: gl.tensor,
     row: gl.tensor, tokens: gl.tensor, part: gl.tensor,
     PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr, GROUP_ID: gl.constexpr,
+    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Divide, round and store, by way of the rows' own shared memory, 16 bytes at a time."""
     WIDTH: gl.constexpr = sums.shape[1]
@@ -157,7 +184,7 @@ def _store(
     fence_async_shared()
     r = gl.arange(0, HALF, gl.SliceLayout(1, WIDE))
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
-    token = GROUP_ID * (TOKENS // 2) + r // PACK
+    token = GROUP_ID * (TOKENS // GROUPS) + r // PACK
     to = (row + token).to(gl.int64) * TOKEN_STRIDE + (part * PACK + r % PACK) * HEAD_STRIDE
     mask = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
     gl.store(out + to[:, None] + dim[None, :], result, mask=mask)
@@ -170,7 +197,7 @@ def _attend_item(
     j: gl.tensor, position: gl.tensor, tokens: gl.tensor, piece: gl.tensor, pieces: gl.tensor,
     scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
     PACK: gl.constexpr, TOKENS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """An item from its first logits to its last weights: (weights, sums, highest, total, j)."""
     k_tiles, _, _, _, v_full, _ = ring
@@ -182,27 +209,30 @@ def _attend_item(
     begin, end, whole_begin, whole_end = find_span(
         position, tokens, piece, pieces, window, TILE, HAS_WINDOW, SPLIT
     )
-    token = GROUP_ID * (TOKENS // 2) + gl.arange(0, HALF, ROW) // PACK
+    token = GROUP_ID * (TOKENS // GROUPS) + gl.arange(0, HALF, ROW) // PACK
     last = position + token - (end - 1) * TILE
     weights, highest, total, _ = _soften(
         logits, highest, total, last, scale, soft_cap, window, HAS_CAP, HAS_WINDOW,
         MASKED=True,
     )  # fmt: skip
+    ROUNDED: gl.constexpr = GROUPS > 2
+    if ROUNDED:
+        weights = _pack(weights, k_tiles.dtype)
     sums = gl.full([HALF, WIDTH], 0.0, gl.float32, SUMS)
     mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
     j += 1
     weights, sums, highest, total, j, last = _walk(
         q_tiles, slot, weights, sums, highest, total, ring, j, last, end - 1 - whole_end,
-        scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
+        scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True, ROUNDED=ROUNDED,
     )  # fmt: skip
     weights, sums, highest, total, j, last = _walk(
         q_tiles, slot, weights, sums, highest, total, ring, j, last, whole_end - whole_begin,
-        scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=False,
+        scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=False, ROUNDED=ROUNDED,
     )  # fmt: skip
     if HAS_WINDOW:
         weights, sums, highest, total, j, last = _walk(
             q_tiles, slot, weights, sums, highest, total, ring, j, last, whole_begin - begin,
-            scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
+            scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True, ROUNDED=ROUNDED,
         )  # fmt: skip
     return weights, sums, highest, total, j
 
@@ -211,20 +241,20 @@ def _attend_item(
 def _store_part(
     sums: gl.tensor, highest: gl.tensor, total: gl.tensor, partial: gl.tensor,
     item: gl.tensor, items: gl.tensor, tokens: gl.tensor,
-    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP_ID: gl.constexpr,
+    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide and store for the merge: parts [items, 2 * HALF, HEAD_DIM], then log2 of totals."""
+    """Divide and store for the merge: parts [items, GROUPS * HALF, HEAD_DIM], then log2 of totals."""
     ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     share = gl.where(total > 0, 1.0 / total, 0.0)  # a row may see nothing of its piece
     share = gl.convert_layout(share, ROW)
     lse = gl.convert_layout(highest + gl.log2(total), ROW)
     r = gl.arange(0, HALF, ROW)
     dim = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-    live = GROUP_ID * (TOKENS // 2) + r // PACK < tokens
-    row = item * (2 * HALF) + GROUP_ID * HALF + r
+    live = GROUP_ID * (TOKENS // GROUPS) + r // PACK < tokens
+    row = item * (GROUPS * HALF) + GROUP_ID * HALF + r
     mask = live[:, None] & (dim < HEAD_DIM)[None, :]
     gl.store(partial + row[:, None] * HEAD_DIM + dim[None, :], sums * share[:, None], mask=mask)
-    gl.store(partial + items * (2 * HALF * HEAD_DIM) + row, lse, mask=live)
+    gl.store(partial + items * (GROUPS * HALF * HEAD_DIM) + row, lse, mask=live)
 
 
 @gluon_function
@@ -243,24 +273,22 @@ def _record(
 
 
 @gluon_function
-def consume(
-    out: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor, work: gl.tensor,
-    sinks: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
-    q_tiles: gl.tensor, q_full: gl.tensor, q_empty: gl.tensor,
-    k_tiles: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
-    v_tiles: gl.tensor, v_full: gl.tensor, v_empty: gl.tensor,
+def _consume_whole(
+    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
     SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
     TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
+    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Half the rows of every item of this program, in order; items are whole."""
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    """As `consume`; items are whole."""
+    out, _, query_start_loc, seq_lens, work, _, _, sinks, scale, soft_cap, window = given
+    q_tiles, q_full, q_empty = rows
+    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = ring
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
     V_DEPTH: gl.constexpr = v_tiles.shape[0]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[1], 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
     tiles, pieces = count_tiles(
         query_start_loc, seq_lens, work, window, SLICES, TOKENS, k_tiles.shape[1],
         HAS_WINDOW, PLANNED, SPLIT=False,
@@ -269,7 +297,7 @@ def consume(
     j = tiles * 0
     logits = gl.full([HALF, k_tiles.shape[1]], 0.0, gl.float32, LOGITS)
     if BUFFERS > 1:
-        logits = _begin(q_tiles, q_full, ring, j, j, items > 0, GROUP_ID)
+        logits = _begin(q_tiles, q_full, ring, j, j, items > 0, GROUP_ID, GROUPS)
         logits = warpgroup_mma_wait(0, deps=[logits])
         mbarrier.arrive(k_empty.index(0), count=1, pred=items > 0)
     item = read_item(
@@ -281,10 +309,10 @@ def consume(
             n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
         if BUFFERS == 1:
-            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
+            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID, GROUPS=GROUPS)
             logits = warpgroup_mma_wait(0, deps=[logits])
             mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1)
-        slot = n % BUFFERS * 2 + GROUP_ID
+        slot = n % BUFFERS * GROUPS + GROUP_ID
         highest = gl.full([HALF], -1e30, gl.float32, ROW)
         total = gl.full([HALF], 0.0, gl.float32, ROW)
         if HAS_SINKS:
@@ -293,10 +321,10 @@ def consume(
         weights, sums, highest, total, j = _attend_item(
             logits, highest, total, q_tiles, slot, ring, j, position, tokens, pieces, pieces,
             scale, soft_cap, window,
-            PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=False, GROUP_ID=GROUP_ID,
+            PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=False, GROUP_ID=GROUP_ID, GROUPS=GROUPS,
         )  # fmt: skip
         if BUFFERS > 1:
-            logits = _begin(q_tiles, q_full, ring, n + 1, j, n + 1 < items, GROUP_ID)
+            logits = _begin(q_tiles, q_full, ring, n + 1, j, n + 1 < items, GROUP_ID, GROUPS)
             sums = _multiply_values(weights, sums, ring, j - 1)
             logits, sums = warpgroup_mma_wait(0, deps=[logits, sums])
             mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1, pred=n + 1 < items)
@@ -306,32 +334,30 @@ def consume(
         _store(
             sums, total, q_tiles.index(slot).reshape([HALF, q_tiles.shape[3]]), out,
             row, tokens, part,
-            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
+            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID, GROUPS,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)
         row, tokens, position, part = item[1], item[2], item[3], item[6]
 
 
 @gluon_function
-def consume_pieces(
-    out: gl.tensor, partial: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor,
-    work: gl.tensor, most_items: gl.tensor, records: gl.tensor,
-    sinks: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
-    q_tiles: gl.tensor, q_full: gl.tensor, q_empty: gl.tensor,
-    k_tiles: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
-    v_tiles: gl.tensor, v_full: gl.tensor, v_empty: gl.tensor,
+def _consume_pieces(
+    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
     SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
     TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
+    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Half the rows of every item of this program, in order; items may be pieces.
+    """As `consume`; items may be pieces.
 
     They are few, so that none starts before the last has ended. The second group passes by an item
     whose rows are all the first one's, and leaves the matrix unit to it.
     """
+    out, partial, query_start_loc, seq_lens, work, most_items, records = given[:7]
+    sinks, scale, soft_cap, window = given[7:]
+    q_tiles, q_full, q_empty = rows
+    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = ring
     TILE: gl.constexpr = k_tiles.shape[1]
-    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
     tiles, pieces = count_tiles(
         query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE,
         HAS_WINDOW, PLANNED, SPLIT=True,
@@ -344,8 +370,8 @@ def consume_pieces(
         )
         if not PLANNED and GROUP_ID == 0:
             _record(work + records, number, row, tokens, part, of, SLICES)
-        if tokens > GROUP_ID * (TOKENS // 2):
-            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
+        if tokens > GROUP_ID * (TOKENS // GROUPS):
+            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID, GROUPS=GROUPS)
             logits = warpgroup_mma_wait(0, deps=[logits])
             mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
             ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
@@ -358,20 +384,20 @@ def consume_pieces(
             weights, sums, highest, total, j = _attend_item(
                 logits, highest, total, q_tiles, n * 0 + GROUP_ID, ring, j, position, tokens,
                 piece, of, scale, soft_cap, window,
-                PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=True, GROUP_ID=GROUP_ID,
+                PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=True, GROUP_ID=GROUP_ID, GROUPS=GROUPS,
             )  # fmt: skip
             sums = warpgroup_mma_wait(0, deps=[_multiply_values(weights, sums, ring, j - 1)])
             mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
             if of > 1:
                 _store_part(
                     sums, highest, total, partial, number, most_items, tokens,
-                    PACK, TOKENS, HEAD_DIM, GROUP_ID,
+                    PACK, TOKENS, HEAD_DIM, GROUP_ID, GROUPS,
                 )  # fmt: skip
             else:
                 _store(
                     sums, total, q_tiles.index(GROUP_ID).reshape([HALF, q_tiles.shape[3]]), out,
                     row, tokens, part,
-                    PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
+                    PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID, GROUPS,
                 )  # fmt: skip
         else:
             begin, end, _, _ = find_span(
@@ -394,3 +420,24 @@ def _pass_by(ring: gl.tensor, j: gl.tensor, steps: gl.tensor) -> gl.tensor:
         mbarrier.arrive(v_empty.index(v_at), count=1)
         j += 1
     return j
+
+
+@gluon_function
+def consume(
+    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
+    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
+) -> None:  # fmt: skip
+    """A group's rows of every item of this program, in order."""
+    if SPLIT:
+        _consume_pieces(
+            given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+            HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, GROUP_ID, GROUPS,
+        )  # fmt: skip
+    else:
+        _consume_whole(
+            given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+            HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, GROUP_ID, GROUPS,
+        )  # fmt: skip

@@ -30,21 +30,14 @@ from triton.experimental.gluon import language as gl
 from backends.triton_gpu.prefill_order import ENTRY, ITEM_STEPS, MERGE_STEPS, WAVES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import TypeVar
-
-    from backends.triton_gpu.place import Kernel
 
     _F = TypeVar("_F")
 
     def gluon_function(function: _F) -> _F:
         """`gluon.jit` for functions that kernels call."""
-
-    def gluon_kernel(**options: object) -> Callable[[Callable[..., None]], Kernel]:
-        """`gluon.jit` with options."""
 else:
     gluon_function = gluon.jit
-    gluon_kernel = gluon.jit
 
 HALF = gl.constexpr(64)
 """Rows of an item that one group of four warps multiplies."""

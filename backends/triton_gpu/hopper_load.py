@@ -27,21 +27,21 @@ from backends.triton_gpu.hopper_items import (
 
 @gluon_function
 def load_tiles(
-    q_desc: gl.tensor, k_desc: gl.tensor, v_desc: gl.tensor,
-    query_start_loc: gl.tensor, seq_lens: gl.tensor, tables: gl.tensor, work: gl.tensor,
-    table_stride: gl.tensor, window: gl.tensor,
-    q_tiles: gl.tensor, k_tiles: gl.tensor, v_tiles: gl.tensor,
-    q_full: gl.tensor, q_empty: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
-    v_full: gl.tensor, v_empty: gl.tensor,
+    descs: gl.tensor, given: gl.tensor, tables: gl.tensor, table_stride: gl.tensor,
+    rows: gl.tensor, ring: gl.tensor,
     BLOCK_SIZE: gl.constexpr, K_ROWS: gl.constexpr, V_ROWS: gl.constexpr,
     SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Load every tile of this program's items, in the order in which they are consumed."""
+    q_desc, k_desc, v_desc = descs
+    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[10]
+    q_tiles, q_full, q_empty = rows
+    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = ring
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
     V_DEPTH: gl.constexpr = v_tiles.shape[0]
     TILE: gl.constexpr = k_tiles.shape[1]
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
     tiles, pieces = count_tiles(
         query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
     )
@@ -53,11 +53,11 @@ def load_tiles(
     for n in range(items):
         buffer = n % BUFFERS
         mbarrier.wait(q_empty.index(buffer), (n // BUFFERS & 1) ^ 1)
-        mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
-        for half in gl.static_range(2):
+        mbarrier.expect(q_full.index(buffer), GROUPS * q_desc.block_type.nbytes)
+        for half in gl.static_range(GROUPS):
             tma.async_copy_global_to_shared(
-                q_desc, [row + half * (TOKENS // 2), part * PACK, 0],
-                q_full.index(buffer), q_tiles.index(buffer * 2 + half),
+                q_desc, [row + half * (TOKENS // GROUPS), part * PACK, 0],
+                q_full.index(buffer), q_tiles.index(buffer * GROUPS + half),
             )  # fmt: skip
         kv_head = part * PACK // GROUP
         table = tables + s.to(gl.int64) * table_stride

@@ -31,18 +31,18 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.hopper_consume import consume, consume_pieces
-from backends.triton_gpu.hopper_items import gluon_function, gluon_kernel
+from backends.triton_gpu.hopper_consume import consume
+from backends.triton_gpu.hopper_items import HALF, gluon_function
 from backends.triton_gpu.hopper_load import load_tiles
+from backends.triton_gpu.launch import Boxes, launcher
 from backends.triton_gpu.merge import merge_pieces
 from backends.triton_gpu.place import Place, ceil_div, power_of_two
 from backends.triton_gpu.prefill_order import RECORD, Items, order_tiles
 
 ROWS = 128
-CONSUMER_REGISTERS = 240
+CONSUMER_REGISTERS = {2: 240, 3: 160}
 LOADER_REGISTERS = 24
 LONG_ENOUGH = 8
 """Tiles of keys below which cutting gains nothing."""
@@ -57,15 +57,12 @@ def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
     return barriers
 
 
-@gluon_kernel(
-    do_not_specialize=["table_stride", "window", "most_items", "records"],
-    do_not_specialize_on_alignment=[
-        "query_start_loc",
-        "seq_lens",
-        "tables",
-        "work",
-        "sinks",
-    ],
+@launcher(
+    integers=("table_stride", "window", "most_items", "records"),
+    indices=("query_start_loc", "seq_lens", "tables", "work", "sinks"),
+    pointers=("out",),
+    boxes=3,
+    in_gluon=True,
 )
 def _attend(
     q_desc: gl.tensor,  # [num_tokens, num_q_heads, head_dim], boxes [TOKENS / 2, PACK, WIDTH]
@@ -101,68 +98,66 @@ def _attend(
     BUFFERS: gl.constexpr,  # items whose rows are in shared memory
     K_DEPTH: gl.constexpr,  # tiles of K in shared memory
     V_DEPTH: gl.constexpr,
+    GROUPS: gl.constexpr,  # of consumers
     REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
 ) -> None:
     PACK: gl.constexpr = q_desc.block_shape[1]
-    TOKENS: gl.constexpr = 2 * q_desc.block_shape[0]
+    TOKENS: gl.constexpr = GROUPS * q_desc.block_shape[0]
     WIDTH: gl.constexpr = q_desc.block_shape[2]
     SLICES: gl.constexpr = NUM_HEADS // PACK
     q_tiles = gl.allocate_shared_memory(
-        q_desc.dtype, [2 * BUFFERS, TOKENS // 2, PACK, WIDTH], q_desc.layout
+        q_desc.dtype, [GROUPS * BUFFERS, TOKENS // GROUPS, PACK, WIDTH], q_desc.layout
     )
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [K_DEPTH, TILE, 1, WIDTH], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [V_DEPTH, TILE, 1, WIDTH], v_desc.layout)
-    q_full, q_empty = _barriers(BUFFERS, 1), _barriers(BUFFERS, 2)
-    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, 2)
-    v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, 2)
+    q_full, q_empty = _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS)
+    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
+    v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, GROUPS)
     fence_async_shared()
-    if SPLIT:
+    given = (
+        out, partial, query_start_loc, seq_lens, work, most_items, records,
+        sinks, scale, soft_cap, window,
+    )  # fmt: skip
+    rows = (q_tiles, q_full, q_empty)
+    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
+    descs = (q_desc, k_desc, v_desc)
+    if GROUPS == 2:
         gl.warp_specialize([
-            (consume_pieces, (
-                out, partial, query_start_loc, seq_lens, work, most_items, records,
-                sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+            (consume, (
+                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 0, GROUPS,
             )),
-            (consume_pieces, (
-                out, partial, query_start_loc, seq_lens, work, most_items, records,
-                sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+            (consume, (
+                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 1, GROUPS,
             )),
             (load_tiles, (
-                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
-                table_stride, window, q_tiles, k_tiles, v_tiles,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                descs, given, tables, table_stride, rows, ring,
                 BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT,
+                PLANNED, SPLIT, GROUPS,
             )),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
-                out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 0, GROUPS,
             )),
             (consume, (
-                out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 1, GROUPS,
+            )),
+            (consume, (
+                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 2, GROUPS,
             )),
             (load_tiles, (
-                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
-                table_stride, window, q_tiles, k_tiles, v_tiles,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                descs, given, tables, table_stride, rows, ring,
                 BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT,
+                PLANNED, SPLIT, GROUPS,
             )),
-        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +174,28 @@ class Shape:
     """Tiles of K in shared memory."""
     v_depth: int
     """Tiles of V, which are freed later."""
+    groups: int = 2
+    """Of consumers, of 64 rows each."""
+
+    @property
+    def rows(self) -> int:
+        """Of an item."""
+        return self.groups * HALF.value
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies."""
+        return CONSUMER_REGISTERS[self.groups]
+
+
+SHAPES: dict[tuple[int, bool], Shape] = {
+    (64, False): Shape(64, 128, 2, 4, 4),
+    (64, True): Shape(64, 128, 1, 5, 5),
+    (128, False): Shape(128, 128, 2, 2, 3),
+    (128, True): Shape(128, 128, 1, 3, 3),
+    (256, False): Shape(256, 64, 1, 2, 2),
+    (256, True): Shape(256, 64, 1, 2, 2),
+}
 
 
 def shape_for(head_dim: int, *, split: bool) -> Shape:
@@ -186,17 +203,12 @@ def shape_for(head_dim: int, *, split: bool) -> Shape:
 
     Pieces have one item's rows there, and more keys on the way instead.
     """
-    width = max(64, power_of_two(head_dim))
-    if width == 256:
-        return Shape(width, 64, 1, 2, 2)
-    if split:
-        return Shape(width, 128, 1, 3, 3) if width == 128 else Shape(width, 128, 1, 5, 5)
-    return Shape(width, 128, 2, 2, 3) if width == 128 else Shape(width, 128, 2, 4, 4)
+    return SHAPES[max(64, power_of_two(head_dim)), split]
 
 
 def heads_an_item(group: int) -> int:
     """Query heads of a KV head that share an item: the largest power of two in the group."""
-    return min(group & -group, ROWS // 2)
+    return min(group & -group, int(HALF.value))
 
 
 def items_a_kv_head(group: int, query_len: int) -> int:
@@ -273,11 +285,15 @@ def attend(
     block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
     pack = heads_an_item(num_heads // num_kv_heads)
     planned = batch.num_seqs > 1
+    shape = shape_for(head_dim, split=False)
+    multiprocessors = place.num_multiprocessors(query.device)
+    split = may_split and may_cut(
+        batch.num_tokens, batch.max_seq_len, num_heads // pack, pack, shape, multiprocessors
+    )
+    shape = shape_for(head_dim, split=split)
     items = cut_batch(
-        batch, ROWS // pack, num_heads // pack, shape_for(head_dim, split=False).tile,
-        place.num_multiprocessors(query.device), may_split=may_split,
-    )  # fmt: skip
-    shape = shape_for(head_dim, split=items.split)
+        batch, shape.rows // pack, num_heads // pack, shape.tile, multiprocessors, split=split
+    )
     work, partial = batch.seq_lens, out
     if planned:
         work = order_tiles(place, batch, items, shortest=shortest, window=window)
@@ -287,42 +303,49 @@ def attend(
         )
     most_items = items.ranks * items.slices
     if items.split:
-        size = most_items * ROWS * (head_dim + 1)
+        size = most_items * shape.rows * (head_dim + 1)
         partial = torch.empty(size, dtype=torch.float32, device=out.device)
-    rows = TensorDescriptor(
-        query, list(query.shape), list(query.stride()),
-        [ROWS // 2 // pack, pack, shape.width], LAYOUT,
-    )  # fmt: skip
-    caches = [
-        TensorDescriptor(
-            cache, [_slots(cache), num_kv_heads, head_dim], list(cache.stride()[1:]),
-            [min(block_size, shape.tile), 1, shape.width], LAYOUT,
+    rows = Boxes(query, query.shape, query.stride(), (HALF.value // pack, pack, shape.width), LAYOUT)
+    k, v = (
+        Boxes(
+            cache, (_slots(cache), num_kv_heads, head_dim), cache.stride()[1:],
+            (min(block_size, shape.tile), 1, shape.width), LAYOUT,
         )
         for cache in (k_cache, v_cache)
-    ]  # fmt: skip
-    with place.guard(query.device):
-        _attend[items.programs,](
-            rows, *caches, out, partial,
-            batch.query_start_loc, batch.seq_lens, batch.block_table, work,
-            out if sinks is None else sinks,
-            batch.block_table.stride(0), most_items, items.records,
-            scale, 1.0 if soft_cap is None else soft_cap, window or 0,
-            *out.stride()[:2], block_size,
-            k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
-            num_heads, num_heads // num_kv_heads, head_dim,
-            soft_cap is not None, window is not None, sinks is not None, planned, items.split,
-            shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
-            CONSUMER_REGISTERS, LOADER_REGISTERS, num_warps=4,
-        )  # fmt: skip
+    )  # fmt: skip
+    constants = (
+        *out.stride()[:2], block_size,
+        k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
+        num_heads, num_heads // num_kv_heads, head_dim,
+        soft_cap is not None, window is not None, sinks is not None, planned, items.split,
+        shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
+        shape.groups, shape.registers, LOADER_REGISTERS,
+    )  # fmt: skip
+    variant = _attend.variant(place, out.device, (query.dtype,), constants, num_warps=4)
+    tensors = (
+        out, partial, batch.query_start_loc, batch.seq_lens, batch.block_table, work,
+        out if sinks is None else sinks,
+    )  # fmt: skip
+    numbers = (
+        batch.block_table.stride(0), most_items, items.records,
+        float(scale), float(soft_cap or 1.0), window or 0,
+    )  # fmt: skip
+    variant.launch((items.programs, 1, 1), tensors, numbers, (rows, k, v))
     if items.split:
         merge_pieces(place, partial, work, batch, out, items, pack=pack)
 
 
+def may_cut(
+    num_tokens: int, max_seq_len: int, slices: int, pack: int, shape: Shape, programs: int
+) -> bool:
+    """Whether items are few and contexts long, as far as the host knows."""
+    whole = num_tokens * pack // shape.rows * slices
+    return whole < programs and max_seq_len >= LONG_ENOUGH * shape.tile
+
+
 def cut_batch(
-    batch: PagedBatch, tokens: int, slices: int, tile: int, programs: int, *, may_split: bool
+    batch: PagedBatch, tokens: int, slices: int, tile: int, programs: int, *, split: bool
 ) -> Items:
     """How a batch is cut, as far as its shape says: keys only where items are few."""
-    whole = batch.num_tokens // tokens * slices
-    split = may_split and whole < programs and batch.max_seq_len >= LONG_ENOUGH * tile
     tiles = batch.num_tokens // tokens + batch.num_seqs
     return Items(tokens, slices, tile, tiles, programs, split)

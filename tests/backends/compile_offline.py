@@ -195,19 +195,20 @@ def check_hopper(case, *, planned):
         "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
         "PLANNED": planned, "SPLIT": case.split, "TILE": shape.tile, "BUFFERS": shape.buffers,
         "K_DEPTH": shape.k_depth, "V_DEPTH": shape.v_depth,
-        "REGISTERS": hopper_prefill.CONSUMER_REGISTERS,
+        "GROUPS": shape.groups, "REGISTERS": shape.registers,
         "LOADER_REGISTERS": hopper_prefill.LOADER_REGISTERS,
     }  # fmt: skip
     made = make(
-        hopper_prefill._attend, GluonASTSource, 90, case.element, constants, kinds, num_warps=4
-    )
+        hopper_prefill._attend.kernel, GluonASTSource, 90, case.element, constants, kinds,
+        num_warps=4,
+    )  # fmt: skip
     assert made.shared <= HOPPER, made.shared
-    assert made.registers * 12 * 32 <= 65536  # what twelve warps share before they trade
-    messages = (2 + 2 * shape.tile // copy) * shape.width // 64
+    assert made.registers * 128 * (1 + shape.groups) <= 65536  # what warps share before they trade
+    messages = (shape.groups + 2 * shape.tile // copy) * shape.width // 64
     assert made.count("UTMALDG") == messages, made.count("UTMALDG")
     assert made.count("LDGSTS") == 0
     loops = made.loops()
-    assert len(loops) == 2 * (3 if case.features else 2), len(loops)  # two groups of consumers
+    assert len(loops) == shape.groups * (3 if case.features else 2), len(loops)
     for loop in loops:
         check_overlap(
             loop, products=shape.width // 16 + shape.tile // 16 * max(1, shape.width // 256)
