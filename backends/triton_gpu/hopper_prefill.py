@@ -26,6 +26,7 @@ FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,17 +37,21 @@ from backends.contract import PagedBatch
 from backends.triton_gpu.hopper_consume import consume
 from backends.triton_gpu.hopper_items import HALF, gluon_function
 from backends.triton_gpu.hopper_load import load_tiles
-from backends.triton_gpu.launch import Boxes, launcher
-from backends.triton_gpu.merge import merge_pieces
+from backends.triton_gpu.hopper_widen import widen_values
+from backends.triton_gpu.launch import Boxes, Variant, launcher
+from backends.triton_gpu.merge import PieceMerge, merge_pieces, plan_pieces
 from backends.triton_gpu.place import Place, ceil_div, power_of_two
-from backends.triton_gpu.prefill_order import RECORD, Items, order_tiles
+from backends.triton_gpu.prefill_order import RECORD, Items, order_tiles, plan_order
+from backends.triton_gpu.terms import scale_step
 
 ROWS = 128
-CONSUMER_REGISTERS = {2: 240, 3: 160}
-LOADER_REGISTERS = 24
 LONG_ENOUGH = 8
 """Tiles of keys below which cutting gains nothing."""
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+def layout_of(width: int, itemsize: int) -> gl.NVMMASharedLayout:
+    """How rows of so many numbers lie in shared memory."""
+    return gl.NVMMASharedLayout(min(128, width * itemsize), 8 * itemsize, 3)
 
 
 @gluon_function
@@ -59,22 +64,27 @@ def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
 
 @launcher(
     integers=("table_stride", "window", "most_items", "records"),
-    indices=("query_start_loc", "seq_lens", "tables", "work", "sinks"),
+    indices=("query_start_loc", "seq_lens", "tables", "work", "sinks", "k_scale", "v_scale"),
     pointers=("out",),
-    boxes=3,
+    boxes=6,
     in_gluon=True,
 )
 def _attend(
-    q_desc: gl.tensor,  # [num_tokens, num_q_heads, head_dim], boxes [TOKENS / 2, PACK, WIDTH]
+    q_desc: gl.tensor,  # [num_tokens, num_q_heads, head_dim], boxes [TOKENS / GROUPS, PACK, WIDTH]
     k_desc: gl.tensor,  # [slots, num_kv_heads, head_dim], boxes [at most block_size, 1, WIDTH]
     v_desc: gl.tensor,  # likewise
+    q_tail: gl.tensor,  # as q_desc, the rest of the head_dim beside WIDTH; None: there is none
+    k_tail: gl.tensor,
+    v_tail: gl.tensor,
     out: gl.tensor,  # like query
-    partial: gl.tensor,  # float32, see hopper_consume._store_part, written if SPLIT
+    partial: gl.tensor,  # float32, see hopper_consume._finish, written if SPLIT
     query_start_loc: gl.tensor,  # int32 [num_seqs + 1]
     seq_lens: gl.tensor,  # int32 [num_seqs]
     tables: gl.tensor,  # int32 [num_seqs, max_blocks]
     work: gl.tensor,  # int32, of prefill_order, read if PLANNED
     sinks: gl.tensor,  # float32 [num_q_heads], read if HAS_SINKS
+    k_scale: gl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
+    v_scale: gl.tensor,  # likewise, V_SCALE
     table_stride: gl.tensor,
     most_items: gl.tensor,
     records: gl.tensor,  # where they begin in work
@@ -92,6 +102,8 @@ def _attend(
     HAS_CAP: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     HAS_SINKS: gl.constexpr,
+    K_SCALE: gl.constexpr,  # from head to head, -1: there is none
+    V_SCALE: gl.constexpr,
     PLANNED: gl.constexpr,  # otherwise there is one sequence
     SPLIT: gl.constexpr,  # items may be cut
     TILE: gl.constexpr,  # keys
@@ -100,62 +112,114 @@ def _attend(
     V_DEPTH: gl.constexpr,
     GROUPS: gl.constexpr,  # of consumers
     REGISTERS: gl.constexpr,
+    LANDS: gl.constexpr,  # tiles of V in shared memory before they are widened; 0: they are not
+    WIDENERS: gl.constexpr,  # warps that do
     LOADER_REGISTERS: gl.constexpr,
 ) -> None:
     PACK: gl.constexpr = q_desc.block_shape[1]
     TOKENS: gl.constexpr = GROUPS * q_desc.block_shape[0]
     WIDTH: gl.constexpr = q_desc.block_shape[2]
     SLICES: gl.constexpr = NUM_HEADS // PACK
+    HAS_TAIL: gl.constexpr = q_tail is not None
+    E4M3: gl.constexpr = LANDS > 0
     q_tiles = gl.allocate_shared_memory(
         q_desc.dtype, [GROUPS * BUFFERS, TOKENS // GROUPS, PACK, WIDTH], q_desc.layout
     )
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [K_DEPTH, TILE, 1, WIDTH], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [V_DEPTH, TILE, 1, WIDTH], v_desc.layout)
+    if E4M3:
+        PARTS: gl.constexpr = 2 if q_desc.dtype == gl.bfloat16 else 3
+        q_tails = gl.allocate_shared_memory(
+            k_desc.dtype, [GROUPS * PARTS, HALF, 1, WIDTH], k_desc.layout
+        )
+        landed = gl.allocate_shared_memory(v_desc.dtype, [LANDS, TILE, 1, WIDTH], v_desc.layout)
+        v_tiles = gl.allocate_shared_memory(
+            gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout
+        )
+        k_tails, v_tails = k_tiles, v_tiles
+        land_full, land_empty = _barriers(LANDS, 1), _barriers(LANDS, 1)
+    else:
+        v_tiles = gl.allocate_shared_memory(v_desc.dtype, [V_DEPTH, TILE, 1, WIDTH], v_desc.layout)
+        landed = v_tiles
+        if HAS_TAIL:
+            TAIL: gl.constexpr = q_tail.block_shape[2]
+            q_tails = gl.allocate_shared_memory(
+                q_desc.dtype, [GROUPS * BUFFERS, TOKENS // GROUPS, PACK, TAIL], q_tail.layout
+            )
+            k_tails = gl.allocate_shared_memory(
+                k_desc.dtype, [K_DEPTH, TILE, 1, TAIL], k_tail.layout
+            )
+            v_tails = gl.allocate_shared_memory(
+                v_desc.dtype, [V_DEPTH, TILE, 1, TAIL], v_tail.layout
+            )
+        else:
+            q_tails, k_tails, v_tails = q_tiles, k_tiles, v_tiles
     q_full, q_empty = _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS)
     k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
     v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, GROUPS)
+    if not E4M3:
+        land_full, land_empty = v_full, v_empty
     fence_async_shared()
     given = (
         out, partial, query_start_loc, seq_lens, work, most_items, records,
-        sinks, scale, soft_cap, window,
+        sinks, scale, soft_cap, window, k_scale, v_scale,
     )  # fmt: skip
-    rows = (q_tiles, q_full, q_empty)
-    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
-    descs = (q_desc, k_desc, v_desc)
-    if GROUPS == 2:
+    descs = (q_desc, k_desc, v_desc, q_tail, k_tail, v_tail)
+    rows = (q_tiles, q_tails, q_full, q_empty)
+    ring = (k_tiles, k_tails, k_full, k_empty, v_tiles, v_tails, v_full, v_empty)
+    land = (landed, land_full, land_empty)
+    if E4M3:
         gl.warp_specialize([
             (consume, (
-                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 0, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 0, GROUPS,
             )),
             (consume, (
-                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 1, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 1, GROUPS,
+            )),
+            (widen_values, (
+                given, ring, land, BLOCK_SIZE, SLICES, TOKENS, HAS_WINDOW, PLANNED, SPLIT, WIDENERS,
             )),
             (load_tiles, (
-                descs, given, tables, table_stride, rows, ring,
+                descs, given, tables, table_stride, rows, ring, land,
                 BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT, GROUPS,
+                PLANNED, SPLIT, GROUPS, HAS_TAIL, E4M3,
+            )),
+        ], [4, WIDENERS, 1], [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+    elif GROUPS == 2:
+        gl.warp_specialize([
+            (consume, (
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 0, GROUPS,
+            )),
+            (consume, (
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 1, GROUPS,
+            )),
+            (load_tiles, (
+                descs, given, tables, table_stride, rows, ring, land,
+                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
+                PLANNED, SPLIT, GROUPS, HAS_TAIL, E4M3,
             )),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (
-                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 0, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 0, GROUPS,
             )),
             (consume, (
-                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 1, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 1, GROUPS,
             )),
             (consume, (
-                given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, SPLIT, 2, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 2, GROUPS,
             )),
             (load_tiles, (
-                descs, given, tables, table_stride, rows, ring,
+                descs, given, tables, table_stride, rows, ring, land,
                 BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT, GROUPS,
+                PLANNED, SPLIT, GROUPS, HAS_TAIL, E4M3,
             )),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
@@ -165,7 +229,7 @@ class Shape:
     """How the kernel is cut for a head_dim."""
 
     width: int
-    """head_dim as it lies in shared memory."""
+    """head_dim as it lies in shared memory, or the larger part of it."""
     tile: int
     """Keys a tile."""
     buffers: int
@@ -176,34 +240,55 @@ class Shape:
     """Tiles of V, which are freed later."""
     groups: int = 2
     """Of consumers, of 64 rows each."""
+    tail: int = 0
+    """The smaller part of head_dim."""
+    lands: int = 0
+    """Tiles of V that wait to be widened, over an e4m3 cache."""
+    wideners: int = 0
+    """Warps that widen them."""
 
     @property
     def rows(self) -> int:
         """Of an item."""
-        return self.groups * HALF.value
+        return self.groups * int(HALF.value)
 
     @property
-    def registers(self) -> int:
-        """Of a thread that multiplies."""
-        return CONSUMER_REGISTERS[self.groups]
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies, of any other: all that 512 threads have, or 384."""
+        return E4M3_REGISTERS[self.wideners] if self.lands else REGISTERS[self.groups]
 
 
+REGISTERS = {2: (240, 24), 3: (160, 32)}
+E4M3_REGISTERS = {2: (240, 32), 4: (216, 40)}
 SHAPES: dict[tuple[int, bool], Shape] = {
     (64, False): Shape(64, 128, 2, 4, 4),
     (64, True): Shape(64, 128, 1, 5, 5),
+    (80, False): Shape(64, 128, 2, 3, 4, tail=16),
+    (80, True): Shape(64, 128, 1, 4, 4, tail=16),
+    (96, False): Shape(64, 128, 2, 3, 3, tail=32),
+    (96, True): Shape(64, 128, 1, 4, 4, tail=32),
     (128, False): Shape(128, 128, 2, 2, 3),
     (128, True): Shape(128, 128, 1, 3, 3),
-    (256, False): Shape(256, 64, 1, 2, 2),
-    (256, True): Shape(256, 64, 1, 2, 2),
+    (160, False): Shape(128, 64, 1, 4, 4, tail=32),
+    (192, False): Shape(128, 64, 1, 3, 4, tail=64),
+    (256, False): Shape(256, 64, 1, 2, 3),
+}
+E4M3_SHAPES = {
+    64: Shape(64, 128, 1, 5, 3, lands=4, wideners=2),
+    128: Shape(128, 128, 1, 4, 2, lands=2, wideners=2),
+    256: Shape(256, 64, 1, 3, 2, lands=2, wideners=2),
 }
 
 
-def shape_for(head_dim: int, *, split: bool) -> Shape:
+def shape_for(head_dim: int, *, split: bool, e4m3: bool = False) -> Shape:
     """The largest tiles that leave two of each in 227 KiB and the sums in registers.
 
     Pieces have one item's rows there, and more keys on the way instead.
     """
-    return SHAPES[max(64, power_of_two(head_dim)), split]
+    if e4m3:
+        return E4M3_SHAPES[next(size for size in E4M3_SHAPES if size >= head_dim)]
+    size = next(size for size, _ in SHAPES if size >= head_dim)
+    return SHAPES.get((size, split)) or SHAPES[size, False]
 
 
 def heads_an_item(group: int) -> int:
@@ -232,9 +317,9 @@ def can_attend(
         not place.interpreting
         and _is_hopper(query.device)
         and query.element_size() == 2
-        and k_cache.dtype == query.dtype
+        and (k_cache.dtype == query.dtype or k_cache.element_size() == 1)
         and 40 <= head_dim <= 256
-        and head_dim % 8 == 0
+        and head_dim % (16 // k_cache.element_size()) == 0
         and block_size >= 8
         and block_size & (block_size - 1) == 0
         and scale > 0
@@ -252,7 +337,9 @@ def _can_copy(tensor: Tensor) -> bool:
     *outer, token, head, _ = tensor.stride()
     return (
         tensor.data_ptr() % 16 == 0
-        and all(stride > 0 and stride % 8 == 0 for stride in (*outer, token, head))
+        and all(
+            stride > 0 and stride * tensor.itemsize % 16 == 0 for stride in (*outer, token, head)
+        )
         and all(stride % token == 0 for stride in outer)
     )
 
@@ -262,8 +349,99 @@ def _slots(cache: Tensor) -> int:
     return (cache.shape[0] - 1) * (cache.stride(0) // cache.stride(1)) + cache.shape[1]
 
 
-def attend(
+class Box(NamedTuple):
+    """What the copy engine needs to know of a tensor beside its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: gl.NVMMASharedLayout
+
+    def of(self, tensor: Tensor) -> Boxes:
+        """The tensor in such boxes."""
+        return Boxes(tensor, *self)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of a call's launches but tensors and the numbers that calls differ in."""
+
+    variant: Variant
+    items: Items
+    boxes: tuple[Box | None, ...]
+    """Of query, keys and values; then of their smaller parts."""
+    partial_size: int
+    """float32 numbers that the parts need."""
+    work_size: int
+    """int32 numbers of the list of work; 0: there is none."""
+    order: Variant | None
+    merge: PieceMerge | None
+
+
+def plan_attend(
     place: Place,
+    query: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    out: Tensor,
+    *,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    may_split: bool,
+) -> Plan:
+    """How to attend a batch of this shape; see `can_attend`."""
+    device, (num_heads, head_dim) = query.device, query.shape[1:]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    e4m3 = k_cache.element_size() == 1
+    group = num_heads // num_kv_heads
+    pack = heads_an_item(group)
+    shape = shape_for(head_dim, split=False, e4m3=e4m3)
+    programs = place.num_multiprocessors(device)
+    whole = batch.num_tokens * pack // shape.rows * (num_heads // pack)
+    split = may_split and whole < programs and batch.max_seq_len >= LONG_ENOUGH * shape.tile
+    shape = shape_for(head_dim, split=split, e4m3=e4m3)
+    tokens = shape.rows // pack
+    tiles = batch.num_tokens // tokens + batch.num_seqs
+    items = Items(tokens, num_heads // pack, shape.tile, tiles, programs, split)
+    planned = batch.num_seqs > 1
+    boxes: list[Box | None] = []
+    for width in (shape.width, shape.tail):
+        if width == 0:
+            boxes += [None] * 3
+            continue
+        box = (HALF.value // pack, pack, width)
+        boxes.append(Box(query.shape, query.stride(), box, layout_of(width, 2)))
+        for cache in (k_cache, v_cache):
+            sizes = (_slots(cache), num_kv_heads, head_dim)
+            box = (min(block_size, shape.tile), 1, width)
+            boxes.append(Box(sizes, cache.stride()[1:], box, layout_of(width, cache.itemsize)))
+    constants = (
+        *out.stride()[:2], block_size,
+        k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
+        num_heads, group, head_dim,
+        soft_cap is not None, window is not None, sinks is not None,
+        scale_step(k_scale), scale_step(v_scale), planned, split,
+        shape.tile, shape.buffers, shape.k_depth, shape.v_depth, shape.groups,
+        shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
+    )  # fmt: skip
+    dtypes = (query.dtype, k_cache.dtype)
+    variant = _attend.variant(place, device, dtypes, constants, num_warps=4)
+    work_size = items.records + split * RECORD.value * tiles if planned or split else 0
+    return Plan(
+        variant, items, tuple(boxes),
+        items.ranks * items.slices * shape.rows * (head_dim + 1) if split else 0,
+        work_size,
+        plan_order(place, device, items, has_window=window is not None) if planned else None,
+        plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
+    )  # fmt: skip
+
+
+def attend(
+    plan: Plan,
     query: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -275,77 +453,32 @@ def attend(
     window: int | None,
     soft_cap: float | None,
     sinks: Tensor | None,
-    may_split: bool,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> None:
     """Write the rows of the sequences with `shortest` query tokens or more; see `can_attend`.
 
     One launch, one more where there are several sequences, and one where keys may be cut.
     """
-    num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
-    block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
-    pack = heads_an_item(num_heads // num_kv_heads)
-    planned = batch.num_seqs > 1
-    shape = shape_for(head_dim, split=False)
-    multiprocessors = place.num_multiprocessors(query.device)
-    split = may_split and may_cut(
-        batch.num_tokens, batch.max_seq_len, num_heads // pack, pack, shape, multiprocessors
-    )
-    shape = shape_for(head_dim, split=split)
-    items = cut_batch(
-        batch, shape.rows // pack, num_heads // pack, shape.tile, multiprocessors, split=split
-    )
-    work, partial = batch.seq_lens, out
-    if planned:
-        work = order_tiles(place, batch, items, shortest=shortest, window=window)
-    elif items.split:
-        work = torch.empty(
-            items.records + RECORD.value * items.tiles, dtype=torch.int32, device=out.device
-        )
-    most_items = items.ranks * items.slices
-    if items.split:
-        size = most_items * shape.rows * (head_dim + 1)
-        partial = torch.empty(size, dtype=torch.float32, device=out.device)
-    rows = Boxes(query, query.shape, query.stride(), (HALF.value // pack, pack, shape.width), LAYOUT)
-    k, v = (
-        Boxes(
-            cache, (_slots(cache), num_kv_heads, head_dim), cache.stride()[1:],
-            (min(block_size, shape.tile), 1, shape.width), LAYOUT,
-        )
-        for cache in (k_cache, v_cache)
-    )  # fmt: skip
-    constants = (
-        *out.stride()[:2], block_size,
-        k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
-        num_heads, num_heads // num_kv_heads, head_dim,
-        soft_cap is not None, window is not None, sinks is not None, planned, items.split,
-        shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
-        shape.groups, shape.registers, LOADER_REGISTERS,
-    )  # fmt: skip
-    variant = _attend.variant(place, out.device, (query.dtype,), constants, num_warps=4)
+    items, lens, device = plan.items, batch.seq_lens, out.device
+    work, partial = lens, out
+    if plan.work_size:
+        work = torch.empty(plan.work_size, dtype=torch.int32, device=device)
+    if plan.order is not None:
+        order_tiles(plan.order, batch, items, work, shortest=shortest, window=window or 0)
+    if plan.partial_size:
+        partial = torch.empty(plan.partial_size, dtype=torch.float32, device=device)
+    given = (query, k_cache, v_cache) * 2
+    boxes = tuple(box and box.of(each) for box, each in zip(plan.boxes, given, strict=True))
     tensors = (
-        out, partial, batch.query_start_loc, batch.seq_lens, batch.block_table, work,
+        out, partial, batch.query_start_loc, lens, batch.block_table, work,
         out if sinks is None else sinks,
+        lens if k_scale is None else k_scale, lens if v_scale is None else v_scale,
     )  # fmt: skip
     numbers = (
-        batch.block_table.stride(0), most_items, items.records,
+        batch.block_table.stride(0), items.ranks * items.slices, items.records,
         float(scale), float(soft_cap or 1.0), window or 0,
     )  # fmt: skip
-    variant.launch((items.programs, 1, 1), tensors, numbers, (rows, k, v))
-    if items.split:
-        merge_pieces(place, partial, work, batch, out, items, pack=pack)
-
-
-def may_cut(
-    num_tokens: int, max_seq_len: int, slices: int, pack: int, shape: Shape, programs: int
-) -> bool:
-    """Whether items are few and contexts long, as far as the host knows."""
-    whole = num_tokens * pack // shape.rows * slices
-    return whole < programs and max_seq_len >= LONG_ENOUGH * shape.tile
-
-
-def cut_batch(
-    batch: PagedBatch, tokens: int, slices: int, tile: int, programs: int, *, split: bool
-) -> Items:
-    """How a batch is cut, as far as its shape says: keys only where items are few."""
-    tiles = batch.num_tokens // tokens + batch.num_seqs
-    return Items(tokens, slices, tile, tiles, programs, split)
+    plan.variant.launch((items.programs, 1, 1), tensors, numbers, boxes)
+    if plan.merge is not None:
+        merge_pieces(plan.merge, partial, work, batch, out)

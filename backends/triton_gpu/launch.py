@@ -85,7 +85,7 @@ class Variant:
         grid: tuple[int, int, int],
         tensors: Sequence[Tensor],
         numbers: Sequence[Number],
-        boxes: tuple[Boxes, ...] = (),
+        boxes: tuple[Boxes | None, ...] = (),
     ) -> None:
         """Run the kernel on the current stream: `boxes`, `tensors`, `numbers`, in its own order.
 
@@ -116,7 +116,7 @@ class Variant:
         self,
         grid: tuple[int, int, int],
         alignment: tuple[bool, ...],
-        boxes: tuple[Boxes, ...],
+        boxes: tuple[Boxes | None, ...],
         tensors: Sequence[Tensor],
         numbers: Sequence[Number],
     ) -> None:
@@ -126,7 +126,7 @@ class Variant:
                 raise TypeError(f"{name} is an integer, and the kernel would be compiled for it")
         launch = self._launcher.kernel[grid]
         seen = (t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in tensors)
-        described = (each.described() for each in boxes)
+        described = (each and each.described() for each in boxes)
         compiled = launch(*described, *seen, *numbers, *self._constants, **self._options)
         self._compiled[alignment] = cast("Compiled", compiled)
 

@@ -284,30 +284,39 @@ def _merge_pieces(
     tl.store(out + to[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-def merge_pieces(
-    place: Place,
-    partial: Tensor,
-    work: Tensor,
-    batch: PagedBatch,
-    out: Tensor,
-    items: Items,
-    *,
-    pack: int,
-) -> None:
-    """Write the rows of prefill's tiles whose keys were cut; one launch."""
+@dataclass(frozen=True, slots=True)
+class PieceMerge:
+    """All of a launch but the tensors."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+
+
+def plan_pieces(
+    place: Place, out: Tensor, items: Items, *, pack: int, planned: bool
+) -> PieceMerge:
+    """How prefill's tiles whose keys were cut are merged."""
     head_dim = out.shape[2]
     chained = place.can_chain(out.device)
     width = power_of_two(head_dim)
     rows = min(PIECE_ROWS, pack * items.tokens)
     constants = (
-        out.stride(1), head_dim, items.slices, pack, items.tokens, batch.num_seqs > 1,
+        out.stride(1), head_dim, items.slices, pack, items.tokens, planned,
         rows, max(1, 128 * 32 * PIECE_WARPS // (2 * rows * width)), width, chained,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_pieces.variant(
         place, out.device, (out.dtype,), constants, num_warps=PIECE_WARPS, **options
     )
-    tensors = (partial, work, out, batch.query_start_loc)
     numbers = (out.stride(0), items.records, items.ranks * items.slices)
-    grid = (items.slices * (pack * items.tokens // rows), items.tiles, 1)
-    variant.launch(grid, tensors, numbers)
+    return PieceMerge(
+        variant, (items.slices * (pack * items.tokens // rows), items.tiles, 1), numbers
+    )
+
+
+def merge_pieces(
+    plan: PieceMerge, partial: Tensor, work: Tensor, batch: PagedBatch, out: Tensor
+) -> None:
+    """Write the rows of prefill's tiles whose keys were cut; one launch."""
+    plan.variant.launch(plan.grid, (partial, work, out, batch.query_start_loc), plan.numbers)

@@ -34,7 +34,7 @@ from torch import Tensor
 from backends.contract import PagedBatch
 from backends.triton_gpu import hopper_prefill
 from backends.triton_gpu.e4m3 import widen
-from backends.triton_gpu.place import Place, device_function, jit, power_of_two
+from backends.triton_gpu.place import Place, device_function, jit, power_of_two, sign
 from backends.triton_gpu.prefill_order import find_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 from backends.triton_gpu.terms import scale_step
@@ -256,10 +256,24 @@ def prefill(
     if longest * group > FEW and hopper_prefill.can_attend(
         place, query, k_cache, v_cache, out, scale
     ):
+        key = (
+            "hopper", sign(query), sign(k_cache), sign(v_cache), out.stride(), batch.num_seqs,
+            batch.max_seq_len >= 1024, window is None, soft_cap is None, sinks is None,
+            scale_step(k_scale), scale_step(v_scale), batch_invariant,
+        )  # fmt: skip
+        if k_cache.dtype == torch.uint8:
+            k_cache, v_cache = (each.view(torch.float8_e4m3fn) for each in (k_cache, v_cache))
+        plan = place.plan(key)
+        if plan is None:
+            plan = hopper_prefill.plan_attend(
+                place, query, k_cache, v_cache, batch, out, window=window, soft_cap=soft_cap,
+                sinks=sinks, k_scale=k_scale, v_scale=v_scale, may_split=not batch_invariant,
+            )
+            place.keep(key, plan)
         hopper_prefill.attend(
-            place, query, k_cache, v_cache, batch, out, shortest=shortest,
+            plan, query, k_cache, v_cache, batch, out, shortest=shortest,
             scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
-            may_split=not batch_invariant,
+            k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
         return
     width = max(16, power_of_two(head_dim))

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.launch import launcher
+from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, device_function
 
 ENTRY = tl.constexpr(8)
@@ -255,15 +255,18 @@ class Items:
         return int(ENTRY.value) * (1 + self.ranks)
 
 
+def plan_order(
+    place: Place, device: torch.device, items: Items, *, has_window: bool
+) -> Variant:
+    """What `order_tiles` launches for batches that are cut like this."""
+    constants = (items.tokens, SEQS, items.slices, items.tile, has_window, items.split)
+    return _rank.variant(place, device, (), constants, num_warps=1)
+
+
 def order_tiles(
-    place: Place, batch: PagedBatch, items: Items, *, shortest: int, window: int | None
-) -> Tensor:
-    """The list of work; one launch, no synchronisation."""
-    size = items.records + items.split * RECORD.value * items.tiles
-    work = torch.empty(size, dtype=torch.int32, device=batch.device)
-    constants = (items.tokens, SEQS, items.slices, items.tile, window is not None, items.split)
-    variant = _rank.variant(place, batch.device, (), constants, num_warps=1)
-    numbers = (batch.num_seqs, shortest, window or 0, items.programs, items.records)
+    variant: Variant, batch: PagedBatch, items: Items, work: Tensor, *, shortest: int, window: int
+) -> None:
+    """Write the list of work; one launch, no synchronisation."""
+    numbers = (batch.num_seqs, shortest, window, items.programs, items.records)
     tensors = (batch.query_start_loc, batch.seq_lens, work)
     variant.launch((items.tiles, 1, 1), tensors, numbers)
-    return work

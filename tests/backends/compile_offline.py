@@ -176,27 +176,33 @@ def check_portable(case, capability, shared):
 
 def check_hopper(case, *, planned):
     """Loads by the copy engine alone, nothing spills in a loop, softmax and products overlap."""
-    shape = hopper_prefill.shape_for(case.head_dim, split=case.split)
+    shape = hopper_prefill.shape_for(case.head_dim, split=case.split, e4m3=case.e4m3)
     pack = hopper_prefill.heads_an_item(case.group)
     copy = min(case.block_size, shape.tile)
-    layout = hopper_prefill.LAYOUT
-    boxes = {
-        "q_desc": (64 // pack, pack, shape.width),
-        "k_desc": (copy, 1, shape.width),
-        "v_desc": (copy, 1, shape.width),
-    }
-    kinds = {
-        name: f"tensordesc<{case.element}{list(box)},{layout!r}>" for name, box in boxes.items()
-    }
-    constants = {
+    stored = "fp8e4nv" if case.e4m3 else case.element
+    kinds, none = {}, {}
+    for width, names in (
+        (shape.width, ("q_desc", "k_desc", "v_desc")), (shape.tail, ("q_tail", "k_tail", "v_tail"))
+    ):  # fmt: skip
+        if width == 0:
+            none = dict.fromkeys(names)
+            continue
+        for name in names:
+            rows, element = (64 // pack, pack), case.element
+            if name[0] != "q":
+                rows, element = (copy, 1), stored
+            layout = hopper_prefill.layout_of(width, 1 if element == "fp8e4nv" else 2)
+            kinds[name] = f"tensordesc<{element}{[*rows, width]},{layout!r}>"
+    constants = none | {
         "TOKEN_STRIDE": 8 * case.group * case.head_dim, "HEAD_STRIDE": case.head_dim,
         "BLOCK_SIZE": case.block_size, "K_ROWS": case.block_size, "V_ROWS": case.block_size,
         "NUM_HEADS": 8 * case.group, "GROUP": case.group, "HEAD_DIM": case.head_dim,
         "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
+        "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
         "PLANNED": planned, "SPLIT": case.split, "TILE": shape.tile, "BUFFERS": shape.buffers,
         "K_DEPTH": shape.k_depth, "V_DEPTH": shape.v_depth,
-        "GROUPS": shape.groups, "REGISTERS": shape.registers,
-        "LOADER_REGISTERS": hopper_prefill.LOADER_REGISTERS,
+        "GROUPS": shape.groups, "REGISTERS": shape.registers[0],
+        "LANDS": shape.lands, "WIDENERS": shape.wideners, "LOADER_REGISTERS": shape.registers[1],
     }  # fmt: skip
     made = make(
         hopper_prefill._attend.kernel, GluonASTSource, 90, case.element, constants, kinds,
@@ -204,15 +210,25 @@ def check_hopper(case, *, planned):
     )  # fmt: skip
     assert made.shared <= HOPPER, made.shared
     assert made.registers * 128 * (1 + shape.groups) <= 65536  # what warps share before they trade
-    messages = (shape.groups + 2 * shape.tile // copy) * shape.width // 64
+    size, copies = 1 if case.e4m3 else 2, 2 * shape.tile // copy
+    messages = shape.groups * -(-shape.width // 64) + copies * -(-shape.width * size // 128)
+    messages += (shape.groups + copies) * (shape.tail > 0)
     assert made.count("UTMALDG") == messages, made.count("UTMALDG")
     assert made.count("LDGSTS") == 0
     loops = made.loops()
     assert len(loops) == shape.groups * (3 if case.features else 2), len(loops)
     for loop in loops:
         check_overlap(
-            loop, products=shape.width // 16 + shape.tile // 16 * max(1, shape.width // 256)
+            loop, products=count_products(case, shape)
         )
+
+
+def count_products(case, shape):
+    """Matrix instructions of a step: of a tile of keys, and of one of values."""
+    keys = -(-shape.width // 16) + shape.tail // 16
+    if case.e4m3:
+        keys = shape.width // 32 * (2 if case.element == "bf16" else 3)
+    return keys + shape.tile // 16 * (1 + (shape.tail > 0))
 
 
 def check_overlap(loop, *, products):
