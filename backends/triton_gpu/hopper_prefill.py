@@ -41,7 +41,7 @@ from backends.triton_gpu.hopper_widen import widen_values
 from backends.triton_gpu.launch import Boxes, Variant, launcher
 from backends.triton_gpu.merge import PieceMerge, merge_pieces, plan_pieces
 from backends.triton_gpu.place import Place, ceil_div, power_of_two
-from backends.triton_gpu.prefill_order import RECORD, Items, order_tiles, plan_order
+from backends.triton_gpu.prefill_order import Items, order_tiles, plan_order
 from backends.triton_gpu.terms import scale_step
 
 ROWS = 128
@@ -430,11 +430,10 @@ def plan_attend(
     )  # fmt: skip
     dtypes = (query.dtype, k_cache.dtype)
     variant = _attend.variant(place, device, dtypes, constants, num_warps=4)
-    work_size = items.records + split * RECORD.value * tiles if planned or split else 0
     return Plan(
         variant, items, tuple(boxes),
         items.ranks * items.slices * shape.rows * (head_dim + 1) if split else 0,
-        work_size,
+        items.size if planned or split else 0,
         plan_order(place, device, items, has_window=window is not None) if planned else None,
         plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
     )  # fmt: skip

@@ -254,6 +254,11 @@ class Items:
         """Where they begin in the list of work."""
         return int(ENTRY.value) * (1 + self.ranks)
 
+    @property
+    def size(self) -> int:
+        """int32 numbers of the list of work."""
+        return self.records + self.split * int(RECORD.value) * self.tiles
+
 
 def plan_order(
     place: Place, device: torch.device, items: Items, *, has_window: bool
