@@ -3,7 +3,16 @@
 Importing this imports torch and no toolchain; `get_backend` loads one.
 """
 
-from backends.contract import Backend, Capabilities, LayerCall, PagedBatch, SharedPrefix
+from backends.contract import (
+    AttentionTerms,
+    Backend,
+    Capabilities,
+    KVCache,
+    KVLayout,
+    LayerCall,
+    PagedBatch,
+    SharedPrefix,
+)
 from backends.errors import (
     BackendError,
     BackendUnavailableError,
@@ -14,12 +23,15 @@ from backends.errors import (
 from backends.registry import BackendStatus, backend_names, get_backend, list_backends
 
 __all__ = [
+    "AttentionTerms",
     "Backend",
     "BackendError",
     "BackendStatus",
     "BackendUnavailableError",
     "Capabilities",
     "InvalidArgumentError",
+    "KVCache",
+    "KVLayout",
     "LayerCall",
     "PagedBatch",
     "SharedPrefix",

@@ -5,61 +5,38 @@ only the values can tell (a slot past the cache, a table entry that is no block)
 backends for which looking is cheap, and is the caller's duty otherwise.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from backends.contract import Backend, PagedBatch, require_tensor
+from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch, require_tensor
 from backends.errors import InvalidArgumentError, UnsupportedError
 
 
-def check_cache(
-    backend: Backend,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Two caches of one shape and dtype, on the backend's device, within its capabilities.
-
-    And their scales: only where the caches are quantised.
-    """
-    require_tensor("k_cache", k_cache, shape=(None, None, None, None))
-    device, dtype, shape = k_cache.device, k_cache.dtype, k_cache.shape
-    if device.type != backend.device.type:
-        raise InvalidArgumentError("k_cache", f"device {backend.device}", f"{device}")
-    can = backend.capabilities
-    if dtype not in can.dtypes and dtype not in can.quantised:
+def check_cache(backend: Backend, cache: KVCache) -> None:
+    """A cache on the backend's device, within its capabilities."""
+    cache.check()
+    k, can = cache.k, backend.capabilities
+    if k.device.type != backend.device.type:
+        raise InvalidArgumentError("cache.k", f"device {backend.device}", f"{k.device}")
+    if k.dtype not in can.dtypes and k.dtype not in can.quantised:
         names = _names((*can.dtypes, *can.quantised))
-        raise UnsupportedError("k_cache", f"a dtype of {names}", str(dtype))
-    if 0 in shape:
-        raise InvalidArgumentError("k_cache", "no empty dimension", f"shape {list(shape)}")
-    head_dim, limit = shape[3], can.max_head_dim
+        raise UnsupportedError("cache.k", f"a dtype of {names}", str(k.dtype))
+    head_dim, limit = k.shape[3], can.max_head_dim
+    if cache.is_latent:
+        limit = can.max_latent_dim
+        if limit == 0:
+            wanted = f"keys and values: {backend.name} has no latents"
+            raise UnsupportedError("cache", wanted, "latents")
     if head_dim > limit:
-        raise UnsupportedError("k_cache", f"a head_dim of at most {limit}", str(head_dim))
-    require_tensor("v_cache", v_cache, dtype=dtype, shape=shape, device=device)
-    if k_scale is None and v_scale is None:
-        return
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is not None:
-            _check_scale(name, scale, k_cache, quantised=dtype in can.quantised)
+        raise UnsupportedError("cache.k", f"a head_dim of at most {limit}", str(head_dim))
 
 
-def _check_scale(name: str, scale: Tensor, cache: Tensor, *, quantised: bool) -> None:
-    if not quantised:
-        raise InvalidArgumentError(name, f"None beside a cache of {cache.dtype}", "a value")
-    require_tensor(name, scale, dtype=torch.float32, shape=(None,), device=cache.device)
-    if scale.shape[0] not in (1, cache.shape[2]):
-        came = f"shape {list(scale.shape)}"
-        raise InvalidArgumentError(name, f"shape [1] or [{cache.shape[2]}]", came)
-
-
-def _dtype_beside(backend: Backend, name: str, tensor: Tensor, cache: Tensor) -> torch.dtype:
+def _dtype_beside(backend: Backend, name: str, tensor: Tensor, cache: KVCache) -> torch.dtype:
     """The dtype wanted of keys, values and queries: the cache's, or any beside a quantised one."""
-    if cache.dtype not in backend.capabilities.quantised:
-        return cache.dtype
+    if cache.k.dtype not in backend.capabilities.quantised:
+        return cache.k.dtype
     require_tensor(name, tensor)
     if tensor.dtype not in backend.capabilities.dtypes:
         wanted = f"a dtype of {_names(backend.capabilities.dtypes)}"
@@ -68,46 +45,34 @@ def _dtype_beside(backend: Backend, name: str, tensor: Tensor, cache: Tensor) ->
 
 
 def check_store_kv(
-    backend: Backend,
-    key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    backend: Backend, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
 ) -> None:
     """The arguments of `store_kv` agree with each other."""
-    check_cache(backend, k_cache, v_cache, k_scale, v_scale)
-    dtype, device = _dtype_beside(backend, "key", key, k_cache), k_cache.device
+    check_cache(backend, cache)
+    dtype, device = _dtype_beside(backend, "key", key, cache), cache.k.device
     require_tensor("slot_mapping", slot_mapping, dtype=torch.int64, shape=(None,), device=device)
-    shape = (slot_mapping.shape[0], k_cache.shape[2], k_cache.shape[3])
+    shape = (slot_mapping.shape[0], *cache.k.shape[2:])
     require_tensor("key", key, dtype=dtype, shape=shape, device=device)
-    require_tensor("value", value, dtype=dtype, shape=shape, device=device)
+    if not cache.is_latent:
+        require_tensor("value", value, dtype=dtype, shape=shape, device=device)
+    elif value is not None:
+        raise InvalidArgumentError("value", "None beside a cache of latents", "a value")
 
 
 def check_paged_attention(
     backend: Backend,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
+    terms: AttentionTerms,
     out: Tensor | None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    batch_invariant: bool = False,
 ) -> None:
     """The arguments of `paged_attention` agree with each other and the capabilities."""
-    check_cache(backend, k_cache, v_cache, k_scale, v_scale)
-    dtype, device = _dtype_beside(backend, "query", query, k_cache), k_cache.device
+    check_cache(backend, cache)
+    dtype, device = _dtype_beside(backend, "query", query, cache), cache.k.device
     if batch.device != device:
         raise InvalidArgumentError("batch", f"device {device}", f"device {batch.device}")
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    block_size, num_kv_heads, head_dim = cache.k.shape[1:]
     require_tensor(
         "query", query, dtype=dtype, shape=(batch.num_tokens, None, head_dim), device=device
     )
@@ -117,7 +82,7 @@ def check_paged_attention(
             "query", f"a multiple of {num_kv_heads} heads", f"{num_q_heads} heads"
         )
     limit = can.max_group_size
-    if num_q_heads // num_kv_heads > limit:
+    if num_q_heads // num_kv_heads > limit and not cache.is_latent:
         came = f"{num_q_heads} over {num_kv_heads}"
         raise UnsupportedError("query", f"at most {limit} query heads a KV head", came)
     room = batch.block_table.shape[1] * block_size
@@ -125,38 +90,25 @@ def check_paged_attention(
         wanted = f"entries for max_seq_len = {batch.max_seq_len} tokens"
         raise InvalidArgumentError("batch.block_table", wanted, f"entries for {room}")
     if out is not None:
-        require_tensor("out", out, dtype=dtype, shape=query.shape, device=device)
-    check_logits(backend, scale, window, soft_cap)
-    if batch_invariant:
-        _check_feature(backend, "batch_invariant")
-    if sinks is not None:
-        _check_feature(backend, "sinks")
-        require_tensor("sinks", sinks, shape=(num_q_heads,), device=device)
-        if not sinks.is_floating_point():
-            raise InvalidArgumentError("sinks", "a floating dtype", str(sinks.dtype))
+        shape = (batch.num_tokens, num_q_heads, cache.v.shape[3])
+        require_tensor("out", out, dtype=dtype, shape=shape, device=device)
+    _check_terms(backend, terms, num_q_heads, device)
 
 
-def check_logits(
-    backend: Backend, scale: float, window: int | None, soft_cap: float | None
+def _check_terms(
+    backend: Backend, terms: AttentionTerms, num_q_heads: int, device: torch.device
 ) -> None:
-    """The numbers of `paged_attention` are finite and in range."""
-    if not math.isfinite(scale):
-        raise InvalidArgumentError("scale", "a finite number", str(scale))
-    if window is not None:
-        _check_feature(backend, "window")
-        if window < 1:
-            raise InvalidArgumentError("window", "at least 1, or None", str(window))
-    if soft_cap is not None:
-        _check_feature(backend, "soft_cap")
-        if not (math.isfinite(soft_cap) and soft_cap > 0):
-            raise InvalidArgumentError(
-                "soft_cap", "a finite number above 0, or None", str(soft_cap)
-            )
-
-
-def _check_feature(backend: Backend, feature: str) -> None:
-    if feature not in backend.capabilities.features:
-        raise UnsupportedError(feature, f"None: {backend.name} does not have it", "a value")
+    for feature, value in (
+        ("window", terms.window),
+        ("soft_cap", terms.soft_cap),
+        ("sinks", terms.sinks),
+        ("batch_invariant", terms.batch_invariant or None),
+    ):
+        if value is not None and feature not in backend.capabilities.features:
+            wanted = f"None: {backend.name} does not have it"
+            raise UnsupportedError(f"terms.{feature}", wanted, "a value")
+    if terms.sinks is not None:
+        require_tensor("terms.sinks", terms.sinks, shape=(num_q_heads,), device=device)
 
 
 def check_copy_blocks(backend: Backend, caches: Sequence[Tensor], copies: Tensor) -> None:

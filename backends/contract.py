@@ -2,9 +2,11 @@
 
 Decides shapes, dtypes and meanings; a backend decides only how fast. Invariants:
 
-- The cache of a layer is a pair `k_cache, v_cache: [num_blocks, block_size, num_kv_heads,
-  head_dim]`; its last dimension is contiguous, the others may have any stride. slot = block_id *
-  block_size + offset.
+- A layer's cache is a `KVCache` in one of two layouts. Of pairs: keys and values, `k, v:
+  [num_blocks, block_size, num_kv_heads, head_dim]`. Of latents: one row a token, which is its key
+  for every query head, and whose first numbers are its value: `k` has one KV head, and `v` is the
+  first `value_dim` numbers of each row of `k`, the same memory. The last dimension is contiguous,
+  the others may have any stride. slot = block_id * block_size + offset.
 - A cache may be quantised: float8_e4m3fn, whatever the dtype of query, key and value, and then an
   element stands for `stored * scale`, with a scale a cache or a KV head (`k_scale`, `v_scale`).
   Storing gives e4m3(clamp(x * (1 / scale), -448, 448)): a quotient and a product in float32, each
@@ -17,11 +19,15 @@ Decides shapes, dtypes and meanings; a backend decides only how fast. Invariants
   past `query_start_loc[-1]`.
 - It writes the slots and the output rows it is asked for, and nothing else.
 
+What is the same in every call of a layer is a record that travels whole: `KVCache`, and
+`AttentionTerms` for what attention computes. They check themselves as they are made.
+
 Knows nothing of allocation, prefix caching or requests: whoever filled the tables answers for them.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -115,6 +121,142 @@ class PagedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What a slot of a layer's cache holds of its token."""
+
+    num_kv_heads: int
+    head_dim: int
+    """Of a key."""
+    value_dim: int
+    """Of a value: head_dim, or of a latent at most that."""
+    dtype: torch.dtype
+    """Of an element as it is stored."""
+    is_latent: bool = False
+    """One row, whose first `value_dim` numbers are the value; otherwise a key and a value."""
+
+    @property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of a token in each tensor of a cache: keys and values, or latents alone. O(1)."""
+        key = self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return (key,) if self.is_latent else (key, key)
+
+    def over(
+        self,
+        tensors: Sequence[Tensor],
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> "KVCache":
+        """The cache in this layout that lies in these tensors, as many as `row_bytes`. O(1).
+
+        Raises:
+            InvalidArgumentError: they are not `[num_blocks, block_size, num_kv_heads, head_dim]`.
+        """
+        k, *others = tensors
+        v = k[..., : self.value_dim] if self.is_latent else others[0]
+        return KVCache(k, v, k_scale, v_scale, is_latent=self.is_latent)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """A layer's keys and values as they lie in memory; made once, given in every call.
+
+    A kernel that reads `k` and `v` serves both layouts; of latents it may read each row once.
+
+    Raises:
+        InvalidArgumentError: the tensors do not make a cache.
+    """
+
+    k: Tensor
+    """[num_blocks, block_size, num_kv_heads, head_dim]."""
+    v: Tensor
+    """Like `k`; of latents the first `value_dim` numbers of its rows, in the same memory."""
+    k_scale: Tensor | None = None
+    """float32 [1] or [num_kv_heads], finite and above 0, of a quantised cache alone; None: 1."""
+    v_scale: Tensor | None = None
+    """Likewise; of latents the same as `k_scale`."""
+    is_latent: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raise unless the tensors make a cache; they may have changed since. O(1).
+
+        Raises:
+            InvalidArgumentError: with the tensor's name, what was wanted and what came.
+        """
+        k, v, shape = self.k, self.v, (None, None, None, None)
+        require_tensor("cache.k", k, shape=shape)
+        wanted = tuple(k.shape)
+        if self.is_latent:
+            self._check_latent()
+            wanted = (*wanted[:3], v.shape[3])
+        require_tensor("cache.v", v, dtype=k.dtype, shape=wanted, device=k.device)
+        if 0 in k.shape or 0 in v.shape:
+            raise InvalidArgumentError("cache.k", "no empty dimension", f"shape {list(k.shape)}")
+        if self.k_scale is not None or self.v_scale is not None:
+            for name, scale in (("cache.k_scale", self.k_scale), ("cache.v_scale", self.v_scale)):
+                if scale is not None:
+                    _check_scale(name, scale, k)
+
+    def _check_latent(self) -> None:
+        k, v = self.k, self.v
+        require_tensor("cache.v", v, shape=(None, None, None, None))
+        if k.shape[2] != 1:
+            raise InvalidArgumentError("cache.k", "one KV head of latents", f"{k.shape[2]}")
+        if v.shape[3] > k.shape[3] or v.data_ptr() != k.data_ptr() or v.stride() != k.stride():
+            raise InvalidArgumentError("cache.v", "the first numbers of cache.k's rows", "others")
+        if self.k_scale is not self.v_scale:
+            raise InvalidArgumentError("cache.v_scale", "cache.k_scale, of latents", "another one")
+
+    @property
+    def layout(self) -> KVLayout:
+        """What its slots hold. O(1)."""
+        heads, size = self.k.shape[2:]
+        return KVLayout(heads, size, self.v.shape[3], self.k.dtype, self.is_latent)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All memory of the cache, as `KVLayout.over` takes it. O(1)."""
+        return (self.k,) if self.is_latent else (self.k, self.v)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTerms:
+    """What a layer's attention computes: logit = scale * q.k, capped, of the keys it sees.
+
+    Raises:
+        InvalidArgumentError: a number is out of range.
+    """
+
+    scale: float
+    """Finite."""
+    window: int | None = None
+    """Keys a query sees, itself included; None: all."""
+    soft_cap: float | None = None
+    """Finite and above 0: logit = cap * tanh(logit / cap); None: no cap."""
+    sinks: Tensor | None = None
+    """[num_q_heads], any floating dtype: one more logit a head, in the denominator alone."""
+    batch_invariant: bool = False
+    """A sequence's rows are bitwise what they are in any other batch that gives it as many query
+    tokens; slower where the batch is small."""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise InvalidArgumentError("terms.scale", "a finite number", str(self.scale))
+        if self.window is not None and self.window < 1:
+            raise InvalidArgumentError("terms.window", "at least 1, or None", str(self.window))
+        if self.soft_cap is not None and not (math.isfinite(self.soft_cap) and self.soft_cap > 0):
+            wanted = "a finite number above 0, or None"
+            raise InvalidArgumentError("terms.soft_cap", wanted, str(self.soft_cap))
+        if self.sinks is not None:
+            require_tensor("terms.sinks", self.sinks, shape=(None,))
+            if not self.sinks.is_floating_point():
+                came = str(self.sinks.dtype)
+                raise InvalidArgumentError("terms.sinks", "a floating dtype", came)
+
+
+@dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can do; a launcher refuses the rest with `UnsupportedError`."""
 
@@ -124,9 +266,11 @@ class Capabilities:
     max_group_size: int
     """Query heads a KV head at most."""
     features: frozenset[str] = frozenset({"window", "soft_cap", "sinks"})
-    """Optional arguments of `paged_attention` that are honoured; also "batch_invariant"."""
+    """Those of `AttentionTerms` beside the scale that are honoured; also "batch_invariant"."""
     quantised: tuple[torch.dtype, ...] = ()
     """Dtypes of caches that hold scaled values, for any of `dtypes`."""
+    max_latent_dim: int = 0
+    """Numbers of a latent at most, under any number of query heads; 0: it has no such caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +280,9 @@ class LayerCall:
     num_q_heads: int
     dtype: torch.dtype
     """Of query, key and value, which come without gaps."""
-    k_cache: Tensor
-    """The layer's own, or one of the same shape, strides and dtype."""
-    v_cache: Tensor
-    window: int | None = None
-    soft_cap: float | None = None
-    sinks: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    batch_invariant: bool = False
+    cache: KVCache
+    """The layer's own, or one of the same shapes, strides and dtype."""
+    terms: AttentionTerms
     shared_prefix: bool = False
     """Whether batches may say what they share."""
 
@@ -169,70 +307,41 @@ class Backend(Protocol):
         ...
 
     def store_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
     ) -> None:
         """Write each token's key and value into its slot; negative slots are skipped.
 
         Args:
             key: [num_tokens, num_kv_heads, head_dim], the dtype of the cache unless that is
                 quantised.
-            value: like `key`.
-            k_cache: [num_blocks, block_size, num_kv_heads, head_dim], written.
-            v_cache: like `k_cache`, written.
+            value: like `key`; of latents None, because it is part of the key.
+            cache: written.
             slot_mapping: int64 [num_tokens]; no slot twice.
-            k_scale: float32 [1] or [num_kv_heads], finite and above 0, beside a quantised k_cache
-                alone; None: 1.
-            v_scale: likewise, of v_cache.
         """
         ...
 
     def paged_attention(
         self,
         query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: KVCache,
         batch: PagedBatch,
+        terms: AttentionTerms,
         *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        batch_invariant: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of every query row over the cached keys of its sequence.
 
         Decode, prefill and chunked prefill, mixed at will.
 
-        logit = scale * q.k; with a soft cap logit = cap * tanh(logit / cap); a sink is one more
-        logit a head, in the denominator alone.
-
         Args:
             query: [num_tokens, num_q_heads, head_dim], the dtype of the cache unless that is
                 quantised; then at most 65504 in size, because a backend may take it in float16.
-            k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-            v_cache: like `k_cache`.
+            cache: read.
             batch: where the keys are.
-            scale: finite.
-            window: keys a query sees, itself included; None: all.
-            soft_cap: finite and above 0; None: no cap.
-            sinks: [num_q_heads], any floating dtype.
-            k_scale: as in `store_kv`.
-            v_scale: as in `store_kv`.
-            batch_invariant: a sequence's rows are bitwise what they are in any other batch that
-                gives it as many query tokens; slower where the batch is small.
-            out: like `query`, written and returned. Rows past `query_start_loc[-1]` are left as
-                they are; where the backend allocates, they hold anything.
+            terms: what is computed.
+            out: [num_tokens, num_q_heads, value_dim], the dtype of `query`, written and returned.
+                Rows past `query_start_loc[-1]` are left as they are; where the backend allocates,
+                they hold anything.
         """
         ...
 
@@ -278,7 +387,7 @@ class Backend(Protocol):
 
 def require_tensor(
     name: str,
-    tensor: Tensor,
+    tensor: Tensor | None,
     *,
     dtype: torch.dtype | None = None,
     shape: tuple[int | None, ...] | None = None,
@@ -305,6 +414,15 @@ def require_tensor(
         raise InvalidArgumentError(
             name, "a contiguous last dimension", f"stride {tensor.stride(-1)} there"
         )
+
+
+def _check_scale(name: str, scale: Tensor, cache: Tensor) -> None:
+    if cache.dtype.itemsize != 1:
+        raise InvalidArgumentError(name, f"None beside a cache of {cache.dtype}", "a value")
+    require_tensor(name, scale, dtype=torch.float32, shape=(None,), device=cache.device)
+    if scale.shape[0] not in (1, cache.shape[2]):
+        came = f"shape {list(scale.shape)}"
+        raise InvalidArgumentError(name, f"shape [1] or [{cache.shape[2]}]", came)
 
 
 def _fits(found: Sequence[int], wanted: tuple[int | None, ...]) -> bool:

@@ -9,13 +9,13 @@ The distance allowed to a row is twice the error of the same algorithm emulated 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from backends.contract import PagedBatch
+from backends.contract import AttentionTerms, KVCache, PagedBatch
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
 
@@ -25,7 +25,7 @@ class Expected:
     """The exact attention of a batch and the error allowed."""
 
     out: Tensor
-    """float64 [num_tokens, num_q_heads, head_dim]; rows of no sequence are NaN."""
+    """float64 [num_tokens, num_q_heads, value_dim]; rows of no sequence are NaN."""
     allowed: Tensor
     """float64 [num_tokens, num_q_heads]: the largest Euclidean error of each row."""
 
@@ -43,27 +43,16 @@ class Expected:
         return error / max(float(self.out[live].norm()), 1e-30)
 
 
-def attention(
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Expected:
+def attention(query: Tensor, cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> Expected:
     """Exact attention of every query row, on the values as stored; arguments as `Backend`'s."""
-    dtype, block_size = query.dtype, k_cache.shape[1]
+    block_size, window = cache.k.shape[1], terms.window
     starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     tables = batch.block_table.tolist()
     q = query.detach().double().cpu().numpy()
-    k, v = (stands_for(*pair).numpy() for pair in ((k_cache, k_scale), (v_cache, v_scale)))
-    sink = None if sinks is None else sinks.detach().double().cpu().numpy()
-    out = np.full(q.shape, math.nan)
+    k = stands_for(cache.k, cache.k_scale).numpy()
+    v = stands_for(cache.v, cache.v_scale).numpy()
+    numbers = _Numbers.of(terms)
+    out = np.full((*q.shape[:2], v.shape[3]), math.nan)
     allowed = np.zeros(q.shape[:2])
     for s, length in enumerate(lengths):
         for row in range(starts[s], starts[s + 1]):
@@ -73,7 +62,7 @@ def attention(
             blocks = [tables[s][p // block_size] for p in seen]
             offsets = [p % block_size for p in seen]
             keys, values = k[blocks, offsets], v[blocks, offsets]
-            out[row], allowed[row] = _row(q[row], keys, values, scale, soft_cap, sink, dtype)
+            out[row], allowed[row] = _row(q[row], keys, values, numbers, query.dtype)
     return Expected(torch.from_numpy(out), torch.from_numpy(allowed))
 
 
@@ -101,26 +90,37 @@ def quantise(rows: Tensor, scale: Tensor | None) -> Tensor:
     return torch.where(values.isnan(), torch.tensor(0x7F, dtype=torch.uint8), stored)
 
 
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The terms of a row, in the precision that it is computed in."""
+
+    scale: float
+    soft_cap: float | None
+    sinks: Floats | None
+
+    @classmethod
+    def of(cls, terms: AttentionTerms) -> "_Numbers":
+        sinks = None if terms.sinks is None else terms.sinks.detach().double().cpu().numpy()
+        return cls(terms.scale, terms.soft_cap, sinks)
+
+    def in_float32(self) -> "_Numbers":
+        return replace(self, sinks=None if self.sinks is None else self.sinks.astype(np.float32))
+
+
 def _row(
     query: Floats,  # [num_q_heads, head_dim]
     keys: Floats,  # [num_keys, num_kv_heads, head_dim]
-    values: Floats,  # likewise
-    scale: float,
-    soft_cap: float | None,
-    sinks: Floats | None,
+    values: Floats,  # [num_keys, num_kv_heads, value_dim]
+    numbers: _Numbers,
     dtype: torch.dtype,
 ) -> tuple[Floats, Floats]:
     """The exact row, and the error allowed for each of its heads."""
-    group = query.shape[0] // keys.shape[1]
-    keys, values = keys.repeat(group, axis=1), values.repeat(group, axis=1)
-    exact, terms, largest = _attend(query, keys, values, scale, soft_cap, sinks, None)
+    exact, terms, largest = _attend(query, keys, values, numbers, None)
     emulated, _, _ = _attend(
         query.astype(np.float32),
         keys.astype(np.float32),
         values.astype(np.float32),
-        scale,
-        soft_cap,
-        None if sinks is None else sinks.astype(np.float32),
+        numbers.in_float32(),
         dtype,
     )
     error = np.linalg.norm(_rounded(emulated, dtype) - exact, axis=-1)
@@ -132,16 +132,12 @@ def _row(
 
 
 def _attend(
-    query: Floats,
-    keys: Floats,
-    values: Floats,
-    scale: float,
-    soft_cap: float | None,
-    sinks: Floats | None,
-    round_to: torch.dtype | None,
+    query: Floats, keys: Floats, values: Floats, numbers: _Numbers, round_to: torch.dtype | None
 ) -> tuple[Floats, Floats, Floats]:
     """(row, its sum with absolute values, the largest logit with absolute terms) of each head."""
-    logits = np.einsum("hd,nhd->hn", query, keys) * scale
+    scale, soft_cap, sinks = numbers.scale, numbers.soft_cap, numbers.sinks
+    keys, values = keys.transpose(1, 2, 0), values.transpose(1, 0, 2)
+    logits = _product(query, keys) * scale
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
     highest = logits.max(axis=1)
@@ -153,10 +149,16 @@ def _attend(
         total = total + np.exp(sinks - highest)
     if round_to is not None:
         p = _rounded(p, round_to)
-    out = np.einsum("hn,nhd->hd", p, values) / total[:, None]
-    terms = np.einsum("hn,nhd->hd", p, np.abs(values)) / total[:, None]
-    sizes = np.einsum("hd,nhd->hn", np.abs(query), np.abs(keys)) * abs(scale)
+    out = _product(p, values) / total[:, None]
+    terms = _product(p, np.abs(values)) / total[:, None]
+    sizes = _product(np.abs(query), np.abs(keys)) * abs(scale)
     return out, terms, sizes.max(axis=1)
+
+
+def _product(rows: Floats, matrices: Floats) -> Floats:
+    """Each query head's row [num_q_heads, a] times its KV head's matrix [num_kv_heads, a, b]."""
+    grouped = rows.reshape(matrices.shape[0], -1, rows.shape[1])
+    return (grouped @ matrices).reshape(rows.shape[0], -1)
 
 
 def _rounded(array: Floats, dtype: torch.dtype) -> Floats:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from model.control.request import FinishReason, Request, SampledToken, Status
     from model.control.scheduler import Scheduler
     from model.control.step import Chunk, SchedulerStats, Step
+    from model.control.submission import Submission
     from model.errors import (
         InvalidArgumentError,
         ModelError,
@@ -50,6 +51,7 @@ __all__ = [
     "StalledError",
     "Status",
     "Step",
+    "Submission",
     "UnsupportedModelError",
 ]
 
@@ -59,6 +61,7 @@ _HOMES = (
     "control.params",
     "control.request",
     "control.step",
+    "control.submission",
     "control.scheduler",
     "token_stream",
     "async_engine",

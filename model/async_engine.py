@@ -31,14 +31,15 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
-import kvcore
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
+from model.control.submission import Prompt, Submission
 from model.errors import InvalidArgumentError, ModelError
+from model.pace import STREAM_SHARE, Pace
 from model.token_stream import Delta, Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from model.engine import Engine, Prompt
+    from model.engine import Engine
 
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _T = TypeVar("_T")
@@ -144,6 +145,9 @@ class AsyncEngine:
         engine: the engine, or what makes one; that is called on the thread.
         max_waiting: the most samples that may wait beside those that have a seat; None: any
             number.
+        stream_share: the most of the loop's time that handing out tokens may take: where many
+            streams would take more, several tokens of each go together. A first token and an end
+            never wait. 1: no token does.
         observer: is told what happens.
         announce: makes, on the thread, what tells others what the cache holds, of the engine and
             of what makes it publish soon though no step may be due; it publishes after each step.
@@ -154,6 +158,7 @@ class AsyncEngine:
         engine: Engine | Callable[[], Engine],
         *,
         max_waiting: int | None = None,
+        stream_share: float = STREAM_SHARE,
         observer: Observer | None = None,
         announce: Callable[[Engine, Callable[[], None]], Announcer] | None = None,
     ) -> None:
@@ -167,6 +172,9 @@ class AsyncEngine:
         self._last_fault: str | None = None
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._open: dict[int, tuple[TokenStream, Sample]] = {}  # by request_id
+        self._held: dict[int, tuple[TokenStream, Sample]] = {}  # have tokens to hand out, likewise
+        self._pace = Pace(stream_share)
+        self._timer: asyncio.TimerHandle | None = None
         self._num_arriving = 0
         self._engine: Engine | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -229,41 +237,22 @@ class AsyncEngine:
         await asyncio.shield(self._ready)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
         """Continue a prompt; what has come, as it comes. As `add`, and closed with the iterator."""
-        async with await self.add(prompt, params, priority=priority) as stream:
+        async with await self.add(prompt, params) as stream:
             async for delta in stream:
                 yield delta
 
-    async def add(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        num_samples: int = 1,
-        priority: int = 0,
-        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
-    ) -> TokenStream:
-        """Queue a prompt, to be continued `num_samples` times, as `add_all` does."""
-        return await self.add_all(
-            [prompt], params, num_samples=num_samples, priority=priority, namespace=namespace
-        )
+    async def add(self, prompt: Prompt, params: SamplingParams | None = None) -> TokenStream:
+        """Queue a prompt, to be continued once; as `submit`."""
+        return await self.submit(Submission(prompt, params or SamplingParams()))
 
-    async def add_all(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | None = None,
-        *,
-        num_samples: int = 1,
-        priority: int = 0,
-        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
-    ) -> TokenStream:
-        """Queue several prompts between the same two steps, or none of them.
+    async def submit(self, *asked: Submission) -> TokenStream:
+        """Queue all that is asked between the same two steps, or none of it.
 
         Returns:
-            What comes of them, to be closed; the samples of the first prompt have the first
-            numbers.
+            What comes of it, to be closed; the samples of the first prompt have the first numbers.
 
         Raises:
             InvalidArgumentError: as the engine says of one of them; nothing is queued.
@@ -271,40 +260,23 @@ class AsyncEngine:
             NotServingError: no requests are taken now.
         """
         arrived_s = time.perf_counter()
-        count = len(prompts) * num_samples
+        count = sum([each.num_samples for each in asked])
         if count < 1:
             raise InvalidArgumentError("prompt: wanted at least one, got none")
         self._check_serving()
-        self._check_room(len(prompts), count)
+        self._check_room(len(asked), count)
         with self._arriving(count):
-            every = await self._encode(prompts)
+            every = await self._encode(asked)
             self._check_serving()
-        wanted = params or SamplingParams()
-        # Stop strings are found on this side.
-        plain = dataclasses.replace(wanted, stop=()) if wanted.stop else wanted
-
-        def run(engine: Engine) -> list[Request]:
-            requests: list[Request] = []
-            try:
-                for prompt in every:
-                    requests += engine.add_samples(
-                        prompt,
-                        plain,
-                        num_samples=num_samples,
-                        priority=priority,
-                        namespace=namespace,
-                    )
-            except Exception:
-                for request in requests:
-                    engine.abort(request)
-                raise
-            return requests
+        stops = [each.params.stop for each in asked for _ in range(each.num_samples)]
 
         def open_them(requests: list[Request]) -> TokenStream:
-            return self._opened(requests, wanted.stop, arrived_s)
+            return self._opened(requests, stops, arrived_s)
 
         self._num_arriving += count
-        return await self._ask(run, open_them, num_arriving=count)
+        return await self._ask(
+            lambda engine: engine.submit_all(every), open_them, num_arriving=count
+        )
 
     def abort(self, stream: TokenStream) -> None:
         """End what is unfinished of a stream; its blocks are back before the next step. O(samples).
@@ -370,15 +342,22 @@ class AsyncEngine:
                 f"max_waiting: {self.num_open} requests run or wait, and at most {limit} may"
             )
 
-    async def _encode(self, prompts: Sequence[Prompt]) -> list[Sequence[int]]:
+    async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
+        """The same in tokens, and without stop strings: those are found on this side."""
         encode = self.engine.model.codec.encode
 
-        def encode_all() -> list[Sequence[int]]:
-            return [encode(each) if isinstance(each, str) else each for each in prompts]
+        def encoded(one: Submission) -> Submission:
+            prompt, params = one.prompt, one.params
+            return dataclasses.replace(
+                one,
+                prompt=encode(prompt) if isinstance(prompt, str) else prompt,
+                params=dataclasses.replace(params, stop=()) if params.stop else params,
+            )
 
-        if sum(len(each) for each in prompts if isinstance(each, str)) <= _LONG_TEXT:
-            return encode_all()
-        return await asyncio.to_thread(encode_all)
+        texts = [one.prompt for one in asked if isinstance(one.prompt, str)]
+        if sum(map(len, texts)) <= _LONG_TEXT:
+            return list(map(encoded, asked))
+        return await asyncio.to_thread(lambda: list(map(encoded, asked)))
 
     @contextlib.contextmanager
     def _arriving(self, num_samples: int) -> Iterator[None]:
@@ -430,13 +409,13 @@ class AsyncEngine:
             raise
 
     def _opened(
-        self, requests: Sequence[Request], stop: tuple[str, ...], arrived_s: float
+        self, requests: Sequence[Request], stops: Sequence[tuple[str, ...]], arrived_s: float
     ) -> TokenStream:
         """The stream of requests that were queued; nothing of them has come yet."""
         model = self.engine.model
         samples = [
             Sample(number, request, model.open_text(stop), arrived_s)
-            for number, request in enumerate(requests)
+            for number, (request, stop) in enumerate(zip(requests, stops, strict=True))
         ]
         stream = TokenStream(self.abort, samples)
         for sample in samples:
@@ -459,9 +438,29 @@ class AsyncEngine:
                 stopped.append(sample.request)
             if sample.finish_reason is not None:
                 self._forget(sample, sample.finish_reason)
-            stream.tell(sample)
+            if is_first or sample.finish_reason is not None:
+                stream.tell(sample)
+            else:
+                self._held[number] = place
         if stopped:
             self._abort_requests(stopped)
+        if self._held and self._timer is None:
+            self._tell_held()
+
+    def _tell_held(self) -> None:
+        """Hand out what is held, or come again when that is due."""
+        wait_s = self._pace.wait_s()
+        if wait_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tell_held)
+            return
+        self._timer = None
+        self._pace.begin()
+        self._tell_all_held()
+
+    def _tell_all_held(self) -> None:
+        held, self._held = self._held, {}
+        for stream, sample in held.values():
+            stream.tell(sample)
 
     def _abort_requests(self, requests: Sequence[Request]) -> None:
         def run(engine: Engine) -> Callable[[], None]:
@@ -475,12 +474,14 @@ class AsyncEngine:
         """A sample has ended; whether it was open."""
         if self._open.pop(sample.request.request_id, None) is None:
             return False
+        self._held.pop(sample.request.request_id, None)  # its end is told with all that is new
         sample.finish_reason = reason
         self.observer.sample_ended(sample)
         self._tell_idle()
         return True
 
     def _fail_all(self, error: Exception) -> None:
+        self._tell_all_held()
         for stream, sample in list(self._open.values()):
             self._forget(sample, FinishReason.ERROR)
             stream.end(error)

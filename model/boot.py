@@ -33,9 +33,7 @@ def make_engine(
         model, backend = start(options.path, options.backend, options.dtype, num_ranks=options.tp)
         engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
         tell(engine.memory.describe(engine.network.layout))
-        few = min(4, engine.config.max_num_seqs)
-        how = warm_up(engine, model, backend, length=32, num_prompts=few)
-        tell(f"network: {how}")
+        tell(f"network: {warm_up(engine)}")
         return engine
 
 

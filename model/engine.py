@@ -15,7 +15,7 @@ a command line.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import backends
@@ -25,6 +25,7 @@ from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
+from model.control.submission import Prompt, Submission
 from model.device.grammars import Grammars
 from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
@@ -40,7 +41,13 @@ from model.output import Completion, Output
 from model.text import TextStream
 from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
 
-Prompt = str | Sequence[int]
+_TRIED_TOKENS = 32
+_TRIED = [  # what may be asked of a request; what is not tried waits for the first that asks it
+    SamplingParams(ignore_eos=True),
+    SamplingParams(ignore_eos=True, temperature=1.0),
+    SamplingParams(ignore_eos=True, temperature=1.0, top_k=20, top_p=0.9),
+    SamplingParams(ignore_eos=True, logprobs=1, presence_penalty=0.1),
+]
 
 
 class Engine:
@@ -67,6 +74,7 @@ class Engine:
         caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._backend = backend
         self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
         if self._sanitizer is not None:
             backend = cast("backends.Backend", self._sanitizer)
@@ -107,7 +115,7 @@ class Engine:
         self._sampler = RequestSampler(
             self._vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
         )
-        self._passes = StepPasses(
+        self._passes: StepPasses = StepPasses(
             self.network,
             self._mover,
             self._sampler,
@@ -115,6 +123,7 @@ class Engine:
             max_sampled=self.config.max_num_seqs,
             is_late=self._is_late,
             sanitizer=self._sanitizer,
+            drawn=None if caches_of is None else caches_of._passes.drawn,  # noqa: SLF001
         )
         self._unread: Flight | None = None
         self._model = model
@@ -177,7 +186,9 @@ class Engine:
         """Do now what the first requests would wait for; in words how the network runs then.
 
         Compiles kernels, captures, compiles and records the network, as `config` asks and
-        `prepare.py` decides: seconds, a minute where all is compiled for the first time.
+        `prepare.py` decides: seconds, a minute where all is compiled for the first time. Then a few
+        requests run on another engine that is thrown away: what they count and find is forgotten
+        with it, and what they have written is where nobody looks. Nothing may run meanwhile.
 
         Raises:
             InvalidArgumentError: there is no memory left for it.
@@ -186,6 +197,21 @@ class Engine:
             self.network, self.config, self._passes.drawn, self._model.max_positions
         )
         self._passes.use(prepared)
+        sizes = dataclasses.replace(
+            self.config, enable_prefix_caching=False, record_events=False, record_lifetimes=False
+        )
+        trial = Engine(self._model, self._backend, sizes, caches_of=self)
+        trial._passes.use(prepared)
+        room = self.max_model_len - 1
+        answer = min(2, room)
+        if answer > 0:
+            prompts = [[0] * max(1, min(_TRIED_TOKENS, room - 1))] * len(_TRIED)
+            trial.generate(
+                prompts, [dataclasses.replace(each, max_tokens=answer) for each in _TRIED]
+            )
+        if self.network.device.type == "cuda" and answer > 0:  # where a long step takes no time
+            longest = min(self.config.max_num_batched_tokens, room)
+            trial.generate([[0] * longest], SamplingParams(max_tokens=1, ignore_eos=True))
         return prepared.how
 
     def empty_cache(self, *, enable_caching: bool) -> None:
@@ -214,76 +240,68 @@ class Engine:
         """Record no more steps; what was recorded stays with its recorder. O(1)."""
         self._watch = Unwatched()
 
-    def add_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
-        retain: Sequence[kvcore.Retention] = (),
-    ) -> Request:
-        """Queue a prompt. O(prompt).
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> Request:
+        """Queue a prompt, to be continued once; as `submit`. O(prompt).
 
         Args:
             prompt: text, or token ids.
             params: None: greedy, with the default length.
-            priority: the lower, the sooner.
-            namespace: with whom it shares what it computes; a salt for a tenant, for one.
-            retain: which ranges of its tokens to keep in the cache longer than others, in steps.
+        """
+        [request] = self.submit(Submission(prompt, params or SamplingParams()))
+        return request
+
+    def submit(self, asked: Submission) -> list[Request]:
+        """Queue what is asked: a request for each sample. O(samples * prompt).
 
         Raises:
             InvalidArgumentError: an empty prompt, a token that the model does not have, or
                 something else than a namespace or retentions.
             RequestTooLongError: it could never finish here; nothing has changed.
         """
-        [request] = self.add_samples(
-            prompt, params, num_samples=1, priority=priority, namespace=namespace, retain=retain
-        )
-        return request
-
-    def add_samples(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        num_samples: int,
-        priority: int = 0,
-        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
-        retain: Sequence[kvcore.Retention] = (),
-    ) -> list[Request]:
-        """Queue a prompt to be continued several times; it is computed once. O(samples * prompt).
-
-        Each sample is a request of its own, drawn apart from the others. Otherwise as
-        `add_request`, and with its errors.
-        """
-        if num_samples < 1:
-            raise InvalidArgumentError(f"num_samples: wanted at least 1, got {num_samples}")
+        prompt, params = asked.prompt, asked.params
         tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
-        params = params or SamplingParams()
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
             self._grammars.check(params.grammar)
         requests: list[Request] = []
-        for number in range(num_samples):
+        for number in range(asked.num_samples):
             request = Request(
                 self._next_id,
                 tokens,
                 params,
                 self._model.eos_token_ids,
-                priority=priority,
+                priority=asked.priority,
                 leader=requests[0] if requests else None,
                 sample=number,
-                namespace=namespace,
-                retain=retain,
+                namespace=asked.namespace,
+                retain=asked.retain,
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
             self._streams[request.request_id] = self._model.open_text(request.params.stop)
             self._next_id += 1
             requests.append(request)
+        return requests
+
+    def submit_all(self, asked: Iterable[Submission]) -> list[Request]:
+        """Queue several, or none of them. O(all samples * their prompts).
+
+        Returns:
+            Their requests, the samples of the first one first.
+
+        Raises:
+            InvalidArgumentError: one of them is refused, as `submit` says.
+        """
+        requests: list[Request] = []
+        try:
+            for each in asked:
+                requests += self.submit(each)
+        except Exception:
+            for request in requests:
+                self.abort(request)
+            raise
         return requests
 
     def abort(self, request: Request) -> bool:
@@ -376,15 +394,7 @@ class Engine:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise InvalidArgumentError(f"params: wanted {len(prompts)} of them, got {len(each)}")
-        requests: list[Request] = []
-        try:
-            for prompt, its_params in zip(prompts, each, strict=True):
-                requests.append(self.add_request(prompt, its_params))
-        except Exception:
-            for request in requests:
-                self.abort(request)
-            raise
-        return requests
+        return self.submit_all(map(Submission, prompts, each))
 
     def _drain(self, requests: Sequence[Request]) -> Iterator[Output]:
         """Step until these have ended; yield their outputs; abort what is left of them."""

@@ -22,6 +22,7 @@ from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import Request, SampledToken
 from model.control.settings import check_settings
+from model.control.submission import Submission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
 
@@ -146,7 +147,7 @@ class LLM:
         tokens: dict[int, list[SampledToken]] = {}
         try:
             for prompt, one in zip(each, every, strict=True):
-                groups.append(engine.add_samples(prompt, one, num_samples=num_samples))
+                groups.append(engine.submit(Submission(prompt, one, num_samples=num_samples)))
             texts = {r.request_id: [] for group in groups for r in group}
             tokens = {number: [] for number in texts}
             with bar("generated", len(texts), is_wanted=use_tqdm) as advance:

@@ -6,7 +6,7 @@ packages tell of the input. Invariants: Transformers prints nothing by itself.
 Does not know: requests, clients, command lines.
 """
 
-import dataclasses
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,6 @@ from transformers.utils import logging as transformers_logging
 
 import backends
 import kvcore
-from model.control.params import SamplingParams
 from model.device.prepare import is_small
 from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
@@ -83,26 +82,16 @@ def start(
     return model, backend
 
 
-def warm_up(
-    engine: Engine, model: LoadedModel, backend: backends.Backend, *, length: int, num_prompts: int
-) -> str:
-    """Prepare an engine, and run another that is thrown away; in words how the network runs.
+def warm_up(engine: Engine) -> str:
+    """Prepare an engine, and the collector for a process that serves; in words how it runs.
 
-    That one has the caches of the real one, so it takes no memory of its own, and what it counts
-    and finds is forgotten with it.
-
-    Args:
-        engine: has run nothing yet.
-        model: which it runs.
-        backend: on which.
-        length: of the prompts that are tried; 0: of one token, after which nothing fits.
-        num_prompts: how many.
+    What was loaded and compiled by now stays as long as the process, some hundred thousand objects:
+    they are looked through once more and then never again (`gc.freeze`), so a full collection looks
+    at what requests have made alone. O(objects) beside the preparation.
     """
     how = engine.prepare()
-    sizes = dataclasses.replace(engine.config, enable_prefix_caching=False)
-    trial = Engine(model, backend, sizes, caches_of=engine)
-    params = SamplingParams(max_tokens=2 if length else 1, ignore_eos=True)
-    trial.generate([[0] * max(1, length)] * num_prompts, params)
+    gc.collect()
+    gc.freeze()
     return how
 
 

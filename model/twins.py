@@ -10,31 +10,21 @@ Invariants: every rank takes the same steps; no message is about blocks.
 Does not know: how a network is cut (`device/parallel.py`), who asks.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import backends
-import kvcore
 from model.control.config import EngineConfig
-from model.control.params import SamplingParams
 from model.control.request import Request
+from model.control.submission import Submission
 from model.device.ranks import noticing
-from model.engine import Engine, Prompt
+from model.engine import Engine
 from model.errors import InvalidArgumentError, RanksDivergedError, StalledError
 from model.loader import LoadedModel
 from model.output import Output
 
 _DIGEST_BYTES = 16
-
-
-class _Added(NamedTuple):
-    tokens: Sequence[int]
-    params: SamplingParams
-    num_samples: int
-    priority: int
-    namespace: kvcore.Namespace
-    retain: Sequence[kvcore.Retention]
 
 
 class _Aborted(NamedTuple):
@@ -77,34 +67,17 @@ class TwinEngine(Engine):
             raise InvalidArgumentError("model: wanted one that several ranks share, it is whole")
         self._ranks = model.ranks
         self._is_checked = is_checked
-        self._said: list[_Added | _Aborted | _Emptied] = []
+        self._said: list[Submission | _Aborted | _Emptied] = []
 
     @property
     def leads(self) -> bool:
         """Whether this rank has the requests. O(1)."""
         return self._ranks.leads
 
-    def add_samples(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        num_samples: int,
-        priority: int = 0,
-        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
-        retain: Sequence[kvcore.Retention] = (),
-    ) -> list[Request]:
+    def submit(self, asked: Submission) -> list[Request]:
         """As an engine's; the other ranks do it before their next step. O(samples * prompt)."""
-        requests = super().add_samples(
-            prompt,
-            params,
-            num_samples=num_samples,
-            priority=priority,
-            namespace=namespace,
-            retain=retain,
-        )
-        tokens, params = list(requests[0].tokens), requests[0].params
-        self._said.append(_Added(tokens, params, num_samples, priority, namespace, retain))
+        requests = super().submit(asked)
+        self._said.append(dataclasses.replace(asked, prompt=list(requests[0].tokens)))
         return requests
 
     def abort(self, request: Request) -> bool:
@@ -152,16 +125,8 @@ class TwinEngine(Engine):
         requests: list[Request] = []
         while not isinstance(said := self._ranks.told(), _Ended):
             for each in said if isinstance(said, list) else ():
-                if isinstance(each, _Added):
-                    requests += Engine.add_samples(
-                        self,
-                        each.tokens,
-                        each.params,
-                        num_samples=each.num_samples,
-                        priority=each.priority,
-                        namespace=each.namespace,
-                        retain=each.retain,
-                    )
+                if isinstance(each, Submission):
+                    requests += Engine.submit(self, each)
                 elif isinstance(each, _Emptied):
                     Engine.empty_cache(self, enable_caching=each.enable_caching)
                 else:

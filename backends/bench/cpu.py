@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from backends.bench.measured import BLOCK_SIZE, HEAD_DIM, DecodeCase, Row, row_of
-from backends.contract import Backend
+from backends.contract import AttentionTerms, Backend, KVCache
 
 GATHER, DENSE, COPY = "gather + SDPA", "SDPA on contiguous K/V", "copy"
 
@@ -27,7 +27,9 @@ def bench_cpu(backend: Backend, *, quick: bool) -> list[Row]:
     rows = [_attention_on_cpu(backend, case, rounds) for case in cases]
     tokens = 256 if quick else 8192
     key, value = (torch.randn(tokens, 8, HEAD_DIM).bfloat16() for _ in range(2))
-    caches = [torch.zeros(2 * tokens // BLOCK_SIZE, BLOCK_SIZE, 8, HEAD_DIM).bfloat16()] * 2
+    cache = KVCache(
+        *[torch.zeros(2 * tokens // BLOCK_SIZE, BLOCK_SIZE, 8, HEAD_DIM).bfloat16()] * 2
+    )
     slots = torch.randperm(2 * tokens)[:tokens]
     size = 2 * key.nbytes
     flat = torch.empty_like(key)
@@ -37,12 +39,12 @@ def bench_cpu(backend: Backend, *, quick: bool) -> list[Row]:
         flat.copy_(value)
 
     def store() -> None:
-        backend.store_kv(key, value, caches[0], caches[1], slots)
+        backend.store_kv(key, value, cache, slots)
 
     copies = torch.randperm(2 * tokens // BLOCK_SIZE).view(-1, 2)
 
     def copy_blocks() -> None:
-        backend.copy_blocks(caches[:1], copies)
+        backend.copy_blocks([cache.k], copies)
 
     def copy_once() -> None:
         flat.copy_(key)
@@ -54,26 +56,27 @@ def bench_cpu(backend: Backend, *, quick: bool) -> list[Row]:
 
 
 def _attention_on_cpu(backend: Backend, case: DecodeCase, rounds: int) -> Row:
-    query, k_cache, v_cache, batch = case.inputs(backend.device)
+    query, cache, batch = case.inputs(backend.device)
     shape = (case.batch, case.new, case.num_q_heads, case.head_dim)
     rows = query.view(shape).transpose(1, 2)
     mask = torch.ones(case.new, case.length, dtype=torch.bool).tril(case.length - case.new)
     table = batch.block_table.long()
 
-    def gather(cache: Tensor) -> Tensor:
-        return cache[table].flatten(1, 2)[:, : case.length].transpose(1, 2).to(case.dtype)
+    def gather(blocks: Tensor) -> Tensor:
+        return blocks[table].flatten(1, 2)[:, : case.length].transpose(1, 2).to(case.dtype)
 
-    k, v = gather(k_cache).contiguous(), gather(v_cache).contiguous()
+    k, v = gather(cache.k).contiguous(), gather(cache.v).contiguous()
+    terms = AttentionTerms(case.head_dim**-0.5)
 
     def ours() -> object:
-        return backend.paged_attention(query, k_cache, v_cache, batch, scale=case.head_dim**-0.5)
+        return backend.paged_attention(query, cache, batch, terms)
 
     def attend(k: Tensor, v: Tensor) -> Tensor:
         used = None if case.new == 1 else mask
         return scaled_dot_product_attention(rows, k, v, attn_mask=used, enable_gqa=True)
 
     others: dict[str, Callable[[], object]] = {
-        GATHER: lambda: attend(gather(k_cache), gather(v_cache)),
+        GATHER: lambda: attend(gather(cache.k), gather(cache.v)),
         DENSE: lambda: attend(k, v),
     }
     return _compare(case.name, ours, others, case.kv_bytes, rounds)

@@ -15,7 +15,7 @@ from torch import Tensor
 from backends.bench import host, moves, prefill
 from backends.bench.graphs import against, buffer_sets, time_graph
 from backends.bench.measured import DecodeCase, Row
-from backends.contract import Backend, PagedBatch
+from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
 
 READ, COPY, FLAT = "read", "copy", "unshared"
 MATMUL = prefill.MATMUL
@@ -54,10 +54,8 @@ def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
     speed = {row.case: row.gb_per_s or row.tflop_per_s for row in ceilings}
     rows = list(ceilings)
     for case in _QUICK if quick else (*_DECODE, *_quantised(backend), *_SHARED):
-        steps = []
-        for _ in range(buffer_sets(case.kv_bytes)):
-            query, k, v, batch = case.inputs(device)
-            steps.append(_attention_step(backend, query, k, v, batch, torch.empty_like(query)))
+        sets = range(buffer_sets(case.kv_bytes))
+        steps = [_attention_step(backend, *case.inputs(device)) for _ in sets]
         row = time_graph(case.name, steps, case.kv_bytes)
         at_ceiling = {name: case.kv_bytes / speed[name] / 1e3 for name in (READ, COPY)}
         if case.shared:
@@ -73,9 +71,9 @@ def _without_sharing(backend: Backend, case: DecodeCase) -> float:
     """Microseconds of the same step where nobody says what is shared."""
     steps = []
     for _ in range(buffer_sets(case.kv_bytes)):
-        query, k, v, batch = case.inputs(backend.device)
+        query, cache, batch = case.inputs(backend.device)
         batch = replace(batch, shared_prefix=None)
-        steps.append(_attention_step(backend, query, k, v, batch, torch.empty_like(query)))
+        steps.append(_attention_step(backend, query, cache, batch))
     return time_graph(case.name, steps, case.kv_bytes).median_us
 
 
@@ -93,7 +91,7 @@ def _ceilings(device: torch.device) -> tuple[Row, ...]:
 
 
 def _attention_step(
-    backend: Backend, query: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, out: Tensor
+    backend: Backend, query: Tensor, cache: KVCache, batch: PagedBatch
 ) -> Callable[[], object]:
-    scale = query.shape[-1] ** -0.5
-    return lambda: backend.paged_attention(query, k, v, batch, scale=scale, out=out)
+    terms, out = AttentionTerms(query.shape[-1] ** -0.5), torch.empty_like(query)
+    return lambda: backend.paged_attention(query, cache, batch, terms, out=out)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from backends.bench.measured import BLOCK_SIZE, DecodeCase, Row, row_of
-from backends.contract import Backend
+from backends.contract import AttentionTerms, Backend
 
 CALLS = 50
 ROUNDS = 41
@@ -21,12 +21,13 @@ def bench_host(backend: Backend) -> Iterator[Row]:
 
 
 def _calls(backend: Backend, case: DecodeCase) -> Iterator[tuple[str, Callable[[], object]]]:
-    query, k, v, batch = case.inputs(backend.device)
-    out = torch.empty_like(query)
-    yield case.name, partial(backend.paged_attention, query, k, v, batch, scale=0.1, out=out)
+    query, cache, batch = case.inputs(backend.device)
+    out, terms = torch.empty_like(query), AttentionTerms(0.1)
+    yield case.name, partial(backend.paged_attention, query, cache, batch, terms, out=out)
     rows = torch.randn(case.batch, case.num_kv_heads, case.head_dim, device=backend.device)
     slots = torch.arange(case.batch, device=backend.device)
-    store = partial(backend.store_kv, rows.to(k.dtype), rows.to(k.dtype), k, v, slots)
+    rows = rows.to(case.dtype)
+    store = partial(backend.store_kv, rows, rows, cache, slots)
     yield f"store_kv, {case.batch} tokens", store
     where = (batch.query_start_loc, batch.seq_lens, batch.block_table, BLOCK_SIZE, slots)
     fill = partial(backend.compute_slot_mapping, *where)

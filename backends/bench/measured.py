@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backends.contract import PagedBatch, SharedPrefix
+from backends.contract import KVCache, PagedBatch, SharedPrefix
 
 BLOCK_SIZE = 16
 HEAD_DIM = 128
@@ -71,12 +71,12 @@ class DecodeCase:
         pairs = self.new * (self.length - self.new) + self.new * (self.new + 1) // 2
         return 4 * self.batch * pairs * self.num_q_heads * self.head_dim
 
-    def inputs(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, PagedBatch]:
-        """Query, caches with shuffled blocks, batch."""
+    def inputs(self, device: torch.device) -> tuple[Tensor, KVCache, PagedBatch]:
+        """Query, cache with shuffled blocks, batch."""
         blocks = -(-self.length // BLOCK_SIZE)
         shape = (1 + self.batch * blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim)
         kind = self.cache_dtype or self.dtype
-        caches = [torch.randn(shape, device=device).to(kind) for _ in range(2)]
+        cache = KVCache(*(torch.randn(shape, device=device).to(kind) for _ in range(2)))
         table = 1 + torch.randperm(self.batch * blocks, device=device).view(self.batch, blocks)
         table[:, : self.shared // BLOCK_SIZE] = table[0, : self.shared // BLOCK_SIZE]
         rows = self.batch * self.new
@@ -90,7 +90,7 @@ class DecodeCase:
             self.length,
             SharedPrefix(0, self.batch, self.shared) if self.shared else None,
         )
-        return query, caches[0], caches[1], batch
+        return query, cache, batch
 
 
 def row_of(

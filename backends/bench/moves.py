@@ -10,7 +10,7 @@ import torch
 
 from backends.bench.graphs import against, buffer_sets, time_graph
 from backends.bench.measured import BLOCK_SIZE, HEAD_DIM, Row
-from backends.contract import Backend
+from backends.contract import Backend, KVCache
 
 HEADS = 8
 LAYERS = 32
@@ -46,11 +46,11 @@ def _store_step(backend: Backend, tokens: int, kind: torch.dtype) -> Callable[[]
     shape = (blocks, BLOCK_SIZE, HEADS, HEAD_DIM)
     caches = [torch.zeros(shape, device=device).to(kind) for _ in range(2)]
     slots = torch.randperm(blocks * BLOCK_SIZE, device=device)[:tokens]
-    store: Callable[..., None] = backend.store_kv
-    scales = {}
+    scales = []
     if kind in backend.capabilities.quantised:
-        scales = {name: torch.ones(HEADS, device=device) for name in ("k_scale", "v_scale")}
-    return lambda: store(rows[0], rows[1], caches[0], caches[1], slots, **scales)
+        scales = [torch.ones(HEADS, device=device) for _ in caches]
+    cache = KVCache(*caches, *scales)
+    return lambda: backend.store_kv(rows[0], rows[1], cache, slots)
 
 
 def _copy_us(device: torch.device, size: int) -> float:

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from backends.bench.graphs import against, buffer_sets, time_graph
 from backends.bench.measured import DecodeCase, Row
-from backends.contract import Backend, PagedBatch
+from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
 from backends.errors import BackendError
 from backends.registry import backend_names, get_backend
 
@@ -57,15 +57,13 @@ def bench_prefill(backend: Backend, tflop_per_s: float) -> Iterator[Row]:
         yield against(replace(row, tflop_per_s=case.flop / row.median_us / 1e6), at)
 
 
-def _paged(
-    backend: Backend, query: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch
-) -> Step:
-    out, scale = torch.empty_like(query), query.shape[-1] ** -0.5
-    return lambda: backend.paged_attention(query, k_cache, v_cache, batch, scale=scale, out=out)
+def _paged(backend: Backend, query: Tensor, cache: KVCache, batch: PagedBatch) -> Step:
+    out, terms = torch.empty_like(query), AttentionTerms(query.shape[-1] ** -0.5)
+    return lambda: backend.paged_attention(query, cache, batch, terms, out=out)
 
 
 def _others(
-    backend: Backend, case: DecodeCase, inputs: list[tuple[Tensor, Tensor, Tensor, PagedBatch]]
+    backend: Backend, case: DecodeCase, inputs: list[tuple[Tensor, KVCache, PagedBatch]]
 ) -> Iterator[tuple[str, list[Step]]]:
     for name in set(backend_names()) - {backend.name, *BUILT_IN}:
         try:
@@ -75,14 +73,14 @@ def _others(
         yield name, [_paged(other, *one) for one in inputs]
     if case.new == case.length:
         for name, kind in _DENSE.items():
-            yield name, [_dense(case, kind, *one[:3]) for one in inputs]
+            yield name, [_dense(case, kind, *one[:2]) for one in inputs]
 
 
-def _dense(case: DecodeCase, kind: SDPBackend, query: Tensor, k: Tensor, v: Tensor) -> Step:
+def _dense(case: DecodeCase, kind: SDPBackend, query: Tensor, cache: KVCache) -> Step:
     """Attention of torch on as much K and V, without gaps and in order."""
     shape = (case.batch, case.length, -1, case.head_dim)
     q = query.view(shape).transpose(1, 2)
-    k, v = (cache[1:].reshape(shape).transpose(1, 2) for cache in (k, v))
+    k, v = (each[1:].reshape(shape).transpose(1, 2) for each in cache.tensors)
 
     def attend() -> Tensor:
         with sdpa_kernel(kind):

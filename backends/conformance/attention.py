@@ -16,19 +16,6 @@ from backends.contract import Backend
 RELATIVE_LIMIT = {torch.float32: 1e-5, torch.float16: 4e-4, torch.bfloat16: 3e-3}
 """||out - exact|| / ||exact|| at most, whatever the rows say."""
 
-_GUARDED = (
-    "query",
-    "k_cache",
-    "v_cache",
-    "query_start_loc",
-    "seq_lens",
-    "block_table",
-    "slot_mapping",
-    "sinks or scales",
-    "scales",
-    "scales",
-)
-
 
 def check_attention(backend: Backend, case: AttentionCase) -> Iterator[Finding]:
     """Run a case three times and compare everything that has to be compared."""
@@ -63,17 +50,19 @@ def attention_cases(backend: Backend, *, quick: bool) -> tuple[AttentionCase, ..
     can = backend.capabilities
     cases: tuple[AttentionCase, ...] = ()
     for dtype in can.dtypes:
-        for case in _quick_cases() if quick else _all_cases():
+        plain = _quick_cases() if quick else _all_cases()
+        for case in (*plain, *_latent_cases(quick=quick)):
             cases += (case.with_(dtype=dtype, name=f"{case.name}, {str(dtype)[6:]}"),)
         for kind in can.quantised:
-            for case in _quantised_cases(quick=quick):
+            quantised = _quantised_cases(quick=quick)
+            for case in (*quantised, *_latent_cases(quick=quick, quantised=True)):
                 name = f"{case.name}, {str(dtype)[6:]} beside {str(kind)[6:]}"
                 cases += (case.with_(dtype=dtype, cache_dtype=kind, name=name),)
     return tuple(
         case
         for case in cases
-        if case.head_dim <= can.max_head_dim
-        and case.group <= can.max_group_size
+        if case.head_dim <= (can.max_latent_dim if case.value_dim else can.max_head_dim)
+        and (case.group <= can.max_group_size or case.value_dim)
         and (case.window is None or "window" in can.features)
         and (case.soft_cap is None or "soft_cap" in can.features)
         and (not case.sinks or "sinks" in can.features)
@@ -165,13 +154,64 @@ def _quantised_cases(*, quick: bool) -> tuple[AttentionCase, ...]:
     return tuple(cases)
 
 
+def _latent_cases(*, quick: bool, quantised: bool = False) -> tuple[AttentionCase, ...]:
+    """Latents: small ones, and those of DeepSeek, whose last 64 numbers are rotated."""
+    mixed = ((1, 9), (5, 5), (0, 0), (3, 71))
+    small = AttentionCase(
+        "latents",
+        mixed,
+        num_kv_heads=1,
+        group=5,
+        head_dim=24,
+        value_dim=16,
+        block_size=4,
+        padding=2,
+    )
+    features = {"window": 9, "soft_cap": 2.0, "sinks": True, "strided": True}
+    if quantised:
+        few = (small.with_(name="latents, a scale", scales="head", group=2),)
+        wide = small.with_(head_dim=576, value_dim=512, block_size=16, seqs=((1, 300), (9, 90)))
+        return few if quick else (*few, wide.with_(scales="tensor", name="latents of 512 + 64"))
+    if quick:
+        all_ = small.with_(name="latents, all features", seqs=((1, 9), (4, 17)), **features)
+        return small, all_
+    base = small.with_(group=16, head_dim=576, value_dim=512, block_size=16)
+    cases = [
+        base.with_(name="latents", seqs=((1, 300), (9, 90), (0, 0), (1, 1), (70, 133))),
+        base.with_(name="latents, all features", seqs=((1, 400), (4, 170), (70, 90)), **features),
+        base.with_(name="latents, ragged", seqs=((1, 2100), (1, 9), (1, 700), (1, 1), (1, 65))),
+        base.with_(name="latents, one long", seqs=((1, 3000), *[(1, 20)] * 20)),
+        base.with_(name="latents, to verify", seqs=((4, 700), (1, 90), (3, 3), (2, 1300))),
+        base.with_(name="latents, a window", seqs=((1, 900), (40, 300)), window=100),
+        base.with_(name="latents, batch-invariant", seqs=((1, 900), (9, 30)), batch_invariant=True),
+        base.with_(name="latents, one huge logit", seqs=((1, 300), (5, 40)), values="huge"),
+        base.with_(name="latents, a shared prefix", seqs=((1, 65), (9, 90)), shared=64),
+    ]
+    cases += [
+        base.with_(name=f"latents, {n} heads", group=n, seqs=((1, 700), (3, 170), (40, 65)))
+        for n in (1, 5, 32, 64, 128)
+    ]
+    cases += [
+        base.with_(name=f"latents, block size {n}", block_size=n, seqs=((1, 200), (9, 65)))
+        for n in (1, 5, 64, 128)
+    ]
+    cases += [
+        base.with_(name=f"latents of {v} + {rest}", head_dim=v + rest, value_dim=v, seqs=mixed)
+        for v, rest in ((16, 0), (48, 20), (64, 8), (256, 32))
+    ]
+    return tuple(cases)
+
+
 def _strays(
     inputs: AttentionInputs, before: list[torch.Tensor], edges: torch.Tensor, live: int
 ) -> str:
     """Which memory changed that had no reason to; empty: none."""
+    caches = ["cache.k", "cache.v"][: len(inputs.cache.tensors)]
+    names = ["query", *caches, "query_start_loc", "seq_lens", "block_table", "slot_mapping"]
+    names += ["sinks or scales"] * (len(inputs.guarded) - len(names))
     strays = [
         name
-        for name, memory, old in zip(_GUARDED, inputs.guarded, before, strict=False)
+        for name, memory, old in zip(names, inputs.guarded, before, strict=True)
         if not torch.equal(bits(memory), old)
     ]
     out, memory = inputs.out, inputs.out_memory.clone()

@@ -7,14 +7,20 @@ the block table that cover nothing visible.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from backends import oracle
-from backends.contract import Backend, PagedBatch, SharedPrefix
+from backends.contract import (
+    AttentionTerms,
+    Backend,
+    KVCache,
+    KVLayout,
+    PagedBatch,
+    SharedPrefix,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,8 @@ class AttentionCase:
     """Of a quantised cache; None: the cache holds `dtype`."""
     scales: str = "none"
     """Of a quantised cache: none; tensor (one a cache); head (one a KV head)."""
+    value_dim: int = 0
+    """Above 0: a cache of latents whose first so many numbers are values; one KV head."""
     shared: int = 0
     """Positions at the start, whole blocks of them, that all sequences share before their query
     tokens, and the batch says so."""
@@ -47,6 +55,15 @@ class AttentionCase:
     padding: int = 0
     """Rows past the last sequence."""
     seed: int = 0
+
+    @property
+    def layout(self) -> KVLayout:
+        """What a slot of the cache holds."""
+        dtype = self.cache_dtype or self.dtype
+        value_dim = self.value_dim or self.head_dim
+        return KVLayout(
+            self.num_kv_heads, self.head_dim, value_dim, dtype, is_latent=self.value_dim > 0
+        )
 
     def with_(self, **changes: object) -> "AttentionCase":
         """The same case but for these fields."""
@@ -58,16 +75,9 @@ class AttentionInputs:
     """The tensors of a case, and the memory they are views of."""
 
     query: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    cache: KVCache
     batch: PagedBatch
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    sinks: Tensor | None
-    scales: dict[str, Tensor]
-    """`k_scale` and `v_scale`, where there are any."""
-    batch_invariant: bool
+    terms: AttentionTerms
     out: Tensor
     guarded: tuple[Tensor, ...]
     """Whole memory of every argument but `out`: a call leaves each bit as it is."""
@@ -76,39 +86,18 @@ class AttentionInputs:
 
     def run(self, backend: Backend) -> Tensor:
         """Attend into `out`, and return it."""
-        attend: Callable[..., Tensor] = backend.paged_attention
-        rare = {"batch_invariant": True} if self.batch_invariant else {}  # not all backends know it
-        return attend(
-            self.query,
-            self.k_cache,
-            self.v_cache,
-            self.batch,
-            scale=self.scale,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            out=self.out,
-            **self.scales,
-            **rare,
-        )
+        return backend.paged_attention(self.query, self.cache, self.batch, self.terms, out=self.out)
 
     def expected(self) -> oracle.Expected:
         """The oracle's answer."""
-        return oracle.attention(
-            self.query,
-            self.k_cache,
-            self.v_cache,
-            self.batch,
-            scale=self.scale,
-            window=self.window,
-            soft_cap=self.soft_cap,
-            sinks=self.sinks,
-            **self.scales,
-        )
+        return oracle.attention(self.query, self.cache, self.batch, self.terms)
 
 
 def contents(case: AttentionCase) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor | None]:
-    """Query rows, (keys, values) of each sequence, sinks: all from the seed alone."""
+    """Query rows, (keys, values) of each sequence, sinks: all from the seed alone.
+
+    Latents are the keys; the values drawn beside them are stored nowhere.
+    """
     generator = torch.Generator().manual_seed(case.seed)
 
     def random(*shape: int) -> Tensor:
@@ -133,35 +122,44 @@ def contents(case: AttentionCase) -> tuple[Tensor, list[tuple[Tensor, Tensor]], 
 def build(case: AttentionCase, device: torch.device, layout: int = 0) -> AttentionInputs:
     """Lay a case out over blocks in the order of the seed `layout`, and poison the rest."""
     query_rows, keys, sinks = contents(case)
-    block_size = case.block_size
     tables, num_blocks = _place_blocks(case, layout)
-    shape = (num_blocks, block_size, case.num_kv_heads, case.head_dim)
-    kind = case.cache_dtype or case.dtype
-    k_memory, k_cache = _poisoned(shape, kind, device, strided=case.strided)
-    v_memory, v_cache = _poisoned(shape, kind, device, strided=case.strided)
-    scales = _scales(case)
-    k_scale, v_scale = scales.get("k_scale"), scales.get("v_scale")
-    for (count, length), (k, v), row in zip(case.seqs, keys, tables, strict=True):
-        k_rows, v_rows = _stored(case, k, k_scale), _stored(case, v, v_scale)
+    memories, cache = _cache(case, num_blocks, device)
+    stored = [_words(tensor) for tensor in cache.tensors]
+    scales = (cache.k_scale, cache.v_scale)
+    for (count, length), rows, table in zip(case.seqs, keys, tables, strict=True):
+        kept = [_stored(case, *each) for each in zip(rows, scales, strict=True)][: len(stored)]
         for position in range(_first_seen(case, count, length), length if count else 0):
-            block_id, offset = row[position // block_size], position % block_size
-            _words(k_cache)[block_id, offset] = k_rows[position].to(device)
-            _words(v_cache)[block_id, offset] = v_rows[position].to(device)
-    rows = query_rows.shape[0] + case.padding
-    query_shape = (rows, query_rows.shape[1], case.head_dim)
-    q_memory, query = _poisoned(query_shape, case.dtype, device, strided=case.strided)
+            block_id, offset = table[position // case.block_size], position % case.block_size
+            for words, each in zip(stored, kept, strict=True):
+                words[block_id, offset] = each[position].to(device)
+    num_rows = query_rows.shape[0] + case.padding
+    q_memory, query = _poisoned(
+        (num_rows, *query_rows.shape[1:]), case.dtype, device, strided=case.strided
+    )
     query[: query_rows.shape[0]] = query_rows.to(device)
-    out_memory, out = _poisoned(query_shape, case.dtype, device, strided=case.strided)
-    batch = _batch(case, tables, rows, device)
+    out_shape = (num_rows, query_rows.shape[1], cache.v.shape[3])
+    out_memory, out = _poisoned(out_shape, case.dtype, device, strided=case.strided)
+    batch = _batch(case, tables, num_rows, device)
     sinks = None if sinks is None else sinks.to(device)
-    scales = {name: scale.to(device) for name, scale in scales.items()}
-    guarded = [q_memory, k_memory, v_memory, batch.query_start_loc, batch.seq_lens]
+    guarded = [q_memory, *memories, batch.query_start_loc, batch.seq_lens]
     guarded += [batch.block_table, batch.slot_mapping, *([] if sinks is None else [sinks])]
-    guarded += scales.values()
-    return AttentionInputs(
-        query, k_cache, v_cache, batch, 0.9 / math.sqrt(case.head_dim), case.window, case.soft_cap,
-        sinks, scales, case.batch_invariant, out, tuple(guarded), out_memory,
-    )  # fmt: skip
+    guarded += [scale for scale in scales if scale is not None]
+    terms = AttentionTerms(
+        0.9 / math.sqrt(case.head_dim), case.window, case.soft_cap, sinks, case.batch_invariant
+    )
+    return AttentionInputs(query, cache, batch, terms, out, tuple(guarded), out_memory)
+
+
+def _cache(
+    case: AttentionCase, num_blocks: int, device: torch.device
+) -> tuple[list[Tensor], KVCache]:
+    """(whole memories, the cache in them), poisoned."""
+    layout = case.layout
+    shape = (num_blocks, case.block_size, layout.num_kv_heads, layout.head_dim)
+    made = [_poisoned(shape, layout.dtype, device, strided=case.strided) for _ in layout.row_bytes]
+    scales = [None if scale is None else scale.to(device) for scale in _scales(case)]
+    cache = layout.over([tensor for _, tensor in made], *scales)
+    return [memory for memory, _ in made], cache
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -170,12 +168,13 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().contiguous().view(kinds[tensor.element_size()]).cpu()
 
 
-def _scales(case: AttentionCase) -> dict[str, Tensor]:
+def _scales(case: AttentionCase) -> tuple[Tensor | None, Tensor | None]:
     """Scales of no round numbers, far from each other."""
     if case.scales == "none":
-        return {}
+        return None, None
     heads = torch.arange(case.num_kv_heads if case.scales == "head" else 1)
-    return {"k_scale": 0.011 * 1.7**heads, "v_scale": 0.23 / 1.3**heads}
+    k_scale = 0.011 * 1.7**heads
+    return k_scale, k_scale if case.value_dim else 0.23 / 1.3**heads
 
 
 def _stored(case: AttentionCase, rows: Tensor, scale: Tensor | None) -> Tensor:

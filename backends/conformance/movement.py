@@ -13,7 +13,7 @@ from torch import Tensor
 from backends import oracle
 from backends.conformance.cases import AttentionCase, bits, build
 from backends.conformance.report import Finding
-from backends.contract import Backend, PagedBatch
+from backends.contract import Backend, KVCache, KVLayout, PagedBatch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _FINITE = 0x7B00  # bit patterns 1 .. this are finite numbers, halves included
@@ -25,6 +25,11 @@ def check_movement(backend: Backend, *, quick: bool) -> Iterator[Finding]:
         for strided in (False, True):
             name = f"{str(dtype)[6:]}{', strided' if strided else ''}"
             yield _stores(backend, name, dtype, strided=strided, slots=(5, -1, 11, 0, -7, 4, 3))
+            if backend.capabilities.max_latent_dim >= 10:
+                yield _stores(
+                    backend, f"{name}, latents", dtype, strided=strided, slots=(5, -1, 11, 0, -7),
+                    is_latent=True,
+                )  # fmt: skip
             yield _stores(backend, f"{name}, nothing", dtype, strided=strided, slots=())
             nowhere = (-1, -(1 << 62), -4)
             yield _stores(backend, f"{name}, nowhere", dtype, strided=strided, slots=nowhere)
@@ -46,32 +51,39 @@ def check_movement(backend: Backend, *, quick: bool) -> Iterator[Finding]:
 
 
 def _stores(
-    backend: Backend, case: str, dtype: torch.dtype, *, strided: bool, slots: tuple[int, ...]
+    backend: Backend,
+    case: str,
+    dtype: torch.dtype,
+    *,
+    strided: bool,
+    slots: tuple[int, ...],
+    is_latent: bool = False,
 ) -> Finding:
-    heads, size, block_size = 3, 10, 4
+    layout = KVLayout(1 if is_latent else 3, 10, 6 if is_latent else 10, dtype, is_latent)
+    row, block_size = (layout.num_kv_heads, layout.head_dim), 4
     num_blocks = 3 + max((0, *slots)) // block_size
-    rows = [_pattern((len(slots), heads, size), dtype, i, strided=strided) for i in (0, 7001)]
-    shape = (num_blocks, block_size, heads, size)
-    caches = [_pattern(shape, dtype, i, strided=strided) for i in (14002, 21003)]
+    firsts = [7001 * i for i in range(len(layout.row_bytes))]
+    rows = [_pattern((len(slots), *row), dtype, i, strided=strided) for i in firsts]
+    shape = (num_blocks, block_size, *row)
+    caches = [_pattern(shape, dtype, 14002 + i, strided=strided) for i in firsts]
     wanted = [(memory.clone(), view) for memory, view in caches]
-    for (_, row), (memory, like) in zip(rows, wanted, strict=True):
+    for (_, content), (memory, like) in zip(rows, wanted, strict=True):
         view = memory.as_strided(like.size(), like.stride(), like.storage_offset())
         for i, slot in enumerate(slots):
             if slot >= 0:
-                view[slot // block_size, slot % block_size] = row[i]
-    device = backend.device
-    there = [(memory.clone().to(device), view) for memory, view in (*rows, *caches)]
-    key, value, k_cache, v_cache = (
+                view[slot // block_size, slot % block_size] = content[i]
+    there = [(memory.clone().to(backend.device), view) for memory, view in (*rows, *caches)]
+    views = [
         memory.as_strided(view.size(), view.stride(), view.storage_offset())
         for memory, view in there
-    )
-    mapping = torch.tensor(slots, dtype=torch.int64, device=device)
-    backend.store_kv(key, value, k_cache, v_cache, mapping)
+    ]
+    (key, *values), tensors = views[: len(rows)], views[len(rows) :]
+    mapping = torch.tensor(slots, dtype=torch.int64, device=backend.device)
+    backend.store_kv(key, values[0] if values else None, layout.over(tensors), mapping)
+    names = ("key", "cache.k") if is_latent else ("key", "value", "cache.k", "cache.v")
     problems = [
         name
-        for name, (memory, _), (old, _) in zip(
-            ("key", "value", "k_cache", "v_cache"), there, (*rows, *wanted), strict=True
-        )
+        for name, (memory, _), (old, _) in zip(names, there, (*rows, *wanted), strict=True)
         if not torch.equal(bits(memory), bits(old))
     ]
     if mapping.tolist() != list(slots):
@@ -106,12 +118,10 @@ def _quantises(
     shape = (-(-2 * num_tokens // block_size), block_size, heads, size)
     wanted = [torch.full(shape, fill, dtype=torch.uint8) for fill in (5, 6)]
     there = [memory.clone().to(backend.device).view(kind) for memory in wanted]
-    given = {"k_scale": k_scale, "v_scale": v_scale} if count else {}
-    options = {name: scale.to(backend.device) for name, scale in given.items() if scale is not None}
     device = backend.device
-    backend.store_kv(
-        rows[0].to(device), rows[1].to(device), there[0], there[1], slots.to(device), **options
-    )
+    given = [None if scale is None else scale.to(device) for scale in (k_scale, v_scale)]
+    cache = KVCache(there[0], there[1], *given)
+    backend.store_kv(rows[0].to(device), rows[1].to(device), cache, slots.to(device))
     live = slots >= 0
     for row, memory, scale in zip(rows, wanted, (k_scale, v_scale), strict=True):
         memory.view(-1, heads, size)[slots[live]] = oracle.quantise(row[live], scale)

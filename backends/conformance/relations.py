@@ -12,7 +12,7 @@ from torch import Tensor
 from backends import oracle
 from backends.conformance.cases import AttentionCase, AttentionInputs, bits, build
 from backends.conformance.report import Finding
-from backends.contract import Backend, PagedBatch
+from backends.contract import Backend, KVCache, PagedBatch
 
 _NO_SINK = -1e4
 
@@ -60,8 +60,8 @@ def _sink_of_nothing(backend: Backend, base: AttentionCase) -> float:
     if not _has(backend, "sinks"):
         return 0.0
     inputs = build(base.with_(sinks=True), backend.device)
-    if inputs.sinks is not None:
-        inputs.sinks.fill_(_NO_SINK)
+    if inputs.terms.sinks is not None:
+        inputs.terms.sinks.fill_(_NO_SINK)
     plain = build(base, backend.device)
     return _worst(_run(backend, plain), _run(backend, inputs), _allowed(plain))
 
@@ -78,10 +78,9 @@ def _alone_or_batched(backend: Backend, base: AttentionCase) -> float:
         rows = slice(starts[s], starts[s + 1])
         alone = backend.paged_attention(
             inputs.query[rows],
-            inputs.k_cache,
-            inputs.v_cache,
+            inputs.cache,
             _one_sequence(inputs.batch, s, base.seqs[s]),
-            scale=inputs.scale,
+            inputs.terms,
         )
         worst = max(worst, _worst(together[rows], alone.double().cpu(), allowed[rows]))
     return worst
@@ -97,14 +96,8 @@ def _batch_invariant(backend: Backend, base: AttentionCase) -> float:
         together, starts = inputs.run(backend).clone(), inputs.batch.query_start_loc.tolist()
         for s, seq in enumerate(seqs):
             rows = slice(starts[s], starts[s + 1])
-            alone = backend.paged_attention(
-                inputs.query[rows],
-                inputs.k_cache,
-                inputs.v_cache,
-                _one_sequence(inputs.batch, s, seq),
-                scale=inputs.scale,
-                batch_invariant=True,
-            )
+            one = _one_sequence(inputs.batch, s, seq)
+            alone = backend.paged_attention(inputs.query[rows], inputs.cache, one, inputs.terms)
             if not torch.equal(bits(alone), bits(together[rows])):
                 return torch.inf
     return 0.0
@@ -138,9 +131,7 @@ def _one_more_token(backend: Backend, base: AttentionCase) -> float:
             max_query_len=count - 1,
             max_seq_len=length - 1,
         )
-        part = backend.paged_attention(
-            inputs.query[rows], inputs.k_cache, inputs.v_cache, shorter, scale=inputs.scale
-        )
+        part = backend.paged_attention(inputs.query[rows], inputs.cache, shorter, inputs.terms)
         worst = max(worst, _worst(full[rows], part.double().cpu(), allowed[rows]))
     return worst
 
@@ -148,23 +139,18 @@ def _one_more_token(backend: Backend, base: AttentionCase) -> float:
 def _values_plus_one(backend: Backend, base: AttentionCase) -> float:
     """Adding 1 to every value adds 1 to every output; values on a grid, so that it is exact."""
     inputs = build(base, backend.device)
-    inputs.v_cache.copy_((inputs.v_cache * 8).round().clamp(-16, 16) / 8)
+    inputs.cache.v.copy_((inputs.cache.v * 8).round().clamp(-16, 16) / 8)
     plain = _run(backend, inputs)
     allowed = _allowed(inputs)
-    inputs.v_cache.add_(1)
+    inputs.cache.v.add_(1)
     return _worst(plain + 1, _run(backend, inputs), allowed + _allowed(inputs))
 
 
 def _repeated_heads(backend: Backend, base: AttentionCase) -> float:
     """Grouped heads are KV heads repeated."""
     inputs = build(base, backend.device)
-    repeated = backend.paged_attention(
-        inputs.query,
-        inputs.k_cache.repeat_interleave(base.group, dim=2),
-        inputs.v_cache.repeat_interleave(base.group, dim=2),
-        inputs.batch,
-        scale=inputs.scale,
-    )
+    cache = KVCache(*(each.repeat_interleave(base.group, dim=2) for each in inputs.cache.tensors))
+    repeated = backend.paged_attention(inputs.query, cache, inputs.batch, inputs.terms)
     return _worst(_run(backend, inputs), repeated.double().cpu(), _allowed(inputs))
 
 
@@ -173,17 +159,34 @@ def _same_values_quantised(backend: Backend, base: AttentionCase) -> float:
     worst = 0.0
     for kind in backend.capabilities.quantised:
         inputs = build(base.with_(cache_dtype=kind, scales="head"), backend.device)
-        for power, scale in enumerate(inputs.scales.values()):
-            scale.copy_(2.0 ** (power - 4 - torch.arange(len(scale))))
-        k, v = (
-            oracle.stands_for(cache, inputs.scales[name]).to(base.dtype).to(backend.device)
-            for cache, name in ((inputs.k_cache, "k_scale"), (inputs.v_cache, "v_scale"))
+        cache = inputs.cache
+        scaled = ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+        for power, (_, scale) in enumerate(scaled):
+            if scale is not None:
+                scale.copy_(2.0 ** (power - 4 - torch.arange(len(scale))))
+        widened = KVCache(
+            *(oracle.stands_for(*each).to(base.dtype).to(backend.device) for each in scaled)
         )
-        plain = backend.paged_attention(inputs.query, k, v, inputs.batch, scale=inputs.scale)
+        plain = backend.paged_attention(inputs.query, widened, inputs.batch, inputs.terms)
         live = int(inputs.batch.query_start_loc[-1])
         there = plain[:live].double().cpu()
         worst = max(worst, _worst(_run(backend, inputs), there, _allowed(inputs)))
     return worst
+
+
+def _pairs_of_latents(backend: Backend, base: AttentionCase) -> float:
+    """Latents are keys, and values that are their first numbers and then zeros."""
+    size = base.head_dim - base.head_dim // 4
+    if backend.capabilities.max_latent_dim < base.head_dim:
+        return 0.0
+    inputs = build(base.with_(num_kv_heads=1, value_dim=size), backend.device)
+    values = inputs.cache.k.clone()
+    values[..., size:] = 0
+    pairs = KVCache(inputs.cache.k, values)
+    plain = backend.paged_attention(inputs.query, pairs, inputs.batch, inputs.terms)
+    live = int(inputs.batch.query_start_loc[-1])
+    there = plain[:live, :, :size].double().cpu()
+    return _worst(_run(backend, inputs), there, _allowed(inputs))
 
 
 def _has(backend: Backend, feature: str) -> bool:
@@ -201,4 +204,5 @@ _RELATIONS: dict[str, Callable[[Backend, AttentionCase], float]] = {
     "values plus one": _values_plus_one,
     "grouped heads are repeated heads": _repeated_heads,
     "a quantised cache is the values it stands for": _same_values_quantised,
+    "latents are keys whose first numbers are values": _pairs_of_latents,
 }

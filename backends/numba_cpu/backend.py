@@ -11,7 +11,7 @@ import numba
 import torch
 from torch import Tensor
 
-from backends.contract import Capabilities, LayerCall, PagedBatch
+from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, PagedBatch
 from backends.errors import BackendUnavailableError
 from backends.numba_cpu.copy_blocks import copy_blocks
 from backends.numba_cpu.paged_attention import AttentionPlan, paged_attention
@@ -35,6 +35,7 @@ class NumbaBackend:
         max_group_size=1 << 16,
         features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
         quantised=(torch.float8_e4m3fn,),
+        max_latent_dim=1 << 16,
     )
     """Three dtypes and e4m3 caches; sizes without a limit of its own."""
 
@@ -44,44 +45,24 @@ class NumbaBackend:
         self._attention_plans = Plans[AttentionPlan]()
 
     def store_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
     ) -> None:
         """See `Backend.store_kv`."""
-        store_kv(
-            self, self._workers, self._store_plans, key, value, k_cache, v_cache, slot_mapping,
-            k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
+        store_kv(self, self._workers, self._store_plans, key, value, cache, slot_mapping)
 
     def paged_attention(
         self,
         query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: KVCache,
         batch: PagedBatch,
+        terms: AttentionTerms,
         *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        batch_invariant: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.paged_attention`."""
         return paged_attention(
-            self, self._workers, self._attention_plans, query, k_cache, v_cache, batch,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
-            k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, out=out,
-        )  # fmt: skip
+            self, self._workers, self._attention_plans, query, cache, batch, terms, out
+        )
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
         """See `Backend.copy_blocks`."""

@@ -25,7 +25,7 @@ ROWS = 16
 def attend_item(
     tensors: tuple[Floats, ...],  # query, k_cache, v_cache, out: flat, bits
     strides: tuple[int, ...],  # query 2, k_cache 3, v_cache 3, out 2
-    sizes: tuple[int, int, int, int],  # block_size, num_kv_heads, group, head_dim
+    sizes: tuple[int, int, int, int, int],  # block_size, num_kv_heads, group, head_dim, value_dim
     table: Ints,  # of the item's sequence
     place: tuple[int, int, int],  # first query row, tokens, first position
     heads: tuple[int, int],  # first KV head, how many
@@ -37,13 +37,13 @@ def attend_item(
 ) -> None:
     """One query tile over some KV heads: load the rows, walk the keys, store the result."""
     query, k_cache, v_cache, out = tensors
-    block_size, _, group, size = sizes
+    block_size, _, group, size, value_size = sizes
     first_row, count, position = place
     head, num_heads = heads
     factor, soft_cap, window = numbers
     states, sums, highest, total, scores = floats
     most, num_rows = max(1, ROWS // group) * group, count * group
-    sums[: num_heads * most * size] = 0
+    sums[: num_heads * most * value_size] = 0
     for h in range(num_heads):
         q_head, mine = (head + h) * group, h * most
         first = first_row * strides[0] + q_head * strides[1]
@@ -61,17 +61,26 @@ def attend_item(
         for h in range(num_heads):
             soften_rows(
                 span(scores, h * most * TILE, most * TILE),
-                span(sums, h * most * size, most * size),
+                span(sums, h * most * value_size, most * value_size),
                 span(highest, h * most, most), span(total, h * most, most),
-                count, group, size, position - tile, live, window, soft_cap,
+                count, group, value_size, position - tile, live, window, soft_cap,
             )  # fmt: skip
         add_tile(
-            sums, num_heads, most, num_rows, size, v_cache, offsets[1], strides[7], live, scores
+            sums,
+            num_heads,
+            most,
+            num_rows,
+            value_size,
+            v_cache,
+            offsets[1],
+            strides[7],
+            live,
+            scores,
         )
     for h in range(num_heads):
         first = first_row * strides[8] + (head + h) * group * strides[9]
-        piece = span(sums, h * most * size, most * size)
+        piece = span(sums, h * most * value_size, most * value_size)
         store_rows(
             piece, span(total, h * most, most), scales[1][head + h],
-            count, group, size, out, first, strides,
+            count, group, value_size, out, first, strides,
         )  # fmt: skip

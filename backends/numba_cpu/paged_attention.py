@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.checks import check_logits, check_paged_attention
-from backends.contract import Backend, PagedBatch, SharedPrefix
+from backends.checks import check_paged_attention
+from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch, SharedPrefix
 from backends.errors import InvalidArgumentError
 from backends.numba_cpu import item, schedule
 from backends.numba_cpu.bits import LOG2E, TAGS, Tag, at, jit, span
@@ -92,7 +92,9 @@ def _kernels(source_digest: int) -> _Kernels:
         tensors: tuple[int, int, int, int],  # query, k_cache, v_cache, out
         tags: tuple[Tag, Tag],  # of query and out, of the caches
         strides: tuple[int, ...],  # query 2, k_cache 3, v_cache 3, out 2
-        sizes: tuple[int, int, int, int],  # block_size, num_kv_heads, group, head_dim
+        sizes: tuple[
+            int, int, int, int, int
+        ],  # block_size, num_kv_heads, group, head_dim, value_dim
         block_table: int,  # [num_seqs, max_blocks]
         table_stride: int,
         items: Longs,  # [num_items, 5]
@@ -104,7 +106,7 @@ def _kernels(source_digest: int) -> _Kernels:
         stop: int,  # past the last unit
     ) -> None:
         _ = source_digest
-        num_kv_heads, group, size = sizes[1], sizes[2], sizes[3]
+        num_kv_heads, group, size, value_size = sizes[1:]
         most = num_kv_heads * max(1, ROWS // group) * group
         arrays = (
             at(tensors[0], 1, tags[0]),
@@ -115,7 +117,7 @@ def _kernels(source_digest: int) -> _Kernels:
         tables = at(block_table, 1, np.int32(0))
         floats = (
             np.empty(most * size, np.float32),
-            np.empty(most * size, np.float32),
+            np.empty(most * value_size, np.float32),
             np.empty(most, np.float32),
             np.empty(most, np.float32),
             np.empty(most * TILE, np.float32),
@@ -144,7 +146,7 @@ class AttentionPlan(NamedTuple):
 
     tags: tuple[Tag, Tag]  # of query and out, of the caches
     strides: tuple[int, ...]  # query 2, k_cache 3, v_cache 3, out 2
-    sizes: tuple[int, int, int, int]  # block_size, num_kv_heads, group, head_dim
+    sizes: tuple[int, int, int, int, int]  # block_size, num_kv_heads, group, head_dim, value_dim
     num_blocks: int
     tile_tokens: int
     key_cost: int  # multiply-adds a key
@@ -157,51 +159,38 @@ def paged_attention(
     workers: Workers,
     plans: Plans[AttentionPlan],
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    batch_invariant: bool = False,
-    out: Tensor | None = None,
+    terms: AttentionTerms,
+    out: Tensor | None,
 ) -> Tensor:
     """Attention of every query row; see `Backend.paged_attention`.
 
     Raises:
         InvalidArgumentError: a shape, dtype, device or value breaks the contract; nothing written.
     """
-    table, num_tokens = batch.block_table, batch.slot_mapping.shape[0]
+    table, num_tokens, sinks = batch.block_table, batch.slot_mapping.shape[0], terms.sinks
+    k_cache, v_cache, k_scale, v_scale = cache.k, cache.v, cache.k_scale, cache.v_scale
     signature = (
         sign(query), sign(k_cache), sign(v_cache), sign(out), sign(sinks), sign(k_scale),
-        sign(v_scale), num_tokens, batch.seq_lens.device, batch_invariant,
+        sign(v_scale), num_tokens, batch.seq_lens.device, terms.batch_invariant,
     )  # fmt: skip
     plan = plans.find(signature)
     if plan is None or batch.max_seq_len > table.shape[1] * plan.sizes[0]:
-        check_paged_attention(
-            backend, query, k_cache, v_cache, batch,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
-            k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
-        )  # fmt: skip
-        plan = _plan(query, k_cache, v_cache, out)
+        check_paged_attention(backend, query, cache, batch, terms, out)
+        plan = _plan(query, cache, out)
         plans.keep(signature, plan)
-    else:
-        check_logits(backend, scale, window, soft_cap)
     if out is None:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    reach = 0 if window is None else min(window, batch.max_seq_len + 1)
+        out = torch.empty((num_tokens, query.shape[1], v_cache.shape[3]), dtype=query.dtype)
+    reach = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
     items, bounds, units, parts = _prepare(plan, batch, reach, workers.width)
     if k_scale is None and v_scale is None:
         scales = plan.no_scales
     else:
         num_kv_heads = plan.sizes[1]
         scales = (
-            per_head("k_scale", k_scale, num_kv_heads),
-            per_head("v_scale", v_scale, num_kv_heads),
+            per_head("cache.k_scale", k_scale, num_kv_heads),
+            per_head("cache.v_scale", v_scale, num_kv_heads),
         )
     attend = partial(
         _kernels(SOURCE_DIGEST).attend,
@@ -214,7 +203,7 @@ def paged_attention(
         items,
         plan.no_sinks if sinks is None else sinks.detach().float().contiguous().numpy(),
         scales,
-        (float(scale), float(soft_cap or 0.0)),
+        (float(terms.scale), float(terms.soft_cap or 0.0)),
         reach,
     )
     if parts == 1:
@@ -224,19 +213,19 @@ def paged_attention(
     return out
 
 
-def _plan(query: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor | None) -> AttentionPlan:
+def _plan(query: Tensor, cache: KVCache, out: Tensor | None) -> AttentionPlan:
     """Plan a call that has passed its checks."""
-    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
-    num_q_heads = query.shape[1]
+    num_blocks, block_size, num_kv_heads, head_dim = cache.k.shape
+    num_q_heads, value_dim = query.shape[1], cache.v.shape[3]
     group = num_q_heads // num_kv_heads
-    of_out = (num_q_heads * head_dim, head_dim) if out is None else out.stride()[:2]
+    of_out = (num_q_heads * value_dim, value_dim) if out is None else out.stride()[:2]
     return AttentionPlan(
-        (TAGS[query.dtype], TAGS[k_cache.dtype]),
-        (*query.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *of_out),
-        (block_size, num_kv_heads, group, head_dim),
+        (TAGS[query.dtype], TAGS[cache.k.dtype]),
+        (*query.stride()[:2], *cache.k.stride()[:3], *cache.v.stride()[:3], *of_out),
+        (block_size, num_kv_heads, group, head_dim, value_dim),
         num_blocks,
         max(1, ROWS // group),
-        num_q_heads * head_dim,
+        num_q_heads * (head_dim + value_dim) // 2,
         np.empty(0, np.float32),
         (per_head("k_scale", None, num_kv_heads), per_head("v_scale", None, num_kv_heads)),
     )

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from backends.checks import check_store_kv
-from backends.contract import Backend
+from backends.contract import Backend, KVCache
 from backends.errors import InvalidArgumentError
 from backends.numba_cpu.bits import (
     SOURCE_DIGEST,
@@ -116,7 +116,7 @@ def _kernels(source_digest: int) -> _Kernels:
 
     @jit(cache=True)
     def scatter(
-        tensors: tuple[int, int, int, int],  # key, k_cache, value, v_cache
+        tensors: tuple[int, int, int, int],  # key, k_cache; value, v_cache, or 0: none
         tag: Tag,
         slot_mapping: int,
         layout: Layout,
@@ -128,12 +128,14 @@ def _kernels(source_digest: int) -> _Kernels:
         slots = at(slot_mapping, stop, np.int64(0))
         key, k_cache = at(tensors[0], 1, tag), at(tensors[1], 1, tag)
         _move(key, k_cache, slots, sizes, k_strides, start, stop)
+        if tensors[2] == 0:
+            return
         value, v_cache = at(tensors[2], 1, tag), at(tensors[3], 1, tag)
         _move(value, v_cache, slots, sizes, v_strides, start, stop)
 
     @exact(cache=True)
     def quantise(
-        tensors: tuple[int, int, int, int],  # key, k_cache, value, v_cache
+        tensors: tuple[int, int, int, int],  # key, k_cache; value, v_cache, or 0: none
         tag: Tag,
         scales: tuple[Floats, Floats],  # [num_kv_heads]
         slot_mapping: int,
@@ -146,6 +148,8 @@ def _kernels(source_digest: int) -> _Kernels:
         slots, byte = at(slot_mapping, stop, np.int64(0)), np.uint8(0)
         key, k_cache = at(tensors[0], 1, tag), at(tensors[1], 1, byte)
         _quantise(key, k_cache, slots, scales[0], sizes, k_strides, start, stop)
+        if tensors[2] == 0:
+            return
         value, v_cache = at(tensors[2], 1, tag), at(tensors[3], 1, byte)
         _quantise(value, v_cache, slots, scales[1], sizes, v_strides, start, stop)
 
@@ -168,13 +172,9 @@ def store_kv(
     workers: Workers,
     plans: Plans[StorePlan],
     key: Tensor,
-    value: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    value: Tensor | None,
+    cache: KVCache,
     slot_mapping: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
 ) -> None:
     """Write each token's key and value into its slot; see `Backend.store_kv`.
 
@@ -182,13 +182,13 @@ def store_kv(
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
     signature = (
-        sign(key), sign(value), sign(k_cache), sign(v_cache), sign(slot_mapping),
-        sign(k_scale), sign(v_scale),
+        sign(key), sign(value), sign(cache.k), sign(cache.v), sign(slot_mapping),
+        sign(cache.k_scale), sign(cache.v_scale),
     )  # fmt: skip
     plan = plans.find(signature)
     if plan is None:
-        check_store_kv(backend, key, value, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-        plan = _plan(key, value, k_cache, v_cache)
+        check_store_kv(backend, key, value, cache, slot_mapping)
+        plan = _plan(key, value, cache)
         plans.keep(signature, plan)
     layout, num_slots, num_kv_heads, grain, tag, is_quantised = plan
     kernels = _kernels(SOURCE_DIGEST)
@@ -197,11 +197,12 @@ def store_kv(
     if bad < num_tokens:
         wanted = f"a slot below {num_slots}"
         raise InvalidArgumentError(f"slot_mapping[{bad}]", wanted, str(int(slot_mapping[bad])))
-    tensors = (key.data_ptr(), k_cache.data_ptr(), value.data_ptr(), v_cache.data_ptr())
+    values = (0, 0) if value is None else (value.data_ptr(), cache.v.data_ptr())
+    tensors = (key.data_ptr(), cache.k.data_ptr(), *values)
     if is_quantised:
         scales = (
-            per_head("k_scale", k_scale, num_kv_heads),
-            per_head("v_scale", v_scale, num_kv_heads),
+            per_head("cache.k_scale", cache.k_scale, num_kv_heads),
+            per_head("cache.v_scale", cache.v_scale, num_kv_heads),
         )
         move = partial(kernels.quantise, tensors, tag, scales, slots, layout)
     else:
@@ -209,15 +210,15 @@ def store_kv(
     workers.run_evenly(move, num_tokens, grain)
 
 
-def _plan(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor) -> StorePlan:
+def _plan(key: Tensor, value: Tensor | None, cache: KVCache) -> StorePlan:
     """Plan a call that has passed its checks."""
-    num_blocks, block_size, num_kv_heads, head_dim = k_cache.shape
+    num_blocks, block_size, num_kv_heads, head_dim = cache.k.shape
     layout = (
         (block_size, num_kv_heads, head_dim),
-        (*key.stride()[:2], *k_cache.stride()[:3]),
-        (*value.stride()[:2], *v_cache.stride()[:3]),
+        (*key.stride()[:2], *cache.k.stride()[:3]),
+        (0,) * 5 if value is None else (*value.stride()[:2], *cache.v.stride()[:3]),
     )
-    is_quantised = k_cache.dtype == torch.float8_e4m3fn
+    is_quantised = cache.k.dtype == torch.float8_e4m3fn
     return StorePlan(
         layout,
         num_blocks * block_size,

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 import torch
 
-from backends.contract import Backend, LayerCall, PagedBatch
+from backends.contract import AttentionTerms, Backend, KVCache, LayerCall, PagedBatch
 
 
 def warm_up(backend: Backend, layers: Sequence[LayerCall]) -> None:
     """Run every operation once a pair of dtypes, on small tensors; see `Backend.warmup`."""
-    for dtype, kind in {(layer.dtype, layer.k_cache.dtype): None for layer in layers}:
-        caches = [torch.zeros(2, 2, 1, 8).to(kind) for _ in range(2)]
+    for dtype, kind in {(layer.dtype, layer.cache.k.dtype): None for layer in layers}:
+        cache = KVCache(*(torch.zeros(2, 2, 1, 8).to(kind) for _ in range(2)))
         rows = torch.zeros(2, 1, 8, dtype=dtype)
         slots = torch.empty(2, dtype=torch.int64)
         starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, 2], [2]))
         table = torch.zeros(1, 1, dtype=torch.int32)
         backend.compute_slot_mapping(starts, lengths, table, 2, slots)
-        backend.store_kv(rows, rows, caches[0], caches[1], slots)
-        backend.copy_blocks(caches, torch.tensor([[0, 1]]))
+        backend.store_kv(rows, rows, cache, slots)
+        backend.copy_blocks(cache.tensors, torch.tensor([[0, 1]]))
         batch = PagedBatch(starts, lengths, table, slots, 2, 2)
-        backend.paged_attention(rows, caches[0], caches[1], batch, scale=1.0)
+        backend.paged_attention(rows, cache, batch, AttentionTerms(1.0))

@@ -11,11 +11,12 @@ it moves. To read them, from the simplest on:
   running maximum and sum. All other attention here is that loop, cut differently.
 - `decode`: single query tokens. `splits` is the plan that cuts long sequences, `chunk` the walk
   over the keys of a part, `merge` the sum of the parts; `cascade` reads a shared prefix once.
+- `latent`: attention over latents (MLA), both ways.
 - `hopper_prefill`: prefill with warps of different work. `prefill_order` is the list of items,
   `hopper_items` who takes which, `hopper_load` the warp that loads, `hopper_consume` those that
   multiply.
-- `paged_attention` chooses among them; `terms`, `place` and `launch` are how a call becomes a
-  launch, `warm_up` meets every variant before the first request, `backend` is the face.
+- `paged_attention` chooses among them; `place` and `launch` are how a call becomes a launch,
+  `warm_up` meets every variant before the first request, `backend` is the face.
 """
 
 import importlib

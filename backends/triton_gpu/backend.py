@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backends.contract import Capabilities, LayerCall, PagedBatch
+from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, PagedBatch
 from backends.triton_gpu.copy_blocks import copy_blocks
 from backends.triton_gpu.paged_attention import paged_attention
 from backends.triton_gpu.place import Place
@@ -30,6 +30,7 @@ class TritonBackend:
             max_group_size=64,
             features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
             quantised=(torch.float8_e4m3fn,),
+            max_latent_dim=576,
         )
 
     @property
@@ -43,44 +44,22 @@ class TritonBackend:
         return self._capabilities
 
     def store_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
+        self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor
     ) -> None:
         """See `Backend.store_kv`."""
-        store_kv(
-            self, self._place, key, value, k_cache, v_cache, slot_mapping,
-            k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
+        store_kv(self, self._place, key, value, cache, slot_mapping)
 
     def paged_attention(
         self,
         query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: KVCache,
         batch: PagedBatch,
+        terms: AttentionTerms,
         *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        batch_invariant: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
         """See `Backend.paged_attention`."""
-        return paged_attention(
-            self, self._place, query, k_cache, v_cache, batch,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks,
-            k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant, out=out,
-        )  # fmt: skip
+        return paged_attention(self, self._place, query, cache, batch, terms, out)
 
     def copy_blocks(self, caches: Sequence[Tensor], copies: Tensor) -> None:
         """See `Backend.copy_blocks`."""

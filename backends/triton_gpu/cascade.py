@@ -22,13 +22,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from backends.contract import PagedBatch, SharedPrefix
-from backends.triton_gpu.e4m3 import widen
+from backends.contract import AttentionTerms, KVCache, PagedBatch, SharedPrefix
+from backends.triton_gpu.e4m3 import scale_step, widen
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 from backends.triton_gpu.splits import MAX_PLANNED
-from backends.triton_gpu.terms import Terms
 
 ROWS = 64
 WARPS = 4
@@ -176,32 +175,26 @@ def _walk_prefix(
 
 
 def cascade(
-    place: Place,
-    query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: PagedBatch,
-    terms: Terms,
+    place: Place, query: Tensor, cache: KVCache, batch: PagedBatch, terms: AttentionTerms
 ) -> Shared:
     """Attend the batch's shared prefix, where that pays: what `decode` need not read any more."""
     prefix = batch.shared_prefix
-    if prefix is None or not pays(k_cache, batch, terms):
+    if prefix is None or not pays(cache, batch, terms):
         return NOBODY
-    return attend_prefix(place, query, k_cache, v_cache, batch, terms, prefix)
+    return attend_prefix(place, query, cache, batch, terms, prefix)
 
 
 def attend_prefix(
     place: Place,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
-    terms: Terms,
+    terms: AttentionTerms,
     prefix: SharedPrefix,
 ) -> Shared:
     """Attend a shared prefix, whether or not that pays."""
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = k_cache.shape[2]
+    block_size, num_kv_heads = cache.k.shape[1:3]
     group = num_heads // num_kv_heads
     programs = num_kv_heads * ceil_div(prefix.num_seqs * group, ROWS)
     tile = keys_a_tile(head_dim)
@@ -212,33 +205,34 @@ def attend_prefix(
     rows = chunks * prefix.num_seqs * num_heads
     partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=query.device)
     last_seq = prefix.first_seq + prefix.num_seqs
-    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
+    k_strides, v_strides = cache.k.stride()[:3], cache.v.stride()[:3]
     variant = _attend_prefix.variant(
         place,
         query.device,
-        (query.dtype, k_cache.dtype),
+        (query.dtype, cache.k.dtype),
         (
-            query.stride(1), k_strides, v_strides, k_cache.shape[1], num_kv_heads, group, head_dim,
+            query.stride(1), k_strides, v_strides, block_size, num_kv_heads, group, head_dim,
             terms.soft_cap is not None, math.gcd(16, *k_strides, *v_strides), ROWS, tile,
-            max(16, power_of_two(head_dim)), terms.e4m3, place.has_e4m3(query.device),
-            terms.k_step, terms.v_step,
+            max(16, power_of_two(head_dim)), cache.k.dtype == torch.float8_e4m3fn,
+            place.has_e4m3(query.device), scale_step(cache.k_scale), scale_step(cache.v_scale),
         ),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     tensors = (
-        query, k_cache, v_cache, partial, batch.query_start_loc,
+        query, cache.k, cache.v, partial, batch.query_start_loc,
         batch.block_table[prefix.first_seq],
-        terms.k_scale_or(batch.seq_lens), terms.v_scale_or(batch.seq_lens),
+        batch.seq_lens if cache.k_scale is None else cache.k_scale,
+        batch.seq_lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
     numbers = (
         query.stride(0), prefix.first_seq, last_seq, num_tokens, chunk,
-        terms.scale, terms.soft_cap or 1.0,
+        float(terms.scale), terms.soft_cap or 1.0,
     )  # fmt: skip
     variant.launch((programs, chunks, 1), tensors, numbers)
     return Shared(prefix.first_seq, last_seq, num_tokens, chunks, partial)
 
 
-def pays(k_cache: Tensor, batch: PagedBatch, terms: Terms) -> bool:
+def pays(cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> bool:
     """Whether the bytes not read again are worth a launch and a merge; as measured.
 
     Never with a window, which leaves most of a long prefix out of sight, nor for more sequences
@@ -247,7 +241,7 @@ def pays(k_cache: Tensor, batch: PagedBatch, terms: Terms) -> bool:
     prefix = batch.shared_prefix
     if prefix is None or terms.window is not None or batch.num_seqs > MAX_PLANNED:
         return False
-    row_bytes = 2 * k_cache.shape[2] * k_cache.shape[3] * k_cache.element_size()
+    row_bytes = sum(cache.layout.row_bytes)
     saved = (prefix.num_seqs - 1) * prefix.num_tokens * row_bytes
     worth = WORTH_BYTES + prefix.num_seqs * WORTH_BYTES_A_SEQUENCE
     return prefix.num_seqs >= FEWEST and saved >= worth

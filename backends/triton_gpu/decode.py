@@ -30,15 +30,22 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from backends.contract import PagedBatch
+from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import merge as merging
 from backends.triton_gpu.cascade import NOBODY, Shared
 from backends.triton_gpu.chunk import walk_chunk
+from backends.triton_gpu.e4m3 import scale_step
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.soft_cap import LOG2E
-from backends.triton_gpu.splits import alike_grid, count_tiles, find_part, plan_grid
-from backends.triton_gpu.terms import Terms
+from backends.triton_gpu.splits import (
+    MORE_PROGRAMS,
+    PROGRAMS_A_MULTIPROCESSOR,
+    alike_grid,
+    count_tiles,
+    find_part,
+    plan_grid,
+)
 
 WARPS = 2
 STAGES = 4
@@ -232,45 +239,44 @@ class Plan:
 def plan_decode(
     place: Place,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
     out: Tensor,
-    terms: Terms,
+    terms: AttentionTerms,
     *,
     most: int = 1,
     shared: Shared = NOBODY,
-    batch_invariant: bool = False,
 ) -> Plan:
     """How to decode this batch's sequences of up to `most` query tokens, and others of its shape.
 
     Arguments have been checked.
     """
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads = k_cache.shape[2]
+    num_kv_heads, e4m3 = cache.k.shape[2], cache.k.dtype == torch.float8_e4m3fn
     group = num_heads // num_kv_heads
     rows = rows_a_program(group, head_dim, many=most > 1)
-    warps = warps_a_program(head_dim, k_cache.element_size())
+    warps = warps_a_program(head_dim, cache.k.element_size())
     slices = ceil_div(most * group, rows)
     programs = num_kv_heads * slices
-    if batch_invariant:
+    if terms.batch_invariant:
         grid = alike_grid(batch.num_seqs, batch.max_seq_len)
     else:
-        grid = plan_grid(place, out.device, batch.num_seqs, programs, slow=terms.e4m3 or most > 1)
+        each = MORE_PROGRAMS if e4m3 or most > 1 else PROGRAMS_A_MULTIPROCESSOR
+        grid = plan_grid(place, out.device, batch.num_seqs, programs, each=each)
     (q_stride, q_head, _), (o_stride, o_head, _) = query.stride(), out.stride()
-    k_strides, v_strides = k_cache.stride()[:3], v_cache.stride()[:3]
+    k_strides, v_strides = cache.k.stride()[:3], cache.v.stride()[:3]
     constants = (
-        q_head, o_head, k_strides, v_strides, k_cache.shape[1], num_heads, group, head_dim,
+        q_head, o_head, k_strides, v_strides, cache.k.shape[1], num_heads, group, head_dim,
         terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
         shared.chunks > 0, most > 1, math.gcd(16, q_stride, q_head, o_stride, o_head),
         math.gcd(16, *k_strides, *v_strides), warps, rows, max(16, power_of_two(head_dim)),
-        grid.vector, grid.alike, terms.e4m3, place.has_e4m3(out.device),
-        terms.k_step, terms.v_step, place.can_chain(out.device),
+        grid.vector, grid.alike, e4m3, place.has_e4m3(out.device),
+        scale_step(cache.k_scale), scale_step(cache.v_scale), place.can_chain(out.device),
     )  # fmt: skip
     sinks_dtype = None if terms.sinks is None else terms.sinks.dtype
     variant = _attend_chunk.variant(
-        place, out.device, (query.dtype, k_cache.dtype, sinks_dtype), constants,
-        num_warps=warps, num_stages=stages_a_program(grid.vector, e4m3=terms.e4m3),
+        place, out.device, (query.dtype, cache.k.dtype, sinks_dtype), constants,
+        num_warps=warps, num_stages=stages_a_program(grid.vector, e4m3=e4m3),
     )  # fmt: skip
     return Plan(
         variant,
@@ -291,11 +297,10 @@ def plan_decode(
 def decode(
     plan: Plan,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
     out: Tensor,
-    terms: Terms,
+    terms: AttentionTerms,
     shared: Shared = NOBODY,
 ) -> None:
     """Write the rows of the sequences that the plan is for.
@@ -305,14 +310,15 @@ def decode(
     lens = batch.seq_lens
     partial = torch.empty(plan.parts_size, dtype=torch.float32, device=out.device)
     tensors = (
-        query, k_cache, v_cache, out, out if terms.sinks is None else terms.sinks, partial,
+        query, cache.k, cache.v, out, out if terms.sinks is None else terms.sinks, partial,
         batch.query_start_loc, lens, batch.block_table,
-        terms.k_scale_or(lens), terms.v_scale_or(lens),
+        lens if cache.k_scale is None else cache.k_scale,
+        lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
-    window = terms.window or 0
+    window = min(terms.window or 0, batch.max_seq_len + 1)
     numbers = (
         *plan.numbers, window, plan.target, shared.first_seq, shared.last_seq, shared.num_tokens,
-        terms.scale, terms.soft_cap or 1.0,
+        float(terms.scale), terms.soft_cap or 1.0,
     )  # fmt: skip
     plan.variant.launch(plan.grid, tensors, numbers)
     if plan.merge is not None:

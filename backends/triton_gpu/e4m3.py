@@ -9,9 +9,21 @@ bits.
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+import torch
 import triton.language as tl
+from torch import Tensor
 
 from backends.triton_gpu.place import device_function
+
+
+def as_kernels_see(cache: Tensor) -> Tensor:
+    """The cache, or the bytes of a quantised one. O(1)."""
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def scale_step(scale: Tensor | None) -> int:
+    """From a KV head's scale to the next one's: 0 where they share one, -1 where there is none."""
+    return -1 if scale is None else int(scale.shape[0] > 1)
 
 
 @device_function

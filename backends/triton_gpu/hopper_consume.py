@@ -146,16 +146,14 @@ def _multiply_values(
     p = gl.convert_layout(weights.to(v_tiles.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
     values = v_tiles.index(at).reshape([TILE, v_tiles.shape[3]])
     sums = warpgroup_mma(p, values, sums, is_async=True)
-    if TAIL < v_tiles.shape[3]:
+    if v_tiles.shape[3] > TAIL:
         p = gl.convert_layout(p, gl.DotOperandLayout(0, extra.type.layout, 2))
         extra = warpgroup_mma(p, v_tails.index(at).reshape([TILE, TAIL]), extra, is_async=True)
     return sums, extra
 
 
 @gluon_function
-def _wait(
-    sums: gl.tensor, extra: gl.tensor, ring: gl.tensor
-) -> tuple[gl.tensor, gl.tensor]:
+def _wait(sums: gl.tensor, extra: gl.tensor, ring: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
     """Until all products are done."""
     if ring[5].shape[3] < ring[4].shape[3]:
         sums, extra = warpgroup_mma_wait(0, deps=[sums, extra])
@@ -177,9 +175,7 @@ def _wait_for_logits(
 
 
 @gluon_function
-def _divide_rows(
-    rows: gl.tensor, slot: gl.tensor, scale: gl.tensor, GROUP_ID: gl.constexpr
-) -> gl.tensor:
+def _divide_rows(rows: gl.tensor, slot: gl.tensor, scale: gl.tensor) -> gl.tensor:
     """Leave q as sums of e4m3 numbers in shared memory; the scale of each row's logits.
 
     An e4m3 number has four significant bits. What is left of a number when the nearest one is taken
@@ -210,7 +206,7 @@ def _walk(
     scale: gl.tensor, look: gl.tensor,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
     PACKED: gl.constexpr, E4M3: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+) -> tuple[gl.tensor, ...]:  # fmt: skip
     """Take so many more tiles, downwards: (weights, sums, extra, highest, total, j, last).
 
     Each step is the softmax of tile j while the values of tile j - 1 are multiplied. The values of
@@ -302,7 +298,7 @@ def _store(
     TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Divide, round and store from dimension FIRST, by way of the rows' own `tile`, 16 bytes each."""
+    """Divide, round, store from dimension FIRST, by way of the rows' own `tile`, 16 bytes each."""
     row, tokens, part = item[1], item[2], item[6]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     share = gl.convert_layout(share, gl.SliceLayout(1, sums.type.layout))
@@ -417,12 +413,13 @@ def _start_rows(
     sinks: gl.tensor, item: gl.tensor, ROW: gl.constexpr, PACK: gl.constexpr,
     HAS_SINKS: gl.constexpr, SPLIT: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
-    """(highest logits, totals) before the first key: a sink is one more logit, in the first piece."""
+    """(highest logits, totals) before the first key: a sink is one more, in the first piece."""
     part, piece = item[6], item[7]
     highest = gl.full([HALF], -1e30, gl.float32, ROW)
     total = gl.full([HALF], 0.0, gl.float32, ROW)
     if HAS_SINKS:
-        sink = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
+        sink = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK)
+        sink = sink.to(gl.float32) * LOG2E
         if SPLIT:
             highest = gl.where(piece == 0, sink, highest)
             total += gl.where(piece == 0, 1.0, 0.0)
@@ -435,17 +432,16 @@ def _start_rows(
 @gluon_function
 def _consume_ahead(
     given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
-    SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr,
     HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
+    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """A group's rows of every item of this program, the next item's begun before the last ends."""
     query_start_loc, seq_lens, work = given[2:5]
     sinks, scale, soft_cap, window = given[7:11]
     q_tiles, _, q_full, q_empty = rows
-    k_tiles, _, k_full, k_empty, v_tiles, _, _, v_empty = ring
+    k_tiles, _, _, k_empty, v_tiles, _, _, v_empty = ring
     look = (soft_cap, window)
     BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
@@ -519,7 +515,7 @@ def _take(
         scale *= gl.load(k_scale + kv_head * K_SCALE)
     mbarrier.wait(q_full.index(0), n & 1)
     if E4M3:
-        scale = gl.convert_layout(_divide_rows(rows, slot, scale, GROUP_ID), ROW)
+        scale = gl.convert_layout(_divide_rows(rows, slot, scale), ROW)
     logits = _multiply_keys(rows, slot, ring, j, there=True)
     logits = warpgroup_mma_wait(0, deps=[logits])
     mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
@@ -616,8 +612,8 @@ def consume(
     """A group's rows of every item of this program, in order."""
     if rows[0].shape[0] > GROUPS:
         _consume_ahead(
-            given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, GROUP_ID, GROUPS,
+            given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+            HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, GROUP_ID, GROUPS,
         )  # fmt: skip
     else:
         _consume_each(

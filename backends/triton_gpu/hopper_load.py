@@ -59,7 +59,9 @@ def load_tiles(
         s, row, tokens, position, length, first, part, piece, of, _ = item
         buffer = n % BUFFERS
         mbarrier.wait(q_empty.index(buffer), (n // BUFFERS & 1) ^ 1)
-        BYTES: gl.constexpr = q_desc.block_type.nbytes + (q_tail.block_type.nbytes if HAS_TAIL else 0)
+        BYTES: gl.constexpr = q_desc.block_type.nbytes + (
+            q_tail.block_type.nbytes if HAS_TAIL else 0
+        )
         mbarrier.expect(q_full.index(buffer), GROUPS * BYTES)
         for half in gl.static_range(GROUPS):
             token, to = row + half * (TOKENS // GROUPS), buffer * GROUPS + half
@@ -140,9 +142,9 @@ def _copy_blocks(
     """Start the copies of one tile of keys or values; `full` completes when all have landed."""
     TILE: gl.constexpr = tile.shape[0]
     COPY: gl.constexpr = desc.block_shape[0]
-    BYTES: gl.constexpr = desc.block_type.nbytes + (tail_desc.block_type.nbytes if HAS_TAIL else 0)
     lane = gl.arange(0, 32, entries.type.layout)
-    mbarrier.expect(full, TILE // COPY * BYTES)
+    REST: gl.constexpr = tail_desc.block_type.nbytes if HAS_TAIL else 0
+    mbarrier.expect(full, TILE // COPY * (desc.block_type.nbytes + REST))
     for c in gl.static_range(TILE // COPY):
         entry = gl.sum(gl.where(lane == c, entries, 0), 0)
         slot = entry * ROWS + key % BLOCK_SIZE

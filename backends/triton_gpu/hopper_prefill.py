@@ -33,20 +33,20 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from backends.contract import PagedBatch
+from backends.contract import AttentionTerms, KVCache, PagedBatch
+from backends.triton_gpu.e4m3 import scale_step
 from backends.triton_gpu.hopper_consume import consume
 from backends.triton_gpu.hopper_items import HALF, gluon_function
 from backends.triton_gpu.hopper_load import load_tiles
 from backends.triton_gpu.hopper_widen import widen_values
 from backends.triton_gpu.launch import Boxes, Variant, launcher
 from backends.triton_gpu.merge import PieceMerge, merge_pieces, plan_pieces
-from backends.triton_gpu.place import Place, ceil_div, power_of_two
+from backends.triton_gpu.place import Place, ceil_div
 from backends.triton_gpu.prefill_order import Items, order_tiles, plan_order
-from backends.triton_gpu.terms import scale_step
 
 ROWS = 128
-LONG_ENOUGH = 8
-"""Tiles of keys below which cutting gains nothing."""
+LONG = 1024
+"""Keys of a sequence below which cutting them gains nothing."""
 
 
 def layout_of(width: int, itemsize: int) -> gl.NVMMASharedLayout:
@@ -64,8 +64,8 @@ def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
 
 @launcher(
     integers=("table_stride", "window", "most_items", "records"),
-    indices=("query_start_loc", "seq_lens", "tables", "work", "sinks", "k_scale", "v_scale"),
-    pointers=("out",),
+    indices=("query_start_loc", "seq_lens", "tables", "work", "k_scale", "v_scale"),
+    pointers=("out", "sinks"),
     boxes=6,
     in_gluon=True,
 )
@@ -82,7 +82,7 @@ def _attend(
     seq_lens: gl.tensor,  # int32 [num_seqs]
     tables: gl.tensor,  # int32 [num_seqs, max_blocks]
     work: gl.tensor,  # int32, of prefill_order, read if PLANNED
-    sinks: gl.tensor,  # float32 [num_q_heads], read if HAS_SINKS
+    sinks: gl.tensor,  # [num_q_heads], read if HAS_SINKS
     k_scale: gl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
     v_scale: gl.tensor,  # likewise, V_SCALE
     table_stride: gl.tensor,
@@ -132,11 +132,8 @@ def _attend(
             k_desc.dtype, [GROUPS * PARTS, HALF, 1, WIDTH], k_desc.layout
         )
         landed = gl.allocate_shared_memory(v_desc.dtype, [LANDS, TILE, 1, WIDTH], v_desc.layout)
-        v_tiles = gl.allocate_shared_memory(
-            gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout
-        )
+        v_tiles = gl.allocate_shared_memory(gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout)
         k_tails, v_tails = k_tiles, v_tiles
-        land_full, land_empty = _barriers(LANDS, 1), _barriers(LANDS, 1)
     else:
         v_tiles = gl.allocate_shared_memory(v_desc.dtype, [V_DEPTH, TILE, 1, WIDTH], v_desc.layout)
         landed = v_tiles
@@ -156,8 +153,9 @@ def _attend(
     q_full, q_empty = _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS)
     k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
     v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, GROUPS)
-    if not E4M3:
-        land_full, land_empty = v_full, v_empty
+    land_full, land_empty = v_full, v_empty
+    if E4M3:
+        land_full, land_empty = _barriers(LANDS, 1), _barriers(LANDS, 1)
     fence_async_shared()
     given = (
         out, partial, query_start_loc, seq_lens, work, most_items, records,
@@ -303,28 +301,28 @@ def items_a_kv_head(group: int, query_len: int) -> int:
 
 
 def can_attend(
-    place: Place, query: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scale: float
+    place: Place, query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
 ) -> bool:
     """Whether this path serves the call; `prefill`'s portable kernel serves every other.
 
-    It takes a GPU of compute capability 9.x; 16-bit dtypes; head_dim 40 to 256 in steps of 8;
-    block_size a power of two from 8; a scale above 0; and what the copy engine asks for: addresses
-    and strides in steps of 16 bytes, blocks of a cache a whole number of slots apart, and fewer
-    than 2^31 slots.
+    It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or of
+    e4m3; head_dim 40 to 256 in steps of 16 bytes; block_size a power of two from 8; a scale above
+    0; and what the copy engine asks for: addresses and strides in steps of 16 bytes, blocks of a
+    cache a whole number of slots apart, and fewer than 2^31 slots.
     """
-    block_size, _, head_dim = k_cache.shape[1:]
+    block_size, _, head_dim = cache.k.shape[1:]
     return (
         not place.interpreting
         and _is_hopper(query.device)
         and query.element_size() == 2
-        and (k_cache.dtype == query.dtype or k_cache.element_size() == 1)
+        and (cache.k.dtype == query.dtype or cache.k.element_size() == 1)
         and 40 <= head_dim <= 256
-        and head_dim % (16 // k_cache.element_size()) == 0
+        and head_dim * cache.k.element_size() % 16 == 0
         and block_size >= 8
         and block_size & (block_size - 1) == 0
-        and scale > 0
-        and all(_can_copy(tensor) for tensor in (query, out, k_cache, v_cache))
-        and all(_slots(cache) < 1 << 31 for cache in (k_cache, v_cache))
+        and terms.scale > 0
+        and all(_can_copy(tensor) for tensor in (query, out, cache.k, cache.v))
+        and all(_slots(tensor) < 1 << 31 for tensor in (cache.k, cache.v))
     )
 
 
@@ -381,102 +379,97 @@ class Plan:
 def plan_attend(
     place: Place,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
     out: Tensor,
-    *,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    may_split: bool,
+    terms: AttentionTerms,
 ) -> Plan:
     """How to attend a batch of this shape; see `can_attend`."""
     device, (num_heads, head_dim) = query.device, query.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    e4m3 = k_cache.element_size() == 1
+    block_size, num_kv_heads = cache.k.shape[1:3]
     group = num_heads // num_kv_heads
     pack = heads_an_item(group)
+    programs, planned = place.num_multiprocessors(device), batch.num_seqs > 1
+    e4m3 = cache.k.element_size() == 1
     shape = shape_for(head_dim, split=False, e4m3=e4m3)
-    programs = place.num_multiprocessors(device)
     whole = batch.num_tokens * pack // shape.rows * (num_heads // pack)
-    split = may_split and whole < programs and batch.max_seq_len >= LONG_ENOUGH * shape.tile
+    split = not terms.batch_invariant and whole < programs and batch.max_seq_len >= LONG
     shape = shape_for(head_dim, split=split, e4m3=e4m3)
     tokens = shape.rows // pack
     tiles = batch.num_tokens // tokens + batch.num_seqs
     items = Items(tokens, num_heads // pack, shape.tile, tiles, programs, split)
-    planned = batch.num_seqs > 1
+    k_stride, v_stride = cache.k.stride(), cache.v.stride()
+    constants = (
+        *out.stride()[:2], block_size, k_stride[0] // k_stride[1], v_stride[0] // v_stride[1],
+        num_heads, group, head_dim,
+        terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
+        scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split,
+        shape.tile, shape.buffers, shape.k_depth, shape.v_depth, shape.groups,
+        shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
+    )  # fmt: skip
+    dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
+    has_window = terms.window is not None
+    return Plan(
+        _attend.variant(place, device, dtypes, constants, num_warps=4),
+        items,
+        boxes_of(shape, query, cache, pack),
+        items.ranks * items.slices * shape.rows * (head_dim + 1) if split else 0,
+        items.size if planned or split else 0,
+        plan_order(place, device, items, has_window=has_window) if planned else None,
+        plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
+    )
+
+
+def boxes_of(shape: Shape, query: Tensor, cache: KVCache, pack: int) -> tuple[Box | None, ...]:
+    """Of query, keys and values; then of their smaller parts."""
     boxes: list[Box | None] = []
     for width in (shape.width, shape.tail):
         if width == 0:
             boxes += [None] * 3
             continue
-        box = (HALF.value // pack, pack, width)
-        boxes.append(Box(query.shape, query.stride(), box, layout_of(width, 2)))
-        for cache in (k_cache, v_cache):
-            sizes = (_slots(cache), num_kv_heads, head_dim)
-            box = (min(block_size, shape.tile), 1, width)
-            boxes.append(Box(sizes, cache.stride()[1:], box, layout_of(width, cache.itemsize)))
-    constants = (
-        *out.stride()[:2], block_size,
-        k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
-        num_heads, group, head_dim,
-        soft_cap is not None, window is not None, sinks is not None,
-        scale_step(k_scale), scale_step(v_scale), planned, split,
-        shape.tile, shape.buffers, shape.k_depth, shape.v_depth, shape.groups,
-        shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
-    )  # fmt: skip
-    dtypes = (query.dtype, k_cache.dtype)
-    variant = _attend.variant(place, device, dtypes, constants, num_warps=4)
-    return Plan(
-        variant, items, tuple(boxes),
-        items.ranks * items.slices * shape.rows * (head_dim + 1) if split else 0,
-        items.size if planned or split else 0,
-        plan_order(place, device, items, has_window=window is not None) if planned else None,
-        plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
-    )  # fmt: skip
+        size = (HALF.value // pack, pack, width)
+        boxes.append(Box(query.shape, query.stride(), size, layout_of(width, 2)))
+        for tensor in (cache.k, cache.v):
+            size = (min(tensor.shape[1], shape.tile), 1, width)
+            seen = (_slots(tensor), *tensor.shape[2:])
+            boxes.append(Box(seen, tensor.stride()[1:], size, layout_of(width, tensor.itemsize)))
+    return tuple(boxes)
 
 
 def attend(
     plan: Plan,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
     out: Tensor,
+    terms: AttentionTerms,
     *,
     shortest: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
 ) -> None:
     """Write the rows of the sequences with `shortest` query tokens or more; see `can_attend`.
 
     One launch, one more where there are several sequences, and one where keys may be cut.
     """
     items, lens, device = plan.items, batch.seq_lens, out.device
+    window = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
     work, partial = lens, out
     if plan.work_size:
         work = torch.empty(plan.work_size, dtype=torch.int32, device=device)
     if plan.order is not None:
-        order_tiles(plan.order, batch, items, work, shortest=shortest, window=window or 0)
+        order_tiles(plan.order, batch, items, work, shortest=shortest, window=window)
     if plan.partial_size:
         partial = torch.empty(plan.partial_size, dtype=torch.float32, device=device)
-    given = (query, k_cache, v_cache) * 2
+    given = (query, cache.k, cache.v) * 2
     boxes = tuple(box and box.of(each) for box, each in zip(plan.boxes, given, strict=True))
     tensors = (
         out, partial, batch.query_start_loc, lens, batch.block_table, work,
-        out if sinks is None else sinks,
-        lens if k_scale is None else k_scale, lens if v_scale is None else v_scale,
+        out if terms.sinks is None else terms.sinks,
+        lens if cache.k_scale is None else cache.k_scale,
+        lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
     numbers = (
         batch.block_table.stride(0), items.ranks * items.slices, items.records,
-        float(scale), float(soft_cap or 1.0), window or 0,
+        float(terms.scale), float(terms.soft_cap or 1.0), window,
     )  # fmt: skip
     plan.variant.launch((items.programs, 1, 1), tensors, numbers, boxes)
     if plan.merge is not None:

@@ -293,9 +293,7 @@ class PieceMerge:
     numbers: tuple[int, ...]
 
 
-def plan_pieces(
-    place: Place, out: Tensor, items: Items, *, pack: int, planned: bool
-) -> PieceMerge:
+def plan_pieces(place: Place, out: Tensor, items: Items, *, pack: int, planned: bool) -> PieceMerge:
     """How prefill's tiles whose keys were cut are merged."""
     head_dim = out.shape[2]
     chained = place.can_chain(out.device)

@@ -11,6 +11,8 @@ read by `cascade` where that pays. Formulas, layouts and grids stand in the file
 Batch-invariant: decode takes every sequence of one query token, and cuts it by its own length;
 prefill must choose its tiles by what a layer's calls have in common, not by the batch. No cascade.
 
+A cache of latents has kernels of its own (`latent`).
+
 A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
 
 A call whose tensors have the shapes, strides, dtypes and devices of one before is not checked and
@@ -22,18 +24,20 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from backends.checks import check_logits, check_paged_attention
-from backends.contract import Backend, PagedBatch
-from backends.triton_gpu import hopper_prefill
+from backends.checks import check_paged_attention
+from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
+from backends.triton_gpu import hopper_prefill, latent
 from backends.triton_gpu.cascade import cascade
 from backends.triton_gpu.decode import Plan, decode, plan_decode, rows_a_program
 from backends.triton_gpu.place import Place, ceil_div, sign
-from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.prefill import Plan as PrefillPlan
+from backends.triton_gpu.prefill import plan_prefill, prefill
 from backends.triton_gpu.splits import MAX_PLANNED
-from backends.triton_gpu.terms import Terms
 
 MOST_ROWS = 128
 """Rows of a sequence and KV head that decode takes at most."""
+LONGEST = max(MOST_ROWS, latent.MOST_ROWS) + 1
+"""Query tokens from which calls are planned alike."""
 FEW_SLICES = 4
 """Programs that they take at most where prefill does not cut keys."""
 
@@ -42,69 +46,52 @@ def paged_attention(
     backend: Backend,
     place: Place,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
-    *,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    batch_invariant: bool = False,
-    out: Tensor | None = None,
+    terms: AttentionTerms,
+    out: Tensor | None,
 ) -> Tensor:
     """Attention of every query row; see `Backend.paged_attention`.
 
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
+    alike = terms.batch_invariant
+    addresses = query.data_ptr() | cache.k.data_ptr() | cache.v.data_ptr()
+    if out is not None:
+        addresses |= out.data_ptr()
     signature = (
-        "attention", sign(query), sign(k_cache), sign(v_cache), sign(out), sign(batch.block_table),
-        batch.num_tokens, min(batch.max_query_len, MOST_ROWS + 1), window is None,
-        soft_cap is None, sign(sinks), sign(k_scale), sign(v_scale), batch.max_seq_len if
-        batch_invariant else -1,
+        "attention", sign(query), sign(cache.k), sign(cache.v), sign(out), sign(batch.block_table),
+        batch.num_tokens, min(batch.max_query_len, LONGEST), terms.window is None,
+        terms.soft_cap is None, sign(terms.sinks), sign(cache.k_scale), sign(cache.v_scale),
+        batch.max_seq_len if alike else batch.max_seq_len >= hopper_prefill.LONG,
+        cache.is_latent, terms.scale > 0, terms.scale < 0, addresses & 15,
     )  # fmt: skip
-    known = cast("_Known | None", place.plan(signature))
+    known = cast("_Known | latent.Plan | None", place.plan(signature))
     if known is None or batch.max_seq_len > known.room:
-        check_paged_attention(
-            backend, query, k_cache, v_cache, batch,
-            scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out,
-            k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
-        )  # fmt: skip
-    else:
-        check_logits(backend, scale, window, soft_cap)
+        check_paged_attention(backend, query, cache, batch, terms, out)
     if out is None:
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        shape = (*query.shape[:2], cache.v.shape[3])
+        out = torch.empty(shape, dtype=query.dtype, device=query.device)
     if batch.num_seqs == 0 or batch.num_tokens == 0:
         return out
-    if window is not None:
-        window = min(window, batch.max_seq_len + 1)
-    e4m3 = k_cache.dtype == torch.float8_e4m3fn
-    terms = Terms(float(scale), window, soft_cap, sinks, e4m3, k_scale, v_scale)
     if known is None:
-        known = _know(
-            place, query, k_cache, v_cache, batch, out, terms, batch_invariant=batch_invariant
-        )
+        know = latent.plan_latents if cache.is_latent else _know
+        known = know(place, query, cache, batch, out, terms)
         place.keep(signature, known)
-    alone = batch.num_seqs == 1 and not batch_invariant
+    if isinstance(known, latent.Plan):
+        latent.attend_latents(known, query, cache, batch, out, terms)
+        return out
+    alone = batch.num_seqs == 1 and not alike
     decodes = query.element_size() == 2 and (batch.max_query_len <= known.most or not alone)
-    if decodes and (batch.shared_prefix is None or batch_invariant):
-        decode(known.plan, query, k_cache, v_cache, batch, out, terms)
+    if decodes and (batch.shared_prefix is None or alike):
+        decode(known.plan, query, cache, batch, out, terms)
     elif decodes:
-        shared = cascade(place, query, k_cache, v_cache, batch, terms)
-        plan = plan_decode(place, query, k_cache, v_cache, batch, out, terms, shared=shared)
-        decode(plan, query, k_cache, v_cache, batch, out, terms, shared)
+        shared = cascade(place, query, cache, batch, terms)
+        plan = plan_decode(place, query, cache, batch, out, terms, shared=shared)
+        decode(plan, query, cache, batch, out, terms, shared)
     if batch.max_query_len > known.most or not decodes:
-        if e4m3:
-            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-        prefill(
-            place, query, k_cache, v_cache, batch, out, shortest=2 if decodes else 1,
-            scale=scale, window=window, soft_cap=soft_cap,
-            sinks=None if sinks is None else sinks.float().contiguous(),
-            k_scale=k_scale, v_scale=v_scale, batch_invariant=batch_invariant,
-        )  # fmt: skip
+        prefill(known.prefill, query, cache, batch, out, terms, shortest=2 if decodes else 1)
     return out
 
 
@@ -116,50 +103,47 @@ class _Known(NamedTuple):
     most: int
     """Query tokens of a sequence that decode takes."""
     plan: Plan
+    prefill: PrefillPlan | hopper_prefill.Plan
 
 
 def _know(
     place: Place,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     batch: PagedBatch,
     out: Tensor,
-    terms: Terms,
-    *,
-    batch_invariant: bool,
+    terms: AttentionTerms,
 ) -> _Known:
     """Plan a call whose arguments have been checked."""
     most = 1
-    if not batch_invariant and batch.shared_prefix is None:
-        most = longest_decoded(place, query, k_cache, v_cache, out, batch, terms.scale)
-    plan = plan_decode(
-        place, query, k_cache, v_cache, batch, out, terms,
-        most=most, batch_invariant=batch_invariant,
+    if not terms.batch_invariant and batch.shared_prefix is None:
+        most = longest_decoded(place, query, cache, out, batch, terms)
+    plan = plan_decode(place, query, cache, batch, out, terms, most=most)
+    return _Known(
+        batch.block_table.shape[1] * cache.k.shape[1], most, plan,
+        plan_prefill(place, query, cache, batch, out, terms),
     )  # fmt: skip
-    return _Known(batch.block_table.shape[1] * k_cache.shape[1], most, plan)
 
 
 def longest_decoded(
     place: Place,
     query: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     out: Tensor,
     batch: PagedBatch,
-    scale: float,
+    terms: AttentionTerms,
 ) -> int:
     """Query tokens of a sequence up to which decode takes it: all of the batch's, or one.
 
     All where decode reads the keys no more often than prefill would: a program of decode reads
     them for 8 or 16 rows, and an item of Hopper's prefill for up to 128, in about the same time.
     """
-    group, longest = query.shape[1] // k_cache.shape[2], batch.max_query_len
+    group, longest = query.shape[1] // cache.k.shape[2], batch.max_query_len
     rows = longest * group
     if longest <= 1 or rows > MOST_ROWS or query.element_size() != 2:
         return 1
     slices = ceil_div(rows, rows_a_program(group, query.shape[2], many=True))
     items = FEW_SLICES
-    if hopper_prefill.can_attend(place, query, k_cache, v_cache, out, scale):
+    if hopper_prefill.can_attend(place, query, cache, out, terms):
         items = hopper_prefill.items_a_kv_head(group, longest)
     return longest if slices <= items and batch.num_seqs <= MAX_PLANNED else 1

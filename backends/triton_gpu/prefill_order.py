@@ -260,9 +260,7 @@ class Items:
         return self.records + self.split * int(RECORD.value) * self.tiles
 
 
-def plan_order(
-    place: Place, device: torch.device, items: Items, *, has_window: bool
-) -> Variant:
+def plan_order(place: Place, device: torch.device, items: Items, *, has_window: bool) -> Variant:
     """What `order_tiles` launches for batches that are cut like this."""
     constants = (items.tokens, SEQS, items.slices, items.tile, has_window, items.split)
     return _rank.variant(place, device, (), constants, num_warps=1)

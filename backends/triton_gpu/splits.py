@@ -79,12 +79,11 @@ class Grid:
 
 
 def plan_grid(
-    place: Place, device: torch.device, num_seqs: int, programs_a_part: int, *, slow: bool
+    place: Place, device: torch.device, num_seqs: int, programs_a_part: int, *, each: int
 ) -> Grid:
-    """The grid for a batch whose every part takes this many programs; slow: see MORE_PROGRAMS."""
+    """The grid for a batch whose parts take so many programs, of which a processor runs `each`."""
     if num_seqs > MAX_PLANNED:
         return Grid(target=0, shape=(num_seqs, 1), vector=0, alike=False)
-    each = MORE_PROGRAMS if slow else PROGRAMS_A_MULTIPROCESSOR
     slots = each * place.num_multiprocessors(device)
     target = max(1, slots // programs_a_part)
     vector = next(size for size in VECTORS if size >= num_seqs)

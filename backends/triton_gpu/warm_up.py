@@ -7,19 +7,16 @@ several sequences and contexts long enough to be cut.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from backends.contract import Backend, LayerCall, PagedBatch, SharedPrefix
 from backends.triton_gpu import cascade, decode
-from backends.triton_gpu.hopper_prefill import LONG_ENOUGH
+from backends.triton_gpu.hopper_prefill import LONG
 from backends.triton_gpu.paged_attention import MOST_ROWS
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
-from backends.triton_gpu.terms import Terms
-
-LONG = LONG_ENOUGH * 128
-"""Positions from which keys of prefill may be cut."""
 
 
 def warm_up(
@@ -31,7 +28,7 @@ def warm_up(
 ) -> None:
     """Call every operation in every way that asks for a variant; see `Backend.warmup`."""
     for layer in layers:
-        device = layer.k_cache.device
+        device = layer.cache.k.device
         for num_seqs in batch_sizes(max_num_seqs):
             batch = _idle(device, num_seqs, num_seqs, 1)
             _attend(backend, layer, batch)
@@ -45,15 +42,15 @@ def warm_up(
             query_len = min(max_query_len, MOST_ROWS + 1)
             _attend(backend, layer, _idle(device, num_seqs, query_len, query_len, LONG))
         batch = _idle(device, 1, 1, 1)
-        _, num_kv_heads, head_dim = layer.k_cache.shape[1:]
+        block_size, num_kv_heads, head_dim = layer.cache.k.shape[1:]
         rows = torch.zeros(1, num_kv_heads, head_dim, dtype=layer.dtype, device=device)
-        store: dict[str, torch.Tensor | None] = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        backend.store_kv(rows, rows, layer.k_cache, layer.v_cache, batch.slot_mapping, **store)
+        values = None if layer.cache.is_latent else rows
+        backend.store_kv(rows, values, layer.cache, batch.slot_mapping)
         backend.compute_slot_mapping(
-            batch.query_start_loc, batch.seq_lens, batch.block_table, layer.k_cache.shape[1],
+            batch.query_start_loc, batch.seq_lens, batch.block_table, block_size,
             batch.slot_mapping,
         )  # fmt: skip
-    caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+    caches = [tensor for layer in layers for tensor in layer.cache.tensors]
     if caches:  # the first block onto itself
         backend.copy_blocks(caches, torch.zeros(1, 2, dtype=torch.int64, device=caches[0].device))
 
@@ -84,29 +81,24 @@ def _idle(
 
 
 def _queries(layer: LayerCall, batch: PagedBatch) -> torch.Tensor:
-    shape = (batch.num_tokens, layer.num_q_heads, layer.k_cache.shape[3])
+    shape = (batch.num_tokens, layer.num_q_heads, layer.cache.k.shape[3])
     return torch.zeros(shape, dtype=layer.dtype, device=batch.device)
 
 
 def _attend(backend: Backend, layer: LayerCall, batch: PagedBatch) -> None:
-    for batch_invariant in {False, layer.batch_invariant}:
-        backend.paged_attention(
-            _queries(layer, batch), layer.k_cache, layer.v_cache, batch,
-            scale=1.0, window=layer.window, soft_cap=layer.soft_cap, sinks=layer.sinks,
-            k_scale=layer.k_scale, v_scale=layer.v_scale, batch_invariant=batch_invariant,
-        )  # fmt: skip
+    for alike in {False, layer.terms.batch_invariant}:
+        terms = replace(layer.terms, batch_invariant=alike)
+        backend.paged_attention(_queries(layer, batch), layer.cache, batch, terms)
 
 
 def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:
     """Decode behind a short prefix, whether or not that pays."""
-    e4m3 = layer.k_cache.dtype == torch.float8_e4m3fn
-    if layer.window is not None or layer.dtype.itemsize != 2:
+    terms, cache = replace(layer.terms, batch_invariant=False), layer.cache
+    if terms.window is not None or layer.dtype.itemsize != 2 or cache.is_latent:
         return
-    terms = Terms(1.0, None, layer.soft_cap, layer.sinks, e4m3, layer.k_scale, layer.v_scale)
     query = _queries(layer, batch)
     out = torch.empty_like(query)
-    caches = (layer.k_cache, layer.v_cache)
     prefix = SharedPrefix(0, batch.num_seqs, cascade.WHOLE)
-    shared = cascade.attend_prefix(place, query, *caches, batch, terms, prefix)
-    plan = decode.plan_decode(place, query, *caches, batch, out, terms, shared=shared)
-    decode.decode(plan, query, *caches, batch, out, terms, shared)
+    shared = cascade.attend_prefix(place, query, cache, batch, terms, prefix)
+    plan = decode.plan_decode(place, query, cache, batch, out, terms, shared=shared)
+    decode.decode(plan, query, cache, batch, out, terms, shared)

@@ -33,12 +33,9 @@ from model.cli.step_table import StepStats, summarize_steps
 from model.device.ranges import DeviceRanges
 from model.engine import Engine
 from model.loader import LoadedModel
-from model.start import input_errors, start
+from model.start import input_errors, start, warm_up
 from model.trace import trace_file, write_trace
 from model.twins import TwinEngine, engine_of
-
-_WARM_REQUESTS = 8
-_WARM_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,6 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     begin = time.perf_counter()
     bench = _prepare(options)
-    _warm_up(bench)
     startup_s = time.perf_counter() - begin
     recorder = bench.engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
@@ -150,16 +146,7 @@ def _prepare(options: BenchOptions) -> _Bench:
         options.engine, expected_lengths=lengths, seed=options.arrivals.seed
     )
     engine = engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
-    return _Bench(options, model, engine, requests, engine.prepare())
-
-
-def _warm_up(bench: _Bench) -> None:
-    """Compile what a first pass compiles: a few short requests, ours alone."""
-    few = [
-        BenchRequest(request.tokens, min(_WARM_TOKENS, request.max_tokens))
-        for request in bench.requests[:_WARM_REQUESTS]
-    ]
-    serve(bench.engine, few, Arrivals(), temperature=bench.options.arrivals.temperature)
+    return _Bench(options, model, engine, requests, warm_up(engine))
 
 
 def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:

@@ -27,6 +27,7 @@ from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
 from model.control.request import FinishReason, Request, SampledToken
+from model.control.submission import Submission
 from model.device.memory import show_bytes
 from model.device.ranges import DeviceRanges
 from model.engine import Engine
@@ -74,7 +75,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
     prompts = _encode(model, specs)
     engine = _engine(options, model, backend, specs, prompts)
     if isinstance(engine, TwinEngine) and not engine.leads:
-        return _follow(model, backend, engine, prompts)
+        return _follow(model, engine)
     requests = _queue(engine, specs, prompts)
     about = {
         "model": what.path,
@@ -88,7 +89,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         say(_preemption(engine))
     with telling("compiling kernels: the first time on a machine takes longest"):
         started = time.perf_counter()
-        how = _warm_up(engine, model, backend, prompts)
+        how = warm_up(engine)
     say(f"network: {how}; compiled and warm in {time.perf_counter() - started:.1f} s")
     recorder = engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
@@ -179,34 +180,18 @@ def _engine(
     return engine_of(model, backend, config, checks_ranks=options.model.check_ranks)
 
 
-def _follow(
-    model: LoadedModel,
-    backend: backends.Backend,
-    engine: TwinEngine,
-    prompts: Sequence[Sequence[int]],
-) -> int:
+def _follow(model: LoadedModel, engine: TwinEngine) -> int:
     """What a rank does that is not the first: the same, and it says nothing.
 
     A signal reaches the first one too, which tells the others when to end.
     """
-    _warm_up(engine, model, backend, prompts)
+    warm_up(engine)
     with stopping():
         requests, is_verified = engine.follow()
         if is_verified:
             for index, request in enumerate(requests):
                 find_mismatch(model, index, request)
     return 0
-
-
-def _warm_up(
-    engine: Engine,
-    model: LoadedModel,
-    backend: backends.Backend,
-    prompts: Sequence[Sequence[int]],
-) -> str:
-    """Prepare an engine with a few prompts, none longer than what is queued."""
-    length = min(max(map(len, prompts)) - 1, 128)
-    return warm_up(engine, model, backend, length=length, num_prompts=min(len(prompts), 4))
 
 
 def _encode(model: LoadedModel, specs: Sequence[PromptSpec]) -> list[list[int]]:
@@ -225,8 +210,13 @@ def _queue(
     requests: list[Request] = []
     for spec, prompt in zip(specs, prompts, strict=True):
         try:
-            requests += engine.add_samples(
-                prompt, spec.params, num_samples=spec.samples.n, priority=spec.samples.priority
+            requests += engine.submit(
+                Submission(
+                    prompt,
+                    spec.params,
+                    num_samples=spec.samples.n,
+                    priority=spec.samples.priority,
+                )
             )
         except InvalidArgumentError as error:
             raise UsageError(f"{spec.where}: {error}") from error

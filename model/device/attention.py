@@ -2,8 +2,9 @@
 
 Decides: what an attention layer of any decoder means in the terms of a backend: its scale, its
 soft cap, its sinks; heads whose values are of another size than their keys are filled up with
-zeros. Transformers calls `attend` from each layer because it is registered under `IMPLEMENTATION`;
-the keyword argument `paged` of a pass travels down to it.
+zeros, and those that hand on latents are absorbed (`latents`). Transformers calls `attend` from
+each layer because it is registered under `IMPLEMENTATION`; the keyword argument `paged` of a pass
+travels down to it.
 
 Invariants: a layer that asks for something a paged cache cannot give is refused by name, and an
 argument that is not known is refused, never passed over; no mask is ever built, because the batch
@@ -13,7 +14,7 @@ Transformers, and no synchronisation with the GPU).
 Does not know: requests, tables, which backend runs.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -21,31 +22,18 @@ from transformers import AttentionInterface
 
 import backends
 from model.device.kv_caches import KVCaches
+from model.device.latents import absorbed
 from model.device.layout import CacheLayout
 from model.errors import UnsupportedModelError
 
 IMPLEMENTATION = "kvcore_paged"
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionTerms:
-    """What one layer asks for: logit = scale * q.k, then soft cap, window and sinks.
-
-    The window is what it says, and may say nothing where a mask would cut it; what holds stands in
-    the layout.
-    """
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    sinks: Tensor | None
-
-
 class Attending(Protocol):
     """What a forward pass carries to its attention layers."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Attention of one layer.
 
@@ -53,11 +41,12 @@ class Attending(Protocol):
             layer: index of the layer.
             query: [num_tokens, num_q_heads, head_dim].
             key: [num_tokens, num_kv_heads, head_dim].
-            value: like `key`.
-            terms: what the layer asks for.
+            value: like `key`; if it is narrower, the first numbers of a latent that is the key.
+            terms: what the layer asks for. The window is what it says, and may say nothing where
+                a mask would cut it; what holds stands in the layout.
 
         Returns:
-            Like `query`.
+            [num_tokens, num_q_heads, size of a value].
         """
         ...
 
@@ -79,22 +68,15 @@ class PagedPass:
     batches: tuple[backends.PagedBatch, ...]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Store this step's keys and values, then attend over all of the sequences'."""
-        k_cache, v_cache = self.caches.layers[layer]
+        cache, window = self.caches.layers[layer], self.layout.layers[layer].window
         batch = self.batches[self.layout.places[layer][0]]
-        self.backend.store_kv(key, value, k_cache, v_cache, batch.slot_mapping)
-        return self.backend.paged_attention(
-            query,
-            k_cache,
-            v_cache,
-            batch,
-            scale=terms.scale,
-            window=self.layout.layers[layer].window,
-            soft_cap=terms.soft_cap,
-            sinks=terms.sinks,
-        )
+        if terms.window != window:
+            terms = replace(terms, window=window)
+        self.backend.store_kv(key, None if cache.is_latent else value, cache, batch.slot_mapping)
+        return self.backend.paged_attention(query, cache, batch, terms)
 
 
 _HARMLESS = {
@@ -168,7 +150,7 @@ def attend(
             raise UnsupportedModelError(
                 f"{name}: its attention is given {argument}, which a paged cache does nothing with"
             )
-    terms = AttentionTerms(
+    terms = backends.AttentionTerms(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         soft_cap=softcap,
@@ -176,7 +158,10 @@ def attend(
     )
     # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim]: views, the kernels take any stride.
     query, key, states = _tokens_first(query), _tokens_first(key), _tokens_first(value)
-    size = value.shape[-1]
+    size, record = value.shape[-1], absorbed(module)
+    if record is not None:
+        out = paged.attend(layer, record.queries(query), key, states, terms)
+        return record.values(out).unsqueeze(0), None
     if size != query.shape[-1]:
         # A zero in queries and keys adds nothing to a logit, one in values a zero to the output.
         widest = max(size, query.shape[-1])

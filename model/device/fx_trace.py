@@ -27,7 +27,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import PreTrainedModel
 
-from model.device.attention import Attending, AttentionTerms
+import backends
+from model.device.attention import Attending
 from model.errors import UnsupportedModelError
 
 _SIZES = ((5, 3), (11, 7))  # tokens and rows of the two traces: no multiple of one is of another
@@ -36,8 +37,8 @@ _TRIALS = ((1, 1), (2, 1), (13, 6))
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     """A place in a trace where a layer attends; it is never run."""
-    del key, value, layer
-    return torch.empty_like(query)
+    del key, layer
+    return query.new_empty(*query.shape[:2], value.shape[2])
 
 
 _library = torch.library.Library("kvcore_capture", "DEF")  # type: ignore[no-untyped-call]
@@ -57,7 +58,7 @@ class Captured:
         terms: of each layer's attention.
     """
 
-    def __init__(self, module: fx.GraphModule, terms: dict[int, AttentionTerms]) -> None:
+    def __init__(self, module: fx.GraphModule, terms: dict[int, backends.AttentionTerms]) -> None:
         self.module = module
         self.terms = terms
         self._run: Callable[..., Tensor] = module.forward
@@ -87,7 +88,7 @@ def capture(network: PreTrainedModel, device: torch.device) -> Captured:
     Raises:
         UnsupportedModelError: it cannot be captured, and why.
     """
-    terms: dict[int, AttentionTerms] = {}
+    terms: dict[int, backends.AttentionTerms] = {}
     logger = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is told here again
     level = logger.level
     try:
@@ -114,7 +115,7 @@ def _trace(
     device: torch.device,
     num_tokens: int,
     num_rows: int,
-    terms: dict[int, AttentionTerms],
+    terms: dict[int, backends.AttentionTerms],
 ) -> fx.GraphModule:
     def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
         return _logits(network, input_ids, position_ids, rows, _Noting(terms))
@@ -132,11 +133,11 @@ def _trace(
 class _Noting:
     """A pass that leaves its place in the trace and notes each layer's terms."""
 
-    def __init__(self, terms: dict[int, AttentionTerms]) -> None:
+    def __init__(self, terms: dict[int, backends.AttentionTerms]) -> None:
         self._terms = terms
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Leave a mark."""
         self._terms[layer] = terms
@@ -334,10 +335,11 @@ class _Mixing:
     """A pass whose results depend on everything that it is given, and on nothing else."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Mix."""
-        return query * terms.scale + (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
+        shift = (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
+        return query[..., : value.shape[2]] * terms.scale + shift
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""The KV tensors of a model, one pair a layer.
+"""The KV tensors of a model, a cache a layer.
 
 Decides: that layers of different groups at one place are views of the same memory.
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import backends
 from model.device.layout import CacheLayout, LayerShape
 from model.errors import InvalidArgumentError
 
@@ -24,12 +25,12 @@ class KVCaches:
     """Keys and values of every layer.
 
     Attributes:
-        layers: for each layer `k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]`.
-        storages: all memory behind them: for each place keys, then values, uint8
+        layers: each layer's, as a backend takes it.
+        storages: all memory behind them: for each place keys, then values, or latents alone, uint8
             [num_blocks, bytes of a block]; what moves whole blocks moves these.
     """
 
-    layers: tuple[tuple[Tensor, Tensor], ...]
+    layers: tuple[backends.KVCache, ...]
     storages: tuple[Tensor, ...]
 
     @classmethod
@@ -42,11 +43,10 @@ class KVCaches:
             InvalidArgumentError: the device has not that much memory.
         """
         try:
-            storages = tuple(
-                _zeros(num_blocks, block_size * place_bytes // 2, device)
-                for place_bytes in layout.place_bytes
-                for _ in ("keys", "values")
-            )
+            places = [
+                [_zeros(num_blocks, block_size * size, device) for size in sizes]
+                for sizes in layout.place_bytes
+            ]
         except (RuntimeError, MemoryError, ValueError) as error:
             raise InvalidArgumentError(
                 f"num_blocks: {num_blocks} blocks of {block_size} tokens take "
@@ -54,13 +54,15 @@ class KVCaches:
                 f"which could not be allocated on {device}"
             ) from error
         layers = tuple(
-            (
-                _view(storages[2 * place], shape, block_size),
-                _view(storages[2 * place + 1], shape, block_size),
+            shape.slot.over(
+                [
+                    _view(storage, shape, block_size, size)
+                    for storage, size in zip(places[place], shape.slot.row_bytes, strict=False)
+                ]
             )
             for shape, (_, place) in zip(layout.layers, layout.places, strict=True)
         )
-        return cls(layers, storages)
+        return cls(layers, tuple(storage for storages in places for storage in storages))
 
 
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
@@ -70,8 +72,8 @@ def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
     return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
 
 
-def _view(storage: Tensor, shape: LayerShape, block_size: int) -> Tensor:
+def _view(storage: Tensor, shape: LayerShape, block_size: int, token_bytes: int) -> Tensor:
     """The part of each block that a layer uses, in its own shape."""
-    used = storage[:, : block_size * shape.token_bytes // 2]
+    used = storage[:, : block_size * token_bytes]
     num_blocks, (heads, dim) = storage.shape[0], (shape.num_kv_heads, shape.head_dim)
     return used.view(shape.dtype).view(num_blocks, block_size, heads, dim)

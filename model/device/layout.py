@@ -11,14 +11,16 @@ Decides: the depth: the fewest groups of which no kind wastes more than an eight
 Invariants: every layer has a group and a place of its own; the layers of a group see the same;
 groups of full attention come first, then windows from the smallest up, then chunks.
 
-Does not know: memory, blocks, tensors, which network it is.
+Does not know: memory, blocks, which network it is.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
+import backends
 import kvcore
 from model.errors import InvalidArgumentError
 
@@ -33,6 +35,8 @@ class LayerShape:
         dtype: of an element.
         window: tokens that a query sees, its own included; None: all.
         chunk: it sees those of its own chunk of so many tokens; None: there are no chunks.
+        value_dim: of a latent, which is one row a token, how many of its first numbers are the
+            value; None: it has keys and values.
     """
 
     num_kv_heads: int
@@ -40,11 +44,20 @@ class LayerShape:
     dtype: torch.dtype
     window: int | None = None
     chunk: int | None = None
+    value_dim: int | None = None
+
+    @property
+    def slot(self) -> backends.KVLayout:
+        """What a slot of its cache holds. O(1)."""
+        value_dim, is_latent = self.value_dim or self.head_dim, self.value_dim is not None
+        return backends.KVLayout(
+            self.num_kv_heads, self.head_dim, value_dim, self.dtype, is_latent=is_latent
+        )
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value. O(1)."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(self.slot.row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +69,20 @@ class CacheLayout:
         windows: for each group the window of its layers; None: they have none.
         chunks: for each group their chunk likewise.
         places: for each layer its group, and its place in it.
-        place_bytes: for each place the bytes of a token, of the largest layer there.
+        place_bytes: for each place the bytes of a token in each of its memories (keys and values,
+            or latents alone), of the largest layer there.
     """
 
     layers: tuple[LayerShape, ...]
     windows: tuple[int | None, ...]
     chunks: tuple[int | None, ...]
     places: tuple[tuple[int, int], ...]
-    place_bytes: tuple[int, ...]
+    place_bytes: tuple[tuple[int, ...], ...]
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a token in one block: of every place. O(num_places)."""
-        return sum(self.place_bytes)
+        return sum(map(sum, self.place_bytes))
 
     @property
     def token_bytes(self) -> int:
@@ -118,14 +132,15 @@ def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
     depth = _depth([len(numbers) for _, numbers in ordered])
     groups: list[tuple[int, int]] = []
     places = [(0, 0)] * len(layers)
-    place_bytes = [0] * depth
+    place_bytes: list[tuple[int, ...]] = [()] * depth
     for kind, numbers in ordered:
         for index, number in enumerate(numbers):
             place = index % depth
             if place == 0:
                 groups.append(kind)
             places[number] = (len(groups) - 1, place)
-            place_bytes[place] = max(place_bytes[place], layers[number].token_bytes)
+            sizes = zip_longest(place_bytes[place], layers[number].slot.row_bytes, fillvalue=0)
+            place_bytes[place] = tuple(max(pair) for pair in sizes)
     chunks, windows = ([size or None for size in sizes] for sizes in zip(*groups, strict=True))
     return CacheLayout(
         tuple(layers), tuple(windows), tuple(chunks), tuple(places), tuple(place_bytes)

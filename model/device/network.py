@@ -11,15 +11,17 @@ Does not know: requests, sampling, how many blocks there are and why, why a step
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 import backends
-from model.device.attention import AttentionTerms, PagedPass
+from model.device.attention import PagedPass
 from model.device.batch import StepTensors
 from model.device.fx_trace import Captured, capture
 from model.device.kv_caches import KVCaches
+from model.device.latents import absorb
 from model.device.layout import plan_layout
 from model.device.piecewise import Segmented, compile_segments
 from model.device.probes import check_tokens_alone, probe_layers
@@ -34,15 +36,15 @@ class _Noting:
     """A pass that stores nothing and notes how each layer attends."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, tuple[int, torch.dtype, AttentionTerms]] = {}
+        self.calls: dict[int, tuple[int, torch.dtype, backends.AttentionTerms]] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Note the call; zeros."""
-        del key, value
+        del key
         self.calls[layer] = (query.shape[1], query.dtype, terms)
-        return torch.zeros_like(query)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 class PagedNetwork:
@@ -63,6 +65,7 @@ class PagedNetwork:
         self._network = model.network
         self._backend = backend
         self.rope = rope_switch(self._network)
+        absorb(self._network, backend.capabilities.max_latent_dim)
         shapes = probe_layers(self._network, backend.device)
         longest = model.max_positions or _POSITIONS
         check_tokens_alone(self._network, backend.device, longest, self.rope)
@@ -172,26 +175,12 @@ class PagedNetwork:
             self._network(input_ids=token, position_ids=token, use_cache=False, paged=noting)
         calls: dict[object, backends.LayerCall] = {}
         for layer, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
-            k_cache, v_cache = self.caches.layers[layer]
-            kind = (
-                num_q_heads,
-                dtype,
-                k_cache.shape,
-                k_cache.stride(),
-                k_cache.dtype,
-                self.layout.layers[layer].window,
-            )
+            cache, window = self.caches.layers[layer], self.layout.layers[layer].window
+            shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
+            kind = (num_q_heads, dtype, *shapes, cache.layout, window)
             calls.setdefault(
                 (*kind, terms.soft_cap, terms.sinks is None),
-                backends.LayerCall(
-                    num_q_heads,
-                    dtype,
-                    k_cache,
-                    v_cache,
-                    window=self.layout.layers[layer].window,
-                    soft_cap=terms.soft_cap,
-                    sinks=terms.sinks,
-                ),
+                backends.LayerCall(num_q_heads, dtype, cache, replace(terms, window=window)),
             )
         return tuple(calls.values())
 

@@ -6,7 +6,7 @@ Decides: how a network runs. Kernels are compiled in any case. Then, unless it i
 |---|---|---|
 | its operations without its modules (`fx_trace.py`) | always | where asked for, and it is small |
 | in compiled pieces (`piecewise.py`) | where asked for | never |
-| decode steps as CUDA graphs (`cuda_graphs.py`) | always | never |
+| steps as CUDA graphs (`cuda_graphs.py`), up to some thousand tokens | always | never |
 
 A network that looks at values cannot be captured, and then nothing else is done, because a graph
 would replay what it decided once.
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from model.control.config import EngineConfig
-from model.device.cuda_graphs import DecodeGraphs
+from model.device.cuda_graphs import StepGraphs
+from model.device.draw_graphs import DrawGraphs
 from model.device.network import PagedNetwork
 from model.device.piecewise import compiled, mark_dynamic
 from model.device.profile import largest_step
@@ -32,6 +33,10 @@ from model.errors import InvalidArgumentError, UnsupportedModelError
 
 _SMALL_PARAMETERS = 32_000_000
 _COMPILED_TOKENS = 512
+_LAUNCH_S = 5e-4  # what a host takes for the launches of a layer
+_FLOPS = 6e14  # of a GPU, in products
+_LEAST_TOKENS = 256
+_MOST_TOKENS = 8192
 
 
 def is_small(num_parameters: int) -> bool:
@@ -45,12 +50,12 @@ class Prepared:
 
     Attributes:
         how: in words.
-        graphs: of decode steps, to be replayed; None: there are none.
+        graphs: of steps, to be replayed; None: there are none.
         sums_of: `sampling.chunk_sums`, or what that was compiled to.
     """
 
     how: str
-    graphs: DecodeGraphs | None = None
+    graphs: StepGraphs | None = None
     sums_of: ChunkSums = chunk_sums
 
 
@@ -82,22 +87,33 @@ def prepare_network(
         return replace(prepared, how=f"{prepared.how}, no graphs of attention in chunks")
     num_slots = (network.num_blocks - 1) * config.block_size
     longest = min(max_model_len or num_slots, num_slots)
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         network,
         drawn,
         [-(-longest // config.block_size)] * len(network.layout.windows),
         config.block_size,
         config.max_num_seqs,
+        recorded_tokens(network.num_parameters, len(network.layout.layers), config),
+        DrawGraphs(max(2, config.max_num_seqs), network.device, prepared.sums_of),
     )
     try:
         num_graphs = graphs.record()
     except torch.cuda.OutOfMemoryError as error:
         raise InvalidArgumentError(
-            "kv_memory_fraction: the cache leaves no memory for the graphs of decode steps: give "
+            "kv_memory_fraction: the cache leaves no memory for the graphs of steps: give "
             "it less, or run the network as it is"
         ) from error
     how = f"{prepared.how}, {num_graphs} graphs"
     return Prepared(how, graphs, prepared.sums_of)
+
+
+def recorded_tokens(num_parameters: int, num_layers: int, config: EngineConfig) -> int:
+    """The most tokens of a step that is recorded: with more the host launches while the GPU works.
+
+    O(1). Launching takes a time a layer, computing a time a weight and token.
+    """
+    launching = num_layers * _LAUNCH_S * _FLOPS / (2 * num_parameters)
+    return min(config.max_num_batched_tokens, max(_LEAST_TOKENS, int(launching)), _MOST_TOKENS)
 
 
 def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from model.device.attention import IMPLEMENTATION, AttentionTerms, attend
+import backends
+from model.device.attention import IMPLEMENTATION, attend
 from model.device.layout import LayerShape
 from model.device.rope import RopeSwitch
 from model.device.sight import MaskFunction, Sight, sight_of
@@ -59,10 +60,9 @@ class Probe:
         self.sights[layer] = self.known[made]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Note the layer's shape; zeros."""
-        del value
         if layer in self.shapes:
             raise UnsupportedModelError(f"layer {layer} attends twice in one pass")
         sight = self.sights.get(layer, Sight())
@@ -71,10 +71,15 @@ class Probe:
                 f"layer {layer} asks for a window of {terms.window}, and its mask is {sight}"
             )
         self.shapes[layer] = LayerShape(
-            key.shape[1], key.shape[2], key.dtype, sight.window, sight.chunk
+            key.shape[1],
+            key.shape[2],
+            key.dtype,
+            sight.window,
+            sight.chunk,
+            value_dim=value.shape[2] if value.shape[2] < key.shape[2] else None,
         )
         self.soft_caps[layer] = terms.soft_cap
-        return torch.zeros_like(query)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
 class _Mask(Tensor):
@@ -216,13 +221,14 @@ class _Alone:
         self.noted: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Note a row; of every row something of its own."""
         self.noted[layer] = tuple(part[self._row].float() for part in (query, key, value))
         group = query.shape[1] // key.shape[1]
-        own = (key + value).repeat_interleave(group, 1)
-        return query * min(terms.scale, 1.0) + own
+        size = value.shape[2]
+        own = (key[..., :size] + value).repeat_interleave(group, 1)
+        return query[..., :size] * min(terms.scale, 1.0) + own
 
 
 _TOLERANCES = {torch.float32: 0.02, torch.float64: 0.02}

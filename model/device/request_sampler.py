@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.control.request import Request
+from model.device.draw_graphs import DrawGraphs, Place, RowTerms, row_terms
 from model.device.grammars import Grammars
 from model.device.ranks import Ranks
 from model.device.sampler import (
@@ -114,13 +115,15 @@ class RequestSampler:
         self._seed = seed
         self._grammars = grammars
         self._sums_of: ChunkSums = chunk_sums
+        self._draws: DrawGraphs | None = None
         self._streams: dict[int, int] = {}
         self._counts = _TokenCounts(vocab_size, device)
-        self._terms = _StepTerms((), None, (), np.zeros(0, np.uint64), None, None)
+        self._terms = _StepTerms((), None, (), np.zeros(0, np.uint64), None, None, None)
 
-    def use(self, sums_of: ChunkSums) -> None:
-        """Sum with this in place of `chunk_sums` from now on. O(1)."""
+    def use(self, sums_of: ChunkSums, draws: DrawGraphs | None = None) -> None:
+        """Sum with this in place of `chunk_sums`, and replay what was recorded. O(1)."""
         self._sums_of = sums_of
+        self._draws = draws
 
     def draw(
         self,
@@ -128,6 +131,7 @@ class RequestSampler:
         sampling: tuple[Request, ...],
         most_likely: tuple[Tensor, Tensor] | None = None,
         newest: Callable[[], Mapping[int, int | None]] = dict,
+        place: Place | None = None,
     ) -> Drawn:
         """Choose a token for each request. O(requests * vocab_size).
 
@@ -138,6 +142,8 @@ class RequestSampler:
             sampling: whose they are; none of them knows its next token.
             most_likely: `logits.max(dim=-1)`, if that is known.
             newest: waits for the last token of those that have not been told theirs.
+            place: where the logits lie, if draws from there may be recorded; then tokens are valid
+                until the next call.
         """
         if not sampling:  # and still something to wait for
             return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
@@ -151,10 +157,14 @@ class RequestSampler:
             best, tokens = best.where(~best.isfinite(), likely[0]), likely[1]
         if terms.draws is not None:
             indexes = np.array([request.num_output_tokens for request in terms.drawing])
-            numbers = torch.from_numpy(uniforms(terms.streams, indexes)).unsqueeze(-1)
-            if self._device.type == "cuda":
-                numbers = numbers.pin_memory().to(self._device, non_blocking=True)
-            tokens = choose(adjusted, likely, terms.draws, numbers, self._sums_of)
+            numbers = uniforms(terms.streams, indexes)
+            if place is not None and self._draws is not None and terms.recorded is not None:
+                tokens = self._draws.choose(place, terms.recorded, numbers)
+            else:
+                own = torch.from_numpy(numbers).unsqueeze(-1)
+                if self._device.type == "cuda":
+                    own = own.pin_memory().to(self._device, non_blocking=True)
+                tokens = choose(adjusted, likely, terms.draws, own, self._sums_of)
         if self._ranks is not None:
             tokens = self._ranks.shared(tokens)
         if terms.changes is not None:
@@ -189,6 +199,7 @@ class RequestSampler:
             draw_terms(drawing, own, rows, self._vocab_size, device) if drawing else None,
             tuple([sampling[row] for row in drawing]),
             np.array(streams, np.uint64),
+            None if changed else row_terms([r.params for r in sampling], self._vocab_size),
             self._changes(changed, sampling) if changed else None,
             _Telling(telling, sampling, device) if telling else None,
         )
@@ -213,6 +224,7 @@ class _StepTerms:
         draws: the terms of those that draw; None: none does.
         drawing: those.
         streams: where their numbers start.
+        recorded: of all rows, where they may be drawn as was recorded; else None.
         changes: to the logits; None: none is changed.
         telling: who is told how likely a token was; None: none.
     """
@@ -221,6 +233,7 @@ class _StepTerms:
     draws: DrawTerms | None
     drawing: tuple[Request, ...]
     streams: NDArray[np.uint64]
+    recorded: RowTerms | None
     changes: "_Changes | None"
     telling: "_Telling | None"
 

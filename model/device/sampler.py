@@ -22,9 +22,12 @@ device but reading what was drawn.
 Does not know: requests, text, where the logits come from (`request_sampler.py` changes them).
 """
 
+import functools
 import hashlib
 import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +44,7 @@ _CHUNK = 256
 _SCALE = 2.0**35  # 2**18 tokens of it are less than 2**53
 _FINE = 17  # bits of a threshold below one
 _BITS = 11  # of each of its two histograms: what lies 2**5 below weighs nothing
-_PIECE = 2**19  # logits that a CPU works on at once, so that they stay in its caches
+_PIECE = 2**19  # logits that a core works on at once, so that they stay in its caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ class Cut:
     Attributes:
         rows: int64 [num_cut], which of those that draw; None: all.
         top_p: float64 [num_cut, 1].
-        top_k: int64 [num_cut, 1].
+        top_k: int64 [num_cut, 1]; 0: there is none.
         most: the largest top_k, or a little more; 0: there is none, they are cut by mass alone.
     """
 
@@ -153,14 +156,22 @@ def draw_terms(
                     most=min(vocab_size, 1 << (max(ranks) - 1).bit_length()) if has_rank else 0,
                 )
             )
-    sharpness = [min(max(1 / how.temperature, 1e-30), 1e30) for how in params]
-    reach = [-math.log(how.min_p) if how.min_p else math.inf for how in params]
     return DrawTerms(
         rows=None if len(rows) == num_rows else index_of(rows, device),
-        sharpness=column(sharpness, device, torch.float32),
-        reach=column(reach, device, torch.float32),
+        sharpness=column([sharpness_of(how) for how in params], device, torch.float32),
+        reach=column([reach_of(how) for how in params], device, torch.float32),
         cuts=tuple(cuts),
     )
+
+
+def sharpness_of(params: SamplingParams) -> float:
+    """One over a temperature above 0. O(1)."""
+    return min(max(1 / params.temperature, 1e-30), 1e30)
+
+
+def reach_of(params: SamplingParams) -> float:
+    """How far below the most likely a token may lie by min_p. O(1)."""
+    return -math.log(params.min_p) if params.min_p else math.inf
 
 
 def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
@@ -301,13 +312,14 @@ def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranked_reach(logits: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Tensor:
-    """How far the last token lies that top_k, then top_p leave: [num_rows, 1]."""
+    """How far the last token lies that top_k, then top_p leave: [num_rows, 1]; inf without one."""
     distances = _distances(logits.topk(cut.most).values, best, sharpness)
     ranks = torch.arange(cut.most, device=logits.device)
     weights = _weights(distances).double().masked_fill(ranks >= cut.top_k, 0.0)
     cumulative = weights.cumsum(dim=-1)
     last = torch.searchsorted(cumulative, cut.top_p * cumulative[:, -1:])
-    return distances.gather(1, last.clamp(max=cut.most - 1))
+    reach = distances.gather(1, last.clamp(max=cut.most - 1))
+    return reach.masked_fill(cut.top_k == 0, torch.inf)
 
 
 def _nuclear_reach(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor) -> Tensor:
@@ -334,12 +346,27 @@ def _nuclear_reach_of(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Te
 
 
 def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
-    """A computation a row; a CPU does so many rows at once that they stay in its caches."""
+    """A computation a row; each core of a CPU does so many rows at once that they stay in caches.
+
+    Rows are dealt out, because torch would cut each small operation among its threads: they would
+    wait for each other hundreds of times, and on a busy machine each wait may be a time slice.
+    """
     count = max(1, _PIECE // logits.shape[-1])
     if logits.device.type != "cpu" or count >= len(logits):
         return compute(logits, *columns)
     pieces = zip(*(torch.split(tensor, count) for tensor in (logits, *columns)), strict=True)
-    return torch.cat([compute(*piece) for piece in pieces])
+    workers = _workers(torch.get_num_threads())
+    return torch.cat(list(workers.map(lambda piece: compute(*piece), pieces)))
+
+
+@functools.cache
+def _workers(count: int) -> ThreadPoolExecutor:
+    """Threads in each of which torch uses one; made once."""
+    workers = ThreadPoolExecutor(count, "sampler", torch.set_num_threads, (1,))
+    all_are_there = threading.Barrier(count)
+    list(workers.map(lambda _: all_are_there.wait(), range(count)))
+    torch.set_num_threads(count)  # of threads to come they have changed it
+    return workers
 
 
 def column(

@@ -103,28 +103,26 @@ class SanitizedBackend:
     def store_kv(
         self,
         key: Tensor,
-        value: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        value: Tensor | None,
+        cache: backends.KVCache,
         slot_mapping: Tensor,
-        **scales: Tensor | None,
     ) -> None:
         """Store, and see that it is there and nothing else has changed. O(slots of the cache)."""
-        self._has_nan |= bool((key.isnan().any() | value.isnan().any()).item())
-        before = _marks(k_cache), _marks(v_cache)
-        self._inner.store_kv(key, value, k_cache, v_cache, slot_mapping, **scales)
+        rows = [key] if value is None else [key, value]
+        self._has_nan |= any(bool(each.isnan().any().item()) for each in rows)
+        before = [_marks(tensor) for tensor in cache.tensors]
+        self._inner.store_kv(key, value, cache, slot_mapping)
         slots = slot_mapping[slot_mapping >= 0]
         others = torch.ones(before[0].numel(), dtype=torch.bool, device=slots.device)
         others[slots] = False
-        for name, cache, was, given in (
-            ("key", k_cache, before[0], key),
-            ("value", v_cache, before[1], value),
+        for name, tensor, was, given in zip(
+            ("key", "value"), cache.tensors, before, rows, strict=False
         ):
-            strays = ((_marks(cache) != was) & others).nonzero().flatten().tolist()
+            strays = ((_marks(tensor) != was) & others).nonzero().flatten().tolist()
             if strays:
                 self.shadow.fail_kernel(f"store_kv wrote a {name} into slot {strays[0]}, unasked")
-            if cache.dtype == given.dtype:
-                stored = cache.reshape(-1, *cache.shape[2:])[slots]
+            if tensor.dtype == given.dtype:
+                stored = tensor.reshape(-1, *tensor.shape[2:])[slots]
                 wanted = given[slot_mapping >= 0]
                 wrong = ((stored != wanted) & ~wanted.isnan()).flatten(1).any(1).nonzero()
                 if len(wrong):
@@ -134,13 +132,12 @@ class SanitizedBackend:
     def paged_attention(
         self,
         query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: backends.KVCache,
         batch: backends.PagedBatch,
-        **terms: object,
+        terms: backends.AttentionTerms,
     ) -> Tensor:
         """Attend, and see that no slot was read that nobody has written. O(output)."""
-        out = self._inner.paged_attention(query, k_cache, v_cache, batch, **terms)  # type: ignore[arg-type]
+        out = self._inner.paged_attention(query, cache, batch, terms)
         rows = out[: int(batch.query_start_loc[-1].item())]
         if not self._has_nan and bool(rows.isnan().any().item()):
             row = rows.isnan().flatten(1).any(1).nonzero()[0].item()
@@ -160,7 +157,7 @@ def _poison(caches: KVCaches, blocks: list[int] | None) -> None:
     """Let slots hold NaN: of some blocks, or of all."""
     if blocks is not None and not blocks:
         return
-    for pair in caches.layers:
-        for cache in pair:
-            if cache.is_floating_point():
-                cache[slice(None) if blocks is None else blocks] = float("nan")
+    for cache in caches.layers:
+        for tensor in cache.tensors:
+            if tensor.is_floating_point():
+                tensor[slice(None) if blocks is None else blocks] = float("nan")

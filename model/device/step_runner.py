@@ -21,7 +21,7 @@ import kvcore
 from model.control.request import Request
 from model.control.step import Step
 from model.device.batch import BatchBuilder, StepTensors, chosen_ids
-from model.device.cuda_graphs import DecodeGraphs
+from model.device.cuda_graphs import Passed, StepGraphs
 from model.device.network import PagedNetwork
 from model.device.prepare import Prepared
 from model.device.request_sampler import Chance, Drawn, RequestSampler
@@ -74,6 +74,7 @@ class StepPasses:
         max_sampled: rows that a step may draw, if the next one is to be sent before they are read.
         is_late: whether that happens.
         sanitizer: the backend, if it is to check each step.
+        drawn: where what a step draws is kept, if others do so too; None: in its own.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StepPasses:
         max_sampled: int,
         is_late: bool,
         sanitizer: SanitizedBackend | None = None,
+        drawn: Tensor | None = None,
     ) -> None:
         self._network = network
         self._sanitizer = sanitizer
@@ -96,8 +98,10 @@ class StepPasses:
             BatchBuilder(network.device, len(groups), chunks) for _ in range(1 + is_late)
         ]
         self._is_late = is_late
-        self._drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
-        self._graphs: DecodeGraphs | None = None
+        if drawn is None:
+            drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
+        self._drawn = drawn
+        self._graphs: StepGraphs | None = None
 
     @property
     def drawn(self) -> Tensor:
@@ -107,7 +111,8 @@ class StepPasses:
     def use(self, prepared: Prepared) -> None:
         """Run as it was prepared from now on. O(1)."""
         self._graphs = prepared.graphs
-        self._sampler.use(prepared.sums_of)
+        draws = None if prepared.graphs is None else prepared.graphs.draws
+        self._sampler.use(prepared.sums_of, draws)
 
     def can_read_late(self, sampling: Sequence[Request]) -> bool:
         """Whether the next step may be sent before these get their tokens. O(1)."""
@@ -140,22 +145,23 @@ class StepPasses:
             self._sanitizer.begin_step(step, tensors, network.caches, network.layout.chunks)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
-            logits, most_likely = self._pass(step, tensors)
+            passed = self._pass(tensors)
         watch.done(FORWARD)
         newest = dict if before is None else before.read
         with watch.on_device(SAMPLE):
-            drawn = self._sampler.draw(logits, sampling, most_likely, newest)
+            drawn = self._sampler.draw(
+                passed.logits, sampling, passed.most_likely, newest, passed.place
+            )
             if self.can_read_late(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
         return Flight(sampling, drawn)
 
-    def _pass(
-        self, step: Step, tensors: StepTensors
-    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        if self._graphs is not None and self._graphs.fits(step):
-            return self._graphs.replay(tensors)
+    def _pass(self, tensors: StepTensors) -> Passed:
+        bucket = None if self._graphs is None else self._graphs.bucket_of(tensors)
+        if self._graphs is not None and bucket is not None:
+            return self._graphs.replay(tensors, bucket)
         tensors = tensors.to(self._network.device)
         if tensors.sources is not None:
             ids = chosen_ids(tensors.input_ids, tensors.sources, self._drawn)
             tensors = dataclasses.replace(tensors, input_ids=ids, sources=None)
-        return self._network.logits(tensors), None
+        return Passed(self._network.logits(tensors))

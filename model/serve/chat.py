@@ -104,11 +104,7 @@ def chat(service: Service) -> APIRouter:
         except InvalidArgumentError as error:
             raise api_error(error, names) from error
         asked = Asked(
-            prompts=[prompt],
-            params=params,
-            num_samples=body.num_samples,
-            priority=body.priority or 0,
-            namespace=body.namespace,
+            submissions=[body.submission(prompt, params)],
             streams=bool(body.stream),
             names=names,
         )

@@ -118,11 +118,7 @@ def completions(service: Service) -> APIRouter:
         except InvalidArgumentError as error:
             raise api_error(error, names) from error
         asked = Asked(
-            prompts=prompts,
-            params=params,
-            num_samples=body.num_samples,
-            priority=body.priority or 0,
-            namespace=body.namespace,
+            submissions=[body.submission(prompt, params) for prompt in prompts],
             streams=bool(body.stream),
             names=names,
         )

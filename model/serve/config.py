@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from model.control.settings import check_settings, setting
 from model.errors import InvalidArgumentError
+from model.pace import STREAM_SHARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,13 @@ class ServeConfig:
         1024,
         help="requests that may wait beside those that run; more are told to come again",
         least=0,
+    )
+    stream_share: float = setting(
+        STREAM_SHARE,
+        help="the most of the time that sending streamed tokens may take; where many streams would "
+        "take more, several tokens of each go together (1: each goes at once)",
+        above=0,
+        most=1,
     )
     max_request_bytes: int = setting(4 << 20, help="the largest request", least=1, unit="bytes")
     request_timeout_s: float = setting(

@@ -16,23 +16,19 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-import kvcore
 from model.async_engine import AsyncEngine
-from model.control.params import SamplingParams
 from model.control.request import FinishReason
+from model.control.submission import Submission
 from model.errors import ModelError
 from model.serve.errors import ApiError, api_error
 from model.serve.protocol import PromptTokensDetails, Usage
 from model.token_stream import Delta, TokenStream
-
-if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from model.engine import Prompt
 
 CLIENT_GONE = 499
 """The status in the access log of an answer that nobody waited for, as nginx has it."""
@@ -40,23 +36,15 @@ CLIENT_GONE = 499
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a request asks of the engine.
+    """What a request asks.
 
     Attributes:
-        prompts: each is continued `num_samples` times.
-        params: of every sample.
-        num_samples: likewise.
-        priority: likewise.
-        namespace: likewise.
+        submissions: of the engine.
         streams: whether pieces are sent as they come.
         names: the request's names for what the runner calls otherwise.
     """
 
-    prompts: Sequence[Prompt]
-    params: SamplingParams
-    num_samples: int
-    priority: int
-    namespace: kvcore.Namespace
+    submissions: Sequence[Submission]
     streams: bool
     names: dict[str, str]
 
@@ -135,13 +123,7 @@ async def answer(request: Request, engine: AsyncEngine, asked: Asked, form: Form
         ApiError: it is refused, or fails before anything was sent.
     """
     try:
-        stream = await engine.add_all(
-            asked.prompts,
-            asked.params,
-            num_samples=asked.num_samples,
-            priority=asked.priority,
-            namespace=asked.namespace,
-        )
+        stream = await engine.submit(*asked.submissions)
     except ModelError as error:
         raise api_error(error, asked.names) from error
     if asked.streams:

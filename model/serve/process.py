@@ -8,7 +8,6 @@ Does not know: how requests are answered.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -54,7 +53,10 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         return made
 
     engine = AsyncEngine(
-        make, max_waiting=options.serve.max_waiting, announce=announces(options.serve)
+        make,
+        max_waiting=options.serve.max_waiting,
+        stream_share=options.serve.stream_share,
+        announce=announces(options.serve),
     )
     with _log_to(options.serve.access_log) as log:
         app = create_app(engine, options.serve, log=log)
@@ -101,7 +103,6 @@ async def _run(
     try:
         await _first_of(engine.ready(), asked.wait(), serving)
         if engine.health.is_ready:
-            gc.freeze()  # what was loaded stays: a large body would have it looked through again
             say(f"{address_of(listener, config)}: ready in {time.monotonic() - began_s:.1f} s")
             await _first_of(asked.wait(), serving)
             say(f"draining: {engine.num_open} requests")

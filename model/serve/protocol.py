@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 import kvcore
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
+from model.control.submission import Prompt, Submission
 from model.serve.bounds import Text, check_sizes, checked_prompt, with_one_stranger
 from model.serve.errors import ApiError
 
@@ -163,10 +164,15 @@ class GenerationRequest(_Strict):
                 return self.response_format.grammar
         return None
 
-    @property
-    def namespace(self) -> kvcore.Namespace:
-        """With whom it shares what is computed of its prompt. O(salt)."""
-        return kvcore.Namespace(salt=(self.cache_salt or "").encode())
+    def submission(self, prompt: Prompt, params: SamplingParams) -> Submission:
+        """What it asks of the engine for a prompt. O(salt)."""
+        return Submission(
+            prompt,
+            params,
+            num_samples=self.num_samples,
+            priority=self.priority or 0,
+            namespace=kvcore.Namespace(salt=(self.cache_salt or "").encode()),
+        )
 
     @property
     def includes_usage(self) -> bool:

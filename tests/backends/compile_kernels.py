@@ -201,7 +201,7 @@ def check_moves(capability):
         "KEY_HEAD": 128, "VALUE_HEAD": 128, "K_STRIDES": (16384, 1024, 128),
         "V_STRIDES": (16384, 1024, 128), "BLOCK_SIZE": 16, "NUM_HEADS": 8, "HEAD_DIM": 128,
         "ALIGN": 16, "TOKENS": 1, "HEADS": 8, "WIDTH": 128, "E4M3": False,
-        "NATIVE": capability >= 89, "K_SCALE": -1, "V_SCALE": -1,
+        "NATIVE": capability >= 89, "K_SCALE": -1, "V_SCALE": -1, "LATENT": False,
     }  # fmt: skip
     options = {"num_warps": store_kv.WARPS}
     made = make(store_kv._scatter, capability, "bf16", sizes, **options)

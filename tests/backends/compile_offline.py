@@ -218,9 +218,7 @@ def check_hopper(case, *, planned):
     loops = made.loops()
     assert len(loops) == shape.groups * (3 if case.features else 2), len(loops)
     for loop in loops:
-        check_overlap(
-            loop, products=count_products(case, shape)
-        )
+        check_overlap(loop, products=count_products(case, shape))
 
 
 def count_products(case, shape):

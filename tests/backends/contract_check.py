@@ -5,18 +5,19 @@ a forgotten part of that look would show. In Triton's interpreter.
 """
 
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 import backends
 from backends import InvalidArgumentError
-from tests.backends.test_contract import BAD_ATTENTION, _attention_arguments, _ints
+from tests.backends.test_contract import BAD_ATTENTION, BAD_STORES, _attend, _ints, _store
 
 TRITON = backends.get_backend("triton")
 
 
-def refused(operation, arguments, name):
+def refused(operation, name, **arguments):
     with pytest.raises(InvalidArgumentError) as caught:
         operation(**arguments)
     assert caught.value.argument == name, caught.value
@@ -25,38 +26,20 @@ def refused(operation, arguments, name):
 def check_attention():
     def again():
         for change in ({}, {"window": 2}, {"soft_cap": 1.0}, {"sinks": torch.zeros(6)}):
-            TRITON.paged_attention(**_attention_arguments(**change))
+            _attend(TRITON, **change)
 
     again()
     for change, name, _ in BAD_ATTENTION:
-        quantised = "k_cache" in change and change["k_cache"].dtype == torch.float8_e4m3fn
         if "[" not in name:  # of values the GPU backend sees nothing
-            claimed = not quantised or torch.float8_e4m3fn in TRITON.capabilities.quantised
-            arguments = _attention_arguments(**change)
-            refused(TRITON.paged_attention, arguments, name if claimed else "k_cache")
+            refused(partial(_attend, TRITON), name, **change)
     again()
 
 
 def check_store():
-    arguments = {
-        "key": torch.ones(2, 2, 8),
-        "value": torch.ones(2, 2, 8),
-        "k_cache": torch.zeros(5, 4, 2, 8),
-        "v_cache": torch.zeros(5, 4, 2, 8),
-        "slot_mapping": torch.tensor([0, 3]),
-    }
-    for change, name in (
-        ({"slot_mapping": _ints(1, 2)}, "slot_mapping"),
-        ({"slot_mapping": torch.tensor([1, 2, 3])}, "key"),
-        ({"key": torch.ones(2, 3, 8)}, "key"),
-        ({"key": torch.ones(2, 2, 16)[..., ::2]}, "key"),
-        ({"value": torch.ones(2, 2, 8).half()}, "value"),
-        ({"v_cache": torch.ones(5, 4, 2, 9)}, "v_cache"),
-        ({"v_scale": torch.ones(1)}, "v_scale"),
-        ({"key": [1.0]}, "key"),
-    ):
-        TRITON.store_kv(**arguments)
-        refused(TRITON.store_kv, arguments | change, name)
+    for change, name in BAD_STORES:
+        if "[" not in name:
+            _store(TRITON)
+            refused(partial(_store, TRITON), name, **change)
 
 
 def check_slots():
@@ -74,7 +57,7 @@ def check_slots():
         ({"block_table": _ints(1, 2)}, "block_table"),
     ):
         TRITON.compute_slot_mapping(**arguments)
-        refused(TRITON.compute_slot_mapping, arguments | change, name)
+        refused(TRITON.compute_slot_mapping, name, **(arguments | change))
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def compare_stored():
     caches = []
     for backend in (TRITON, NUMBA):
         pair = [torch.zeros(25, 4, 3, 24, dtype=torch.float8_e4m3fn) for _ in range(2)]
-        backend.store_kv(rows, rows.flip(0), *pair, slots, k_scale=scales, v_scale=scales[:1])
+        backend.store_kv(rows, rows.flip(0), backends.KVCache(*pair, scales, scales[:1]), slots)
         caches.append(torch.stack([cache.view(torch.uint8) for cache in pair]))
     assert torch.equal(caches[0], caches[1])
     assert len(caches[0].unique()) > 200

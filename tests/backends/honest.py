@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backends import Capabilities, PagedBatch
+from backends import AttentionTerms, Capabilities, KVCache, PagedBatch
 
 
 class HonestBackend:
@@ -21,19 +21,17 @@ class HonestBackend:
         max_group_size=64,
         features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
         quantised=(torch.float8_e4m3fn,),
+        max_latent_dim=64,
     )
 
-    def store_kv(
-        self, key, value, k_cache, v_cache, slot_mapping, *, k_scale=None, v_scale=None
-    ) -> None:
-        if k_cache.dtype == torch.float8_e4m3fn:
-            key, value = self.quantised(key, k_scale), self.quantised(value, v_scale)
-            k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
-        for i, slot in enumerate(slot_mapping.tolist()):
-            if self.stores(slot):
-                where = self.place(slot, k_cache.shape[1])
-                k_cache[where] = key[i]
-                v_cache[where] = value[i]
+    def store_kv(self, key, value, cache, slot_mapping) -> None:
+        given = ((key, cache.k, cache.k_scale), (value, cache.v, cache.v_scale))
+        for rows, tensor, scale in given[: len(cache.tensors)]:
+            if tensor.dtype == torch.float8_e4m3fn:
+                rows, tensor = self.quantised(rows, scale), tensor.view(torch.uint8)  # noqa: PLW2901
+            for i, slot in enumerate(slot_mapping.tolist()):
+                if self.stores(slot):
+                    tensor[self.place(slot, tensor.shape[1])] = rows[i]
 
     def quantised(self, rows: Tensor, scale: Tensor | None) -> Tensor:
         """Rows as bytes of e4m3; torch rounds to even."""
@@ -75,32 +73,27 @@ class HonestBackend:
     def paged_attention(
         self,
         query: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: KVCache,
         batch: PagedBatch,
+        terms: AttentionTerms,
         *,
-        scale: float,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        sinks: Tensor | None = None,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        batch_invariant: bool = False,
         out: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty_like(query) if out is None else out
-        k_cache, v_cache = self.widened(k_cache, k_scale), self.widened(v_cache, v_scale)
+        if out is None:
+            out = query.new_empty(*query.shape[:2], cache.v.shape[3])
+        k_cache = self.widened(cache.k, cache.k_scale)
+        v_cache = self.widened(cache.v, cache.v_scale)
         starts = batch.query_start_loc.tolist()
         for s, length in enumerate(batch.seq_lens.tolist()):
             for row in range(starts[s], starts[s + 1]):
                 position = self.position(length, starts[s + 1] - starts[s], row - starts[s])
-                first, last = self.seen(position, window, k_cache.shape[1])
+                first, last = self.seen(position, terms.window, k_cache.shape[1])
                 keys = self.gather(k_cache, batch.block_table[self.table_row(s)], first, last)
                 values = self.gather(v_cache, batch.block_table[self.table_row(s)], first, last)
                 heads = self.kv_heads(query.shape[1], k_cache.shape[2])
                 logits = torch.einsum("hd,nhd->hn", query[row], keys[:, heads])
-                logits = self.shape_logits(logits, scale, soft_cap)
-                p = self.probabilities(logits, sinks)
+                logits = self.shape_logits(logits, terms.scale, terms.soft_cap)
+                p = self.probabilities(logits, terms.sinks)
                 out[row] = torch.einsum("hn,nhd->hd", p, values[:, heads])
         return out
 

@@ -13,7 +13,6 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import backends
-from backends import oracle
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import build
@@ -141,11 +140,8 @@ def check_merge(batch, items, work, found, pack=2, head_dim=8):
 def check_scale(case, scale):
     """Any finite scale, below 0 and 0 included."""
     backend, inputs = backends.get_backend("triton"), build(case, PLACE.device)
-    caches = (inputs.query, inputs.k_cache, inputs.v_cache, inputs.batch)
-    features = {"window": case.window, "soft_cap": case.soft_cap, "sinks": inputs.sinks}
-    expected = oracle.attention(*caches, scale=scale, **features)
-    out = backend.paged_attention(*caches, scale=scale, **features, out=inputs.out)
-    assert expected.worst_ratio(out) <= 1, (case.name, scale)
+    inputs = replace(inputs, terms=replace(inputs.terms, scale=scale))
+    assert inputs.expected().worst_ratio(inputs.run(backend)) <= 1, (case.name, scale)
 
 
 if __name__ == "__main__":

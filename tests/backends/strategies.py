@@ -15,12 +15,16 @@ def attention_cases(
     for _ in range(draw(st.integers(1, most_seqs))):
         length = draw(st.integers(0, longest))
         seqs.append((draw(st.integers(0, min(length, 20))), length))
+    head_dim, value_dim = draw(st.sampled_from(head_dims)), 0
+    if draw(st.integers(0, 3)) == 0:  # latents
+        value_dim = draw(st.integers(1, head_dim))
     return AttentionCase(
         name="random",
         seqs=tuple(seqs),
-        num_kv_heads=draw(st.integers(1, 3)),
+        num_kv_heads=1 if value_dim else draw(st.integers(1, 3)),
         group=draw(st.sampled_from((1, 2, 3, 4, 5, 8))),
-        head_dim=draw(st.sampled_from(head_dims)),
+        head_dim=head_dim,
+        value_dim=value_dim,
         block_size=draw(st.sampled_from((1, 2, 3, 4, 8, 16, 32))),
         dtype=draw(st.sampled_from(dtypes)),
         cache_dtype=kind,

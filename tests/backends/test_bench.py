@@ -53,10 +53,11 @@ def test_bytes_and_bandwidth_by_hand():
 @pytest.mark.parametrize("new", [1, 5])
 def test_what_is_compared_computes_the_same(new):
     case = DecodeCase(2, 40, num_q_heads=4, num_kv_heads=2, head_dim=16, new=new)
-    query, k_cache, v_cache, batch = case.inputs(torch.device("cpu"))
-    ours = backends.get_backend("numba").paged_attention(query, k_cache, v_cache, batch, scale=0.25)
+    query, cache, batch = case.inputs(torch.device("cpu"))
+    terms = backends.AttentionTerms(0.25)
+    ours = backends.get_backend("numba").paged_attention(query, cache, batch, terms)
     table = batch.block_table.long()
-    k, v = (cache[table].flatten(1, 2)[:, :40].transpose(1, 2) for cache in (k_cache, v_cache))
+    k, v = (each[table].flatten(1, 2)[:, :40].transpose(1, 2) for each in cache.tensors)
     rows = query.view(2, new, 4, 16).transpose(1, 2)
     mask = torch.ones(new, 40, dtype=torch.bool).tril(40 - new)
     theirs = torch.nn.functional.scaled_dot_product_attention(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import backends
-from backends import conformance
+from backends import KVCache, conformance
 from backends.conformance import __main__ as command_line
 from backends.conformance.relations import check_relations
 from tests.backends.honest import HonestBackend
@@ -126,30 +126,31 @@ class TakesTheFirstTable(HonestBackend):
 
 
 class SharesTheWholeOfTheFirstTable(HonestBackend):
-    def paged_attention(self, query, k_cache, v_cache, batch, **options):
+    def paged_attention(self, query, cache, batch, terms, *, out=None):
         if batch.shared_prefix is not None:
             table = batch.block_table[:1].expand_as(batch.block_table).contiguous()
             batch = dataclasses.replace(batch, block_table=table)
-        return super().paged_attention(query, k_cache, v_cache, batch, **options)
+        return super().paged_attention(query, cache, batch, terms, out=out)
 
 
 class WritesARowTooMany(HonestBackend):
     def paged_attention(self, *arguments, out=None, **options):
         out = super().paged_attention(*arguments, out=out, **options)
-        out[int(arguments[3].query_start_loc[-1]) :] = 0
+        out[int(arguments[2].query_start_loc[-1]) :] = 0
         return out
 
 
 class ScalesTheQueryInPlace(HonestBackend):
-    def paged_attention(self, query, *arguments, scale, **options):
-        query *= scale
-        return super().paged_attention(query, *arguments, scale=1.0, **options)
+    def paged_attention(self, query, cache, batch, terms, *, out=None):
+        query *= terms.scale
+        terms = dataclasses.replace(terms, scale=1.0)
+        return super().paged_attention(query, cache, batch, terms, out=out)
 
 
 class CleansTheCache(HonestBackend):
-    def paged_attention(self, query, k_cache, *arguments, **options):
-        k_cache.nan_to_num_(nan=0.0)
-        return super().paged_attention(query, k_cache, *arguments, **options)
+    def paged_attention(self, query, cache, *arguments, **options):
+        cache.k.nan_to_num_(nan=0.0)
+        return super().paged_attention(query, cache, *arguments, **options)
 
 
 class IgnoresOut(HonestBackend):
@@ -188,7 +189,7 @@ class SwapsBlockAndOffset(HonestBackend):
 
 class StoresKeysTwice(HonestBackend):
     def store_kv(self, key, value, *arguments, **options):
-        super().store_kv(key, key, *arguments, **options)
+        super().store_kv(key, key if value is not None else None, *arguments, **options)
 
 
 class ChangesTheKeys(HonestBackend):
@@ -198,10 +199,10 @@ class ChangesTheKeys(HonestBackend):
 
 
 class StoresANeighbour(HonestBackend):
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping, **options):
-        super().store_kv(key, value, k_cache, v_cache, slot_mapping, **options)
+    def store_kv(self, key, value, cache, slot_mapping):
+        super().store_kv(key, value, cache, slot_mapping)
         if len(slot_mapping):
-            v_cache.view(torch.uint8)[-1, -1, -1, -1] += 1
+            cache.tensors[-1].view(torch.uint8)[-1, -1, -1, -1] += 1
 
 
 class OverflowsToNan(HonestBackend):
@@ -242,8 +243,27 @@ class ReadsWithTheScaleOfTheFirstHead(HonestBackend):
 
 
 class SwapsTheScales(HonestBackend):
-    def paged_attention(self, *arguments, k_scale=None, v_scale=None, **options):
-        return super().paged_attention(*arguments, k_scale=v_scale, v_scale=k_scale, **options)
+    def paged_attention(self, query, cache, *arguments, **options):
+        if not cache.is_latent:
+            cache = dataclasses.replace(cache, k_scale=cache.v_scale, v_scale=cache.k_scale)
+        return super().paged_attention(query, cache, *arguments, **options)
+
+
+class TakesTheLastNumbersOfALatent(HonestBackend):
+    def paged_attention(self, query, cache, *arguments, **options):
+        if cache.is_latent:
+            values = cache.k[..., -cache.v.shape[3] :]
+            cache = KVCache(cache.k, cache.k)
+            object.__setattr__(cache, "v", values)
+        return super().paged_attention(query, cache, *arguments, **options)
+
+
+class StoresNoMoreOfALatentThanItsValue(HonestBackend):
+    def store_kv(self, key, value, cache, slot_mapping):
+        if cache.is_latent:
+            size = cache.v.shape[3]
+            key, cache = key[..., :size], KVCache(cache.v, cache.v, is_latent=True)
+        super().store_kv(key, value, cache, slot_mapping)
 
 
 class CopiesBackwards(HonestBackend):
@@ -309,6 +329,8 @@ SABOTAGE = {
     ReadsQuantisedUnscaled: "accuracy",
     ReadsWithTheScaleOfTheFirstHead: "accuracy",
     SwapsTheScales: "accuracy",
+    TakesTheLastNumbersOfALatent: "accuracy",
+    StoresNoMoreOfALatentThanItsValue: "store_kv",
     CopiesBackwards: "copy_blocks",
     CopiesTheFirstCacheAlone: "copy_blocks",
     LeavesSlotsUnpadded: "compute_slot_mapping",
@@ -346,9 +368,9 @@ class AssumesBlocksOfFour(HonestBackend):
 
 
 class ChangesWithCompany(HonestBackend):
-    def paged_attention(self, query, k_cache, v_cache, batch, *, scale, **options):
-        scale *= 1 + 0.01 * batch.num_seqs
-        return super().paged_attention(query, k_cache, v_cache, batch, scale=scale, **options)
+    def paged_attention(self, query, cache, batch, terms, *, out=None):
+        terms = dataclasses.replace(terms, scale=terms.scale * (1 + 0.01 * batch.num_seqs))
+        return super().paged_attention(query, cache, batch, terms, out=out)
 
 
 class LosesAPartOfTheSum(HonestBackend):
@@ -363,9 +385,9 @@ class LosesTheSmallestQuantisedValues(HonestBackend):
 
 
 class ChangesALittleWithCompany(HonestBackend):
-    def paged_attention(self, query, k_cache, v_cache, batch, *, scale, **options):
-        scale *= 1 + 1e-6 * (batch.num_seqs > 1)
-        return super().paged_attention(query, k_cache, v_cache, batch, scale=scale, **options)
+    def paged_attention(self, query, cache, batch, terms, *, out=None):
+        terms = dataclasses.replace(terms, scale=terms.scale * (1 + 1e-6 * (batch.num_seqs > 1)))
+        return super().paged_attention(query, cache, batch, terms, out=out)
 
 
 RELATIONS = {
@@ -378,6 +400,7 @@ RELATIONS = {
     IgnoresCausality: "one more token changes no earlier row",
     LosesAPartOfTheSum: "values plus one",
     InterleavesTheGroups: "grouped heads are repeated heads",
+    TakesTheLastNumbersOfALatent: "latents are keys whose first numbers are values",
     LosesTheSmallestQuantisedValues: "a quantised cache is the values it stands for",
 }
 

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 import backends
-from backends import InvalidArgumentError, PagedBatch, SharedPrefix, UnsupportedError
+from backends import (
+    AttentionTerms,
+    InvalidArgumentError,
+    KVCache,
+    KVLayout,
+    PagedBatch,
+    SharedPrefix,
+    UnsupportedError,
+)
 from backends.checks import check_paged_attention
 from backends.conformance.cases import bits
 from tests.backends.honest import HonestBackend
@@ -66,54 +74,72 @@ def test_a_batch_knows_its_sizes():
     assert (batch.num_seqs, batch.num_tokens, batch.device.type) == (2, 4, "cpu")
 
 
-def _attention_arguments(**changes):
-    cache = torch.zeros(5, 4, 2, 8)
-    arguments = {
-        "query": torch.zeros(4, 6, 8),
-        "k_cache": cache,
-        "v_cache": cache.clone(),
-        "batch": _batch(),
-        "scale": 1.0,
-        "out": torch.full((4, 6, 8), math.nan),
-    }
-    return arguments | changes
+def _attend(backend, **changes):
+    """Attention of arguments that keep the contract but for these; a cache that is all zeros."""
+    zeros = torch.zeros(5, 4, 2, 8)
+    given = {"query": torch.zeros(4, 6, 8), "batch": _batch(), "out": None}
+    given |= {"k": zeros, "v": zeros.clone(), "scale": 1.0} | changes
+
+    def record(kind):
+        names = (field.name for field in dataclasses.fields(kind))
+        return kind(**{name: given[name] for name in names if name in given})
+
+    cache, terms = record(KVCache), record(AttentionTerms)
+    return backend.paged_attention(given["query"], cache, given["batch"], terms, out=given["out"])
 
 
+def _store(backend, **changes):
+    given = {"key": torch.ones(2, 2, 8), "value": torch.ones(2, 2, 8)}
+    given |= {"k": torch.zeros(5, 4, 2, 8), "v": torch.zeros(5, 4, 2, 8)}
+    given |= {"slot_mapping": torch.tensor([0, 3])} | changes
+    scales = [given.get("k_scale"), given.get("v_scale")]
+    cache = KVCache(given["k"], given["v"], *scales, is_latent=given.get("is_latent", False))
+    before = [bits(tensor) for tensor in cache.tensors]
+    try:
+        backend.store_kv(given["key"], given["value"], cache, given["slot_mapping"])
+    except InvalidArgumentError:
+        after = [bits(tensor) for tensor in cache.tensors]
+        assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+        raise
+
+
+META, EMPTY = torch.zeros(5, 4, 2, 8, device="meta"), torch.zeros(0, 4, 2, 8)
 BAD_ATTENTION = [
     ({"query": torch.zeros(3, 6, 8)}, "query", r"shape \[4, any, 8\]"),
     ({"query": torch.zeros(4, 5, 8)}, "query", "a multiple of 2 heads"),
     ({"query": torch.zeros(4, 6, 8).double()}, "query", "torch.float32"),
     ({"query": torch.zeros(4, 6, 16)[..., ::2]}, "query", "a contiguous last dimension"),
     ({"query": torch.zeros(4, 6, 8, device="meta")}, "query", "device cpu"),
-    ({"k_cache": torch.zeros(5, 4, 16)}, "k_cache", "shape"),
-    ({"k_cache": torch.zeros(0, 4, 2, 8)}, "k_cache", "no empty dimension"),
-    ({"k_cache": torch.zeros(5, 4, 2, 8, device="meta")}, "k_cache", "device cpu"),
-    ({"v_cache": torch.zeros(5, 4, 2, 9)}, "v_cache", r"shape \[5, 4, 2, 8\]"),
-    ({"v_cache": torch.zeros(5, 4, 2, 8).half()}, "v_cache", "torch.float32"),
+    ({"k": torch.zeros(5, 4, 16)}, "cache.k", "shape"),
+    ({"k": EMPTY, "v": EMPTY}, "cache.k", "no empty dimension"),
+    ({"k": META, "v": META}, "cache.k", "device cpu"),
+    ({"k": torch.zeros(5, 4, 2, 8, device="meta")}, "cache.v", "device meta"),
+    ({"v": torch.zeros(5, 4, 2, 9)}, "cache.v", r"shape \[5, 4, 2, 8\]"),
+    ({"v": torch.zeros(5, 4, 2, 8).half()}, "cache.v", "torch.float32"),
     ({"batch": _batch(max_seq_len=9)}, "batch.block_table", "max_seq_len = 9"),
     ({"out": torch.zeros(4, 6, 9)}, "out", "shape"),
     ({"out": torch.zeros(4, 6, 8).half()}, "out", "torch.float32"),
-    ({"scale": math.nan}, "scale", "finite"),
-    ({"window": 0}, "window", "at least 1"),
-    ({"soft_cap": 0.0}, "soft_cap", "above 0"),
-    ({"soft_cap": math.inf}, "soft_cap", "finite"),
-    ({"sinks": torch.zeros(2)}, "sinks", r"shape \[6\]"),
-    ({"sinks": torch.zeros(6, dtype=torch.int32)}, "sinks", "floating"),
+    ({"scale": math.nan}, "terms.scale", "finite"),
+    ({"window": 0}, "terms.window", "at least 1"),
+    ({"soft_cap": 0.0}, "terms.soft_cap", "above 0"),
+    ({"soft_cap": math.inf}, "terms.soft_cap", "finite"),
+    ({"sinks": torch.zeros(2)}, "terms.sinks", r"shape \[6\]"),
+    ({"sinks": torch.zeros(6, dtype=torch.int32)}, "terms.sinks", "floating"),
 ]
 E4M3 = torch.zeros(5, 4, 2, 8, dtype=torch.float8_e4m3fn)
-QUANTISED = {"k_cache": E4M3, "v_cache": E4M3}
+QUANTISED = {"k": E4M3, "v": E4M3}
 BAD_ATTENTION += [
-    ({"k_scale": torch.ones(1)}, "k_scale", "None beside a cache of torch.float32"),
-    (QUANTISED | {"v_scale": torch.ones(3)}, "v_scale", r"shape \[1\] or \[2\]"),
-    (QUANTISED | {"v_scale": torch.ones(1, 2)}, "v_scale", r"shape \[any\]"),
-    (QUANTISED | {"k_scale": torch.ones(2).double()}, "k_scale", "torch.float32"),
-    (QUANTISED | {"k_scale": 1.0}, "k_scale", "a tensor, came float"),
-    (QUANTISED | {"k_scale": torch.ones(2, device="meta")}, "k_scale", "device cpu"),
-    (QUANTISED | {"k_scale": torch.tensor([1.0, 0.0])}, "k_scale[1]", "above 0"),
-    (QUANTISED | {"v_scale": torch.tensor([math.nan])}, "v_scale[0]", "finite"),
+    ({"k_scale": torch.ones(1)}, "cache.k_scale", "None beside a cache of torch.float32"),
+    (QUANTISED | {"v_scale": torch.ones(3)}, "cache.v_scale", r"shape \[1\] or \[2\]"),
+    (QUANTISED | {"v_scale": torch.ones(1, 2)}, "cache.v_scale", r"shape \[any\]"),
+    (QUANTISED | {"k_scale": torch.ones(2).double()}, "cache.k_scale", "torch.float32"),
+    (QUANTISED | {"k_scale": 1.0}, "cache.k_scale", "a tensor, came float"),
+    (QUANTISED | {"k_scale": torch.ones(2, device="meta")}, "cache.k_scale", "device cpu"),
+    (QUANTISED | {"k_scale": torch.tensor([1.0, 0.0])}, "cache.k_scale[1]", "above 0"),
+    (QUANTISED | {"v_scale": torch.tensor([math.nan])}, "cache.v_scale[0]", "finite"),
     (QUANTISED | {"query": torch.zeros(4, 6, 8).double()}, "query", "torch.bfloat16"),
     (QUANTISED | {"out": torch.zeros(4, 6, 8).half()}, "out", "torch.float32"),
-    ({"v_cache": E4M3}, "v_cache", "torch.float32"),
+    ({"v": E4M3}, "cache.v", "torch.float32"),
 ]
 TABLE = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
 BAD_VALUES = [
@@ -135,75 +161,104 @@ BAD_VALUES = [
 
 @pytest.mark.parametrize(("changes", "name", "wanted"), BAD_ATTENTION)
 def test_attention_refuses_a_bad_argument_and_writes_nothing(numba, changes, name, wanted):
-    arguments = _attention_arguments(**changes)
+    out = torch.full((4, 6, 8), math.nan)
     with pytest.raises(InvalidArgumentError, match=wanted) as caught:
-        numba.paged_attention(**arguments)
+        _attend(numba, **({"out": out} | changes))
     assert caught.value.argument == name
-    assert "out" in changes or arguments["out"].isnan().all()
+    assert out.isnan().all()
 
 
 @pytest.mark.parametrize(("batch", "name"), BAD_VALUES)
 def test_attention_on_the_cpu_refuses_a_bad_value_and_writes_nothing(numba, batch, name):
-    arguments = _attention_arguments(batch=batch)
+    out = torch.full((4, 6, 8), math.nan)
     with pytest.raises(InvalidArgumentError, match=name):
-        numba.paged_attention(**arguments)
-    assert arguments["out"].isnan().all()
+        _attend(numba, batch=batch, out=out)
+    assert out.isnan().all()
 
 
-def test_what_a_backend_cannot_do_is_unsupported_not_wrong(numba):
-    with pytest.raises(UnsupportedError, match=r"torch.float32.*came torch.float64"):
-        numba.paged_attention(
-            **_attention_arguments(
-                k_cache=torch.zeros(5, 4, 2, 8).double(), v_cache=torch.zeros(5, 4, 2, 8).double()
-            )
-        )
-    limited = HonestBackend()
-    limited.capabilities = dataclasses.replace(
-        limited.capabilities, max_head_dim=4, features=frozenset()
-    )
-    options = {"scale": 1.0, "window": None, "soft_cap": None, "sinks": None, "out": None}
-    arguments = _attention_arguments()
-    tensors = [arguments[name] for name in ("query", "k_cache", "v_cache", "batch")]
-    with pytest.raises(UnsupportedError, match="head_dim of at most 4"):
-        check_paged_attention(limited, *tensors, **options)
-    limited.capabilities = dataclasses.replace(
-        limited.capabilities, max_head_dim=8, max_group_size=2
-    )
-    with pytest.raises(UnsupportedError, match="at most 2 query heads"):
-        check_paged_attention(limited, *tensors, **options)
-    limited.capabilities = dataclasses.replace(limited.capabilities, max_group_size=3)
-    for feature, value in (("window", 3), ("soft_cap", 1.0), ("sinks", torch.zeros(6))):
-        with pytest.raises(UnsupportedError, match=feature):
-            check_paged_attention(limited, *tensors, **(options | {feature: value}))
+ROWS = torch.zeros(5, 4, 1, 8)
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("tensors", "name", "wanted"),
     [
-        ({"slot_mapping": torch.tensor([1, 20])}, r"slot_mapping\[1\]"),
-        ({"slot_mapping": _ints(1, 2)}, "slot_mapping"),
-        ({"slot_mapping": torch.tensor([1, 2, 3])}, "key"),
-        ({"key": torch.ones(2, 3, 8)}, "key"),
-        ({"value": torch.ones(2, 2, 8).half()}, "value"),
-        ({"v_cache": torch.ones(5, 4, 2, 9)}, "v_cache"),
-        ({"v_scale": torch.ones(1)}, "v_scale"),
-        (QUANTISED | {"k_scale": torch.ones(5)}, "k_scale"),
-        (QUANTISED | {"v_scale": -torch.ones(2)}, r"v_scale\[0\]"),
-        (QUANTISED | {"key": torch.ones(2, 2, 8).double()}, "key"),
-        (QUANTISED | {"value": torch.ones(2, 2, 8).half()}, "value"),
+        ((torch.zeros(5, 4, 2, 8), torch.zeros(5, 4, 2, 8)[..., :6]), "cache.k", "one KV head"),
+        ((ROWS, ROWS.clone()[..., :6]), "cache.v", "the first numbers of cache.k's rows"),
+        ((ROWS, ROWS[..., 1:]), "cache.v", "the first numbers"),
+        ((ROWS[..., :6], ROWS), "cache.v", "the first numbers"),
+        ((ROWS, ROWS[..., :0]), "cache.v", "the first numbers"),
+        ((ROWS, ROWS[:, :2, :, :6]), "cache.v", r"shape \[5, 4, 1, 6\]"),
+        ((E4M3[:, :, :1], E4M3[:, :, :1, :6], torch.ones(1)), "cache.v_scale", "of latents"),
     ],
 )
+def test_a_cache_of_latents_is_one_tensor_of_one_head_or_refused(tensors, name, wanted):
+    with pytest.raises(InvalidArgumentError, match=wanted) as caught:
+        KVCache(*tensors, is_latent=True)
+    assert caught.value.argument == name
+
+
+def test_a_layout_makes_the_cache_that_it_is_the_layout_of():
+    pairs, latents = KVLayout(2, 8, 8, torch.half), KVLayout(1, 8, 6, torch.half, is_latent=True)
+    assert (pairs.row_bytes, latents.row_bytes) == ((32, 32), (16,))
+    for layout, shape in ((pairs, (5, 4, 2, 8)), (latents, (5, 4, 1, 8))):
+        tensors = [torch.zeros(shape, dtype=torch.half) for _ in layout.row_bytes]
+        cache = layout.over(tensors)
+        assert cache.layout == layout
+        assert [each.data_ptr() for each in cache.tensors] == [t.data_ptr() for t in tensors]
+
+
+def test_what_a_backend_cannot_do_is_unsupported_not_wrong(numba):
+    doubles = {"k": torch.zeros(5, 4, 2, 8).double(), "v": torch.zeros(5, 4, 2, 8).double()}
+    with pytest.raises(UnsupportedError, match=r"torch.float32.*came torch.float64"):
+        _attend(numba, **doubles)
+    limited = HonestBackend()
+
+    def allow(**limits):
+        limited.capabilities = dataclasses.replace(limited.capabilities, **limits)
+
+    def refuses(wanted, **changes):
+        cache, terms = KVCache(ROWS, ROWS[..., :6], is_latent=True), AttentionTerms(1.0)
+        if "latents" not in wanted:
+            cache = KVCache(torch.zeros(5, 4, 2, 8), torch.zeros(5, 4, 2, 8))
+            terms = AttentionTerms(1.0, **changes)
+        with pytest.raises(UnsupportedError, match=wanted):
+            check_paged_attention(limited, torch.zeros(4, 6, 8), cache, _batch(), terms, None)
+
+    allow(max_head_dim=4, features=frozenset(), max_latent_dim=0)
+    refuses("head_dim of at most 4")
+    refuses("has no latents")
+    allow(max_head_dim=8, max_group_size=2)
+    refuses("at most 2 query heads")
+    allow(max_group_size=3)
+    refuses("terms.window", window=3)
+    refuses("terms.soft_cap", soft_cap=1.0)
+    refuses("terms.sinks", sinks=torch.zeros(6))
+    refuses("terms.batch_invariant", batch_invariant=True)
+
+
+BAD_STORES = [
+    ({"slot_mapping": torch.tensor([1, 20])}, r"slot_mapping\[1\]"),
+    ({"slot_mapping": _ints(1, 2)}, "slot_mapping"),
+    ({"slot_mapping": torch.tensor([1, 2, 3])}, "key"),
+    ({"key": torch.ones(2, 3, 8)}, "key"),
+    ({"key": torch.ones(2, 2, 16)[..., ::2]}, "key"),
+    ({"key": [1.0]}, "key"),
+    ({"value": torch.ones(2, 2, 8).half()}, "value"),
+    ({"value": None}, "value"),
+    ({"v": torch.ones(5, 4, 2, 9)}, "cache.v"),
+    ({"v_scale": torch.ones(1)}, "cache.v_scale"),
+    ({"k": ROWS, "v": ROWS[..., :6], "is_latent": True, "key": torch.ones(2, 1, 8)}, "value"),
+    (QUANTISED | {"k_scale": torch.ones(5)}, "cache.k_scale"),
+    (QUANTISED | {"v_scale": -torch.ones(2)}, r"cache.v_scale\[0\]"),
+    (QUANTISED | {"key": torch.ones(2, 2, 8).double()}, "key"),
+    (QUANTISED | {"value": torch.ones(2, 2, 8).half()}, "value"),
+]
+
+
+@pytest.mark.parametrize(("change", "name"), BAD_STORES)
 def test_store_kv_refuses_a_bad_argument_and_writes_nothing(numba, change, name):
-    arguments = {
-        "key": torch.ones(2, 2, 8),
-        "value": torch.ones(2, 2, 8),
-        "k_cache": torch.zeros(5, 4, 2, 8),
-        "v_cache": torch.zeros(5, 4, 2, 8),
-        "slot_mapping": torch.tensor([0, 3]),
-    } | change
     with pytest.raises(InvalidArgumentError, match=name):
-        numba.store_kv(**arguments)
-    assert not arguments["k_cache"].view(torch.uint8).any()
+        _store(numba, **change)
 
 
 @pytest.mark.parametrize(

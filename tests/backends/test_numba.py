@@ -48,7 +48,8 @@ def test_stored_rows_are_found_where_the_slots_say(slots, dtype, block_size):
     for i, slot in enumerate(slots):
         if slot >= 0:
             wanted[0, slot], wanted[1, slot] = key[i], value[i]
-    NUMBA.store_kv(key, value, caches[0], caches[1], torch.tensor(slots, dtype=torch.int64))
+    cache, where = backends.KVCache(*caches), torch.tensor(slots, dtype=torch.int64)
+    NUMBA.store_kv(key, value, cache, where)
     assert torch.equal(bits(caches.view(2, 60, 2, 6)), bits(wanted))
 
 
@@ -146,15 +147,16 @@ def test_a_cache_past_2_to_the_31_elements(tmp_path):
     assert slots.max() == 69_999 * 16 + 15
     rows = [
         cache[near.batch.block_table[0, :3].long()].flatten(0, 1)[:40].contiguous()
-        for cache in (near.k_cache, near.v_cache)
+        for cache in near.cache.tensors
     ]
-    NUMBA.store_kv(*rows, *caches, slots)
+    cache = backends.KVCache(*caches)
+    NUMBA.store_kv(*rows, cache, slots)
     NUMBA.copy_blocks(caches, torch.tensor([[69_999, 69_998]]))
     assert torch.equal(caches[0][69_998], caches[0][69_999])
     batch = backends.PagedBatch(
         near.batch.query_start_loc, near.batch.seq_lens, table, near.batch.slot_mapping, 2, 40
     )
-    far = NUMBA.paged_attention(near.query, *caches, batch, scale=near.scale)
+    far = NUMBA.paged_attention(near.query, cache, batch, near.terms)
     assert torch.equal(bits(far), bits(near.run(NUMBA)))
 
 
@@ -162,9 +164,7 @@ def test_tensors_of_a_graph_are_taken_as_values():
     inputs = build(MIXED, CPU)
     wanted = inputs.run(NUMBA).clone()
     query = inputs.query.clone().requires_grad_()
-    out = NUMBA.paged_attention(
-        query, inputs.k_cache, inputs.v_cache, inputs.batch, scale=inputs.scale
-    )
+    out = NUMBA.paged_attention(query, inputs.cache, inputs.batch, inputs.terms)
     assert not out.requires_grad
     live = int(inputs.batch.query_start_loc[-1])
     assert torch.equal(out[:live], wanted[:live])
@@ -173,7 +173,7 @@ def test_tensors_of_a_graph_are_taken_as_values():
 def test_infinite_values_stay_visible():
     inputs = build(AttentionCase("", ((1, 20),)), CPU)
     block = int(inputs.batch.block_table[0, 0])
-    inputs.v_cache[block, 3] = torch.inf
+    inputs.cache.v[block, 3] = torch.inf
     assert inputs.run(NUMBA).isposinf().all()
-    inputs.k_cache[block, 3] = torch.nan
+    inputs.cache.k[block, 3] = torch.nan
     assert inputs.run(NUMBA).isnan().all()

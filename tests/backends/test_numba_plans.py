@@ -90,10 +90,11 @@ def arguments(kind, memory):
 
 def run(backend, tensors, batch):
     """Store and attend; every bit that was written."""
-    caches = tensors["k_cache"], tensors["v_cache"]
-    backend.store_kv(tensors["key"], tensors["value"], *caches, batch.slot_mapping)
-    out = backend.paged_attention(tensors["query"], *caches, batch, scale=0.5, out=tensors["out"])
-    return [bits(tensor.contiguous()) for tensor in (*caches, out)]
+    cache = backends.KVCache(tensors["k_cache"], tensors["v_cache"])
+    backend.store_kv(tensors["key"], tensors["value"], cache, batch.slot_mapping)
+    terms = backends.AttentionTerms(0.5)
+    out = backend.paged_attention(tensors["query"], cache, batch, terms, out=tensors["out"])
+    return [bits(tensor.contiguous()) for tensor in (*cache.tensors, out)]
 
 
 def first_difference(kinds):
@@ -144,9 +145,9 @@ def test_an_address_that_is_kept_is_caught():
 
         __slots__ = ("seen",)
 
-        def store_kv(self, key, value, k_cache, v_cache, slot_mapping):
-            kept = self.seen.setdefault(plans.sign(k_cache), (k_cache, v_cache))
-            super().store_kv(key, value, *kept, slot_mapping)
+        def store_kv(self, key, value, cache, slot_mapping):
+            kept = self.seen.setdefault(plans.sign(cache.k), cache)
+            super().store_kv(key, value, kept, slot_mapping)
 
     backend = Keeping()
     backend.seen = {}
@@ -166,9 +167,12 @@ def test_a_tensor_that_is_changed_in_place_is_known_by_what_it_is_now():
     wanted = run(NumbaBackend(), copies, batch)
     got = run(backend, tensors, batch)
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+    cache = backends.KVCache(tensors["k_cache"], tensors["v_cache"])
     tensors["k_cache"].resize_(12, 4, 4, 4)
-    with pytest.raises(InvalidArgumentError, match="v_cache"):
+    with pytest.raises(InvalidArgumentError, match=r"cache\.v"):
         run(backend, tensors, batch)
+    with pytest.raises(InvalidArgumentError, match=r"cache\.v"):  # of a record made before
+        backend.paged_attention(tensors["query"], cache, batch, backends.AttentionTerms(0.5))
 
 
 def change_batch(**changes):
@@ -181,9 +185,9 @@ def change_batch(**changes):
 
 
 BREACHES = {
-    "scale": lambda tensors, batch, numbers: (tensors, batch, numbers | {"scale": math.nan}),
-    "window": lambda tensors, batch, numbers: (tensors, batch, numbers | {"window": 0}),
-    "soft_cap": lambda tensors, batch, numbers: (tensors, batch, numbers | {"soft_cap": -1.0}),
+    "terms.scale": lambda tensors, batch, numbers: (tensors, batch, numbers | {"scale": math.nan}),
+    "terms.window": lambda tensors, batch, numbers: (tensors, batch, numbers | {"window": 0}),
+    "terms.soft_cap": lambda tensors, batch, numbers: (tensors, batch, numbers | {"soft_cap": -1}),
     "slot_mapping": change_batch(slot_mapping=lambda slots: torch.full_like(slots, SLOTS)),
     "batch.block_table[0]": change_batch(block_table=lambda table: torch.full_like(table, 99)),
     "batch.block_table": change_batch(max_seq_len=lambda _: 1000),
@@ -200,12 +204,13 @@ def test_a_known_call_with_other_values_is_refused_and_writes_nothing(name):
     run(backend, tensors, batch)
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors, batch, numbers = BREACHES[name](tensors, batch, {"scale": 0.5})
-    caches = tensors["k_cache"], tensors["v_cache"]
+    cache = backends.KVCache(tensors["k_cache"], tensors["v_cache"])
 
     def call():
         if name == "slot_mapping":
-            backend.store_kv(tensors["key"], tensors["value"], *caches, batch.slot_mapping)
-        backend.paged_attention(tensors["query"], *caches, batch, out=tensors["out"], **numbers)
+            backend.store_kv(tensors["key"], tensors["value"], cache, batch.slot_mapping)
+        terms = backends.AttentionTerms(**numbers)
+        backend.paged_attention(tensors["query"], cache, batch, terms, out=tensors["out"])
 
     for _ in range(2):  # a refusal is not remembered as a success
         with pytest.raises(InvalidArgumentError) as caught:

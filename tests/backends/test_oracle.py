@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from backends import PagedBatch, oracle
+from backends import AttentionTerms, KVCache, PagedBatch, oracle
 from backends.conformance import AttentionCase
 from backends.conformance.cases import build, contents
 
@@ -25,7 +25,7 @@ def _two_keys(**options):
         max_seq_len=2,
     )
     query = torch.ones(1, 1, 1)
-    return oracle.attention(query, keys, values, batch, scale=1.0, **options)
+    return oracle.attention(query, KVCache(keys, values), batch, AttentionTerms(1.0, **options))
 
 
 @pytest.mark.parametrize(
@@ -55,11 +55,9 @@ def test_without_features_it_is_torchs_attention():
         k.double().repeat_interleave(3, 1).transpose(0, 1),
         v.double().repeat_interleave(3, 1).transpose(0, 1),
         attn_mask=mask,
-        scale=inputs.scale,
+        scale=inputs.terms.scale,
     )
-    got = oracle.attention(
-        inputs.query, inputs.k_cache, inputs.v_cache, inputs.batch, scale=inputs.scale
-    )
+    got = inputs.expected()
     assert torch.allclose(got.out, wanted.transpose(0, 1), rtol=1e-12, atol=1e-12)
     assert got.worst_ratio(got.out.bfloat16()) <= 1
     assert got.worst_ratio(got.out * 1.05) > 1

@@ -65,11 +65,12 @@ def test_the_interpreter_refuses_bfloat16_which_it_computes_wrongly():
     code = (
         "import backends, torch; b = backends.get_backend('triton');"
         "c = torch.zeros(2, 4, 1, 8, dtype=torch.bfloat16);"
-        "b.store_kv(c[0, :1], c[0, :1], c, c, torch.zeros(1, dtype=torch.int64))"
+        "k = backends.KVCache(c, c); slots = torch.zeros(1, dtype=torch.int64);"
+        "b.store_kv(c[0, :1], c[0, :1], k, slots)"
     )
     done = _python("-c", code, interpret=True)
     assert (
-        "UnsupportedError: k_cache: wanted a dtype of torch.float32, torch.float16" in done.stderr
+        "UnsupportedError: cache.k: wanted a dtype of torch.float32, torch.float16" in done.stderr
     )
 
 
@@ -154,13 +155,14 @@ def test_on_a_gpu_block_ids_past_65535_and_offsets_past_2_to_the_31_elements():
     assert int(slots.max()) == 139_999 * 16 + 15
     rows = [
         cache[near.batch.block_table[0, :3].long()].flatten(0, 1)[:40].contiguous()
-        for cache in (near.k_cache, near.v_cache)
+        for cache in near.cache.tensors
     ]
-    backend.store_kv(*rows, *caches, slots)
+    cache = backends.KVCache(*caches)
+    backend.store_kv(*rows, cache, slots)
     backend.copy_blocks(caches, torch.tensor([[139_999, 139_998]], device="cuda"))
     assert torch.equal(caches[0][139_998], caches[0][139_999])
     batch = backends.PagedBatch(
         near.batch.query_start_loc, near.batch.seq_lens, table, near.batch.slot_mapping, 2, 40
     )
-    far = backend.paged_attention(near.query, *caches, batch, scale=near.scale)
+    far = backend.paged_attention(near.query, cache, batch, near.terms)
     assert torch.equal(bits(far), bits(near.run(backend)))

@@ -80,8 +80,9 @@ def test_a_graph_follows_other_lengths_and_tables_when_it_is_replayed():
         build(LONG.with_(name="later", seqs=seqs, seed=seed), backend.device, layout=seed)
         for seed, seqs in enumerate((((1, 1700), (1, 1), (0, 0)), ((1, 40), (1, 1300), (1, 700))))
     ]
-    blocks = max(inputs.k_cache.shape[0] for inputs in others)
-    caches = [torch.zeros_like(captured.k_cache[:1]).repeat(blocks, 1, 1, 1) for _ in range(2)]
+    blocks = max(inputs.cache.k.shape[0] for inputs in others)
+    block = torch.zeros_like(captured.cache.k[:1])
+    cache = backends.KVCache(*(block.repeat(blocks, 1, 1, 1) for _ in range(2)))
     query = torch.zeros_like(others[1].query)
     out = torch.zeros_like(query)
     old = captured.batch
@@ -91,13 +92,13 @@ def test_a_graph_follows_other_lengths_and_tables_when_it_is_replayed():
     )  # fmt: skip
 
     def attend():
-        backend.paged_attention(query, *caches, batch, scale=captured.scale, out=out)
+        backend.paged_attention(query, cache, batch, captured.terms, out=out)
 
     def fill(inputs):
         rows = inputs.query.shape[0]
         query[:rows] = inputs.query
-        caches[0][: inputs.k_cache.shape[0]] = inputs.k_cache
-        caches[1][: inputs.v_cache.shape[0]] = inputs.v_cache
+        for tensor, content in zip(cache.tensors, inputs.cache.tensors, strict=True):
+            tensor[: len(content)] = content
         batch.query_start_loc.copy_(inputs.batch.query_start_loc)
         batch.seq_lens.copy_(inputs.batch.seq_lens)
         width = min(batch.block_table.shape[1], inputs.batch.block_table.shape[1])

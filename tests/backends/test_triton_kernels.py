@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import backends
-from backends import LayerCall, PagedBatch
+from backends import KVCache, LayerCall, PagedBatch
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import bits, build
@@ -78,7 +78,7 @@ def test_a_batch_invariant_row_is_bit_for_bit_the_same_in_any_company(triton):
         alone = build(base.with_(seqs=(own,)), triton.device)
         wanted = alone.run(triton)
         others = build(base.with_(seqs=tuple(company), seed=3), triton.device)
-        blocks = alone.k_cache.shape[0]
+        blocks = alone.cache.k.shape[0]
         width = max(alone.batch.block_table.shape[1], others.batch.block_table.shape[1])
         table = torch.zeros(1 + len(company), width, dtype=torch.int32, device=triton.device)
         table[0, : alone.batch.block_table.shape[1]] = alone.batch.block_table
@@ -92,9 +92,8 @@ def test_a_batch_invariant_row_is_bit_for_bit_the_same_in_any_company(triton):
         )  # fmt: skip
         together = triton.paged_attention(
             torch.cat([alone.query, others.query]),
-            torch.cat([alone.k_cache, others.k_cache]),
-            torch.cat([alone.v_cache, others.v_cache]),
-            batch, scale=alone.scale, batch_invariant=True,
+            KVCache(*map(torch.cat, zip(alone.cache.tensors, others.cache.tensors, strict=True))),
+            batch, alone.terms,
         )  # fmt: skip
         assert torch.equal(bits(together[: own[0]]), bits(wanted)), (own, len(company))
 
@@ -108,9 +107,7 @@ def test_without_that_mode_company_can_change_bits(triton):
         batch.query_start_loc[:2], batch.seq_lens[:1], batch.block_table[:1],
         batch.slot_mapping[:1], 1, 5000,
     )  # fmt: skip
-    alone = triton.paged_attention(
-        many.query[:1], many.k_cache, many.v_cache, one, scale=many.scale
-    )
+    alone = triton.paged_attention(many.query[:1], many.cache, one, many.terms)
     assert not torch.equal(bits(alone), bits(many.run(triton)[:1]))
 
 
@@ -119,7 +116,7 @@ def test_after_a_warm_up_decode_compiles_nothing(triton):
 
     case = LONG.with_(group=4, head_dim=128, seqs=((1, 700),) * 3)
     first = build(case, triton.device)
-    layer = LayerCall(8, torch.bfloat16, first.k_cache, first.v_cache)
+    layer = LayerCall(8, torch.bfloat16, first.cache, first.terms)
     triton.warmup([layer], max_num_seqs=70, max_query_len=64)
     compiled = []
     hook = toolchain.knobs.runtime.jit_post_compile_hook
@@ -130,7 +127,7 @@ def test_after_a_warm_up_decode_compiles_nothing(triton):
             step.run(triton)
             rows = torch.zeros(5, 2, 128, dtype=torch.bfloat16, device=triton.device)
             slots = torch.tensor([3, -1, 0, 7, 5], device=triton.device)
-            triton.store_kv(rows, rows, step.k_cache, step.v_cache, slots)
+            triton.store_kv(rows, rows, step.cache, slots)
     finally:
         toolchain.knobs.runtime.jit_post_compile_hook = hook
     assert compiled == []
@@ -162,8 +159,10 @@ def test_data_that_starts_anywhere_is_read_and_written_right(triton):
         memory[1:] = tensor.flatten()
         return memory[1:].view(tensor.shape)
 
-    for change in ("query", "k_cache", "v_cache", "out"):
-        odd = dataclasses.replace(plain, **{change: moved(getattr(plain, change))})
+    for change in ("query", "k", "v", "out"):
+        of = plain.cache if change in ("k", "v") else plain
+        changed = dataclasses.replace(of, **{change: moved(getattr(of, change))})
+        odd = changed if of is plain else dataclasses.replace(plain, cache=changed)
         assert torch.equal(bits(odd.run(triton)), wanted), change
 
 

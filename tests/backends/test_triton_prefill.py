@@ -1,5 +1,6 @@
 """Prefill in the interpreter, and on a GPU by both of its paths: Hopper's and the portable one."""
 
+import dataclasses
 import importlib.util
 import os
 import shutil
@@ -11,7 +12,6 @@ import torch
 from hypothesis import Phase, given, settings
 
 import backends
-from backends import oracle
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import bits, build
@@ -135,7 +135,8 @@ def test_what_hopper_cannot_serve_goes_to_the_portable_kernel(monkeypatch, chang
         query = torch.empty(query.numel() + 1, dtype=BF16)[1:].view(query.shape)
     monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
     place = Place(interpreting=False)
-    arguments = (query, inputs.k_cache, inputs.v_cache, inputs.out, scale)
+    terms = dataclasses.replace(inputs.terms, scale=scale)
+    arguments = (query, inputs.cache, inputs.out, terms)
     assert hopper_prefill.can_attend(place, *arguments) == served
     assert not hopper_prefill.can_attend(Place(interpreting=True), *arguments)
 
@@ -158,10 +159,7 @@ def test_on_a_gpu_prefill_agrees_with_numba(triton):
     def agree(case):
         here, there = build(case, triton.device), build(case, torch.device("cpu"))
         live = int(there.batch.query_start_loc[-1])
-        allowed = oracle.attention(
-            there.query, there.k_cache, there.v_cache, there.batch, scale=there.scale,
-            window=there.window, soft_cap=there.soft_cap, sinks=there.sinks,
-        ).allowed[:live]  # fmt: skip
+        allowed = there.expected().allowed[:live]
         ours, theirs = here.run(triton)[:live].cpu(), there.run(numba)[:live]
         assert ((ours.double() - theirs.double()).norm(dim=-1) <= 2 * allowed).all()
 
@@ -179,11 +177,11 @@ def test_a_graph_of_prefill_follows_other_lengths_and_tables_when_it_is_replayed
     with torch.cuda.graph(graph):
         captured.run(triton)
     later = build(shape.with_(seqs=((20, 650), (150, 300), (80, 81)), seed=5), triton.device)
-    blocks = min(captured.k_cache.shape[0], later.k_cache.shape[0])
+    blocks = min(captured.cache.k.shape[0], later.cache.k.shape[0])
     rows = slice(0, int(later.batch.query_start_loc[-1]))
     captured.query[rows] = later.query[rows]
-    captured.k_cache[:blocks] = later.k_cache[:blocks]
-    captured.v_cache[:blocks] = later.v_cache[:blocks]
+    for tensor, content in zip(captured.cache.tensors, later.cache.tensors, strict=True):
+        tensor[:blocks] = content[:blocks]
     captured.batch.query_start_loc.copy_(later.batch.query_start_loc)
     captured.batch.seq_lens.copy_(later.batch.seq_lens)
     width = min(captured.batch.block_table.shape[1], later.batch.block_table.shape[1])
@@ -215,11 +213,12 @@ def test_a_recorded_step_serves_any_mix_of_decode_and_prefill_up_to_its_bounds(t
         widest.batch.query_start_loc, widest.batch.seq_lens, widest.batch.block_table,
         torch.full((300,), -1, dtype=torch.int64, device=triton.device), 300, 4900,
     )  # fmt: skip
-    query, caches = widest.query[:300], [widest.k_cache.clone(), widest.v_cache.clone()]
+    query = widest.query[:300]
+    held_cache = backends.KVCache(*(tensor.clone() for tensor in widest.cache.tensors))
     out = torch.empty_like(query)
 
     def attend():
-        triton.paged_attention(query, *caches, held, scale=widest.scale, out=out)
+        triton.paged_attention(query, held_cache, held, widest.terms, out=out)
 
     attend()
     torch.cuda.synchronize()
@@ -235,9 +234,9 @@ def test_a_recorded_step_serves_any_mix_of_decode_and_prefill_up_to_its_bounds(t
         mix = build(shape.with_(seqs=seqs, seed=seed, padding=0), triton.device, layout=seed)
         live = int(mix.batch.query_start_loc[-1])
         query[:live] = mix.query[:live]
-        for cache, content in zip(caches, (mix.k_cache, mix.v_cache), strict=True):
-            assert content.shape[0] <= cache.shape[0]
-            cache[: content.shape[0]] = content
+        for tensor, content in zip(held_cache.tensors, mix.cache.tensors, strict=True):
+            assert len(content) <= len(tensor)
+            tensor[: len(content)] = content
         held.query_start_loc.copy_(mix.batch.query_start_loc)
         held.seq_lens.copy_(mix.batch.seq_lens)
         width = min(held.block_table.shape[1], mix.batch.block_table.shape[1])

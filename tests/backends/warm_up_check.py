@@ -29,9 +29,8 @@ def compiled():
     return frozenset((i, key) for i, each in enumerate(launchers) for key in each.compiled())
 
 
-def layer_of(inputs, **changes):
-    fields = {"num_q_heads": 2, "dtype": torch.float16, "shared_prefix": True}
-    return LayerCall(k_cache=inputs.k_cache, v_cache=inputs.v_cache, **(fields | changes))
+def layer_of(inputs):
+    return LayerCall(2, torch.float16, inputs.cache, inputs.terms, shared_prefix=True)
 
 
 def random_case(draw):
@@ -50,10 +49,10 @@ def main():
     assert batch_sizes(5000) == [1, 2, 16, 17, 64, 65, 256, 257, 1024, 1025]
     cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
     inputs = build(CASE.with_(seqs=((1, 20), (2, 30))), torch.device("cpu"))
-    before = bits(inputs.k_cache), bits(inputs.v_cache)
+    before = [bits(tensor) for tensor in inputs.cache.tensors]
     TRITON.warmup([layer_of(inputs)], max_num_seqs=MAX_NUM_SEQS, max_query_len=MAX_QUERY_LEN)
-    assert torch.equal(bits(inputs.k_cache), before[0])
-    assert torch.equal(bits(inputs.v_cache), before[1])
+    for tensor, then in zip(inputs.cache.tensors, before, strict=True):
+        assert torch.equal(bits(tensor), then)
     known = compiled()
     draw = random.Random(1)
     for _ in range(6):
@@ -61,12 +60,12 @@ def main():
         step.run(TRITON)
         rows = torch.zeros(3, 1, 16, dtype=torch.float16)
         slots = torch.tensor([1, -1, 9])
-        TRITON.store_kv(rows, rows, step.k_cache, step.v_cache, slots)
+        TRITON.store_kv(rows, rows, step.cache, slots)
         TRITON.compute_slot_mapping(
             step.batch.query_start_loc, step.batch.seq_lens, step.batch.block_table, 16,
             torch.empty(step.query.shape[0], dtype=torch.int64),
         )  # fmt: skip
-        TRITON.copy_blocks([step.k_cache, step.v_cache], torch.tensor([[1, 2]]))
+        TRITON.copy_blocks(step.cache.tensors, torch.tensor([[1, 2]]))
         assert compiled() == known, compiled() - known
     step = build(CASE.with_(seqs=((1, 9),), window=5), torch.device("cpu"))
     step.run(TRITON)

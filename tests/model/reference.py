@@ -9,39 +9,28 @@ class ReferenceBackend:
     name = "reference"
     device = torch.device("cpu")
     capabilities = backends.Capabilities(
-        dtypes=(torch.float32,), max_head_dim=1024, max_group_size=1024
+        dtypes=(torch.float32,), max_head_dim=1024, max_group_size=1024, max_latent_dim=1024
     )
 
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping):
+    def store_kv(self, key, value, cache, slot_mapping):
         for row, slot in enumerate(slot_mapping.tolist()):
             if slot >= 0:
-                block, offset = divmod(slot, k_cache.shape[1])
-                k_cache[block, offset] = key[row]
-                v_cache[block, offset] = value[row]
+                block, offset = divmod(slot, cache.k.shape[1])
+                for tensor, rows in zip(cache.tensors, (key, value), strict=False):
+                    tensor[block, offset] = rows[row]
 
-    def paged_attention(
-        self,
-        query,
-        k_cache,
-        v_cache,
-        batch,
-        *,
-        scale,
-        window=None,
-        soft_cap=None,
-        sinks=None,
-        out=None,
-    ):
-        out = torch.zeros_like(query) if out is None else out
+    def paged_attention(self, query, cache, batch, terms, *, out=None):
+        out = query.new_zeros(*query.shape[:2], cache.v.shape[3]) if out is None else out
+        scale, window, soft_cap, sinks = terms.scale, terms.window, terms.soft_cap, terms.sinks
         starts = batch.query_start_loc.tolist()
         for sequence, length in enumerate(batch.seq_lens.tolist()):
             rows = slice(starts[sequence], starts[sequence + 1])
-            num_blocks = -(-length // k_cache.shape[1])
+            num_blocks = -(-length // cache.k.shape[1])
             table = batch.block_table[sequence, :num_blocks].long()
-            group = query.shape[1] // k_cache.shape[2]
+            group = query.shape[1] // cache.k.shape[2]
             key, value = (
-                cache[table].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
-                for cache in (k_cache, v_cache)
+                part[table].flatten(0, 1)[:length].double().repeat_interleave(group, dim=1)
+                for part in (cache.k, cache.v)
             )
             logits = torch.einsum("qhd,khd->hqk", query[rows].double(), key) * scale
             if soft_cap is not None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import backends
-from model import EngineConfig, SamplingParams
+from model import EngineConfig, SamplingParams, Submission
 from model.engine import Engine
 from model.loader import wrap_network
 from tests.model.networks import (
@@ -128,8 +128,8 @@ def test_whatever_comes_and_goes_beside_it_a_request_gives_generates_tokens(
     params = SamplingParams(max_tokens=NUM_TOKENS)
     running = []
     for prompt, priority, num_samples, abort_after, steps in arrivals:
-        samples = engine.add_samples(
-            prompts()[prompt], params, num_samples=num_samples, priority=priority
+        samples = engine.submit(
+            Submission(prompts()[prompt], params, num_samples=num_samples, priority=priority)
         )
         running += [(request, prompt, abort_after) for request in samples]
         for _ in range(steps):

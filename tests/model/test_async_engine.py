@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 import backends
+from model import Submission
 from model.async_engine import (
     AsyncEngine,
     EngineFaultError,
@@ -71,12 +72,14 @@ def test_it_says_what_the_engine_alone_says(engine, stop):
 def test_samples_of_several_prompts_are_numbered_through_and_queued_all_or_none(engine):
     async def main():
         async with AsyncEngine(engine) as served:
-            async with await served.add_all(["ab", "cd"], LONG, num_samples=2) as stream:
+            async with await served.submit(
+                *[Submission(text, LONG, num_samples=2) for text in ("ab", "cd")]
+            ) as stream:
                 assert [sample.number for sample in stream.samples] == [0, 1, 2, 3]
                 assert stream.num_prompt_tokens == 4
                 assert len({delta.sample for delta in await stream.whole()}) == 4
             with pytest.raises(InvalidArgumentError, match="prompt"):
-                await served.add_all(["ab", ""], LONG)
+                await served.submit(Submission("ab", LONG), Submission("", LONG))
             assert await served.call(lambda one: one.has_unfinished) is False
 
     run(main())
@@ -123,8 +126,8 @@ def test_no_more_may_wait_than_may(engine):
         async with served:
             seats = engine.config.max_num_seqs
             with pytest.raises(InvalidArgumentError, match="n: wanted at most"):
-                await served.add("x", LONG, num_samples=seats + 2)
-            async with await served.add("x", LONG, num_samples=seats + 1):
+                await served.submit(Submission("x", LONG, num_samples=seats + 2))
+            async with await served.submit(Submission("x", LONG, num_samples=seats + 1)):
                 with pytest.raises(QueueFullError, match="max_waiting"):
                     await served.add("y", LONG)
             async with await served.add("y", SamplingParams(max_tokens=1)) as stream:

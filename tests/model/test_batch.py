@@ -153,8 +153,8 @@ def _slots(step, group):
 def test_caches_have_the_shape_of_their_layers():
     layout = plan_layout([LayerShape(2, 16, torch.float32), LayerShape(1, 8, torch.float32)])
     caches = KVCaches.allocate(layout, num_blocks=5, block_size=4, device=CPU)
-    assert [tuple(cache.shape) for pair in caches.layers for cache in pair] == [
+    assert [tuple(each.shape) for cache in caches.layers for each in cache.tensors] == [
         *[(5, 4, 2, 16)] * 2,
         *[(5, 4, 1, 8)] * 2,
     ]
-    assert not any(cache.any() for pair in caches.layers for cache in pair)
+    assert not any(each.any() for cache in caches.layers for each in cache.tensors)

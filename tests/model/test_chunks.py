@@ -41,7 +41,9 @@ def test_attention_over_pieces_is_attention_over_chunks(steps, seed):
     )
     slots = torch.zeros(len(query), dtype=torch.int64)
     batch = chunked_batch(table, starts, lengths, slots, CHUNK, SIZE)
-    got = NUMBA.paged_attention(query, cache[0], cache[1], batch, scale=0.3)
+    got = NUMBA.paged_attention(
+        query, backends.KVCache(*cache), batch, backends.AttentionTerms(0.3)
+    )
     row = 0
     for number, (start, count) in enumerate(steps):
         for position in range(start, start + count):

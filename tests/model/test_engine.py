@@ -12,6 +12,7 @@ from model import (
     RequestTooLongError,
     SamplingParams,
     StalledError,
+    Submission,
 )
 from model.device import profile
 from model.device.request_sampler import Drawn
@@ -118,7 +119,7 @@ def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_s
     requests = [
         request
         for seed in (3, 4)
-        for request in alone.add_samples(PROMPT, drawn(seed), num_samples=4)
+        for request in alone.submit(Submission(PROMPT, drawn(seed), num_samples=4))
     ]
     while alone.has_unfinished:
         alone.step()
@@ -133,7 +134,7 @@ def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_s
     others = [
         request
         for seed in (3, 4)
-        for request in engine.add_samples(PROMPT, drawn(seed), num_samples=4)
+        for request in engine.submit(Submission(PROMPT, drawn(seed), num_samples=4))
     ]
     while engine.has_unfinished:
         engine.step()
@@ -147,7 +148,7 @@ def test_samples_of_a_prompt_are_drawn_apart_and_do_not_change_where_blocks_or_s
 
 def test_a_number_of_samples_below_one_is_refused():
     with pytest.raises(InvalidArgumentError, match="num_samples: wanted at least 1, got 0"):
-        make().add_samples(PROMPT, num_samples=0)
+        make().submit(Submission(PROMPT, num_samples=0))
 
 
 def test_blocks_that_were_swapped_out_come_back_as_they_were():
@@ -166,7 +167,7 @@ def test_a_request_of_a_higher_priority_overtakes_those_that_wait():
     engine = make(max_num_seqs=1)
     late, soon = engine.add_request("late", greedy(3)), None
     engine.step()
-    soon = engine.add_request("soon", greedy(3), priority=-1)
+    soon = engine.submit(Submission("soon", greedy(3), priority=-1))[0]
     while not soon.is_finished:
         engine.step()
     assert not late.is_finished
@@ -214,12 +215,12 @@ def test_a_step_is_sent_before_the_tokens_of_the_last_one_are_read(is_late, monk
 
 def test_more_samples_than_seats_are_read_at_once_in_any_case(is_late):
     engine = make(max_num_seqs=2)
-    requests = engine.add_samples(PROMPT, drawn(3), num_samples=4)
+    requests = engine.submit(Submission(PROMPT, drawn(3), num_samples=4))
     assert len(engine.step()) == 2  # the others found no seat
     while engine.has_unfinished:
         engine.step()
     other = make()
-    again = other.add_samples(PROMPT, drawn(3), num_samples=4)
+    again = other.submit(Submission(PROMPT, drawn(3), num_samples=4))
     while other.has_unfinished:
         other.step()
     assert [r.output_tokens for r in requests] == [r.output_tokens for r in again]

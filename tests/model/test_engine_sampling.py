@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvcore
-from model import InvalidArgumentError, Request, SampledToken, SamplingParams
+from model import InvalidArgumentError, Request, SampledToken, SamplingParams, Submission
 from tests.model import sampling_reference as reference
 from tests.model.test_engine import PROMPT, greedy, is_late, make, network, tokens_of  # noqa: F401
 
@@ -161,7 +161,7 @@ def check_company(arrivals, sizes):
     while waiting or busy.has_unfinished:
         while waiting and waiting[0][1][2] <= step:
             number, (prompt, params, _, samples, end) = waiting.pop(0)
-            found[number] = busy.add_samples(texts[prompt], params, num_samples=samples)
+            found[number] = busy.submit(Submission(texts[prompt], params, num_samples=samples))
             ends[number] = None if end is None else step + end
         for output in busy.step() if busy.has_unfinished else ():
             tokens.setdefault(output.request.request_id, []).append(output.token)
@@ -175,7 +175,7 @@ def check_company(arrivals, sizes):
     assert not busy._sampler._counts._slots
     alone = hashed(enable_prefix_caching=False)
     for number, (prompt, params, _, samples, _) in enumerate(arrivals):
-        requests = alone.add_samples(texts[prompt], params, num_samples=samples)
+        requests = alone.submit(Submission(texts[prompt], params, num_samples=samples))
         for request, wanted in zip(found[number], run(alone, requests), strict=True):
             got = tokens.get(request.request_id, [])
             assert [t.token_id for t in got] == [t.token_id for t in wanted][: len(got)]
@@ -205,7 +205,7 @@ def test_requests_share_what_they_compute_exactly_where_their_namespaces_are_equ
     engine, tenants = make(), [kvcore.Namespace(salt=salt) for salt in (b"one", b"two")]
     found = []
     for namespace in (*tenants, *tenants, kvcore.DEFAULT_NAMESPACE):
-        request = engine.add_request(PROMPT, greedy(3), namespace=namespace)
+        request = engine.submit(Submission(PROMPT, greedy(3), namespace=namespace))[0]
         run(engine, [request])
         found.append(request.num_cached_tokens)
     assert found == [0, 0, 24, 24, 0]
@@ -215,7 +215,7 @@ def test_a_request_waits_for_a_prefix_that_another_computes_in_its_namespace_onl
     for namespace, steps in ((kvcore.DEFAULT_NAMESPACE, 2), (kvcore.Namespace(salt=b"x"), 1)):
         engine = make()
         engine.add_request(PROMPT, greedy(3))
-        second = engine.add_request(PROMPT, greedy(3), namespace=namespace)
+        second = engine.submit(Submission(PROMPT, greedy(3), namespace=namespace))[0]
         count = 0
         while second.sequence is None:
             engine.step()
@@ -227,7 +227,7 @@ def test_what_is_to_be_kept_outlives_what_is_not_until_its_steps_are_over():
     hits = []
     for retain in ((), (kvcore.Retention(0, 24),), (kvcore.Retention(0, 24, max_steps=4),)):
         engine = make(num_blocks=16)
-        first = engine.add_request(PROMPT, greedy(2), retain=retain)
+        first = engine.submit(Submission(PROMPT, greedy(2), retain=retain))[0]
         run(engine, [first])
         for number in range(3):
             run(engine, [engine.add_request([number] * 30, greedy(2))])

@@ -6,9 +6,10 @@ import functools
 import pytest
 import torch
 import triton
+from torch._dynamo.utils import counters
 
 import backends
-from model import EngineConfig, InvalidArgumentError, Request, SamplingParams
+from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
 from model.device import sampler
 from model.device.grammars import Grammars
 from model.device.request_sampler import RequestSampler
@@ -25,14 +26,16 @@ pytestmark = [
 
 @contextlib.contextmanager
 def compilations():
-    """The kernels that Triton compiles meanwhile."""
+    """What Triton's just-in-time compiler and PyTorch's compile meanwhile."""
     seen = []
-    before = triton.knobs.runtime.jit_post_compile_hook
+    frames = counters["frames"]
+    before, num_frames = triton.knobs.runtime.jit_post_compile_hook, frames["total"]
     triton.knobs.runtime.jit_post_compile_hook = lambda **what: seen.append(what)
     try:
         yield seen
     finally:
         triton.knobs.runtime.jit_post_compile_hook = before
+        seen += ["a frame of PyTorch's"] * (frames["total"] - num_frames)
 
 
 PROMPTS = [list(range(40, 61)), [*range(40, 61), 7, 8, 9], [200, 100, 5]]
@@ -76,7 +79,7 @@ def test_recorded_and_compiled_steps_give_the_tokens_of_generate(architecture, c
     if architecture == "gpt_oss":  # routes to experts by what it computes
         assert how.startswith("eager (")
     else:
-        assert how == f"{'compiled' if compiles else 'captured'}, 3 graphs"
+        assert how == f"{'compiled' if compiles else 'captured'}, 9 graphs"
     for _ in range(2):  # the second time the prompts are hits
         done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
         assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
@@ -105,17 +108,46 @@ def test_draws_are_the_same_whenever_they_are_read_and_however_the_network_runs(
     assert tokens[0] == tokens[1]
 
 
-def test_no_kernel_is_compiled_after_the_preparation():
+ASKED = [
+    SamplingParams(max_tokens=4, ignore_eos=True),
+    SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.7),
+    SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.7, top_k=20, top_p=0.9),
+    SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.7, top_p=0.9, logprobs=2),
+    SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.7, top_k=100, min_p=0.1),
+    SamplingParams(max_tokens=4, ignore_eos=True, repetition_penalty=1.2, logit_bias=((5, 1.0),)),
+]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "compiles"),
+    [
+        ("qwen3", torch.float32, False),
+        ("qwen3", torch.bfloat16, True),
+        ("gemma2", torch.bfloat16, True),
+    ],
+)
+def test_nothing_is_compiled_after_the_preparation(architecture, dtype, compiles):
     backend = backends.get_backend("triton")
-    model, _ = clear_case("qwen3", backend)
-    config = EngineConfig(num_blocks=200, max_num_seqs=20, max_num_batched_tokens=64)
+    built = build(architecture)
+    model = wrap_network(architecture, built.network.to(backend.device, dtype), built.codec)
+    config = EngineConfig(
+        num_blocks=400, max_num_seqs=20, max_num_batched_tokens=600, compile=compiles
+    )
     engine = Engine(model, backend, config)
     engine.prepare()
     with compilations() as seen:
         for size in (1, 3, 9, 20):
-            prompts = [[number + 1] * (5 + 3 * number) for number in range(size)]
-            engine.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True))
+            prompts = [[number + 1] * (5 + 30 * number) for number in range(size)]
+            for shift in range(len(ASKED) if size < 9 else 1):
+                params = [ASKED[(number + shift) % len(ASKED)] for number in range(size)]
+                engine.generate(prompts, params)
     assert seen == []
+
+
+def test_a_compilation_is_counted():
+    with compilations() as seen:
+        torch.compile(lambda x: x + 1)(torch.ones(3, device="cuda"))
+    assert seen
 
 
 @pytest.mark.parametrize("swap_memory_bytes", [0, 1 << 24])
@@ -140,7 +172,7 @@ def test_samples_that_fork_on_a_gpu_draw_what_they_draw_alone():
     tokens = []
     for sizes in ({}, {"max_num_seqs": 1}):
         engine = Engine(model, backend, EngineConfig(num_blocks=60, block_size=4, **sizes))
-        requests = engine.add_samples(PROMPTS[0], params, num_samples=4)
+        requests = engine.submit(Submission(PROMPTS[0], params, num_samples=4))
         while engine.has_unfinished:
             engine.step()
         assert engine.stats.num_forks == (0 if sizes else 3)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model import EngineConfig, FinishReason, InvalidArgumentError, SamplingParams
+from model import EngineConfig, FinishReason, InvalidArgumentError, SamplingParams, Submission
 from model.control.grammar import Grammar
 from model.device import grammars, request_sampler
 from model.engine import Engine
@@ -105,7 +105,7 @@ def check_parses(asked, sizes, samples):
     requests = []
     for name, how, count in asked:
         params = SamplingParams(max_tokens=count, grammar=CASES[name][0], **how)
-        requests += engine.add_samples("xy", params, num_samples=samples)
+        requests += engine.submit(Submission("xy", params, num_samples=samples))
     run(engine, requests)
     for request in requests:
         name = next(name for name, case in CASES.items() if case[0] == request.params.grammar)
@@ -143,7 +143,7 @@ def test_a_text_ends_with_the_token_after_which_nothing_can_follow(name):
 def test_each_sample_of_a_prompt_and_each_request_follows_its_own_text():
     engine = hashed()
     how = SamplingParams(max_tokens=12, temperature=3.0, seed=1, grammar=Grammar.choice(CHOICES))
-    requests = engine.add_samples(PROMPT, how, num_samples=8)
+    requests = engine.submit(Submission(PROMPT, how, num_samples=8))
     run(engine, requests)
     texts = {bytes(t for t in r.output_tokens if t < 256).decode() for r in requests}
     assert texts <= set(CHOICES)

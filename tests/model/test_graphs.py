@@ -1,54 +1,93 @@
 """What a graph is replayed from, without a graph: the same steps, run where they were loaded."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import backends
 from model import EngineConfig, SamplingParams
-from model.device.cuda_graphs import DecodeGraphs, bucket_sizes
-from model.device.prepare import Prepared
+from model.device import sampler
+from model.device.cuda_graphs import Bucket, Buckets, StepGraphs, _passed
+from model.device.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, row_terms
+from model.device.prepare import Prepared, recorded_tokens
 from model.engine import Engine
 from tests.model.networks import build
 
 PROMPTS = ["a prompt of some length, ", "a prompt of some length, again", "x", "yz"]
 
 
-class Unrecorded(DecodeGraphs):
+class Unrecorded(StepGraphs):
     """Launches anew what a graph would launch."""
 
-    count = 0
-
-    def replay(self, step):
-        rows = step.paged[0].num_seqs
-        size = next(size for size in self._sizes if size >= rows)
-        self._load(step, rows, size)
-        logits, (best, tokens) = self._run(size)
-        self.count += 1
-        return logits[:rows], (best[:rows], tokens[:rows])
+    def replay(self, step, bucket):
+        self._load(step, bucket)
+        logits, most_likely = self._run(bucket)
+        self.seen = [*getattr(self, "seen", []), bucket]
+        passed = _passed(len(step.logit_rows), logits, most_likely, bucket)
+        self.draws.lying = passed.place, logits, most_likely
+        return passed
 
 
-class KeepsOldRows(Unrecorded):
-    """Rows to spare still store what they stored last."""
+class UnrecordedDraws(DrawGraphs):
+    """Likewise, of the logits that were computed last."""
 
-    def _load(self, step, rows, size):
-        before = [slots.clone() for slots in self._inputs.whole.slots]
-        super()._load(step, rows, size)
-        for slots, old in zip(self._inputs.whole.slots, before, strict=True):
-            slots[rows:size] = old[rows:size]
-        self._inputs.whole.query_start_loc[rows + 1 : size + 1] = torch.arange(rows + 1, size + 1)
+    def choose(self, place, terms, numbers):
+        its_place, *logits = self.lying
+        assert place == its_place
+        self.seen = {*getattr(self, "seen", ()), terms.cuts}
+        rows = self._load(terms, numbers)
+        return self._run(terms.cuts, *logits)[:rows]
+
+
+class KeepsOldTokens(Unrecorded):
+    """Tokens to spare still store what they stored last."""
+
+    def _load(self, step, bucket):
+        inputs = self._inputs[bucket.longest == 1].whole
+        before = [slots.clone() for slots in inputs.slots]
+        super()._load(step, bucket)
+        tokens, rows = step.paged[0].num_tokens, step.paged[0].num_seqs
+        for slots, old in zip(inputs.slots, before, strict=True):
+            slots[tokens : bucket.tokens] = old[tokens : bucket.tokens]
+        if bucket.longest == 1:
+            inputs.query_start_loc[rows + 1 : bucket.rows + 1] = torch.arange(
+                rows + 1, bucket.rows + 1
+            )
 
 
 class TakesWhatTheHostHas(Unrecorded):
     """A token that was drawn and not read is taken for the entry that stands in for it."""
 
-    def _load(self, step, rows, size):
-        super()._load(step, rows, size)
-        self._inputs.whole.sources.fill_(-1)
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        self._inputs[bucket.longest == 1].whole.sources.fill_(-1)
 
 
-def tokens_of(graphs_type, architecture, *, is_late, params):
+class DrawsFromTheFirstTokens(Unrecorded):
+    """The rows of logits are those of the first tokens, as in steps of one token a sequence."""
+
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        rows = self._inputs[bucket.longest == 1].whole.logit_rows
+        rows.copy_(torch.arange(len(rows)))
+
+
+class GivesSpareRowsTheLastTokens(Unrecorded):
+    """Sequences to spare begin where they began in a step before."""
+
+    def _load(self, step, bucket):
+        starts = self._inputs[bucket.longest == 1].whole.query_start_loc
+        before = starts.clone()
+        super()._load(step, bucket)
+        rows = step.paged[0].num_seqs
+        starts[rows + 1 : bucket.rows + 1] = before[rows + 1 : bucket.rows + 1]
+
+
+def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40):
     backend = backends.get_backend("numba")
     sizes = {"num_blocks": 100, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 40}
     engine = Engine(
@@ -57,39 +96,152 @@ def tokens_of(graphs_type, architecture, *, is_late, params):
     widths = [64] * len(engine.kv.groups)
     graphs = None
     if graphs_type is not None:
-        graphs = graphs_type(engine.network, engine._passes.drawn, widths, 4, 5)
+        draws = UnrecordedDraws(5, torch.device("cpu"), sampler.chunk_sums)
+        graphs = graphs_type(engine.network, engine._passes.drawn, widths, 4, 5, max_tokens, draws)
         engine._passes.use(Prepared("", graphs))
     done = engine.generate(PROMPTS, params)
-    assert graphs is None or graphs.count > 10
+    if graphs is not None:
+        assert sum(bucket.longest == 1 for bucket in graphs.seen) > 10
+        assert any(bucket.longest > 1 for bucket in graphs.seen) == (max_tokens > 0)
+        assert max_tokens < 40 or len(graphs.seen) == engine.stats.num_steps
+        assert hasattr(draws, "seen") == (params is DRAWN)
     return [one.request.output_tokens for one in done]
 
 
 PARAMS = [SamplingParams(max_tokens=length) for length in (20, 9, 14, 17)]
-DRAWN = [SamplingParams(max_tokens=14, temperature=1.0, seed=seed) for seed in range(4)]
+CUTS = ({}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.8}, {"min_p": 0.1})
+DRAWN = [
+    SamplingParams(max_tokens=14, temperature=1.0, seed=seed, **how)
+    for seed, how in enumerate(CUTS)
+]
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("params", [PARAMS, DRAWN])
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
-def test_steps_in_the_rows_of_a_graph_give_the_tokens_of_steps_as_they_are(
-    architecture, params, is_late
+@functools.cache
+def wanted_of(architecture, draws):
+    return tokens_of(None, architecture, is_late=False, params=DRAWN if draws else PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_late", "max_tokens"),
+    [("qwen3", False, 40), ("qwen3", True, 24), ("gemma2", True, 40), ("gemma2", False, 0)],
+)
+@pytest.mark.parametrize("draws", [False, True])
+def test_steps_in_a_graphs_tensors_give_the_tokens_of_steps_as_they_are(
+    architecture, is_late, max_tokens, draws
 ):
-    wanted = tokens_of(None, architecture, is_late=False, params=params)
-    assert tokens_of(Unrecorded, architecture, is_late=is_late, params=params) == wanted
+    how = {"is_late": is_late, "max_tokens": max_tokens, "params": DRAWN if draws else PARAMS}
+    assert tokens_of(Unrecorded, architecture, **how) == wanted_of(architecture, draws)
 
 
-@pytest.mark.parametrize("bug", [KeepsOldRows, TakesWhatTheHostHas])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        KeepsOldTokens,
+        TakesWhatTheHostHas,
+        DrawsFromTheFirstTokens,
+        GivesSpareRowsTheLastTokens,
+    ],
+)
 def test_a_planted_bug_shows(bug):
-    wanted = tokens_of(None, "qwen3", is_late=True, params=PARAMS)
     with contextlib.suppress(backends.BackendError):  # a batch that means nothing
-        assert tokens_of(bug, "qwen3", is_late=True, params=PARAMS) != wanted
+        assert tokens_of(bug, "qwen3", is_late=True, params=PARAMS) != wanted_of("qwen3", False)
+
+
+@given(
+    st.integers(1, 600), st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 700), st.data()
+)
+def test_a_step_has_the_smallest_bucket_with_room_for_it(most, max_tokens, tokens, rows, data):
+    buckets = Buckets(most, max_tokens)
+    longest = data.draw(st.sampled_from([1, min(2, tokens), tokens]))
+    every = [*buckets.singles, *buckets.mixed]
+    assert sorted(set(every[: len(buckets.singles)])) == list(buckets.singles)
+    assert sorted(set(buckets.mixed)) == list(buckets.mixed)
+    assert all(size.rows <= min(size.tokens, max(2, most)) for size in every)
+    rooms = [
+        size
+        for size in every
+        if tokens <= size.tokens and rows <= size.rows and longest <= size.longest
+    ]
+    found = buckets.smallest(tokens, rows, longest)
+    if not rooms:
+        assert found is None
+    elif longest == 1 and rooms[0].longest == 1:
+        assert found == rooms[0]
+    else:
+        assert found == min(size for size in rooms if size.longest > 1)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 256, 1000])
-def test_every_batch_has_a_graph_with_few_rows_to_spare(most):
-    sizes = bucket_sizes(most)
-    assert list(sizes) == sorted(set(sizes))
-    assert sizes[-1] == max(2, most)
-    for rows in range(2, most + 1):
-        size = next(size for size in sizes if size >= rows)
-        assert size < rows + max(rows, 32)
+def test_every_step_of_one_token_each_has_a_bucket_with_few_rows_to_spare(most):
+    buckets = Buckets(most, 0)
+    assert buckets.singles[-1] == (max(2, most),) * 2 + (1,)
+    for rows in range(1, most + 1):
+        found = buckets.smallest(rows, rows, 1)
+        assert found is not None
+        assert found.rows <= rows + max(rows, 32)
+    assert buckets.smallest(most + 2, most + 2, 1) is None
+
+
+def test_steps_of_several_tokens_have_few_tokens_to_spare():
+    buckets = Buckets(256, 8192)
+    assert len(buckets.mixed) <= 64
+    for tokens in range(16, 8193):
+        found = buckets.smallest(tokens, 1, tokens)
+        assert found is not None
+        assert found.tokens < (2 if tokens < 256 else 1.5) * tokens + 1
+    assert buckets.smallest(17, 1, 17) == Bucket(32, 1, 32)
+    assert buckets.smallest(17, 9, 9) == Bucket(32, 16, 32)
+    assert buckets.smallest(8193, 1, 8193) is None
+
+
+def test_steps_are_recorded_up_to_where_the_device_is_busier_than_the_host():
+    config = EngineConfig(max_num_batched_tokens=100_000)
+    assert recorded_tokens(596_000_000, 28, config) > 4096
+    assert 256 <= recorded_tokens(8_000_000_000, 36, config) < 1024
+    assert recorded_tokens(70_000_000_000, 80, config) == 256
+    assert recorded_tokens(1_000_000, 4, config) == 8192
+    assert recorded_tokens(1_000_000, 4, EngineConfig(max_num_batched_tokens=100)) == 100
+
+
+PARAMS_OF_A_ROW = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1e-7, 50.0]),
+    top_k=st.sampled_from([None, 1, 5, 64, 200]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.2]),
+)
+
+
+@given(st.lists(PARAMS_OF_A_ROW, min_size=1, max_size=6), st.sampled_from([50, 300]), st.data())
+def test_rows_are_drawn_in_the_columns_of_a_graph_as_each_alone(params, vocab_size, data):
+    seed = data.draw(st.integers(0, 2**31))
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
+    logits = logits.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    terms = row_terms(params, vocab_size)
+    drawn = [how for how in params if not how.is_greedy]
+    if terms is None:
+        assert not drawn or any(how.top_k == 200 for how in params)
+        return
+    draws = DrawGraphs(8, torch.device("cpu"), sampler.chunk_sums)
+    alone = [sampler.Draw(how, seed, row) for row, how in enumerate(params)]
+    others = row_terms([SamplingParams(temperature=2.0, top_k=3)] * 8, vocab_size)
+    draws._load(others, data.draw(st.just([0.5] * 8)))  # what was there before
+    numbers = [alone[row].uniform() for row in terms.drawing]
+    rows = draws._load(terms, numbers)
+    every = [
+        cuts for cuts in ALL_CUTS if all(a >= b for a, b in zip(cuts, terms.cuts, strict=True))
+    ]
+    for cuts in every:  # cuts that no row has change nothing
+        tokens = draws._run(cuts, logits, logits.max(dim=-1))[:rows]
+        assert tokens.tolist() == sampler.sample(logits[:rows], alone)
+
+
+def test_only_cuts_that_a_row_asks_for_are_made():
+    def cuts_of(*how):
+        return row_terms([SamplingParams(temperature=t, **cut) for t, cut in how], 1000).cuts
+
+    assert cuts_of((1.0, {}), (0.0, {})) == Cuts(ranked=False, nuclear=False)
+    assert cuts_of((1.0, {"top_k": 3, "top_p": 0.5})) == Cuts(ranked=True, nuclear=False)
+    assert cuts_of((1.0, {"top_p": 0.5})) == Cuts(ranked=False, nuclear=True)
+    assert cuts_of((1.0, {"top_p": 0.5}), (1.0, {"top_k": 5})) == Cuts(ranked=True, nuclear=True)
+    assert row_terms([SamplingParams()], 1000) is None

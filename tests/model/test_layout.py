@@ -80,11 +80,11 @@ def test_the_footprint_is_what_is_allocated(kinds, num_blocks, block_size):
     caches = KVCaches.allocate(layout, num_blocks, block_size, CPU)
     allocated = sum(storage.untyped_storage().nbytes() for storage in caches.storages)
     assert layout.kv_bytes(num_blocks, block_size) == allocated
-    for (heads, dim, _), pair in zip(kinds, caches.layers, strict=True):
-        assert all(c.shape == (num_blocks, block_size, heads, dim) for c in pair)
+    for (heads, dim, _), cache in zip(kinds, caches.layers, strict=True):
+        assert all(c.shape == (num_blocks, block_size, heads, dim) for c in cache.tensors)
     # Written through a layer, a block is found in the storage of its place, and in no other block.
     group, place = layout.places[-1]
-    caches.layers[-1][1][-1] = 1.0
+    caches.layers[-1].v[-1] = 1.0
     written = [storage.any(dim=1).tolist() for storage in caches.storages]
     nothing = [False] * num_blocks
     assert written[2 * place + 1] == [*nothing[1:], True]

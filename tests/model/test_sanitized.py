@@ -9,7 +9,7 @@ import torch
 
 import backends
 from kvcore.sanitize import SanitizerError
-from model import EngineConfig, InvalidArgumentError, SamplingParams
+from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
 from model.device.batch import BatchBuilder
 from model.device.swap import BlockMover
 from model.engine import Engine
@@ -29,7 +29,7 @@ def tokens(engine, max_tokens=20, num_samples=1):
     requests = [
         request
         for prompt in PROMPTS
-        for request in engine.add_samples(prompt, params, num_samples=num_samples)
+        for request in engine.submit(Submission(prompt, params, num_samples=num_samples))
     ]
     while engine.has_unfinished:
         engine.step()
@@ -78,33 +78,33 @@ class Planted:
 
 
 class DropsTheLastToken(Planted):
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping, **scales):
-        self.inner.store_kv(key[:-1], value[:-1], k_cache, v_cache, slot_mapping[:-1], **scales)
+    def store_kv(self, key, value, cache, slot_mapping):
+        self.inner.store_kv(key[:-1], value[:-1], cache, slot_mapping[:-1])
 
 
 class WritesASlotTooFar(Planted):
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping, **scales):
-        self.inner.store_kv(key, value, k_cache, v_cache, slot_mapping + 1, **scales)
+    def store_kv(self, key, value, cache, slot_mapping):
+        self.inner.store_kv(key, value, cache, slot_mapping + 1)
 
 
 class WritesOneMore(Planted):
     """The row behind the last one, as where a grid is rounded up."""
 
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping, **scales):
-        self.inner.store_kv(key, value, k_cache, v_cache, slot_mapping, **scales)
-        k_cache.view(-1, *k_cache.shape[2:])[int(slot_mapping[-1]) + 1] = 1.0
+    def store_kv(self, key, value, cache, slot_mapping):
+        self.inner.store_kv(key, value, cache, slot_mapping)
+        cache.k.view(-1, *cache.k.shape[2:])[int(slot_mapping[-1]) + 1] = 1.0
 
 
 class WritesValuesForKeys(Planted):
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping, **scales):
-        self.inner.store_kv(value, key, k_cache, v_cache, slot_mapping, **scales)
+    def store_kv(self, key, value, cache, slot_mapping):
+        self.inner.store_kv(value, key, cache, slot_mapping)
 
 
 class ForgetsTheValues(Planted):
-    def store_kv(self, key, value, k_cache, v_cache, slot_mapping, **scales):
-        before = v_cache.clone()
-        self.inner.store_kv(key, value, k_cache, v_cache, slot_mapping, **scales)
-        v_cache.copy_(before)
+    def store_kv(self, key, value, cache, slot_mapping):
+        before = cache.v.clone()
+        self.inner.store_kv(key, value, cache, slot_mapping)
+        cache.v.copy_(before)
 
 
 def changed(batch, **fields):
@@ -114,22 +114,20 @@ def changed(batch, **fields):
 
 
 class ReadsATokenTooMany(Planted):
-    def paged_attention(self, query, k_cache, v_cache, batch, **terms):
+    def paged_attention(self, query, cache, batch, terms):
         longer = changed(batch, seq_lens=batch.seq_lens + 1, max_seq_len=batch.max_seq_len + 1)
-        if longer.block_table.shape[1] * k_cache.shape[1] < longer.max_seq_len:
+        if longer.block_table.shape[1] * cache.k.shape[1] < longer.max_seq_len:
             longer = batch
-        return self.inner.paged_attention(query, k_cache, v_cache, longer, **terms)
+        return self.inner.paged_attention(query, cache, longer, terms)
 
 
 class ReadsFromTheStartOfThePool(Planted):
     """As where a table is not looked at."""
 
-    def paged_attention(self, query, k_cache, v_cache, batch, **terms):
+    def paged_attention(self, query, cache, batch, terms):
         rows = torch.arange(batch.block_table.shape[1], dtype=torch.int32)
         table = rows.expand(batch.block_table.shape).contiguous()
-        return self.inner.paged_attention(
-            query, k_cache, v_cache, changed(batch, block_table=table), **terms
-        )
+        return self.inner.paged_attention(query, cache, changed(batch, block_table=table), terms)
 
 
 KERNELS = [

@@ -47,8 +47,8 @@ def test_stored_blocks_come_back_to_other_places_bit_by_bit(caches, backend):
     for storage in caches.storages:
         storage.zero_()
     mover.transfer([], [transfer((3, 5), host, first=1)])  # the first was found in the cache
-    for layer, (keys, values) in enumerate(caches.layers):
-        for now, then in zip((keys, values), before.layers[layer], strict=True):
+    for cache, old in zip(caches.layers, before.layers, strict=True):
+        for now, then in zip(cache.tensors, old.tensors, strict=True):
             assert torch.equal(now[3], then[1])
             assert torch.equal(now[5], then[2])
             assert not now[[0, 1, 2, 4]].any()
@@ -58,9 +58,9 @@ def test_copies_of_forks_reach_every_layer(caches):
     before = copy.deepcopy(caches)
     orders = [kvcore.CopyOrder(2, 4, 3, 0), kvcore.CopyOrder(2, 5, 3, 0)]
     BlockMover(backends.get_backend("numba"), caches).copy(orders)
-    for (keys, values), then in zip(caches.layers, before.layers, strict=True):
-        assert torch.equal(keys[[4, 5]], then[0][[2, 2]])
-        assert torch.equal(values[[0, 1, 2, 3]], then[1][[0, 1, 2, 3]])
+    for now, then in zip(caches.layers, before.layers, strict=True):
+        assert torch.equal(now.k[[4, 5]], then.k[[2, 2]])
+        assert torch.equal(now.v[[0, 1, 2, 3]], then.v[[0, 1, 2, 3]])
 
 
 def test_what_was_never_stored_cannot_be_loaded(caches):

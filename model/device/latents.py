@@ -1,0 +1,132 @@
+"""Networks with multi-head latent attention keep latents, not keys and values of every head.
+
+Such a layer (DeepSeek-V2, arXiv:2405.04434) makes a key and a value of every head out of one vector
+a token by a matrix. The matrix can stand on the other side of the products: queries are multiplied
+by its keys' part and results by its values' part, and the cache holds the vector alone.
+Transformers has a place for that: its modules decompress in a method of their own, `expand_kv`.
+
+Decides: which layers are absorbed: those whose `expand_kv` gives, on random numbers, what the two
+products stand for, and whose latents the backend takes. The others go on as they are.
+
+Invariants: the results are the same but for rounding; a layer's `expand_kv` is Transformers' own
+under any attention but ours, and again after `absorb` with nothing to absorb.
+
+Does not know: caches, batches, which backend runs.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+OURS = "kvcore_"
+"""What the names of our attention's implementations begin with."""
+_TOLERANCE = 0.02
+"""Of the check: a wrong formula is off by the size of the numbers themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absorbed:
+    """What stands in a layer in place of its `expand_kv`: hands the latents on to our attention."""
+
+    module: nn.Module
+    projection: nn.Linear
+    """latent -> [num_heads * (key_dim + value_dim)]; looked at in every pass, for it may move."""
+    key_dim: int
+    """Of the part that is not rotated."""
+    value_dim: int
+
+    def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, heads, num_tokens, ...]: of one head, or as the layer makes them."""
+        if self.module.config._attn_implementation.startswith(OURS):  # noqa: SLF001
+            return torch.cat([latent, rotated], -1), latent
+        expanded: tuple[Tensor, Tensor] = type(self.module).expand_kv(self.module, latent, rotated)
+        return expanded
+
+    def queries(self, query: Tensor) -> Tensor:
+        """Queries for latents: [num_tokens, num_heads, latent_dim + what is rotated]."""
+        plain, rotated = query.split([self.key_dim, query.shape[2] - self.key_dim], 2)
+        keys = self._matrix()[:, : self.key_dim]
+        return torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), rotated], 2)
+
+    def values(self, out: Tensor) -> Tensor:
+        """Results of the layer out of those over latents: [num_tokens, num_heads, value_dim]."""
+        values = self._matrix()[:, self.key_dim :]
+        return (out.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
+
+    def _matrix(self) -> Tensor:
+        weight = self.projection.weight
+        return weight.view(-1, self.key_dim + self.value_dim, weight.shape[1])
+
+
+def absorb(network: nn.Module, max_latent_dim: int) -> int:
+    """Let layers hand on latents of up to so many numbers; how many do. A product each.
+
+    Args:
+        network: changed; what an earlier call changed is undone first.
+        max_latent_dim: 0: none.
+    """
+    found = 0
+    for module in network.modules():
+        if absorbed(module) is not None:
+            del module.expand_kv
+        record = _record(module, max_latent_dim)
+        if record is not None:
+            module.expand_kv = record
+            found += 1
+    return found
+
+
+def absorbed(module: nn.Module) -> Absorbed | None:
+    """How a layer's queries and results are treated; None: it has keys and values."""
+    record = module.__dict__.get("expand_kv")
+    return record if isinstance(record, Absorbed) else None
+
+
+def _record(module: nn.Module, max_latent_dim: int) -> Absorbed | None:
+    projection = getattr(module, "kv_b_proj", None)
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    sizes = [getattr(module, name, None) for name in names]
+    if not (hasattr(module, "expand_kv") and type(projection) is nn.Linear) or None in sizes:
+        return None
+    latent_dim, rotated_dim, key_dim, value_dim = sizes
+    weight = projection.weight
+    plain = projection.bias is None and not weight.is_meta and weight.shape[1] == latent_dim
+    if not plain or latent_dim + rotated_dim > max_latent_dim or key_dim == 0:
+        return None
+    record = Absorbed(module, projection, key_dim, value_dim)
+    return record if _is_what_it_does(module, record, latent_dim, rotated_dim) else None
+
+
+def _is_what_it_does(
+    module: nn.Module, record: Absorbed, latent_dim: int, rotated_dim: int
+) -> bool:
+    """Compare logits and results of random numbers, decompressed and absorbed."""
+    weight = record.projection.weight
+    num_heads = weight.shape[0] // (record.key_dim + record.value_dim)
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator)
+    latent, rotated = (draw(1, 1, 5, size).to(weight) for size in (latent_dim, rotated_dim))
+    query = draw(5, num_heads, record.key_dim + rotated_dim).to(weight)
+    with torch.no_grad():
+        try:
+            key, value = module.expand_kv(latent, rotated)
+            row = torch.cat([latent, rotated], -1)[0, 0]
+            pairs = (
+                (
+                    torch.einsum("thd,hnd->htn", query, key[0]),
+                    torch.einsum("thd,nd->htn", record.queries(query), row),
+                ),
+                (
+                    value[0].transpose(0, 1),
+                    record.values(latent[0, 0][:, None].expand(-1, num_heads, -1)),
+                ),
+            )
+        except (RuntimeError, TypeError, ValueError):
+            return False
+    return all(
+        one.shape == other.shape
+        and float((one - other).float().norm()) <= _TOLERANCE * float(one.float().norm())
+        for one, other in pairs
+    )

@@ -1,0 +1,48 @@
+"""How often a stream's pieces are told, so that telling leaves the processor to the engine.
+
+Decides: a round of telling is followed by a rest that is a multiple of what the round has cost:
+with few streams each token goes at once, with very many several go together.
+
+Does not know: what is told, to whom.
+"""
+
+import time
+from collections.abc import Callable
+
+STREAM_SHARE = 0.1
+"""The most of the time that telling may take, unless said otherwise."""
+
+
+class Pace:
+    """When the next round of telling is due. It belongs to one thread.
+
+    Args:
+        share: the most of the time that telling may take; 1: each round is due at once.
+        now: the clock, in seconds.
+        worked: what this thread has computed so far, in seconds.
+    """
+
+    def __init__(
+        self,
+        share: float,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+        worked: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._share = share
+        self._now = now
+        self._worked = worked
+        self._began_s: float | None = None  # None: nothing was told yet
+        self._before_s = 0.0
+
+    def wait_s(self) -> float:
+        """How long the next round has to wait; 0: it is due. O(1)."""
+        if self._began_s is None or self._share >= 1:
+            return 0.0
+        rest_s = (self._worked() - self._before_s) / self._share
+        return max(self._began_s + rest_s - self._now(), 0.0)
+
+    def begin(self) -> None:
+        """A round begins: from here its cost is counted. O(1)."""
+        self._began_s = self._now()
+        self._before_s = self._worked()
