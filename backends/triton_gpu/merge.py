@@ -28,8 +28,10 @@ from backends.triton_gpu.splits import Grid, find_parts
 
 WARPS = 2
 PIECE_WARPS = 4
-PIECE_ROWS = 4
-"""Of a tile of prefill, a program."""
+PIECE_ROWS = 16
+"""Of a tile of prefill, a program, at most."""
+MOST_PIECES = 16
+"""Of a row, loaded together."""
 MANY_SEQS = 64
 MANY_PROGRAMS = 1800
 """More would start one after the other; then a program takes several heads."""
@@ -242,15 +244,14 @@ def _merge_pieces(
     if CHAINED:
         gdc_wait()
     tile = tl.program_id(1)
-    if not PLANNED:  # then there is a record for each tile of the only sequence
-        query_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
-        if tile * TOKENS >= query_len:
-            return
     record = work + records + tile * RECORD
     rank = tl.load(record)
     pieces = tl.load(record + 1)
     start = tl.load(record + 2)
     tokens = tl.load(record + 3)
+    if not PLANNED:  # then there is a record for each tile of the only sequence
+        query_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
+        pieces = tl.where(tile * TOKENS < query_len, pieces, 0)
     chunks: tl.constexpr = PACK * TOKENS // ROWS
     begin = tl.program_id(0) % chunks * ROWS
     if (pieces <= 1) | (begin // PACK >= tokens):
@@ -270,11 +271,11 @@ def _merge_pieces(
         lse = tl.load(
             partial + items * (PACK * TOKENS * HEAD_DIM) + entry, mask=there, other=float("-inf")
         )
+        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
+        parts = tl.load(at, mask=there[:, :, None] & inside, other=0.0)
         now = tl.maximum(highest, tl.max(lse, 0))
         weight = tl.exp2(lse - now[None, :])
         rescale = tl.exp2(highest - now)
-        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
-        parts = tl.load(at, mask=there[:, :, None] & inside, other=0.0)
         sums = sums * rescale[:, None] + tl.sum(parts * weight[:, :, None], 0)
         total = total * rescale + tl.sum(weight, 0)
         highest = now
@@ -295,13 +296,14 @@ class PieceMerge:
 
 def plan_pieces(place: Place, out: Tensor, items: Items, *, pack: int, planned: bool) -> PieceMerge:
     """How prefill's tiles whose keys were cut are merged."""
-    head_dim = out.shape[2]
-    chained = place.can_chain(out.device)
+    head_dim, chained = out.shape[2], place.can_chain(out.device)
     width = power_of_two(head_dim)
-    rows = min(PIECE_ROWS, pack * items.tokens)
+    most = max(1, out.shape[0] // items.tokens) * items.slices
+    step = min(MOST_PIECES, power_of_two(max(2, items.programs // most)))
+    rows = min(PIECE_ROWS, pack * items.tokens, max(1, 64 * 128 // (step * max(64, width))))
     constants = (
-        out.stride(1), head_dim, items.slices, pack, items.tokens, planned,
-        rows, max(1, 128 * 32 * PIECE_WARPS // (2 * rows * width)), width, chained,
+        out.stride(1), head_dim, items.slices, pack, items.tokens, planned, rows, step, width,
+        chained,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_pieces.variant(
