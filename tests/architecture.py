@@ -56,6 +56,7 @@ BACKENDS_LAYERS = (
         "triton_gpu/decode",
         "triton_gpu/hopper_consume",
         "triton_gpu/hopper_load",
+        "triton_gpu/hopper_widen",
         "triton_gpu/latent",
     ),
     ("triton_gpu/hopper_prefill",),

@@ -273,7 +273,7 @@ SHAPES: dict[tuple[int, bool], Shape] = {
 }
 E4M3_SHAPES = {
     64: Shape(64, 128, 1, 5, 3, lands=4, wideners=2),
-    128: Shape(128, 128, 1, 4, 2, lands=2, wideners=2),
+    128: Shape(128, 128, 1, 3, 2, lands=2, wideners=2),
     256: Shape(256, 64, 1, 3, 2, lands=2, wideners=2),
 }
 

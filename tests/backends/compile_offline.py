@@ -134,6 +134,9 @@ ON_HOPPER = (
     Case(split=True),
     Case(split=True, features=True, cap=True),
     Case(head_dim=256, group=1, block_size=128, split=True),
+    Case(head_dim=96, group=3),
+    Case(e4m3=True),
+    Case("fp16", 64, 8, e4m3=True, split=True, features=True),
 )
 
 
@@ -157,7 +160,7 @@ def check_portable(case, capability, shared):
     }  # fmt: skip
     kinds = dict.fromkeys(("k_cache", "v_cache"), "*u8") if case.e4m3 else None
     made = make(
-        prefill._attend, ASTSource, capability, case.element, constants, kinds,
+        prefill._attend.kernel, ASTSource, capability, case.element, constants, kinds,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     assert made.shared <= shared, made.shared
@@ -257,8 +260,8 @@ def main():
             kernel = prefill_order._rank.kernel
             made = make(kernel, ASTSource, capability, "i32", constants, num_warps=1)
             assert made.registers <= 128, made.registers
-    for planned, case in zip((True, True, False, False, True, False), ON_HOPPER, strict=True):
-        check_hopper(case, planned=planned)
+    for i, case in enumerate(ON_HOPPER):
+        check_hopper(case, planned=i % 2 == 0)
     sys.stdout.write("all kernels compile\n")
 
 
