@@ -148,12 +148,15 @@ class KVLayout:
     ) -> "KVCache":
         """The cache in this layout that lies in these tensors, as many as `row_bytes`. O(1).
 
+        Latents have one scale, `k_scale`.
+
         Raises:
             InvalidArgumentError: they are not `[num_blocks, block_size, num_kv_heads, head_dim]`.
         """
         k, *others = tensors
-        v = k[..., : self.value_dim] if self.is_latent else others[0]
-        return KVCache(k, v, k_scale, v_scale, is_latent=self.is_latent)
+        if self.is_latent:
+            return KVCache(k, k[..., : self.value_dim], k_scale, k_scale, is_latent=True)
+        return KVCache(k, others[0], k_scale, v_scale)
 
 
 @dataclass(frozen=True, slots=True)

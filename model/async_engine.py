@@ -267,6 +267,7 @@ class AsyncEngine:
         self._check_room(len(asked), count)
         with self._arriving(count):
             every = await self._encode(asked)
+            await self._compile(asked)
             self._check_serving()
         stops = [each.params.stop for each in asked for _ in range(each.num_samples)]
 
@@ -358,6 +359,12 @@ class AsyncEngine:
         if sum(map(len, texts)) <= _LONG_TEXT:
             return list(map(encoded, asked))
         return await asyncio.to_thread(lambda: list(map(encoded, asked)))
+
+    async def _compile(self, asked: Sequence[Submission]) -> None:
+        """Have grammars compiled beside the steps, not between two of them."""
+        for grammar in {one.params.grammar for one in asked}:
+            if grammar is not None:
+                await asyncio.to_thread(self.engine.check_grammar, grammar)
 
     @contextlib.contextmanager
     def _arriving(self, num_samples: int) -> Iterator[None]:

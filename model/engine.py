@@ -21,6 +21,7 @@ from typing import cast
 import backends
 import kvcore
 from model.control.config import EngineConfig, SchedulerConfig
+from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
@@ -264,7 +265,7 @@ class Engine:
             raise InvalidArgumentError("prompt: wanted some text, got an empty one")
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
-            self._grammars.check(params.grammar)
+            self.check_grammar(params.grammar)
         requests: list[Request] = []
         for number in range(asked.num_samples):
             request = Request(
@@ -284,6 +285,15 @@ class Engine:
             self._next_id += 1
             requests.append(request)
         return requests
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, unless it is, on any thread: a request that has it is queued at once.
+
+        Raises:
+            InvalidSettingError: it means nothing, or is too large.
+            UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
+        """
+        self._grammars.check(grammar)
 
     def submit_all(self, asked: Iterable[Submission]) -> list[Request]:
         """Queue several, or none of them. O(all samples * their prompts).

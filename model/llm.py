@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from model.boot import make_engine
 from model.cli.bars import bar
 from model.cli.options import ModelOptions
 from model.control.config import EngineConfig
@@ -25,6 +24,7 @@ from model.control.settings import check_settings
 from model.control.submission import Submission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
+from model.start import make_engine
 
 _ALIASES = {"enforce_eager": "eager", "gpu_memory_utilization": "kv_memory_fraction"}
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(EngineConfig))

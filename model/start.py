@@ -1,9 +1,10 @@
-"""From names to a network that is loaded, on its device, and warm: for every way to run one.
+"""From names to an engine that is warm: for every way to run one. Loads torch and Transformers.
 
-Decides: which number format "auto" is, how many threads a network gets, and which errors of other
-packages tell of the input. Invariants: Transformers prints nothing by itself.
+Decides: which number format "auto" is, how many threads a network gets, that an engine is warm
+before it is asked, and which errors of other packages tell of the input. Invariants: Transformers
+prints nothing by itself.
 
-Does not know: requests, clients, command lines.
+Does not know: requests, clients.
 """
 
 import gc
@@ -16,11 +17,15 @@ from transformers.utils import logging as transformers_logging
 
 import backends
 import kvcore
+from model.cli.exits import stopping
+from model.cli.options import ModelOptions
+from model.control.config import EngineConfig
 from model.device.prepare import is_small
 from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
 from model.errors import UsageError
 from model.loader import LoadedModel, load_model
+from model.twins import TwinEngine, engine_of
 
 _BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
     backends.UnknownBackendError,
@@ -93,6 +98,41 @@ def warm_up(engine: Engine) -> str:
     gc.collect()
     gc.freeze()
     return how
+
+
+def make_engine(
+    options: ModelOptions, config: EngineConfig, tell: Callable[[str], None] = lambda _: None
+) -> Engine:
+    """Load a model and prepare an engine for it. Seconds to minutes.
+
+    Args:
+        options: which model on what.
+        config: sizes.
+        tell: is told what came about, a line each.
+
+    Raises:
+        ModelError: there is no such model, or it does not run here.
+    """
+    with input_errors():
+        model, backend = start(options.path, options.backend, options.dtype, num_ranks=options.tp)
+        engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
+        tell(engine.memory.describe(engine.network.layout))
+        tell(f"network: {warm_up(engine)}")
+        return engine
+
+
+def follow(options: ModelOptions, config: EngineConfig) -> int:
+    """Be a process that shares the network of one that serves, until that ends; the exit code.
+
+    Raises:
+        ModelError: there is no such model, or it does not run here.
+        RankLostError: another process is gone.
+    """
+    engine = make_engine(options, config)
+    if isinstance(engine, TwinEngine):
+        with stopping():  # a signal reaches the one that serves too, which says when it is over
+            engine.follow()
+    return 0
 
 
 def _choose_threads(model: LoadedModel) -> None:

@@ -12,6 +12,7 @@ Does not know: how a network is cut (`device/parallel.py`), who asks.
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import NamedTuple
 
 import backends
@@ -37,6 +38,10 @@ class _Emptied(NamedTuple):
 
 class _Ended(NamedTuple):
     goes_on: bool
+
+
+def _forget(requests: list[Request]) -> None:
+    del requests
 
 
 class TwinEngine(Engine):
@@ -111,31 +116,46 @@ class TwinEngine(Engine):
             goes_on: what they are told: whether the network is used once more.
         """
         self._ranks.told(_Ended(goes_on))
+        self._ranks.let_go()
 
-    def follow(self) -> tuple[list[Request], bool]:
-        """Do what the first rank does, until it ends.
+    def follow(self, note: Callable[[list[Request]], object] = _forget) -> bool:
+        """Do what the first rank does, until it ends; what `end` was told.
 
-        Returns:
-            The requests that have come, in order, and what `end` was told.
+        Args:
+            note: is given the requests as they come, in order; nothing here keeps one that has
+                ended.
 
         Raises:
             RankLostError: another rank is gone.
             RanksDivergedError: the ranks' block tables differ.
         """
-        requests: list[Request] = []
         while not isinstance(said := self._ranks.told(), _Ended):
             for each in said if isinstance(said, list) else ():
                 if isinstance(each, Submission):
-                    requests += Engine.submit(self, each)
+                    note(Engine.submit(self, each))
                 elif isinstance(each, _Emptied):
                     Engine.empty_cache(self, enable_caching=each.enable_caching)
                 else:
-                    Engine.abort(self, requests[each.request_id])
+                    Engine.abort(self, self._unfinished(each.request_id))
             try:
                 self._step()
             except StalledError:  # the first rank's caller decides what becomes of it
                 continue
-        return requests, said.goes_on
+        self._ranks.let_go()
+        return said.goes_on
+
+    def _unfinished(self, request_id: int) -> Request:
+        """The request of this number, which the first rank has found unfinished. O(num_unfinished).
+
+        Raises:
+            RanksDivergedError: it has ended here.
+        """
+        for request in (*self.running, *self.waiting):
+            if request.request_id == request_id:
+                return request
+        raise RanksDivergedError(
+            f"rank {self._ranks.rank} has ended request {request_id}, and rank 0 has not"
+        )
 
     def _step(self) -> list[Output]:
         with noticing():

@@ -45,5 +45,24 @@ CONFIGS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "eos_token_id": 151_645,
         },
     ),
+    "qwen3-8b": (
+        "qwen3",
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": 151_936,
+            "hidden_size": 4096,
+            "intermediate_size": 12_288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40_960,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "tie_word_embeddings": False,
+            "bos_token_id": 151_643,
+            "eos_token_id": 151_645,
+        },
+    ),
 }
 """By name: a model type of Transformers, and the arguments of its configuration."""

@@ -25,7 +25,8 @@ class WorkOptions:
 
     workload: Literal[Workload, "waste", "host"] = setting("uniform", help="what is measured")
     dummy_weights: bool = setting(
-        False, help="random weights of the model's configuration; --model may be qwen3-0.6b"
+        False,
+        help="random weights of the model's configuration; --model may be qwen3-0.6b or qwen3-8b",
     )
     peer: tuple[Peer, ...] = setting((), help="what runs beside us")
     rounds: int = setting(1, help="turns of each", least=1)

@@ -187,8 +187,8 @@ def _follow(model: LoadedModel, engine: TwinEngine) -> int:
     """
     warm_up(engine)
     with stopping():
-        requests, is_verified = engine.follow()
-        if is_verified:
+        requests: list[Request] = []
+        if engine.follow(requests.extend):  # it is verified
             for index, request in enumerate(requests):
                 find_mismatch(model, index, request)
     return 0

@@ -26,6 +26,11 @@ import kvcore
 from model.control.request import Request
 from model.control.step import Chunk, Step
 from model.device.chunks import chunked_batch
+from model.device.shared_prefix import Shared, shared_run
+
+_FEWEST_SHARING = 3
+_LEAST_SHARED = 256
+"""Sequences and tokens: what fewer share is not worth a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class StepTensors:
                     slot_mapping=send(batch.slot_mapping),
                     max_query_len=batch.max_query_len,
                     max_seq_len=batch.max_seq_len,
+                    shared_prefix=batch.shared_prefix,
                 )
                 for batch in self.paged
             ),
@@ -144,6 +150,7 @@ class _Tables:
         self._sequences: list[kvcore.KVSequence] = []  # of each row
         self._filled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # entries known of each row
         self._shaped: Tensor = torch.empty(0)  # the rows as they were sent last
+        self._run: Shared | None = None  # of these sequences; None: nobody has looked
         self._allocate(8, 16)
 
     def update(
@@ -165,6 +172,26 @@ class _Tables:
             self._write(row, sequences[row].tables[self._group].block_ids)
         return self._table[: len(sequences)]
 
+    def shared_prefix(self, starts: NDArray[np.int64]) -> backends.SharedPrefix | None:
+        """What neighbours have in common before the tokens of this step, if that is much.
+
+        O(rows), and where others are in the batch than before O(what they have in common).
+
+        Args:
+            starts: [num_seqs] the tokens of each that come before.
+        """
+        if self._run is None:
+            rows = len(self._sequences)
+            self._run = shared_run(self._table[:rows], self._filled[:rows])
+        first, count, blocks = self._run
+        if count < _FEWEST_SHARING:
+            return None
+        block_size = self._sequences[first].tables[self._group].block_size
+        tokens = min(blocks * block_size, int(starts[first : first + count].min()))
+        if tokens < _LEAST_SHARED:
+            return None
+        return backends.SharedPrefix(first, count, tokens)
+
     def shaped(self) -> Tensor:
         """The rows, as wide as the widest; for a GPU wider, so that they lie without gaps. O(1)."""
         is_read_here = self._device.type == "cpu"
@@ -185,6 +212,7 @@ class _Tables:
         self._table[: len(sequences)] = table[sources]
         self._filled = filled[sources]
         self._sequences = sequences
+        self._run = None
 
     def _write(self, row: int, block_ids: Sequence[int]) -> None:
         count, (num_rows, width) = len(block_ids), self._table.shape
@@ -210,6 +238,7 @@ class BatchBuilder:
         device: where the tensors go; for a GPU the buffers are page-locked.
         num_groups: the layer groups of the cache.
         chunks: for each group the chunk that its layers see; None: they have none.
+        windows: likewise their window.
     """
 
     def __init__(
@@ -217,8 +246,10 @@ class BatchBuilder:
         device: torch.device,
         num_groups: int = 1,
         chunks: Sequence[int | None] | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         self._chunks = chunks or [None] * num_groups
+        self._windows = windows or [None] * num_groups
         self._input_ids = _Buffer(torch.int64, device)
         self._sources = _Buffer(torch.int64, device)
         self._position_ids = _Buffer(torch.int64, device)
@@ -283,6 +314,7 @@ class BatchBuilder:
                 mapping = slots.shaped(num_tokens)
                 paged.append(chunked_batch(table, starts, lengths, mapping, chunk, block_size))
                 continue
+            looks = max_query_len == 1 and self._windows[group] is None
             paged.append(
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
@@ -291,6 +323,7 @@ class BatchBuilder:
                     slot_mapping=slots.shaped(num_tokens),
                     max_query_len=max_query_len,
                     max_seq_len=max_seq_len,
+                    shared_prefix=tables.shared_prefix(starts) if looks else None,
                 )
             )
         return StepTensors(

@@ -20,6 +20,7 @@ Does not know: what the network is, who is in a batch.
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,9 @@ from torch import Tensor
 
 import backends
 from model.device.batch import StepTensors, chosen_ids
-from model.device.draw_graphs import DrawGraphs, Place
+from model.device.draw_graphs import DrawGraphs, Place, Recorder
 from model.device.network import PagedNetwork
+from model.device.sampler import passes_for
 
 _FEW = (2, 4, 8, 16, 24, 32, 48, 64)  # a batch of one takes two rows, as those that are compiled
 _STEP = 32
@@ -145,6 +147,7 @@ class StepGraphs:
     ) -> None:
         self._network = network
         self.draws = draws
+        self._passes = passes_for(network.device.type)
         self._drawn = drawn
         self.buckets = Buckets(max_num_seqs, max_tokens)
         device = network.device
@@ -167,25 +170,16 @@ class StepGraphs:
         self._graphs: dict[Bucket, _Graph] = {}
 
     def record(self) -> int:
-        """Record every bucket, the largest first, in memory that all share. Two passes each.
+        """Record every bucket and the draws from it, the largest first. A few passes each.
 
         Returns:
-            How many there are.
-
-        The first pass of each is not recorded: it compiles what there is to compile.
+            How many buckets there are.
         """
-        pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
-        for bucket in sorted((*self.buckets.singles, *self.buckets.mixed), reverse=True):
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                self._run(bucket)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                logits, most_likely = self._run(bucket)
-            self._graphs[bucket] = _Graph(graph, logits, most_likely)
-            self.draws.record(_place(bucket), logits, most_likely, pool)
+        with Recorder(self._network.device) as recorder:
+            for bucket in sorted((*self.buckets.singles, *self.buckets.mixed), reverse=True):
+                graph, (logits, most_likely) = recorder.record(partial(self._run, bucket))
+                self._graphs[bucket] = _Graph(graph, logits, most_likely)
+                self.draws.record(_place(bucket), logits, most_likely, recorder)
         return len(self._graphs)
 
     def bucket_of(self, step: StepTensors) -> Bucket | None:
@@ -231,7 +225,7 @@ class StepGraphs:
         )
         positions = inputs.position_ids[None, :size]
         logits = self._network.logits(StepTensors(ids, positions, inputs.logit_rows[:rows], paged))
-        best, tokens = logits.max(dim=-1)
+        best, tokens = self._passes.most_likely(logits)
         return (logits, (best, tokens)) if longest == 1 else self._kept(logits, best, tokens)
 
     def _kept(

@@ -13,9 +13,11 @@ Invariants: tokens are those of `sampler.choose`, because they are its own launc
 Does not know: requests, the network.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.control.params import SamplingParams
-from model.device.sampler import ChunkSums, Cut, DrawTerms, choose, reach_of, sharpness_of
+from model.device.sampler import Cut, DrawTerms, choose, passes_for, reach_of, sharpness_of
+
+_T = TypeVar("_T")
 
 MOST = 64
 """The largest top_k that is recorded."""
@@ -112,17 +116,64 @@ class _Columns(NamedTuple):
         return _Columns(*[part[:rows] for part in self])
 
 
+class Recorder:
+    """Records graphs one after the other, in memory that all share.
+
+    Between `with` and its end Python collects nothing: what it might free in the midst of a
+    recording would end it, and looking through all objects before each one takes longer than all
+    recordings together.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._collected = gc.isenabled()
+
+    def __enter__(self) -> Self:
+        gc.collect()
+        gc.disable()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._collected:
+            gc.enable()
+        torch.cuda.synchronize()
+
+    def record(self, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+        """A graph of what a call launches, and the tensors that each replay writes.
+
+        Runs it three times: as it is, which compiles what there is to compile; to be recorded; and
+        from the graph, because the first replay of a graph takes longer than those that follow.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            run()
+            graph.capture_begin(pool=self._pool)
+            try:
+                found = run()
+            finally:
+                graph.capture_end()
+            graph.replay()
+        torch.cuda.current_stream().wait_stream(self._stream)
+        return graph, found
+
+
 class DrawGraphs:
     """The recorded draws of an engine.
 
     Args:
         max_rows: of a step.
         device: where logits are.
-        sums_of: `chunk_sums`, or what that was compiled to.
     """
 
-    def __init__(self, max_rows: int, device: torch.device, sums_of: ChunkSums) -> None:
-        self._sums_of = sums_of
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._passes = passes_for(device.type)
         self._words = torch.zeros((5, max_rows), dtype=torch.int64, device=device)
         is_pinned = device.type == "cuda"
         self._sent = [torch.zeros_like(self._words, device="cpu") for _ in range(2)]
@@ -136,24 +187,20 @@ class DrawGraphs:
         place: Place,
         logits: Tensor,
         most_likely: tuple[Tensor, Tensor],
-        pool: "torch.cuda._POOL_HANDLE",
+        recorder: Recorder,
     ) -> None:
-        """Record every kind of draw from these logits; two passes each.
+        """Record every kind of draw from these logits.
 
         Args:
             place: of the logits; recorded once.
             logits: [rows, vocab_size].
             most_likely: `logits.max(dim=-1)`.
-            pool: memory that graphs share.
+            recorder: of the steps before.
         """
-        if (place, ALL_CUTS[0]) in self._graphs:
-            return
-        for cuts in ALL_CUTS:
-            self._run(cuts, logits, most_likely)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                tokens = self._run(cuts, logits, most_likely)
-            self._graphs[place, cuts] = graph, tokens
+        if (place, ALL_CUTS[0]) not in self._graphs:
+            for cuts in ALL_CUTS:
+                run = partial(self._run, cuts, logits, most_likely)
+                self._graphs[place, cuts] = recorder.record(run)
 
     def choose(self, place: Place, terms: RowTerms, numbers: NDArray[np.float64]) -> Tensor:
         """The tokens of all rows: int64 [num_rows], valid until the next call.
@@ -187,5 +234,5 @@ class DrawGraphs:
             top_p = own.top_p.masked_fill(own.top_k > 0, 1.0) if cuts.ranked else own.top_p
             made.append(Cut(rows=None, top_p=top_p, top_k=own.top_k, most=0))
         terms = DrawTerms(None, own.factors[:, :1], own.factors[:, 1:], tuple(made))
-        chosen = choose(logits, most_likely, terms, own.numbers, self._sums_of)
+        chosen = choose(logits, most_likely, terms, own.numbers, self._passes)
         return torch.where(own.is_drawn > 0, chosen, most_likely[1])

@@ -5,11 +5,11 @@ arithmetic. So its operations are traced once and run from then on as one genera
 calls PyTorch's operators directly: the same operations on the same weights, so the same bits.
 
 Decides: what can be captured. The trace runs on fake tensors, which have shapes and no values, so a
-network that looks at values (routing to experts, rotary scaling by length) cannot be traced, and is
-refused. It runs twice, with different numbers of tokens: every number that differs must be a
-multiple of one of these, and becomes that multiple. What does nothing (a cast to the dtype that is
-there already, a product with 1) is left out. At the end the function is compared with the network,
-bit for bit.
+network that looks at values (rotary scaling by length; experts that are called one by one) cannot
+be traced, and is refused. What is written into a tensor that nothing else sees becomes a new one.
+It runs twice, with different numbers of tokens: every number that differs must be a multiple of one
+of these, and becomes that multiple. What does nothing (a cast to the dtype that is there already, a
+product with 1) is left out. At the end the function is compared with the network, bit for bit.
 
 Invariants: a capture that exists gave the network's own logits on every size that it was tried on;
 attention is called as the network calls it, layer by layer, with the same terms.
@@ -232,7 +232,7 @@ class _Numbers:
         return self._made[place, factor]
 
 
-_PURE = ("aten", "_c10d_functional")  # PyTorch's operations, and what ranks give each other
+_PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: what ranks give each other
 
 
 def _simplify(node: fx.Node, call: fx.Node) -> None:
@@ -247,8 +247,51 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # a tensor's node
     elif target is operator.getitem:  # one of several results
         return
-    elif getattr(target, "namespace", None) not in _PURE or target._schema.is_mutable:  # noqa: SLF001
+    elif getattr(target, "namespace", None) not in _PURE:
         raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
+    elif target._schema.is_mutable:  # noqa: SLF001
+        node.target = _pure_twin(node)
+
+
+def _pure_twin(node: fx.Node) -> Callable[..., Any]:
+    """What gives in a new tensor what an operation leaves in its first argument.
+
+    The trace says of all that comes later that it reads the result. So nothing that comes later may
+    see the argument: it has memory of its own, and what else uses it came before and kept nothing.
+    """
+    target: Any = node.target
+    first = node.args[0]
+    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname  # noqa: SLF001
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    twin = getattr(packet, overload, None)
+    if (
+        twin is None
+        or not name.endswith("_")
+        or not isinstance(first, fx.Node)
+        or first.op != "call_function"
+        or any(not user < node or _shares_memory(user) for user in first.users if user is not node)
+        or _shares_memory(first)
+        or not all(_is_same_dtype(one, first) for one in node.args[1:])
+    ):
+        raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
+    return twin  # type: ignore[no-any-return]
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether what an operation returns may lie in what it was given."""
+    target: Any = node.target
+    if target is operator.call:
+        return True
+    if target is operator.getitem:
+        return not isinstance(node.args[0], fx.Node) or _shares_memory(node.args[0])
+    return any(value.alias_info is not None for value in target._schema.returns)  # noqa: SLF001
+
+
+def _is_same_dtype(other: object, first: fx.Node) -> bool:
+    """Whether a second argument leaves the dtype as it is; it is no tensor, or a tensor of that."""
+    if not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor):
+        return True
+    return bool(other.meta["val"].dtype == first.meta["val"].dtype)
 
 
 _CASTS = {

@@ -12,6 +12,7 @@ Does not know: logits, steps, why a request has the tokens that it has.
 """
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -44,6 +45,7 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
         self._compiled: dict[Grammar, LLMatcher] = {}
+        self._compiling = threading.Lock()
         self._texts: dict[int, _Text] = {}
 
     @property
@@ -54,22 +56,30 @@ class Grammars:
     def check(self, grammar: Grammar) -> None:
         """Compile a grammar, unless it is. Some milliseconds, the first time some hundreds.
 
+        Any thread may ask, so that the engine's need not wait.
+
         Raises:
             InvalidSettingError: it means nothing, or is too large.
             UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
         """
-        if grammar in self._compiled:
-            return
-        try:
-            source = _source(grammar)
-        except Exception as error:  # what a reader of grammars raises
-            raise _refused(grammar, str(error)) from error
-        matcher = LLMatcher(self._known_tokens(), source, log_level=0)
-        if matcher.is_error():
-            raise _refused(grammar, matcher.get_error())
-        if len(self._compiled) >= _MOST_COMPILED:
-            del self._compiled[next(iter(self._compiled))]
-        self._compiled[grammar] = matcher
+        self._matcher(grammar)
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        known = self._compiled.get(grammar)
+        if known is not None:
+            return known
+        with self._compiling:
+            try:
+                source = _source(grammar)
+            except Exception as error:  # what a reader of grammars raises
+                raise _refused(grammar, str(error)) from error
+            matcher = LLMatcher(self._known_tokens(), source, log_level=0)
+            if matcher.is_error():
+                raise _refused(grammar, matcher.get_error())
+            if len(self._compiled) >= _MOST_COMPILED:
+                del self._compiled[next(iter(self._compiled))]
+            self._compiled[grammar] = matcher
+            return matcher
 
     def mask(self, requests: Sequence[Request], newest: Mapping[int, int | None]) -> Tensor:
         """Which tokens may come next: int32 [requests, num_words] on the host, a bit a token.
@@ -109,8 +119,7 @@ class Grammars:
             grammar = request.params.grammar
             if grammar is None:
                 raise InvalidSettingError("grammar", "a request that has one", request)
-            self.check(grammar)
-            text = self._texts[request.request_id] = _Text(self._compiled[grammar].deep_copy())
+            text = self._texts[request.request_id] = _Text(self._matcher(grammar).deep_copy())
         return text
 
     def _known_tokens(self) -> LLTokenizer:

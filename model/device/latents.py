@@ -14,8 +14,10 @@ under any attention but ours, and again after `absorb` with nothing to absorb.
 Does not know: caches, batches, which backend runs.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +41,15 @@ class Absorbed:
 
     def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [1, heads, num_tokens, ...]: of one head, or as the layer makes them."""
-        if self.module.config._attn_implementation.startswith(OURS):  # noqa: SLF001
+        module: Any = self.module
+        if module.config._attn_implementation.startswith(OURS):  # noqa: SLF001
             return torch.cat([latent, rotated], -1), latent
-        expanded: tuple[Tensor, Tensor] = type(self.module).expand_kv(self.module, latent, rotated)
+        expanded: tuple[Tensor, Tensor] = type(module).expand_kv(module, latent, rotated)
         return expanded
 
     def queries(self, query: Tensor) -> Tensor:
         """Queries for latents: [num_tokens, num_heads, latent_dim + what is rotated]."""
-        plain, rotated = query.split([self.key_dim, query.shape[2] - self.key_dim], 2)
+        plain, rotated = torch.tensor_split(query, [self.key_dim], 2)
         keys = self._matrix()[:, : self.key_dim]
         return torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), rotated], 2)
 
@@ -68,7 +71,8 @@ def absorb(network: nn.Module, max_latent_dim: int) -> int:
         max_latent_dim: 0: none.
     """
     found = 0
-    for module in network.modules():
+    every: Iterator[Any] = network.modules()
+    for module in every:
         if absorbed(module) is not None:
             del module.expand_kv
         record = _record(module, max_latent_dim)
@@ -84,47 +88,46 @@ def absorbed(module: nn.Module) -> Absorbed | None:
     return record if isinstance(record, Absorbed) else None
 
 
-def _record(module: nn.Module, max_latent_dim: int) -> Absorbed | None:
-    projection = getattr(module, "kv_b_proj", None)
+def _record(module: Any, max_latent_dim: int) -> Absorbed | None:  # noqa: ANN401
+    projection: Any = getattr(module, "kv_b_proj", None)
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    sizes = [getattr(module, name, None) for name in names]
-    if not (hasattr(module, "expand_kv") and type(projection) is nn.Linear) or None in sizes:
+    sizes: list[int] = [getattr(module, name, 0) for name in names]
+    is_linear = type(projection) is nn.Linear and getattr(projection, "bias", None) is None
+    if not hasattr(module, "expand_kv") or not is_linear or 0 in sizes:
         return None
     latent_dim, rotated_dim, key_dim, value_dim = sizes
     weight = projection.weight
-    plain = projection.bias is None and not weight.is_meta and weight.shape[1] == latent_dim
-    if not plain or latent_dim + rotated_dim > max_latent_dim or key_dim == 0:
+    plain = not weight.is_meta and weight.shape[1] == latent_dim
+    if not plain or latent_dim + rotated_dim > max_latent_dim:
         return None
     record = Absorbed(module, projection, key_dim, value_dim)
-    return record if _is_what_it_does(module, record, latent_dim, rotated_dim) else None
+    return record if _is_what_it_does(record, latent_dim, rotated_dim) else None
 
 
-def _is_what_it_does(
-    module: nn.Module, record: Absorbed, latent_dim: int, rotated_dim: int
-) -> bool:
-    """Compare logits and results of random numbers, decompressed and absorbed."""
+def _is_what_it_does(record: Absorbed, latent_dim: int, rotated_dim: int) -> bool:
+    """Compare logits and values of random numbers, decompressed and absorbed."""
+    module: Any = record.module
     weight = record.projection.weight
     num_heads = weight.shape[0] // (record.key_dim + record.value_dim)
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, generator=generator)
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     latent, rotated = (draw(1, 1, 5, size).to(weight) for size in (latent_dim, rotated_dim))
     query = draw(5, num_heads, record.key_dim + rotated_dim).to(weight)
-    with torch.no_grad():
-        try:
-            key, value = module.expand_kv(latent, rotated)
-            row = torch.cat([latent, rotated], -1)[0, 0]
+    row = torch.cat([latent, rotated], -1)[0, 0]
+    try:
+        with torch.no_grad():
+            keys, values = module.expand_kv(latent, rotated)
             pairs = (
                 (
-                    torch.einsum("thd,hnd->htn", query, key[0]),
+                    torch.einsum("thd,hnd->htn", query, keys[0]),
                     torch.einsum("thd,nd->htn", record.queries(query), row),
                 ),
                 (
-                    value[0].transpose(0, 1),
+                    values[0].transpose(0, 1),
                     record.values(latent[0, 0][:, None].expand(-1, num_heads, -1)),
                 ),
             )
-        except (RuntimeError, TypeError, ValueError):
-            return False
+    except (RuntimeError, TypeError, ValueError):  # it is another kind of layer
+        return False
     return all(
         one.shape == other.shape
         and float((one - other).float().norm()) <= _TOLERANCE * float(one.float().norm())

@@ -6,6 +6,10 @@ operations; that KV heads are repeated where there are fewer of them than ranks.
 Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053): one all-reduce after each attention and each
 MLP.
 
+On GPUs of one host that read each other's memory, a sum that is not large is one kernel which does
+so, on the network's own stream; a collective of NCCL takes twice as long there, because it has a
+stream of its own.
+
 Invariants: every rank computes the same logits, to the bit, because it receives the same sums; a
 style or a size that is not known here is refused, never guessed.
 
@@ -18,6 +22,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -27,6 +32,8 @@ from model.errors import RankLostError, UnsupportedModelError
 __all__ = ["check_cut", "shard_network"]
 
 _OPS = torch.ops._c10d_functional  # noqa: SLF001  # what a traced collective is called
+_ALIGNMENT = 16  # bytes that a kernel reads at once
+_SHARED_BYTES = 2 << 20  # on two GPUs a larger sum is sooner done by NCCL
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SUMMED = {"rowwise", "rowwise_rep", "rowwise_split_input"}
@@ -37,12 +44,16 @@ _FUSED = {"qkv_proj", "query_key_value"}
 _GROUPS = "num_key_value_groups"
 
 
-def shard_network(network: PreTrainedModel, ranks: Ranks) -> None:
+def shard_network(
+    network: PreTrainedModel, ranks: Ranks, *, shared_bytes: int = _SHARED_BYTES
+) -> None:
     """Keep this rank's part of a network. O(parameters).
 
     Args:
         network: whole, the same on every rank; its modules are replaced where the plan says so.
         ranks: who shares it.
+        shared_bytes: the largest sum that is one kernel of GPUs which read each other's memory; 0:
+            none is.
 
     Raises:
         UnsupportedModelError: it has no plan, or one that the number of ranks does not fit.
@@ -52,7 +63,7 @@ def shard_network(network: PreTrainedModel, ranks: Ranks) -> None:
         raise UnsupportedModelError(
             f"--tp: Transformers has no tensor-parallel plan for {type(network).__name__}"
         )
-    _Sharding(network, plan, ranks).run()
+    _Sharding(network, plan, ranks, _Sums(network, ranks, shared_bytes)).run()
 
 
 def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
@@ -75,10 +86,42 @@ def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
         ) from error
 
 
+class _Sums:
+    """Adds up what the ranks have, for all of them.
+
+    Attributes:
+        group: what the ranks are called.
+    """
+
+    def __init__(self, network: PreTrainedModel, ranks: Ranks, shared_bytes: int) -> None:
+        self.group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        self._scratch = torch.empty(0, dtype=network.dtype, device=network.device)
+        if network.device.type != "cuda" or not shared_bytes:
+            return
+        count = shared_bytes // max(1, ranks.size // 2) // network.dtype.itemsize
+        scratch = self._scratch
+        try:
+            scratch = symmetric_memory.empty(count, dtype=network.dtype, device=network.device)
+            symmetric_memory.rendezvous(scratch, self.group)
+            _summed_by_kernel(scratch[:8], torch.zeros_like(scratch[:8]), self.group)
+        except (RuntimeError, NotImplementedError):  # GPUs apart, or a dtype without a kernel
+            scratch = self._scratch
+        if ranks.least(len(scratch)):
+            self._scratch = scratch
+
+    def __call__(self, part: Tensor) -> Tensor:
+        """The sum of what each rank brings, on every rank."""
+        if part.dtype != self._scratch.dtype:
+            return _summed(part, self.group)
+        done: Tensor = torch.ops.kvcore_ranks.sum(part.contiguous(), self._scratch, self.group)
+        return done
+
+
 class _Sharding:
-    def __init__(self, network: PreTrainedModel, plan: Mapping[str, str], ranks: Ranks) -> None:
-        self._network, self._plan, self._ranks = network, plan, ranks
-        self._group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    def __init__(
+        self, network: PreTrainedModel, plan: Mapping[str, str], ranks: Ranks, sums: _Sums
+    ) -> None:
+        self._network, self._plan, self._ranks, self._sums = network, plan, ranks, sums
         config = network.config.get_text_config()
         self._num_heads = int(getattr(config, "num_attention_heads", ranks.size))
         self._num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self._num_heads)
@@ -137,16 +180,16 @@ class _Sharding:
         if style in _HOOKED:
             self._hook(module, style)
         elif isinstance(module, nn.Embedding) and style == "embedding_rowwise":
-            self._replace(name, _RowwiseEmbedding(module, self._ranks, self._group))
+            self._replace(name, _RowwiseEmbedding(module, self._ranks, self._sums))
         elif isinstance(module, nn.Linear) and style in {"colwise", "packed_colwise"}:
             for own, parameter in list(module.named_parameters(recurse=False)):
                 self._cut_parameter(name, module, own, parameter, style)
         elif isinstance(module, nn.Linear) and style in _GATHERED:
-            self._replace(name, _GatheredLinear(module, self._ranks, self._group))
+            self._replace(name, _GatheredLinear(module, self._ranks, self._sums.group))
         elif isinstance(module, nn.Linear) and style in _SUMMED:
             weight = self._part(f"{name}.weight", module.weight, -1)
             splits = style == "rowwise_split_input"
-            summed = _SummedLinear(weight, module.bias, self._ranks, self._group, splits=splits)
+            summed = _SummedLinear(weight, module.bias, self._ranks, self._sums, splits=splits)
             self._replace(name, summed)
         else:
             raise self._unknown(name, style)
@@ -158,10 +201,10 @@ class _Sharding:
         module.register_parameter(own, _parameter(part))
 
     def _hook(self, module: nn.Module, style: str) -> None:
-        group, size = self._group, self._ranks.size
+        sums, size = self._sums, self._ranks.size
 
         def sum_up(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
-            return _all_reduce(output, group)
+            return sums(output)
 
         def divide(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (args[0] / size, *args[1:])
@@ -210,19 +253,19 @@ class _SummedLinear(nn.Module):
     """A linear layer whose inputs are cut: each rank has some columns, and the sum is shared."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, ranks: Ranks, group: str, *, splits: bool
+        self, weight: Tensor, bias: Tensor | None, ranks: Ranks, sums: _Sums, *, splits: bool
     ) -> None:
         super().__init__()
         self.weight = _parameter(weight)
         self.bias = None if bias is None else _parameter(bias)
         self._start = ranks.rank * weight.shape[1] if splits else None
-        self._group = group
+        self._sums = sums
 
     def forward(self, inputs: Tensor) -> Tensor:
         """`[..., columns of this rank]`, or all of them, to `[..., rows]`."""
         if self._start is not None:
             inputs = inputs.narrow(-1, self._start, self.weight.shape[1])
-        output = _all_reduce(functional.linear(inputs, self.weight), self._group)
+        output = self._sums(functional.linear(inputs, self.weight))
         return output if self.bias is None else output + self.bias
 
 
@@ -254,13 +297,13 @@ class _RowwiseEmbedding(nn.Module):
     What a network's own kind of table does beside looking up, such as Gemma's factor, stays.
     """
 
-    def __init__(self, whole: nn.Embedding, ranks: Ranks, group: str) -> None:
+    def __init__(self, whole: nn.Embedding, ranks: Ranks, sums: _Sums) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.part = whole
         self.part.weight = _parameter(_padded_part(whole.weight, ranks))
         self._start = ranks.rank * self.part.weight.shape[0]
-        self._group = group
+        self._sums = sums
 
     @property
     def weight(self) -> Tensor:
@@ -272,7 +315,7 @@ class _RowwiseEmbedding(nn.Module):
         places = tokens - self._start
         is_mine = (places >= 0) & (places < self.part.weight.shape[0])
         found: Tensor = self.part(torch.where(is_mine, places, 0))
-        return _all_reduce(found * is_mine[..., None], self._group)
+        return self._sums(found * is_mine[..., None])
 
 
 def _padded_part(whole: Tensor, ranks: Ranks) -> Tensor:
@@ -287,10 +330,39 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor.detach(), requires_grad=False)
 
 
-def _all_reduce(tensor: Tensor, group: str) -> Tensor:
+def _summed(part: Tensor, group: str) -> Tensor:
     reduce: Callable[[Tensor, str, str], Tensor] = _OPS.all_reduce
-    done: Tensor = _OPS.wait_tensor(reduce(tensor.contiguous(), "sum", group))
+    done: Tensor = _OPS.wait_tensor(reduce(part.contiguous(), "sum", group))
     return done
+
+
+def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
+    """By a kernel that copies a part into memory which the ranks share, and adds up all parts.
+
+    It waits for the others at its beginning and at its end, so the memory may be used again.
+    """
+    done: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(scratch, part, "sum", group)
+    return done
+
+
+def _sum(part: Tensor, scratch: Tensor, group: str) -> Tensor:
+    """The sum over the ranks, the sooner of the two ways: see `_Sums`."""
+    count = part.numel()
+    is_aligned = count * part.element_size() % _ALIGNMENT == part.data_ptr() % _ALIGNMENT == 0
+    if count > len(scratch) or not is_aligned:
+        return _summed(part, group)
+    return _summed_by_kernel(scratch[:count].view(part.shape), part, group)
+
+
+def _sum_shape(part: Tensor, _scratch: Tensor, _group: str) -> Tensor:
+    return torch.empty_like(part)
+
+
+_library = torch.library.Library("kvcore_ranks", "DEF")  # type: ignore[no-untyped-call]
+_library.define("sum(Tensor part, Tensor scratch, str group) -> Tensor")  # type: ignore[no-untyped-call]
+_library.impl("sum", _sum, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("sum", _sum, "CUDA")  # type: ignore[no-untyped-call]
+_library.impl("sum", _sum_shape, "Meta")  # type: ignore[no-untyped-call]
 
 
 def _all_gather(tensor: Tensor, size: int, group: str) -> Tensor:

@@ -20,15 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from model.control.config import EngineConfig
 from model.device.cuda_graphs import StepGraphs
 from model.device.draw_graphs import DrawGraphs
 from model.device.network import PagedNetwork
-from model.device.piecewise import compiled, mark_dynamic
 from model.device.profile import largest_step
-from model.device.sampler import ChunkSums, chunk_sums
 from model.errors import InvalidArgumentError, UnsupportedModelError
 
 _SMALL_PARAMETERS = 32_000_000
@@ -51,12 +48,10 @@ class Prepared:
     Attributes:
         how: in words.
         graphs: of steps, to be replayed; None: there are none.
-        sums_of: `sampling.chunk_sums`, or what that was compiled to.
     """
 
     how: str
     graphs: StepGraphs | None = None
-    sums_of: ChunkSums = chunk_sums
 
 
 def prepare_network(
@@ -94,7 +89,7 @@ def prepare_network(
         config.block_size,
         config.max_num_seqs,
         recorded_tokens(network.num_parameters, len(network.layout.layers), config),
-        DrawGraphs(max(2, config.max_num_seqs), network.device, prepared.sums_of),
+        DrawGraphs(max(2, config.max_num_seqs), network.device),
     )
     try:
         num_graphs = graphs.record()
@@ -104,7 +99,7 @@ def prepare_network(
             "it less, or run the network as it is"
         ) from error
     how = f"{prepared.how}, {num_graphs} graphs"
-    return Prepared(how, graphs, prepared.sums_of)
+    return Prepared(how, graphs)
 
 
 def recorded_tokens(num_parameters: int, num_layers: int, config: EngineConfig) -> int:
@@ -133,19 +128,7 @@ def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
     num_groups = len(network.layout.windows)
     step = largest_step(count, rows, config.block_size, num_groups, network.device)
     try:
-        logits = network.compile(step)
+        network.compile(step)
     except UnsupportedModelError as error:
         return Prepared(f"captured ({error})")
-    return Prepared("compiled", sums_of=_compiled_sums(logits))
-
-
-def _compiled_sums(logits: Tensor) -> ChunkSums:
-    """`chunk_sums` for any number of rows of such logits; one row would be compiled apart."""
-    run = compiled(chunk_sums)
-    if len(logits) > 1:
-        best = logits.amax(dim=-1, keepdim=True).float()
-        example = (logits, best, torch.ones_like(best), torch.full_like(best, torch.inf))
-        for tensor in example:
-            mark_dynamic(tensor, [0])
-        run(*example)
-    return lambda logits, *more: (run if len(logits) > 1 else chunk_sums)(logits, *more)
+    return Prepared("compiled")

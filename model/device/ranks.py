@@ -4,8 +4,8 @@ Decides: how they find each other (`torchrun` says it by environment variables, 
 `torch.distributed` reads them), what goes over which wire: tensors of the network by NCCL between
 GPUs and gloo between CPUs, small messages of the first rank to all by gloo.
 
-Invariants: a rank that is gone is an error on the others, not a wait; nothing is ever said about
-blocks.
+Invariants: a rank that is gone is an error on the others, not a wait, also where they wait for
+their GPU; nothing is ever said about blocks.
 
 Does not know: the network, requests, what a message means.
 """
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model.device.lifeline import LOST, Lifeline, meet
 from model.errors import RankLostError, UsageError
 
 _PATIENCE = timedelta(days=365)  # a leader may have nothing to say for long; a dead one is noticed
@@ -39,6 +40,7 @@ class Ranks:
     rank: int
     size: int
     _control: dist.ProcessGroup
+    _lifeline: Lifeline
 
     @property
     def leads(self) -> bool:
@@ -64,18 +66,7 @@ class Ranks:
         Raises:
             RankLostError: another rank is gone.
         """
-        content = b"" if message is None else pickle.dumps(message)
-        size = torch.tensor(len(content))
-        with noticing():
-            dist.broadcast(size, 0, group=self._control)
-            if not size:
-                return None
-            data = torch.empty(int(size), dtype=torch.uint8)
-            if self.leads:
-                data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-            dist.broadcast(data, 0, group=self._control)
-        # From a process of this very run, over a connection that `torchrun` has set up.
-        return pickle.loads(data.numpy().tobytes())  # noqa: S301
+        return _told(self._control, self.rank, message)
 
     def all_of(self, content: bytes) -> list[bytes]:
         """What each rank brings, by rank: as many bytes of each. One round trip.
@@ -123,7 +114,12 @@ class Ranks:
 
     def leave(self) -> None:
         """Be one of them no longer. O(1)."""
+        self.let_go()
         dist.destroy_process_group()
+
+    def let_go(self) -> None:
+        """Take it for granted from now on that the others end. O(1)."""
+        self._lifeline.let_go()
 
 
 def join_ranks(size: int) -> Ranks | None:
@@ -159,7 +155,24 @@ def join_ranks(size: int) -> Ranks | None:
     except (RuntimeError, ValueError) as error:  # an address in use, a variable that is missing
         line = str(error).strip().split("\n")[0]
         raise UsageError(f"--tp: the processes do not find each other: {line}") from error
-    return Ranks(dist.get_rank(), dist.get_world_size(), control)
+    rank = dist.get_rank()
+    lifeline = Lifeline(meet(rank, size, lambda said: _told(control, rank, said)))
+    return Ranks(rank, size, control, lifeline)
+
+
+def _told(control: dist.ProcessGroup, rank: int, message: object) -> object:
+    content = b"" if message is None else pickle.dumps(message)
+    size = torch.tensor(len(content))
+    with noticing():
+        dist.broadcast(size, 0, group=control)
+        if not size:
+            return None
+        data = torch.empty(int(size), dtype=torch.uint8)
+        if rank == 0:
+            data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        dist.broadcast(data, 0, group=control)
+    # From a process of this very run, over a connection that `torchrun` has set up.
+    return pickle.loads(data.numpy().tobytes())  # noqa: S301
 
 
 @contextmanager
@@ -169,7 +182,5 @@ def noticing() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if any(word in str(error).lower() for word in _LOST):
-            raise RankLostError(
-                "another of the processes that share the network is gone"
-            ) from error
+            raise RankLostError(LOST) from error
         raise

@@ -26,13 +26,12 @@ from model.device.draw_graphs import DrawGraphs, Place, RowTerms, row_terms
 from model.device.grammars import Grammars
 from model.device.ranks import Ranks
 from model.device.sampler import (
-    ChunkSums,
     DrawTerms,
     choose,
-    chunk_sums,
     column,
     draw_terms,
     index_of,
+    passes_for,
     stream_of,
     uniforms,
 )
@@ -114,15 +113,14 @@ class RequestSampler:
         self._device = device
         self._seed = seed
         self._grammars = grammars
-        self._sums_of: ChunkSums = chunk_sums
+        self._passes = passes_for(device.type)
         self._draws: DrawGraphs | None = None
         self._streams: dict[int, int] = {}
         self._counts = _TokenCounts(vocab_size, device)
         self._terms = _StepTerms((), None, (), np.zeros(0, np.uint64), None, None, None)
 
-    def use(self, sums_of: ChunkSums, draws: DrawGraphs | None = None) -> None:
-        """Sum with this in place of `chunk_sums`, and replay what was recorded. O(1)."""
-        self._sums_of = sums_of
+    def use(self, draws: DrawGraphs | None) -> None:
+        """Replay these from now on, where they serve. O(1)."""
         self._draws = draws
 
     def draw(
@@ -140,7 +138,7 @@ class RequestSampler:
         Args:
             logits: [num_requests, vocab_size].
             sampling: whose they are; none of them knows its next token.
-            most_likely: `logits.max(dim=-1)`, if that is known.
+            most_likely: of these, as `sampler.Passes` finds it, if that is known.
             newest: waits for the last token of those that have not been told theirs.
             place: where the logits lie, if draws from there may be recorded; then tokens are valid
                 until the next call.
@@ -150,7 +148,7 @@ class RequestSampler:
         if self._terms.sampling != sampling:
             self._terms = self._terms_of(sampling)
         terms = self._terms
-        best, tokens = likely = logits.max(dim=-1) if most_likely is None else most_likely
+        best, tokens = likely = most_likely or self._passes.most_likely(logits)
         adjusted = logits
         if terms.changes is not None:
             adjusted, likely = terms.changes.apply(logits, likely, newest)
@@ -164,7 +162,7 @@ class RequestSampler:
                 own = torch.from_numpy(numbers).unsqueeze(-1)
                 if self._device.type == "cuda":
                     own = own.pin_memory().to(self._device, non_blocking=True)
-                tokens = choose(adjusted, likely, terms.draws, own, self._sums_of)
+                tokens = choose(adjusted, likely, terms.draws, own, self._passes)
         if self._ranks is not None:
             tokens = self._ranks.shared(tokens)
         if terms.changes is not None:

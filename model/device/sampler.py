@@ -29,6 +29,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -38,7 +40,41 @@ from torch import Tensor, nn
 from model.control.params import SamplingParams
 from model.errors import NumericalError
 
-ChunkSums = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+class Passes(Protocol):
+    """The passes over all logits: what a device may have kernels for."""
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of each row, and one that is as large: [num_rows], int64 [num_rows].
+
+        Args:
+            logits: [num_rows, vocab_size]; what is no number makes the largest no finite one.
+        """
+        ...
+
+    def top_values(self, logits: Tensor, count: int) -> Tensor:
+        """The largest of each row, in falling order: [num_rows, count].
+
+        Args:
+            logits: [num_rows, vocab_size].
+            count: at most vocab_size.
+        """
+        ...
+
+    def invert(
+        self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
+    ) -> Tensor:
+        """The token of each row at its number, in the order of the ids: int64 [num_rows].
+
+        Args:
+            logits: [num_rows, vocab_size].
+            best: float32 [num_rows, 1], the largest of each row.
+            sharpness: float32 [num_rows, 1], one over the temperature.
+            reach: float32 [num_rows, 1]; what lies further below the best has no weight.
+            numbers: float64 [num_rows, 1], in [0, 1).
+        """
+        ...
+
 
 _CHUNK = 256
 _SCALE = 2.0**35  # 2**18 tokens of it are less than 2**53
@@ -174,6 +210,38 @@ def reach_of(params: SamplingParams) -> float:
     return -math.log(params.min_p) if params.min_p else math.inf
 
 
+class PlainPasses:
+    """The passes by PyTorch's operators; see `Passes`. O(num_rows * vocab_size) each."""
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Passes`."""
+        best, tokens = logits.max(dim=-1)
+        return best, tokens
+
+    def top_values(self, logits: Tensor, count: int) -> Tensor:
+        """See `Passes`."""
+        return logits.topk(count).values
+
+    def invert(
+        self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
+    ) -> Tensor:
+        """See `Passes`: first the chunk, then its token."""
+        vocab_size = logits.shape[-1]
+        sums = _by_pieces(_chunk_sums, logits, best, sharpness, reach)
+        before = sums.cumsum(dim=-1)
+        chunk, target = _first_above(before, (numbers * before[:, -1:]).floor())
+        target = target - (before.gather(1, chunk) - sums.gather(1, chunk))
+        tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device)
+        inside = logits.gather(1, tokens.clamp(max=vocab_size - 1))
+        distances = _distances(inside, best, sharpness)
+        weights = _weights(distances).masked_fill((distances > reach) | (tokens >= vocab_size), 0.0)
+        place, _ = _first_above(weights.double().cumsum(dim=-1), target)
+        return tokens.gather(1, place).squeeze(-1)
+
+
+PLAIN = PlainPasses()
+
+
 def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
     """Choose one token a row and wait for it; None: the most likely one. O(num_rows * vocab_size).
 
@@ -183,7 +251,8 @@ def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
     num_rows, vocab_size = logits.shape
     if not draws:
         return []
-    best, tokens = logits.max(dim=-1)
+    passes = passes_for(logits.device.type)
+    best, tokens = passes.most_likely(logits)
     rows = [row for row, how in enumerate(draws) if how is not None and not how.params.is_greedy]
     if rows:
         drawing = [how for how in draws if how is not None and not how.params.is_greedy]
@@ -192,7 +261,7 @@ def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
         streams = np.array([how.stream for how in drawing], np.uint64)
         numbers = uniforms(streams, np.array([how.index for how in drawing]))
         own = torch.from_numpy(numbers).unsqueeze(-1).to(logits.device)
-        tokens = choose(logits, (best, tokens), terms, own)
+        tokens = choose(logits, (best, tokens), terms, own, passes)
     for row, value in enumerate(best.tolist()):
         if not math.isfinite(value):
             raise NumericalError(f"logits: wanted finite numbers, row {row} has others")
@@ -205,7 +274,7 @@ def choose(
     most_likely: tuple[Tensor, Tensor],
     terms: DrawTerms,
     numbers: Tensor,
-    sums_of: ChunkSums | None = None,
+    passes: Passes = PLAIN,
 ) -> Tensor:
     """The tokens of all rows: those that draw draw, the others have their most likely one.
 
@@ -213,10 +282,10 @@ def choose(
 
     Args:
         logits: [num_rows, vocab_size].
-        most_likely: `logits.max(dim=-1)`.
+        most_likely: of these, as `Passes` finds it.
         terms: how rows draw.
         numbers: float64 [num_draws, 1], in [0, 1).
-        sums_of: `chunk_sums`, or what that was compiled to.
+        passes: over the logits.
 
     Returns:
         int64 [num_rows]; anything where a row's largest is not finite.
@@ -225,12 +294,12 @@ def choose(
     rows = terms.rows
     some = logits if rows is None else logits[rows]
     above = (best if rows is None else best[rows])[:, None].float()
-    reach = furthest(some, above, terms)
-    chosen = _invert(some, above, terms.sharpness, reach, numbers, sums_of or chunk_sums)
+    reach = furthest(some, above, terms, passes)
+    chosen = passes.invert(some, above, terms.sharpness, reach, numbers)
     return chosen if rows is None else tokens.index_put((rows,), chosen)
 
 
-def furthest(logits: Tensor, best: Tensor, terms: DrawTerms) -> Tensor:
+def furthest(logits: Tensor, best: Tensor, terms: DrawTerms, passes: Passes = PLAIN) -> Tensor:
     """How far below the most likely a token may lie and be drawn: float32 [num_draws, 1].
 
     O(num_draws * vocab_size).
@@ -239,13 +308,17 @@ def furthest(logits: Tensor, best: Tensor, terms: DrawTerms) -> Tensor:
         logits: [num_draws, vocab_size], of the rows that draw.
         best: float32 [num_draws, 1], the largest of each row.
         terms: how they draw.
+        passes: over the logits.
     """
     reach = terms.reach
     for cut in terms.cuts:
         of = (logits, best, terms.sharpness)
         if cut.rows is not None:
             of = (logits[cut.rows], best[cut.rows], terms.sharpness[cut.rows])
-        limit = _ranked_reach(*of, cut) if cut.most else _nuclear_reach(*of, cut.top_p)
+        if cut.most:
+            limit = _ranked_reach(passes.top_values(of[0], cut.most), *of[1:], cut)
+        else:
+            limit = _nuclear_reach(*of, cut.top_p)
         if cut.rows is not None:
             limit = reach.index_put((cut.rows,), limit)
         reach = torch.minimum(reach, limit)
@@ -262,43 +335,21 @@ def _weights(distances: Tensor) -> Tensor:
     return torch.exp(-distances).mul_(_SCALE).floor_()
 
 
-def chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
-    """The weight of every so many tokens: float64 [num_rows, chunks]. O(num_rows * vocab_size).
+@functools.cache
+def passes_for(device_type: str) -> Passes:
+    """Those of a device: kernels on a GPU, which are loaded when they are first asked for."""
+    if device_type != "cuda":
+        return PLAIN
+    passes: Passes = import_module("model.device.draw_kernels").GpuPasses()
+    return passes
 
-    The one step of a draw that reads all logits where nothing is cut; it may be compiled.
 
-    Args:
-        logits: [num_rows, vocab_size].
-        best: float32 [num_rows, 1], the largest of each row.
-        sharpness: float32 [num_rows, 1], one over the temperature.
-        reach: float32 [num_rows, 1]; what lies further below the best has no weight.
-    """
+def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
+    """The weight of every so many tokens: float64 [num_rows, chunks]."""
     distances = _distances(logits, best, sharpness)
     weights = _weights(distances).masked_fill(distances > reach, 0.0)
     padded = nn.functional.pad(weights, (0, -weights.shape[-1] % _CHUNK))
     return padded.view(weights.shape[0], -1, _CHUNK).sum(dim=-1, dtype=torch.float64)
-
-
-def _invert(
-    logits: Tensor,
-    best: Tensor,
-    sharpness: Tensor,
-    reach: Tensor,
-    numbers: Tensor,
-    sums_of: ChunkSums,
-) -> Tensor:
-    """The token of each row at its number, in the order of the ids: first its chunk, then it."""
-    vocab_size = logits.shape[-1]
-    sums = _by_pieces(sums_of, logits, best, sharpness, reach)
-    before = sums.cumsum(dim=-1)
-    chunk, target = _first_above(before, (numbers * before[:, -1:]).floor())
-    target = target - (before.gather(1, chunk) - sums.gather(1, chunk))
-    tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device)
-    inside = logits.gather(1, tokens.clamp(max=vocab_size - 1))
-    distances = _distances(inside, best, sharpness)
-    weights = _weights(distances).masked_fill((distances > reach) | (tokens >= vocab_size), 0.0)
-    place, _ = _first_above(weights.double().cumsum(dim=-1), target)
-    return tokens.gather(1, place).squeeze(-1)
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,10 +362,10 @@ def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return place.clamp(max=cumulative.shape[-1] - 1), target
 
 
-def _ranked_reach(logits: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Tensor:
+def _ranked_reach(tops: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Tensor:
     """How far the last token lies that top_k, then top_p leave: [num_rows, 1]; inf without one."""
-    distances = _distances(logits.topk(cut.most).values, best, sharpness)
-    ranks = torch.arange(cut.most, device=logits.device)
+    distances = _distances(tops, best, sharpness)
+    ranks = torch.arange(cut.most, device=tops.device)
     weights = _weights(distances).double().masked_fill(ranks >= cut.top_k, 0.0)
     cumulative = weights.cumsum(dim=-1)
     last = torch.searchsorted(cumulative, cut.top_p * cumulative[:, -1:])

@@ -93,9 +93,10 @@ class StepPasses:
         self._sanitizer = sanitizer
         self._mover = mover
         self._sampler = sampler
-        chunks = network.layout.chunks
+        layout = network.layout
         self._builders = [
-            BatchBuilder(network.device, len(groups), chunks) for _ in range(1 + is_late)
+            BatchBuilder(network.device, len(groups), layout.chunks, layout.windows)
+            for _ in range(1 + is_late)
         ]
         self._is_late = is_late
         if drawn is None:
@@ -112,7 +113,7 @@ class StepPasses:
         """Run as it was prepared from now on. O(1)."""
         self._graphs = prepared.graphs
         draws = None if prepared.graphs is None else prepared.graphs.draws
-        self._sampler.use(prepared.sums_of, draws)
+        self._sampler.use(draws)
 
     def can_read_late(self, sampling: Sequence[Request]) -> bool:
         """Whether the next step may be sent before these get their tokens. O(1)."""

@@ -1,28 +1,29 @@
 """What the server costs beside the engine alone: `python -m model.serve.cost`.
 
-Decides: the same requests, so many at once, are run by the engine alone and through HTTP, turn by
-turn, in one process, whose processor time is counted beside the clock's; the client is a process of
-its own (`load.py`).
+Decides: the same requests, so many at once or as they come in time, are run by the engine alone and
+through HTTP, turn by turn, in one process, whose processor time is counted beside the clock's; the
+client is a process of its own (`load.py`). Where requests come in time, what counts is how long the
+first token takes.
 
 Does not know: how either works.
 """
 
 import asyncio
-import gc
 import json
+import math
+import statistics
 import subprocess  # the client is ours
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import uvicorn
 
 from model.async_engine import AsyncEngine
-from model.bench.serve import Arrivals
+from model.bench.serve import Arrivals, Served
 from model.bench.serve import serve as run_alone
 from model.bench.workloads import BenchRequest
-from model.boot import make_engine
 from model.cli.exits import leaves
 from model.cli.options import ModelOptions
 from model.cli.settings import Flags
@@ -36,6 +37,7 @@ from model.serve.head import BoundedProtocol
 from model.serve.listener import listen
 from model.serve.load import Job
 from model.serve.process import Server
+from model.start import make_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +45,14 @@ class CostOptions:
     """What is sent, and how often."""
 
     rounds: int = setting(3, help="turns of each", least=1)
-    num_requests: int = setting(256, help="requests of a turn", least=1)
+    num_requests: int = setting(256, help="requests of a turn", least=2)
     concurrency: int = setting(64, help="requests at once", least=1)
     input_len: int = setting(32, help="tokens of a prompt", least=1)
     output_len: int = setting(64, help="tokens of an answer", least=1)
     whole: bool = setting(False, help="answers are sent whole, not streamed")
+    request_rate: float = setting(
+        math.inf, help="requests a second, at random moments; inf: when there is room", above=0
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -55,10 +60,11 @@ class CostOptions:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of one turn, by the clock and of the processor."""
+    """Seconds of one turn, by the clock and of the processor, and until each first token."""
 
     clock_s: float
     processor_s: float
+    first_s: list[float]
 
 
 def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
@@ -76,12 +82,14 @@ def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
         vocab_size=engine.vocab_size,
         streams=not options.whole,
     )
+    arrivals = Arrivals(rate=options.request_rate, max_concurrency=options.concurrency)
+    if math.isfinite(options.request_rate):
+        job = replace(job, due_s=arrivals.due(options.num_requests))
     requests = [BenchRequest(tuple(prompt), job.output_len) for prompt in job.prompts()]
-    arrivals = Arrivals(max_concurrency=options.concurrency)
 
     def alone(one: Engine) -> Turn:
         one.kv.reset()
-        return _timed(lambda: _drop(run_alone(one, requests, arrivals)))
+        return _timed(lambda: _first(run_alone(one, requests, arrivals)))
 
     async def turns() -> list[tuple[Turn, Turn]]:
         asynchronous = AsyncEngine(engine, max_waiting=options.num_requests)
@@ -98,34 +106,36 @@ def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
         asynchronous.start()
         await asynchronous.ready()
         found = []
-        for _ in range(options.rounds):
-            first = await asynchronous.call(alone)
-            await asynchronous.call(lambda one: one.kv.reset())
-            # The engine serves meanwhile, so this runs beside it.
-            found.append((first, await asyncio.to_thread(_timed, lambda: _send(job))))
-        server.should_exit = True
-        await serving
+        try:
+            for _ in range(options.rounds):
+                first = await asynchronous.call(alone)
+                await asynchronous.call(lambda one: one.kv.reset())
+                # The engine serves meanwhile, so this runs beside it.
+                found.append((first, await asyncio.to_thread(_timed, lambda: _send(job))))
+        finally:
+            server.should_exit = True
+            await serving
         return found
 
     with asyncio.Runner(loop_factory=uvicorn.Config(None).get_loop_factory()) as runner:  # type: ignore[arg-type]
         return runner.run(turns())
 
 
-def _timed(run: Callable[[], float | None]) -> Turn:
+def _timed(run: Callable[[], tuple[float | None, list[float]]]) -> Turn:
     """Time a run by its own clock, or by ours if it has none."""
-    gc.collect()
     clock_s, processor_s = time.perf_counter(), time.process_time()
-    own_s = run()
+    own_s, first_s = run()
     took_s = time.perf_counter() - clock_s if own_s is None else own_s
-    return Turn(took_s, time.process_time() - processor_s)
+    return Turn(took_s, time.process_time() - processor_s, first_s)
 
 
-def _drop(_: object) -> None:
-    pass
+def _first(served: Sequence[Served]) -> tuple[None, list[float]]:
+    """How long the first tokens took."""
+    return None, [one.timeline.token_s[0] - one.timeline.arrival_s for one in served]
 
 
-def _send(job: Job) -> float:
-    """Have the client send its requests; the seconds that it waited for answers.
+def _send(job: Job) -> tuple[float, list[float]]:
+    """Have the client send its requests; the seconds for all answers, and until each began.
 
     Raises:
         ModelError: an answer was not whole.
@@ -137,7 +147,7 @@ def _send(job: Job) -> float:
     found = json.loads(ran.stdout)
     if found["num_failed"]:
         raise ModelError(f"{found['num_failed']} of {job.num_requests} answers were not whole")
-    return float(found["duration_s"])
+    return float(found["duration_s"]), found["first_s"]
 
 
 def _run() -> None:
@@ -149,6 +159,11 @@ def _run() -> None:
     options = said.of(CostOptions)
     engine = make_engine(said.of(ModelOptions), said.of(EngineConfig))
     tokens = options.num_requests * options.output_len
+    if math.isfinite(options.request_rate):
+        print("ms to the first token, mean, median, 99th percentile: engine alone | served")
+        for alone, served in measure(engine, options):
+            print(f"{_milliseconds(alone.first_s)} | {_milliseconds(served.first_s)}")
+        return
     print("engine alone, tokens/s | served | ratio | processor us a token, alone | served | ratio")
     for alone, served in measure(engine, options):
         print(
@@ -157,6 +172,13 @@ def _run() -> None:
             f"{served.processor_s / tokens * 1e6:.0f} | "
             f"{alone.processor_s / served.processor_s:.3f}"
         )
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    """Mean, median and 99th percentile."""
+    cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+    numbers = (statistics.fmean(seconds), cuts[49], cuts[98])
+    return " ".join(f"{1000 * each:.2f}" for each in numbers)
 
 
 if __name__ == "__main__":

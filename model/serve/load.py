@@ -1,8 +1,8 @@
 """A client that costs little: streams completions from a server, so many at once, and times them.
 
 Decides: what is sent, as `vllm bench serve` sends it: random tokens, `ignore_eos`, streams with
-usage, the next request when one before it has ended. It runs as a process of its own, which reads
-a job from stdin as JSON and writes what it measured to stdout.
+usage, when each is due, or when one before it has ended. It runs as a process of its own, which
+reads a job from stdin as JSON and writes what it measured to stdout.
 
 Invariants: what is counted are the tokens of the usage that the server tells, and the events.
 
@@ -12,11 +12,13 @@ Does not know: the server.
 import asyncio
 import json
 import random
+import re
 import sys
 import time
-from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
+_LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+_ANSWER = b'"choices":'
 _USAGE = b'"completion_tokens":'
 
 
@@ -32,6 +34,7 @@ class Job:
         vocab_size: prompts are drawn from so many tokens.
         seed: of the prompts.
         streams: whether answers are streamed.
+        due_s: when each is sent, from the begin; none: as soon as there is room.
     """
 
     host: str
@@ -43,6 +46,7 @@ class Job:
     vocab_size: int = 2048
     seed: int = 0
     streams: bool = True
+    due_s: list[float] = field(default_factory=list)
 
     def prompts(self) -> list[list[int]]:
         """The prompts, the same for the same job. O(tokens)."""
@@ -61,7 +65,7 @@ class Loaded:
         duration_s: from the first request to the last byte.
         num_failed: answers that were not whole.
         num_tokens: tokens of all answers, as the server counts them.
-        first_s: of each request, until the first bytes of its body.
+        first_s: of each request, from when it was due until the first of its answer.
     """
 
     duration_s: float
@@ -71,47 +75,67 @@ class Loaded:
 
 
 class _Client(asyncio.Protocol):
-    """One connection that sends one request after the other."""
+    """One connection, which sends one request after the other."""
 
-    def __init__(self, todo: "deque[bytes]", loaded: "_Tally") -> None:
-        self._todo = todo
-        self._tally = loaded
+    def __init__(self, idle: "asyncio.Queue[_Client]", tally: "_Tally") -> None:
+        self._idle = idle
+        self._tally = tally
         self._transport: asyncio.Transport | None = None
-        self._sent_s = 0.0
+        self._due_s = 0.0
         self._seen = b""
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._has_begun = self._is_chunked = False
+        self._ended: asyncio.Future[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Send the first request. O(1)."""
+        """It is there. O(1)."""
         if isinstance(transport, asyncio.Transport):
             self._transport = transport
-            self._next()
+
+    def send(self, body: bytes, due_s: float, ended: "asyncio.Future[None]") -> None:
+        """Send a request, whose time runs since it was due. O(body)."""
+        self._seen, self._due_s, self._ended = b"", due_s, ended
+        self._has_begun = self._is_chunked = False
+        if self._transport is None or self._transport.is_closing():
+            self._end()
+        else:
+            self._transport.write(body)
 
     def data_received(self, data: bytes) -> None:
         """Take what has come. O(data)."""
-        if not self._seen:
-            self._tally.first_s.append(time.perf_counter() - self._sent_s)
-        # Only the end is looked at: it has the usage.
-        self._seen = (self._seen + data)[-1024:]
-        if self._seen.endswith(b"0\r\n\r\n") or (b"content-length" in self._seen.lower()):
+        self._seen += data
+        if not self._has_begun and _ANSWER in self._seen:  # the head comes before there is a token
+            self._has_begun = True
+            self._tally.first_s.append(time.perf_counter() - self._due_s)
+        if self._is_whole():
             self._tally.take(self._seen)
-            self._next()
+            self._end()
+            self._idle.put_nowait(self)
+        elif self._is_chunked:
+            self._seen = self._seen[-1024:]  # only the end is looked at: it has the usage
+
+    def _is_whole(self) -> bool:
+        if self._is_chunked:
+            return self._seen.endswith(b"0\r\n\r\n")
+        head, end, body = self._seen.partition(b"\r\n\r\n")
+        said = _LENGTH.search(head)
+        if said is not None:
+            return len(body) >= int(said[1])
+        self._is_chunked = bool(end)
+        return self._is_chunked and self._is_whole()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over. O(1)."""
         del exc
-        if not self.gone.done():
-            self.gone.set_result(None)
+        self._end()
 
-    def _next(self) -> None:
-        if self._transport is None:
-            return
-        if not self._todo:
+    def close(self) -> None:
+        """Send nothing more. O(1)."""
+        if self._transport is not None:
             self._transport.close()
-            return
-        self._seen = b""
-        self._sent_s = time.perf_counter()
-        self._transport.write(self._todo.popleft())
+
+    def _end(self) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
 
 
 class _Tally:
@@ -130,11 +154,11 @@ class _Tally:
             self.num_whole += 1
 
 
-def _requests(job: Job) -> "deque[bytes]":
+def _requests(job: Job) -> list[bytes]:
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {job.host}\r\nContent-Type: application/json\r\n"
     )
-    ready: deque[bytes] = deque()
+    ready: list[bytes] = []
     for prompt in job.prompts():
         asked: dict[str, object] = {
             "prompt": prompt,
@@ -151,20 +175,38 @@ def _requests(job: Job) -> "deque[bytes]":
 
 
 async def run_load(job: Job) -> Loaded:
-    """Send a job's requests and wait for all answers."""
+    """Send a job's requests when they are due, and wait for all answers."""
     loop = asyncio.get_running_loop()
-    todo, tally = _requests(job), _Tally()
-    count = len(todo)
+    tally, bodies = _Tally(), _requests(job)
+    idle: asyncio.Queue[_Client] = asyncio.Queue()
+    clients: list[_Client] = []
+
+    async def send(body: bytes, due_s: float) -> None:
+        if idle.empty():
+            _, client = await loop.create_connection(
+                lambda: _Client(idle, tally), job.host, job.port
+            )
+            clients.append(client)
+        else:
+            client = idle.get_nowait()
+        ended = loop.create_future()
+        client.send(body, due_s, ended)
+        await ended
+
     began_s = time.perf_counter()
-    made = [
-        await loop.create_connection(lambda: _Client(todo, tally), job.host, job.port)
-        for _ in range(min(job.concurrency, count))
-    ]
-    for _, client in made:
-        await client.gone
+    sending: set[asyncio.Task[None]] = set()
+    for body, after_s in zip(bodies, job.due_s or [0.0] * len(bodies), strict=True):
+        await asyncio.sleep(max(0.0, began_s + after_s - time.perf_counter()))
+        if len(sending) >= job.concurrency:
+            _, sending = await asyncio.wait(sending, return_when=asyncio.FIRST_COMPLETED)
+        due_s = began_s + after_s if job.due_s else time.perf_counter()
+        sending.add(asyncio.create_task(send(body, due_s)))
+    await asyncio.gather(*sending)
+    for client in clients:
+        client.close()
     return Loaded(
         duration_s=time.perf_counter() - began_s,
-        num_failed=count - tally.num_whole,
+        num_failed=len(bodies) - tally.num_whole,
         num_tokens=tally.num_tokens,
         first_s=tally.first_s,
     )

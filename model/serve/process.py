@@ -48,8 +48,8 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
 
     def make() -> "Engine":
-        boot = import_module("model.boot")  # torch is loaded on the engine's thread
-        made: Engine = boot.make_engine(options.model, options.engine, say)
+        start = import_module("model.start")  # torch is loaded on the engine's thread
+        made: Engine = start.make_engine(options.model, options.engine, say)
         return made
 
     engine = AsyncEngine(

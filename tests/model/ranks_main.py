@@ -3,8 +3,11 @@
 - `walk`: cut each configuration, and print how its logits compare with the whole network's.
 - `diverge`: one rank's manager is tampered with; the comparison must say so.
 - `die`: one rank leaves in the middle; the others must notice.
+- `odd`: one rank has other logits and less memory; all must take rank 0's tokens and the fewest
+  blocks, and keep no request that has ended.
 """
 
+import gc
 import json
 import os
 import sys
@@ -15,10 +18,13 @@ from transformers.utils import logging
 
 import backends
 from model import EngineConfig, SamplingParams
+from model.control.request import Request
+from model.control.submission import Submission
 from model.device.parallel import check_cut, shard_network
 from model.device.ranks import Ranks, join_ranks
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
 from model.loader import load_model
+from model.output import Output
 from model.tiny import CHECKPOINT_DIR
 from model.twins import TwinEngine
 from tests.model.tiny_configs import cases, make_config
@@ -60,10 +66,11 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
     return "equal" if error < 1e-5 else f"differs by {error:.1e}"
 
 
-def _engine(ranks: Ranks, *, is_checked: bool) -> TwinEngine:
+def _engine(ranks: Ranks, *, is_checked: bool, num_blocks: int = 40) -> TwinEngine:
     backend = backends.get_backend("numba")
     model = load_model(str(CHECKPOINT_DIR), backend.device, None, ranks)
-    return TwinEngine(model, backend, EngineConfig(num_blocks=40), is_checked=is_checked)
+    config = EngineConfig(num_blocks=num_blocks)
+    return TwinEngine(model, backend, config, is_checked=is_checked)
 
 
 def diverge(ranks: Ranks) -> None:
@@ -95,6 +102,41 @@ def die(ranks: Ranks) -> None:
         os._exit(0)  # what waits for the other rank must not wait
 
 
+def odd(ranks: Ranks) -> None:
+    engine = _engine(ranks, is_checked=True, num_blocks=40 - 9 * ranks.rank)
+    if not ranks.leads:  # the least likely token becomes the most likely one
+        head = engine.model.network.get_output_embeddings()
+        head.register_forward_hook(lambda _module, _inputs, logits: -logits)
+    tokens: dict[int, list[int | None]] = {}
+    step = engine._step
+
+    def listened() -> list[Output]:
+        outputs = step()
+        for output in outputs:
+            tokens.setdefault(output.request.request_id, []).append(output.token_id)
+        return outputs
+
+    engine._step = listened
+    if ranks.leads:
+        for number in range(3):
+            params = SamplingParams(max_tokens=12, temperature=0.5 * number, seed=7)
+            engine.submit(Submission(list(range(20)), params, num_samples=2))
+            engine.submit(Submission([5] * 9, params))
+            left = engine.submit(Submission([6] * 9, params))
+            engine.step()
+            engine.abort(left[0])
+            while engine.has_unfinished:
+                engine.step()
+        del left
+        engine.end()
+    else:
+        engine.follow()
+    gc.collect()
+    kept = sum(type(each) is Request for each in gc.get_objects())
+    found = {"num_blocks": engine.kv.num_blocks, "tokens": tokens}
+    print(json.dumps({"rank": ranks.rank, "kept": kept, **found}), flush=True)
+
+
 def main() -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -102,7 +144,7 @@ def main() -> None:
     if sys.argv[1] == "walk":
         walk(ranks, sys.argv[2:])
     else:
-        {"diverge": diverge, "die": die}[sys.argv[1]](ranks)
+        {"diverge": diverge, "die": die, "odd": odd}[sys.argv[1]](ranks)
     ranks.leave()
 
 

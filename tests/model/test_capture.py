@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from model import EngineConfig, SamplingParams
 from model.device import fx_trace as capturing
@@ -39,7 +39,25 @@ class Telling:
 
 @pytest.mark.parametrize("architecture", [name for name in CONFIGS if name != "gpt_oss"])
 def test_logits_and_all_that_attention_sees_are_the_networks_own_bit_for_bit(architecture):
-    network = switched(build(architecture, 3))
+    check_is_the_network(switched(build(architecture, 3)))
+
+
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe", "mixtral"])
+def test_experts_whose_products_are_grouped_are_captured_bit_for_bit(kind):
+    sizes = {"hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = AutoConfig.for_model(
+        kind, vocab_size=320, num_hidden_layers=2, pad_token_id=None, **EXPERTS, **sizes, **heads
+    )
+    torch.manual_seed(4)
+    network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    check_is_the_network(switched(wrap_network(kind, network, ByteCodec())))
+
+
+def check_is_the_network(network):
     captured = capture(network, CPU)
     for num_tokens, rows in ((1, [0]), (4, [3]), (30, [0, 7, 29]), (7, [])):
         torch.manual_seed(num_tokens)
@@ -146,6 +164,70 @@ def test_a_product_with_one_is_left_out_where_it_changes_nothing():
     assert left_of(lambda x, y: x * y, x, torch.ones(3, 4)) == product
     assert left_of(lambda x: x * 1.0, x.int()) == product  # makes floats of them
     assert left_of(lambda x: x * 1.0, x[:, ::2]) == product  # closes their gaps
+
+
+def simplified(function, *inputs):
+    module = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*inputs)
+    call = next(iter(module.graph.nodes))
+    for node in list(module.graph.nodes):
+        if node.op == "call_function":
+            capturing._simplify(node, call)
+    module.recompile()
+    return module
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x * 2).add_(x),
+        lambda x: (x * 2).add_(1).mul_(x).t().sum(0),
+        lambda x: _divided_by_its_sum(x * 2),
+        lambda x: torch.empty_like(x).index_put_((torch.arange(3),), x) * 2,
+    ],
+)
+def test_what_is_written_where_nothing_else_looks_is_computed_anew(function):
+    x = torch.randn(3, 4)
+    before = x.clone()
+    module = simplified(function, x)
+    assert torch.equal(module(x), function(x.clone()))
+    assert torch.equal(x, before)
+    assert not any(
+        node.target._schema.is_mutable
+        for node in module.graph.nodes
+        if hasattr(node.target, "_schema")
+    )
+
+
+def _divided_by_its_sum(x):
+    x /= x.sum(dim=-1, keepdim=True)
+    return x
+
+
+def _seen_through_a_view(x):
+    x = x * 2
+    view = x.view(-1)
+    x.add_(1)
+    return view
+
+
+def _written_through_a_view(x):
+    x = x * 2
+    x.t().add_(1)
+    return x
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.add_(1),
+        _seen_through_a_view,
+        _written_through_a_view,
+        lambda x: (x.int() * 2).add_(x.long()),
+    ],
+)
+def test_what_is_written_where_something_else_looks_is_refused(function):
+    with pytest.raises(UnsupportedModelError, match="wanted pure operations of PyTorch"):
+        simplified(function, torch.randn(3, 4))
 
 
 def test_squares_are_products_bit_for_bit_in_every_dtype_of_a_network():

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -11,10 +12,13 @@ from torch._dynamo.utils import counters
 import backends
 from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
 from model.device import sampler
+from model.device.draw_graphs import DrawGraphs, Place, Recorder, row_terms
+from model.device.draw_kernels import GpuPasses
 from model.device.grammars import Grammars
 from model.device.request_sampler import RequestSampler
 from model.engine import Engine
 from model.loader import wrap_network
+from tests.model.draw_kernels_check import check
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
 
@@ -106,6 +110,24 @@ def test_draws_are_the_same_whenever_they_are_read_and_however_the_network_runs(
         done = engine.generate(PROMPTS, params)
         tokens.append([c.request.output_tokens for c in done])
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_experts_run_in_graphs_near_the_network_as_it_is(compiles):
+    backend = backends.get_backend("triton")
+    built = build("gpt_oss", 3)
+    model = wrap_network("gpt_oss", built.network.to(backend.device, torch.bfloat16), built.codec)
+    found = []
+    for prepares in (False, True):
+        config = EngineConfig(
+            num_blocks=60, max_num_seqs=6, max_num_batched_tokens=40, compile=compiles
+        )
+        engine = Engine(model, backend, config)
+        if prepares:
+            assert engine.prepare() in ("captured, 9 graphs", "compiled, 9 graphs")
+        done = engine.generate(PROMPTS, SamplingParams(max_tokens=2, logprobs=0))
+        found.append([one.tokens[0].logprob for one in done])
+    assert found[1] == pytest.approx(found[0], abs=0.2)
 
 
 ASKED = [
@@ -214,20 +236,29 @@ def test_the_cache_takes_its_share_of_what_the_largest_step_leaves():
         Engine(model, backend, EngineConfig(max_num_batched_tokens=2 * 10**9))
 
 
-@pytest.mark.parametrize("how", [{}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.1}])
-def test_a_draw_is_recorded_in_a_graph_and_is_the_cpus(how):
-    logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(2)) * 3
-    params = [SamplingParams(temperature=0.8, **how)] * 7
-    draws = [sampler.Draw(its, 5, row) for row, its in enumerate(params)]
-    here = logits.cuda()
-    numbers = sampler.column([how.uniform() for how in draws], here.device)
-    terms = sampler.draw_terms(range(7), params, 7, 5000, here.device)
-    sampler.choose(here, here.max(dim=-1), terms, numbers)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = sampler.choose(here, here.max(dim=-1), terms, numbers)
-    graph.replay()
-    assert tokens.tolist() == sampler.sample(logits, draws)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_are_recorded_in_graphs_and_are_the_cpus(dtype):
+    cuts = ({}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 64})
+    logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(2)).to(dtype) * 3
+    here, draws = logits.cuda(), DrawGraphs(8, torch.device("cuda"))
+    place = Place(is_single=True, rows=7)
+    with Recorder(here.device) as recorder:
+        draws.record(place, here, here.max(dim=-1), recorder)
+    for number in range(20):
+        how = [cuts[(number + row) % (1 + number % 5)] for row in range(7)]
+        temperatures = [0.0 if row == number % 8 else 0.8 for row in range(7)]
+        params = [
+            SamplingParams(temperature=t, **own) for t, own in zip(temperatures, how, strict=True)
+        ]
+        alone = [sampler.Draw(its, number, row) for row, its in enumerate(params)]
+        terms = row_terms(params, 5000)
+        numbers = np.array([alone[row].uniform() for row in terms.drawing])
+        found = draws.choose(place, terms, numbers)
+        assert found.tolist() == sampler.sample(logits, alone)
+
+
+def test_the_kernels_of_a_draw_give_on_a_gpu_what_operators_give():
+    assert check("cuda", 60, GpuPasses()) > 200
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():

@@ -1,8 +1,10 @@
 """Texts that follow a grammar: whatever the network says, what comes out parses."""
 
+import asyncio
 import dataclasses
 import json
 import re
+import threading
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model import EngineConfig, FinishReason, InvalidArgumentError, SamplingParams, Submission
+from model.async_engine import AsyncEngine
 from model.control.grammar import Grammar
 from model.device import grammars, request_sampler
 from model.engine import Engine
@@ -20,6 +23,7 @@ from tests.model.test_engine import PROMPT, SIZES, greedy, is_late, network  # n
 from tests.model.test_engine_sampling import hashed_logits, run
 
 END = 256
+DEADLINE_S = 60
 
 
 def make(ends=(END,), **sizes):
@@ -310,3 +314,30 @@ def test_a_planted_bug_is_caught(plant, monkeypatch, is_late):  # noqa: F811
     hunted = [("choice", how, 12), ("regex", how, 20), ("schema", how, 40)]
     with pytest.raises((AssertionError, json.JSONDecodeError, UnicodeDecodeError, KeyError)):
         check_parses(hunted, {"num_blocks": 60}, 2)
+
+
+def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(monkeypatch):
+    engine = make()
+    with_grammar = SamplingParams(max_tokens=5, grammar=Grammar.choice(["ab", "cd"]))
+    compiled, is_over = engine.check_grammar, threading.Event()
+
+    def waits(grammar):
+        assert is_over.wait(DEADLINE_S)
+        is_over.clear()  # what the engine's own thread asks for is compiled by now
+        monkeypatch.undo()
+        compiled(grammar)
+
+    monkeypatch.setattr(engine, "check_grammar", waits)
+
+    async def main():
+        async with asyncio.timeout(DEADLINE_S), AsyncEngine(engine) as served:
+            slow = asyncio.create_task(served.add(PROMPT, with_grammar))
+            async with await served.add(PROMPT, greedy(100, ignore_eos=True)) as other:
+                await other.whole()
+            assert not slow.done()
+            is_over.set()
+            async with await slow as stream:
+                [delta] = await stream.whole()
+                assert delta.text in ("ab", "cd")
+
+    asyncio.run(main())

@@ -96,7 +96,7 @@ def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40):
     widths = [64] * len(engine.kv.groups)
     graphs = None
     if graphs_type is not None:
-        draws = UnrecordedDraws(5, torch.device("cpu"), sampler.chunk_sums)
+        draws = UnrecordedDraws(5, torch.device("cpu"))
         graphs = graphs_type(engine.network, engine._passes.drawn, widths, 4, 5, max_tokens, draws)
         engine._passes.use(Prepared("", graphs))
     done = engine.generate(PROMPTS, params)
@@ -222,7 +222,7 @@ def test_rows_are_drawn_in_the_columns_of_a_graph_as_each_alone(params, vocab_si
     if terms is None:
         assert not drawn or any(how.top_k == 200 for how in params)
         return
-    draws = DrawGraphs(8, torch.device("cpu"), sampler.chunk_sums)
+    draws = DrawGraphs(8, torch.device("cpu"))
     alone = [sampler.Draw(how, seed, row) for row, how in enumerate(params)]
     others = row_terms([SamplingParams(temperature=2.0, top_k=3)] * 8, vocab_size)
     draws._load(others, data.draw(st.just([0.5] * 8)))  # what was there before

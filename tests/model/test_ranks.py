@@ -75,6 +75,17 @@ def test_a_process_that_dies_is_noticed_by_the_others():
 
 
 @pytest.mark.slow
+def test_a_rank_with_other_logits_and_less_memory_takes_the_others_tokens_and_gives_its_limit():
+    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "odd")
+    assert ended.returncode == 0, ended.stderr
+    first, second = sorted(map(json.loads, ended.stdout.splitlines()), key=lambda one: one["rank"])
+    assert first["num_blocks"] == second["num_blocks"] == 40 - 9
+    assert len(first["tokens"]) == 12
+    assert first["tokens"] == second["tokens"]
+    assert max(first["kept"], second["kept"]) <= 4  # those of one step
+
+
+@pytest.mark.slow
 def test_a_number_of_processes_that_does_not_divide_the_heads_is_one_line():
     ended = torchrun(3, "-m", "model.run", "--tp", "3")
     line = "error: --tp: wanted a divisor of the network's 4 attention heads, got 3"

@@ -1,5 +1,9 @@
 """From logits to tokens: what can be drawn, how often, and what a draw depends on."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -108,3 +112,17 @@ def test_choosing_looks_at_no_value_so_that_a_graph_can_record_it():
 
 def test_nothing_to_sample_gives_nothing():
     assert sample(torch.empty(0, 7), []) == []
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_kernels_of_a_draw_give_what_operators_give(planted):
+    command = [sys.executable, "-m", "tests.model.draw_kernels_check", "cpu", "12"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(  # this very Python
+        [*command, *["planted"][: int(planted)]],
+        env=environment, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    if planted:
+        assert "AssertionError: top" in done.stderr
+    else:
+        assert (done.stderr, done.stdout) == ("", "44 draws")

@@ -1,0 +1,247 @@
+"""The passes of a draw over all logits, as kernels for a GPU.
+
+Three things of a draw read every logit of a row: its largest (`most_likely`), its k largest
+(`top_values`), and the weights that are summed up and inverted at a number (`invert`). PyTorch
+takes several passes for each, and a topk over 150,000 numbers takes longer than reading them ten
+times. Here a row is cut into chunks of 128 tokens, whose largest logits are found in one pass: the
+k largest logits of a row are among the k chunks with the largest of their own.
+
+Layout: a program takes TILE chunks of one row, or the chunks' numbers of one row. Bytes moved: the
+logits once for the largest, once for those of a rank, once for the weights. Weights are integers,
+sums are int64: exact in any order, so results do not depend on the grid, and are those of
+`sampler.py`, but for the last bit of an exponential.
+
+Knows nothing of requests or cuts (`sampler.py`).
+"""
+
+# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
+
+import inspect
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 128
+TILE = 32
+"""Chunks a program."""
+
+_STRIDES = ["count", "sharpness_stride", "reach_stride"]
+_POINTERS = ["best", "sharpness", "reach", "numbers", "tokens", "which", "sums", "peaks", "taken"]
+
+
+def _inner(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
+    """A function that kernels call."""
+    return triton.jit(function)
+
+
+def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
+    """A kernel that is compiled once for a vocabulary and dtype, whatever it is given."""
+    names = inspect.signature(function).parameters
+    return triton.jit(
+        do_not_specialize=[name for name in _STRIDES if name in names],
+        do_not_specialize_on_alignment=[name for name in _POINTERS if name in names],
+    )(function)
+
+
+@_jit
+def _find_peaks(
+    logits: tl.tensor,  # [num_rows, vocab_size]
+    peaks: tl.tensor,  # float32 [num_rows, chunks], written
+    STRIDE: tl.constexpr,  # of logits, from row to row
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf"))
+    x = x.to(tl.float32)
+    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  # NaN is not passed over
+    tl.store(peaks + row * CHUNKS + chunk, tl.max(x, 1), mask=chunk < CHUNKS)
+
+
+@_jit
+def _find_best(
+    logits: tl.tensor,  # [num_rows, vocab_size]
+    peaks: tl.tensor,  # float32 [num_rows, chunks]
+    best: tl.tensor,  # [num_rows], the dtype of the logits, written
+    tokens: tl.tensor,  # int64 [num_rows], written
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two, at least chunks
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    peak = tl.load(peaks + row * CHUNKS + lane, mask=lane < CHUNKS, other=float("-inf"))
+    highest = tl.max(peak, 0)
+    chunk = tl.min(tl.where(peak == highest, lane, WIDTH), 0)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf"))
+    x = x.to(tl.float32)
+    found = tl.min(tl.where(x == highest, token, VOCAB - 1), 0)
+    tl.store(best + row, highest.to(best.dtype.element_ty))
+    tl.store(tokens + row, found.to(tl.int64))
+
+
+@_jit
+def _take_chunks(
+    logits: tl.tensor,  # [num_rows, vocab_size]
+    which: tl.tensor,  # int64 [num_rows, count], chunks
+    taken: tl.tensor,  # [num_rows, count, CHUNK], written
+    count: tl.tensor,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    chunk = tl.load(which + row * count + place, mask=place < count, other=0)
+    lane = tl.arange(0, CHUNK)
+    token = chunk[:, None] * CHUNK + lane[None, :]
+    inside = (place < count)[:, None]
+    x = tl.load(logits + row * STRIDE + token, mask=inside & (token < VOCAB), other=float("-inf"))
+    tl.store(taken + (row * count + place[:, None]) * CHUNK + lane[None, :], x, mask=inside)
+
+
+@_inner
+def _weigh(x: tl.tensor, best: tl.tensor, sharpness: tl.tensor, reach: tl.tensor) -> tl.tensor:
+    """Weights, as `sampler.py` has them: int64."""
+    distance = (best - x.to(tl.float32)) * sharpness
+    weight = tl.floor(tl.exp(-distance) * 34359738368.0)
+    return tl.where(distance <= reach, weight, 0.0).to(tl.int64)
+
+
+@_jit
+def _sum_chunks(
+    logits: tl.tensor,  # [num_rows, vocab_size]
+    best: tl.tensor,  # float32 [num_rows, 1]
+    sharpness: tl.tensor,  # float32 [num_rows, 1]
+    reach: tl.tensor,  # float32 [num_rows, 1]
+    sums: tl.tensor,  # int64 [num_rows, chunks], written
+    sharpness_stride: tl.tensor,
+    reach_stride: tl.tensor,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    highest = tl.load(best + row)
+    sharp = tl.load(sharpness + row * sharpness_stride)
+    limit = tl.load(reach + row * reach_stride)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf"))
+    total = tl.sum(_weigh(x, highest, sharp, limit), 1)
+    tl.store(sums + row * CHUNKS + chunk, total, mask=chunk < CHUNKS)
+
+
+@_jit
+def _invert(
+    logits: tl.tensor,  # [num_rows, vocab_size]
+    sums: tl.tensor,  # int64 [num_rows, chunks]
+    best: tl.tensor,  # float32 [num_rows, 1]
+    sharpness: tl.tensor,  # float32 [num_rows, 1]
+    reach: tl.tensor,  # float32 [num_rows, 1]
+    numbers: tl.tensor,  # float64 [num_rows, 1]
+    tokens: tl.tensor,  # int64 [num_rows], written
+    sharpness_stride: tl.tensor,
+    reach_stride: tl.tensor,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    part = tl.load(sums + row * CHUNKS + lane, mask=lane < CHUNKS, other=0)
+    ends = tl.cumsum(part, 0)
+    total = tl.sum(part, 0)
+    number = tl.load(numbers + row)
+    target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+    chunk = tl.minimum(tl.sum((ends <= target).to(tl.int32), 0), CHUNKS - 1)
+    target -= tl.sum(tl.where(lane < chunk, part, 0), 0)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf"))
+    weights = _weigh(
+        x, tl.load(best + row), tl.load(sharpness + row * sharpness_stride),
+        tl.load(reach + row * reach_stride),
+    )  # fmt: skip
+    place = tl.sum((tl.cumsum(weights, 0) <= target).to(tl.int32), 0)
+    found = tl.minimum(chunk * CHUNK + place, VOCAB - 1)
+    tl.store(tokens + row, found.to(tl.int64))
+
+
+class GpuPasses:
+    """`sampler.Passes` by these kernels; for logits whose rows have no gaps."""
+
+    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """See `sampler.Passes`; of equal logits the first. NaN counts as inf."""
+        peaks = _peaks_of(logits)
+        rows, chunks = peaks.shape
+        best = torch.empty(rows, dtype=logits.dtype, device=logits.device)
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if rows:
+            _find_best[rows,](logits, peaks, best, tokens, *_sizes(logits), CHUNK, _width(chunks))
+        return best, tokens
+
+    def top_values(self, logits: Tensor, count: int) -> Tensor:
+        """See `sampler.Passes`."""
+        rows = len(logits)
+        peaks = _peaks_of(logits)
+        if count >= peaks.shape[1] or not rows:
+            return logits.topk(count).values
+        which = peaks.topk(count, sorted=False).indices
+        taken = torch.empty((rows, count * CHUNK), dtype=logits.dtype, device=logits.device)
+        _take_chunks[rows, triton.cdiv(count, TILE)](
+            logits, which, taken, count, *_sizes(logits)[:2], CHUNK, TILE
+        )
+        return taken.topk(count).values
+
+    def invert(
+        self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
+    ) -> Tensor:
+        """See `sampler.Passes`."""
+        rows, chunks = len(logits), triton.cdiv(logits.shape[1], CHUNK)
+        sums = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        best = best.contiguous()
+        strides = (sharpness.stride(0), reach.stride(0))
+        if rows:
+            _sum_chunks[rows, triton.cdiv(chunks, TILE)](
+                logits, best, sharpness, reach, sums, *strides, *_sizes(logits), CHUNK, TILE
+            )  # fmt: skip
+            _invert[rows,](
+                logits, sums, best, sharpness, reach, numbers.contiguous(), tokens, *strides,
+                *_sizes(logits), CHUNK, _width(chunks),
+            )  # fmt: skip
+        return tokens
+
+
+def _sizes(logits: Tensor) -> tuple[int, int, int]:
+    """From row to row, of a row, and its chunks."""
+    return logits.stride(0), logits.shape[1], triton.cdiv(logits.shape[1], CHUNK)
+
+
+def _width(chunks: int) -> int:
+    return 1 << max(4, (chunks - 1).bit_length())
+
+
+def _peaks_of(logits: Tensor) -> Tensor:
+    """The largest logit of each chunk: float32 [num_rows, chunks]; inf where one is no number."""
+    rows, vocab_size = logits.shape
+    chunks = triton.cdiv(vocab_size, CHUNK)
+    peaks = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)
+    if rows:
+        _find_peaks[rows, triton.cdiv(chunks, TILE)](logits, peaks, *_sizes(logits), CHUNK, TILE)
+    return peaks

@@ -1,0 +1,280 @@
+"""What two GPUs give that one does not: `torchrun --nproc-per-node 2 tests/model/two_gpus.py PART`.
+
+- `speed`: sums of all sizes by NCCL and by the kernel; decoding of an 8B network, random weights in
+  bfloat16, by each GPU alone and by both, with either kind of sum; how far the logits are apart.
+- `tokens`: the tiny model in float32 writes the same on two GPUs as on one.
+- `die`: one rank is killed while the other waits for its GPU.
+
+A process that fails ends the other one; run it under `timeout` all the same.
+"""
+
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import backends
+from model import EngineConfig, SamplingParams
+from model.bench.networks import load
+from model.device import parallel
+from model.device.parallel import check_cut
+from model.device.ranks import Ranks, join_ranks
+from model.engine import Engine
+from model.loader import LoadedModel, load_model
+from model.tiny import CHECKPOINT_DIR
+from model.twins import TwinEngine, _Ended
+
+_BEGAN = time.monotonic()
+_HIDDEN, _LAYERS = 4096, 36
+_SUMS = 2 * _LAYERS + 1
+_MODEL = os.environ.get("TWO_GPUS_MODEL", "qwen3-8b")
+_BATCHES = (1, 128)
+_STEPS = int(os.environ.get("TWO_GPUS_STEPS", "100"))
+
+
+def tell(ranks: Ranks, what: str, **values: object) -> None:
+    told = {"at_s": round(time.monotonic() - _BEGAN, 1), "rank": ranks.rank, "what": what}
+    print(json.dumps({**told, **values}), flush=True)
+
+
+def timed(run: Callable[[], object], times: int = 20) -> float:
+    """Median milliseconds of the device."""
+    taken = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return statistics.median(taken)
+
+
+def in_graph(run: Callable[[], Tensor]) -> Callable[[], None]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def by_nccl(_scratch: Tensor, part: Tensor, group: str) -> Tensor:
+    return parallel._summed(part, group)
+
+
+def sums_alone(ranks: Ranks, sums: parallel._Sums) -> None:
+    """A step's sums and nothing else, each of the one before."""
+    by_kernel = parallel._summed_by_kernel
+    for rows in (2, 8, 32, 128, 256):
+        part = torch.full((rows, _HIDDEN), 1e-30, device="cuda", dtype=torch.bfloat16)
+
+        def chain(part: Tensor = part) -> Tensor:
+            for _ in range(_SUMS):
+                part = sums(part)
+            return part
+
+        found = {}
+        for name, way in (("nccl", by_nccl), ("kernel", by_kernel)):
+            parallel._summed_by_kernel = way
+            found[name] = round(1e3 * timed(in_graph(chain)) / _SUMS, 2)
+        parallel._summed_by_kernel = by_kernel
+        tell(ranks, "one sum, us", rows=rows, KiB=rows * _HIDDEN * 2 >> 10, **found)
+    for rows in (2, 128):
+        logits = torch.zeros((1, rows * 151_936 // 2), device="cuda", dtype=torch.bfloat16)
+        took = timed(in_graph(lambda one=logits: parallel._all_gather(one, 2, sums.group)))
+        tell(ranks, "logits gathered, us", rows=rows, nccl=round(1e3 * took, 1))
+
+
+def make(ranks: Ranks | None, backend: backends.Backend) -> tuple[LoadedModel, Tensor]:
+    """A network and its logits for some tokens."""
+    model = load(_MODEL, backend.device, torch.bfloat16, ranks, dummy_weights=True)
+    if ranks is not None:
+        check_cut(model.network, ranks)
+    vocab_size = model.network.config.get_text_config().vocab_size
+    ids = torch.arange(1, 129, device=backend.device).view(2, 64) * 7919 % vocab_size
+    with torch.inference_mode():
+        logits: Tensor = model.network(input_ids=ids, use_cache=False).logits.float()
+    return model, logits
+
+
+def engine_for(model: LoadedModel, backend: backends.Backend) -> Engine:
+    config = EngineConfig(num_blocks=2048, max_num_seqs=128, compile=True)
+    if model.ranks is None:
+        return Engine(model, backend, config)
+    return TwinEngine(model, backend, config)
+
+
+def decoded(engine: Engine, batch: int) -> tuple[float, list[list[int]]]:
+    """Seconds of a step in which `batch` requests decode, and what came first."""
+    params = SamplingParams(max_tokens=_STEPS + 24, ignore_eos=True)
+    vocab = min(engine.vocab_size, 150_000)
+    prompts = [
+        [(number * 977 + place * 31) % vocab for place in range(32)] for number in range(batch)
+    ]
+    requests = [engine.add_request(prompt, params) for prompt in prompts]
+    while min(request.num_output_tokens for request in requests) < 8:
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(_STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    took = (time.perf_counter() - begin) / _STEPS
+    firsts = [request.output_tokens[:8] for request in requests]
+    for request in requests:
+        engine.abort(request)
+    engine.step()
+    engine.step()
+    engine.empty_cache(enable_caching=True)
+    return took, firsts
+
+
+def kernels(engine: Engine, batch: int) -> dict[str, float]:
+    """Milliseconds a step of the device's kernels: all of them, and those that add up or gather."""
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    requests = [engine.add_request([number + 3] * 32, params) for number in range(batch)]
+    while min(request.num_output_tokens for request in requests) < 8:
+        engine.step()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(8):
+            engine.step()
+        torch.cuda.synchronize()
+    found = {"all": 0.0, "shared": 0.0}
+    for event in profiled.events() or ():
+        name = event.name.lower()
+        took = event.device_time_total / 8e3
+        found["all"] += took
+        if "nccl" in name or "all_reduce" in name:
+            found["shared"] += took
+    for request in requests:
+        engine.abort(request)
+    engine.step()
+    engine.step()
+    return {name: round(value, 3) for name, value in found.items()}
+
+
+def measure(ranks: Ranks, engine: Engine, label: str, firsts: dict[int, list[list[int]]]) -> None:
+    for batch in _BATCHES:
+        took, first = decoded(engine, batch)
+        same = firsts.setdefault(batch, first)
+        equal = sum(one == two for one, two in zip(first, same, strict=True))
+        tell(
+            ranks, f"decode {label}", batch=batch, step_ms=round(1e3 * took, 3),
+            tokens_s=round(batch / took, 1), first_8_as_alone=f"{equal} of {batch}",
+        )  # fmt: skip
+
+
+def speed(ranks: Ranks) -> None:
+    backend = backends.get_backend("auto")
+    with torch.inference_mode():
+        probe = torch.nn.Linear(1, 1, device="cuda", dtype=torch.bfloat16)
+        probe.dtype, probe.device = (
+            torch.bfloat16,
+            torch.device("cuda", torch.cuda.current_device()),
+        )
+        sums = parallel._Sums(probe, ranks, parallel._SHARED_BYTES)  # type: ignore[arg-type]
+        tell(ranks, "memory that the GPUs share", elements=len(sums._scratch))
+        sums_alone(ranks, sums)
+    alone, wanted = make(None, backend)
+    engine = engine_for(alone, backend)
+    tell(ranks, "alone", how=engine.prepare())
+    firsts: dict[int, list[list[int]]] = {}
+    measure(ranks, engine, "alone", firsts)
+    tell(ranks, "kernels alone, ms", **{str(batch): kernels(engine, batch) for batch in _BATCHES})
+    del engine, alone
+    torch.cuda.empty_cache()
+    dist.barrier()
+    model, got = make(ranks, backend)
+    error = (got - wanted).norm() / wanted.norm()
+    agree = (got.argmax(-1) == wanted.argmax(-1)).float().mean()
+    tell(
+        ranks, "logits of two and of one", relative=f"{float(error):.2e}",
+        largest=f"{float((got - wanted).abs().max() / wanted.abs().max()):.2e}",
+        same_best=round(float(agree), 3),
+    )  # fmt: skip
+    twin = engine_for(model, backend)
+    tell(ranks, "two", how=twin.prepare())
+    by_kernel = parallel._summed_by_kernel
+    for name, way in (("two, kernel", by_kernel), ("two, nccl", by_nccl)):
+        parallel._summed_by_kernel = way
+        if twin._passes._graphs is not None:
+            twin._passes._graphs.record()
+        if ranks.leads:
+            measure(ranks, twin, name, firsts)
+            found = {str(batch): kernels(twin, batch) for batch in _BATCHES}
+            tell(ranks, f"kernels {name}, ms", **found)
+            ranks.told(_Ended(goes_on=True))  # the connection is still minded
+        else:
+            twin.follow()
+
+
+def tokens(ranks: Ranks) -> None:
+    backend = backends.get_backend("triton" if torch.cuda.is_available() else "numba")
+    prompts = [list(range(3, 40)), [7] * 20, list(range(100, 108))]
+    params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=1)]
+    every = [(prompt, each) for prompt in prompts for each in params]
+    wanted: list[list[int]] = []
+    for shared in (None, ranks):
+        model = load_model(str(CHECKPOINT_DIR), backend.device, torch.float32, shared)
+        config = EngineConfig(num_blocks=64, max_num_seqs=8)
+        engine = Engine(model, backend, config)
+        if shared is not None:
+            engine = TwinEngine(model, backend, config, is_checked=True)
+        how = engine.prepare()
+        if shared is not None and not ranks.leads:
+            engine.follow()
+            return
+        done = engine.generate([prompt for prompt, _ in every], [each for _, each in every])
+        found = [one.request.output_tokens for one in done]
+        wanted = wanted or found
+    engine.end()
+    equal = sum(one == two for one, two in zip(found, wanted, strict=True))
+    tell(
+        ranks, "requests with the tokens of one process", equal=f"{equal} of {len(every)}", how=how
+    )
+
+
+def die(ranks: Ranks) -> None:
+    backend = backends.get_backend("auto")
+    model = load_model(str(CHECKPOINT_DIR), backend.device, None, ranks)
+    engine = TwinEngine(model, backend, EngineConfig(num_blocks=64, max_num_seqs=8))
+    if not ranks.leads:
+        step, left = engine._step, iter(range(20))
+
+        def killed() -> list[object]:
+            if next(left, None) is None:
+                tell(ranks, "killed")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step()
+
+        engine._step = killed
+        engine.follow()
+        return
+    engine.generate([[5] * 9], SamplingParams(max_tokens=400, ignore_eos=True))
+    tell(ranks, "nothing was noticed")
+
+
+if __name__ == "__main__":
+    found = join_ranks(2)
+    try:
+        {"speed": speed, "tokens": tokens, "die": die}[sys.argv[1]](found)
+    except Exception:  # noqa: BLE001  # the other one must not wait
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    dist.barrier()
+    os._exit(0)
