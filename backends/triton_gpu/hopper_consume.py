@@ -14,14 +14,13 @@ Of an e4m3 cache the keys are multiplied as they are stored, which goes at twice
 as a sum of e4m3 numbers: two are exactly a bfloat16, three a float16 (`_divide_rows`). Each row of
 q is scaled by a power of two first. The values come widened (`hopper_widen`).
 
-Five things here are as they are for the assembler's sake:
+Four things here are as they are for the assembler's sake:
 - The wait for the next tile's values stands between the exponentials and the wait for p.v, because
   it is a branch: without one the exponentials are moved behind the wait, and nothing overlaps.
 - No branch stands around a product, because then it waits for every single instruction: an item
   that is not there is multiplied all the same.
-- Weights are carried from step to step unrounded where registers hold them. Rounded ones would be
-  carried as halves of registers, which takes two instructions for each pair.
-- Where they do not, with three groups, pairs of rounded ones are packed by hand (`_pack`).
+- Weights are carried from step to step unrounded. Rounded ones would be carried as halves of
+  registers, which takes two instructions for each pair, or packed by hand, which takes one.
 - The address of q is worked out in every step (`nothing`). Otherwise it is spilled, and the store
   may end up in a loop that is not entered: what is read then is not what was stored.
 `tests/backends/compile_offline.py` checks the first, the second and the last.
@@ -38,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from backends.triton_gpu.hopper_items import (
+    GROUPS,
     HALF,
     count_items,
     count_tiles,
@@ -45,7 +45,7 @@ from backends.triton_gpu.hopper_items import (
     gluon_function,
     read_item,
 )
-from backends.triton_gpu.prefill_order import RECORD
+from backends.triton_gpu.hopper_store import finish, record_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 
 
@@ -111,28 +111,6 @@ def _multiply_keys(
 
 
 @gluon_function
-def _pack(weights: gl.tensor, dtype: gl.constexpr) -> gl.tensor:
-    """Neighbours rounded and side by side in 32 bits, as the product takes them."""
-    first, second = gl.split(weights.reshape([weights.shape[0], weights.shape[1] // 2, 2]))
-    NAME: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
-    return gl.inline_asm_elementwise(
-        "cvt.rn." + NAME + ".f32 $0, $2, $1;", "=r,r,r", [first, second],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon_function
-def _unpack(packed: gl.tensor, dtype: gl.constexpr) -> gl.tensor:
-    """The weights that `_pack` has packed."""
-    first, second = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [packed],
-        dtype=(gl.int16, gl.int16), is_pure=True, pack=1,
-    )  # fmt: skip
-    pairs = gl.join(first.to(dtype, bitcast=True), second.to(dtype, bitcast=True))
-    return pairs.reshape([packed.shape[0], packed.shape[1] * 2])
-
-
-@gluon_function
 def _multiply_values(
     weights: gl.tensor, sums: gl.tensor, extra: gl.tensor, ring: gl.tensor, j: gl.tensor
 ) -> tuple[gl.tensor, gl.tensor]:
@@ -141,8 +119,6 @@ def _multiply_values(
     TILE: gl.constexpr = v_tiles.shape[1]
     TAIL: gl.constexpr = v_tails.shape[3]
     at = j % v_tiles.shape[0]
-    if weights.dtype == gl.int32:
-        weights = _unpack(weights, v_tiles.dtype)
     p = gl.convert_layout(weights.to(v_tiles.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
     values = v_tiles.index(at).reshape([TILE, v_tiles.shape[3]])
     sums = warpgroup_mma(p, values, sums, is_async=True)
@@ -205,7 +181,7 @@ def _walk(
     ring: gl.tensor, j: gl.tensor, last: gl.tensor, steps: gl.tensor,
     scale: gl.tensor, look: gl.tensor,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
-    PACKED: gl.constexpr, E4M3: gl.constexpr,
+    E4M3: gl.constexpr,
 ) -> tuple[gl.tensor, ...]:  # fmt: skip
     """Take so many more tiles, downwards: (weights, sums, extra, highest, total, j, last).
 
@@ -225,8 +201,6 @@ def _walk(
         weights, highest, total, rescale = _soften(
             logits, highest, total, last, scale, look, HAS_CAP, HAS_WINDOW, MASKED, E4M3
         )
-        if PACKED:
-            weights = _pack(weights, v_tiles.dtype)
         mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
         sums, extra = _wait(sums, extra, ring)
         mbarrier.arrive(v_empty.index((j - 1) % DEPTH), count=1)
@@ -244,7 +218,7 @@ def _attend_item(
     rows: gl.tensor, slot: gl.tensor, ring: gl.tensor,
     j: gl.tensor, item: gl.tensor, scale: gl.tensor, look: gl.tensor,
     PACK: gl.constexpr, TOKENS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr, PACKED: gl.constexpr,
+    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
     E4M3: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """An item from its first logits to its last weights: (weights, sums, extra, highest, .., j)."""
@@ -265,8 +239,6 @@ def _attend_item(
     weights, highest, total, _ = _soften(
         logits, highest, total, last, scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3
     )
-    if PACKED:
-        weights = _pack(weights, v_tiles.dtype)
     sums = gl.full([HALF, WIDTH], 0.0, gl.float32, SUMS)
     extra = total
     if TAIL < WIDTH:
@@ -277,135 +249,18 @@ def _attend_item(
     j += 1
     weights, sums, extra, highest, total, j, last = _walk(
         rows, slot, weights, sums, extra, highest, total, ring, j, last, end - 1 - whole_end,
-        scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, PACKED=PACKED, E4M3=E4M3,
+        scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3,
     )  # fmt: skip
     weights, sums, extra, highest, total, j, last = _walk(
         rows, slot, weights, sums, extra, highest, total, ring, j, last, whole_end - whole_begin,
-        scale, look, HAS_CAP, HAS_WINDOW, MASKED=False, PACKED=PACKED, E4M3=E4M3,
+        scale, look, HAS_CAP, HAS_WINDOW, MASKED=False, E4M3=E4M3,
     )  # fmt: skip
     if HAS_WINDOW:
         weights, sums, extra, highest, total, j, last = _walk(
             rows, slot, weights, sums, extra, highest, total, ring, j, last, whole_begin - begin,
-            scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, PACKED=PACKED, E4M3=E4M3,
+            scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3,
         )  # fmt: skip
     return weights, sums, extra, highest, total, j
-
-
-@gluon_function
-def _store(
-    sums: gl.tensor, share: gl.tensor, tile: gl.tensor, out: gl.tensor, item: gl.tensor,
-    FIRST: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
-    GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
-) -> None:  # fmt: skip
-    """Divide, round, store from dimension FIRST, by way of the rows' own `tile`, 16 bytes each."""
-    row, tokens, part = item[1], item[2], item[6]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    share = gl.convert_layout(share, gl.SliceLayout(1, sums.type.layout))
-    tile.store((sums * share[:, None]).to(out.dtype.element_ty))
-    result = tile.load(WIDE)
-    fence_async_shared()
-    r = gl.arange(0, HALF, gl.SliceLayout(1, WIDE))
-    dim = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, WIDE))
-    token = GROUP_ID * (TOKENS // GROUPS) + r // PACK
-    to = (row + token).to(gl.int64) * TOKEN_STRIDE + (part * PACK + r % PACK) * HEAD_STRIDE
-    mask = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
-    gl.store(out + to[:, None] + dim[None, :], result, mask=mask)
-
-
-@gluon_function
-def _store_part(
-    sums: gl.tensor, share: gl.tensor, partial: gl.tensor, item: gl.tensor, FIRST: gl.constexpr,
-    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
-) -> None:  # fmt: skip
-    """Divide and store for the merge, from dimension FIRST: parts [items, rows, HEAD_DIM]."""
-    tokens, number = item[2], item[9]
-    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    share = gl.convert_layout(share, ROW)
-    r = gl.arange(0, HALF, ROW)
-    dim = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-    live = GROUP_ID * (TOKENS // GROUPS) + r // PACK < tokens
-    row = (number * GROUPS + GROUP_ID) * HALF + r
-    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
-    gl.store(partial + row[:, None] * HEAD_DIM + dim[None, :], sums * share[:, None], mask=mask)
-
-
-@gluon_function
-def _finish(
-    sums: gl.tensor, extra: gl.tensor, highest: gl.tensor, total: gl.tensor,
-    rows: gl.tensor, slot: gl.tensor, ring: gl.tensor, given: gl.tensor, item: gl.tensor,
-    v_scale: gl.tensor,
-    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr, SPLIT: gl.constexpr,
-    GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
-) -> None:  # fmt: skip
-    """Store the rows of an item, or of a piece the parts and then log2 of the totals."""
-    out, partial, most_items = given[0], given[1], given[5]
-    tokens, of, number = item[2], item[8], item[9]
-    if SPLIT:
-        if of <= 1:
-            _store_rows(
-                sums, extra, v_scale / total, rows, slot, ring, out, item,
-                PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID, GROUPS,
-            )  # fmt: skip
-        else:
-            share = gl.where(total > 0, v_scale / total, 0.0)  # a row may see nothing of its piece
-            _store_part(sums, share, partial, item, 0, PACK, TOKENS, HEAD_DIM, GROUP_ID, GROUPS)
-            WIDTH: gl.constexpr = ring[4].shape[3]
-            if ring[5].shape[3] < WIDTH:
-                _store_part(
-                    extra, share, partial, item, WIDTH, PACK, TOKENS, HEAD_DIM, GROUP_ID, GROUPS
-                )
-            r = gl.arange(0, HALF, total.type.layout)
-            live = GROUP_ID * (TOKENS // GROUPS) + r // PACK < tokens
-            lses = partial + most_items * (GROUPS * HALF * HEAD_DIM)
-            row = (number * GROUPS + GROUP_ID) * HALF + r
-            gl.store(lses + row, highest + gl.log2(total), mask=live)
-    else:
-        _store_rows(
-            sums, extra, v_scale / total, rows, slot, ring, out, item,
-            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID, GROUPS,
-        )  # fmt: skip
-
-
-@gluon_function
-def _store_rows(
-    sums: gl.tensor, extra: gl.tensor, share: gl.tensor, rows: gl.tensor, slot: gl.tensor,
-    ring: gl.tensor, out: gl.tensor, item: gl.tensor,
-    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
-    GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
-) -> None:  # fmt: skip
-    """Store an item's rows, both parts of them where there are two."""
-    q_tiles, q_tails = rows[:2]
-    WIDTH: gl.constexpr = ring[4].shape[3]
-    TAIL: gl.constexpr = ring[5].shape[3]
-    tile = q_tiles.index(slot).reshape([HALF, WIDTH])
-    _store(
-        sums, share, tile, out, item, 0,
-        PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID, GROUPS,
-    )  # fmt: skip
-    if TAIL < WIDTH:
-        _store(
-            extra, share, q_tails.index(slot).reshape([HALF, TAIL]), out, item, WIDTH,
-            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID, GROUPS,
-        )  # fmt: skip
-
-
-@gluon_function
-def _record(
-    records: gl.tensor, item: gl.tensor, SLICES: gl.constexpr,
-) -> None:  # fmt: skip
-    """Tell the merge of a tile of one sequence what `prefill_order` tells of many."""
-    row, tokens, part, pieces, number = item[1], item[2], item[6], item[8], item[9]
-    rank = number // SLICES
-    if (part == 0) & (rank % pieces == 0):
-        to = records + rank // pieces * RECORD
-        gl.store(to, rank)
-        gl.store(to + 1, pieces)
-        gl.store(to + 2, row)
-        gl.store(to + 3, tokens)
 
 
 @gluon_function
@@ -435,7 +290,7 @@ def _consume_ahead(
     SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr,
     HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
+    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
     """A group's rows of every item of this program, the next item's begun before the last ends."""
     query_start_loc, seq_lens, work = given[2:5]
@@ -468,8 +323,8 @@ def _consume_ahead(
         highest, total = _start_rows(sinks, item, ROW, PACK, HAS_SINKS, SPLIT=False)
         weights, sums, extra, highest, total, j = _attend_item(
             logits, highest, total, rows, slot, ring, j, item, scale, look,
-            PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=False, GROUP_ID=GROUP_ID, GROUPS=GROUPS,
-            PACKED=GROUPS > 2, E4M3=False,
+            PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=False, GROUP_ID=GROUP_ID,
+            E4M3=False,
         )  # fmt: skip
         m, more = n + 1, n + 1 < items
         mbarrier.wait(q_full.index(m % BUFFERS), m // BUFFERS & 1, pred=more)
@@ -479,10 +334,10 @@ def _consume_ahead(
         sums, extra = _wait(sums, extra, ring)
         mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1, pred=more)
         mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
-        _finish(
+        finish(
             sums, extra, highest, total, rows, slot, ring, given, item, 1.0,
             PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, SPLIT=False,
-            GROUP_ID=GROUP_ID, GROUPS=GROUPS,
+            GROUP_ID=GROUP_ID,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)
         item = ahead
@@ -496,7 +351,7 @@ def _take(
     HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
+    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """One item or piece from its first product to its store; the next tile's number."""
     sinks, scale, _, _, k_scale, v_scale = given[7:]
@@ -522,14 +377,14 @@ def _take(
     highest, total = _start_rows(sinks, item, ROW, PACK, HAS_SINKS, SPLIT)
     weights, sums, extra, highest, total, j = _attend_item(
         logits, highest, total, rows, slot, ring, j, item, scale, look,
-        PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT, GROUP_ID, GROUPS, PACKED=GROUPS > 2, E4M3=E4M3,
+        PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT, GROUP_ID, E4M3,
     )  # fmt: skip
     sums, extra = _multiply_values(weights, sums, extra, ring, j - 1)
     sums, extra = _wait(sums, extra, ring)
     mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
-    _finish(
+    finish(
         sums, extra, highest, total, rows, slot, ring, given, item, by,
-        PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, SPLIT, GROUP_ID, GROUPS,
+        PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, SPLIT, GROUP_ID,
     )  # fmt: skip
     return j
 
@@ -541,7 +396,7 @@ def _consume_each(
     HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
+    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
     """A group's rows of every item of this program, one item after the other.
 
@@ -564,12 +419,12 @@ def _consume_each(
         )
         if SPLIT:
             if not PLANNED and GROUP_ID == 0:
-                _record(work + records, item, SLICES)
+                record_tile(work + records, item, SLICES)
             if item[2] > GROUP_ID * (TOKENS // GROUPS):
                 j = _take(
                     n, j, item, given, rows, ring, look,
                     PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                    HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID, GROUPS,
+                    HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID,
                 )  # fmt: skip
             else:
                 span = find_span(
@@ -581,7 +436,7 @@ def _consume_each(
             j = _take(
                 n, j, item, given, rows, ring, look,
                 PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID, GROUPS,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(0), count=1)
 
@@ -607,16 +462,16 @@ def consume(
     HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr, GROUPS: gl.constexpr,
+    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
     """A group's rows of every item of this program, in order."""
     if rows[0].shape[0] > GROUPS:
         _consume_ahead(
             given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, GROUP_ID, GROUPS,
+            HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, GROUP_ID,
         )  # fmt: skip
     else:
         _consume_each(
             given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, GROUP_ID, GROUPS,
+            HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, GROUP_ID,
         )  # fmt: skip

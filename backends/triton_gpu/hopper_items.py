@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 else:
     gluon_function = gluon.jit
 
+GROUPS = gl.constexpr(2)
+"""Of four warps each that multiply an item's rows. Three gain nothing at a head_dim of 64."""
 HALF = gl.constexpr(64)
-"""Rows of an item that one group of four warps multiplies."""
+"""Rows of an item that a group multiplies."""
 
 
 @gluon_function

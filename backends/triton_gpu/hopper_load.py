@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from backends.triton_gpu.hopper_items import (
+    GROUPS,
     count_items,
     count_tiles,
     find_live,
@@ -33,20 +34,14 @@ def load_tiles(
     BLOCK_SIZE: gl.constexpr, K_ROWS: gl.constexpr, V_ROWS: gl.constexpr,
     SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
     HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr, SPLIT: gl.constexpr,
-    GROUPS: gl.constexpr, HAS_TAIL: gl.constexpr, E4M3: gl.constexpr,
+    HAS_TAIL: gl.constexpr, E4M3: gl.constexpr,
 ) -> None:  # fmt: skip
     """Load every tile of this program's items, in the order in which they are consumed."""
     q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
     query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[10]
-    q_tiles, q_tails, q_full, q_empty = rows
-    k_tiles, k_tails, k_full, k_empty, v_tiles, v_tails, v_full, v_empty = ring
-    landed, land_full, land_empty = land
+    k_tiles, k_tails, k_full, k_empty = ring[:4]
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
-    V_DEPTH: gl.constexpr = v_tiles.shape[0]
-    LANDS: gl.constexpr = landed.shape[0]
     TILE: gl.constexpr = k_tiles.shape[1]
-    WIDTH: gl.constexpr = q_tiles.shape[3]
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
     tiles, pieces = count_tiles(
         query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
     )
@@ -57,21 +52,7 @@ def load_tiles(
     )
     for n in range(items):
         s, row, tokens, position, length, first, part, piece, of, _ = item
-        buffer = n % BUFFERS
-        mbarrier.wait(q_empty.index(buffer), (n // BUFFERS & 1) ^ 1)
-        BYTES: gl.constexpr = q_desc.block_type.nbytes + (
-            q_tail.block_type.nbytes if HAS_TAIL else 0
-        )
-        mbarrier.expect(q_full.index(buffer), GROUPS * BYTES)
-        for half in gl.static_range(GROUPS):
-            token, to = row + half * (TOKENS // GROUPS), buffer * GROUPS + half
-            tma.async_copy_global_to_shared(
-                q_desc, [token, part * PACK, 0], q_full.index(buffer), q_tiles.index(to)
-            )
-            if HAS_TAIL:
-                tma.async_copy_global_to_shared(
-                    q_tail, [token, part * PACK, WIDTH], q_full.index(buffer), q_tails.index(to)
-                )
+        _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
         kv_head = part * PACK // GROUP
         table = tables + s.to(gl.int64) * table_stride
         seen = length * 0
@@ -91,36 +72,77 @@ def load_tiles(
         for i in range(end - begin):
             key = (end - 1 - i) * TILE
             entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
-            k_at, v_at = j % K_DEPTH, j % V_DEPTH
+            k_at = j % K_DEPTH
             mbarrier.wait(k_empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
             _copy_blocks(
                 k_desc, k_tail, entries, key, kv_head, k_full.index(k_at),
                 k_tiles.index(k_at), k_tails.index(k_at), BLOCK_SIZE, K_ROWS, HAS_TAIL,
             )  # fmt: skip
-            if E4M3:
-                at = j % LANDS
-                mbarrier.wait(land_empty.index(at), (j // LANDS & 1) ^ 1)
-                _copy_blocks(
-                    v_desc, v_tail, entries, key, kv_head, land_full.index(at),
-                    landed.index(at), landed.index(at), BLOCK_SIZE, V_ROWS, HAS_TAIL,
-                )  # fmt: skip
-            else:
-                edge = (key + TILE > length) | (key < seen)
-                mbarrier.wait(v_empty.index(v_at), (j // V_DEPTH & 1) ^ 1)
-                _copy_blocks(
-                    v_desc, v_tail, entries, key, kv_head,
-                    v_full.index(gl.where(edge, V_DEPTH, v_at)), v_tiles.index(v_at),
-                    v_tails.index(v_at), BLOCK_SIZE, V_ROWS, HAS_TAIL,
-                )  # fmt: skip
-                if edge:
-                    mbarrier.wait(v_full.index(V_DEPTH), edges & 1)
-                    edges += 1
-                    _clear_values(v_tiles.index(v_at), live_begin - key, live_end - key)
-                    if HAS_TAIL:
-                        _clear_values(v_tails.index(v_at), live_begin - key, live_end - key)
-                    fence_async_shared()
-                    mbarrier.arrive(v_full.index(v_at), count=1)
+            edges = _load_values(
+                v_desc, v_tail, entries, key, kv_head, ring, land, j, edges,
+                (key + TILE > length) | (key < seen), live_begin, live_end,
+                BLOCK_SIZE, V_ROWS, HAS_TAIL, E4M3,
+            )  # fmt: skip
             j += 1
+
+
+@gluon_function
+def _load_values(
+    desc: gl.tensor, tail: gl.tensor, entries: gl.tensor, key: gl.tensor, kv_head: gl.tensor,
+    ring: gl.tensor, land: gl.tensor, j: gl.tensor, edges: gl.tensor, edge: gl.tensor,
+    live_begin: gl.tensor, live_end: gl.tensor,
+    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, HAS_TAIL: gl.constexpr, E4M3: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Load the j-th tile of values, once there is room; how many had to be cleared so far."""
+    v_tiles, v_tails, v_full, v_empty = ring[4:]
+    landed, land_full, land_empty = land
+    DEPTH: gl.constexpr = v_tiles.shape[0]
+    LANDS: gl.constexpr = landed.shape[0]
+    if E4M3:
+        to = j % LANDS
+        mbarrier.wait(land_empty.index(to), (j // LANDS & 1) ^ 1)
+        _copy_blocks(
+            desc, tail, entries, key, kv_head, land_full.index(to),
+            landed.index(to), landed.index(to), BLOCK_SIZE, ROWS, HAS_TAIL,
+        )  # fmt: skip
+    else:
+        at = j % DEPTH
+        mbarrier.wait(v_empty.index(at), (j // DEPTH & 1) ^ 1)
+        _copy_blocks(
+            desc, tail, entries, key, kv_head, v_full.index(gl.where(edge, DEPTH, at)),
+            v_tiles.index(at), v_tails.index(at), BLOCK_SIZE, ROWS, HAS_TAIL,
+        )  # fmt: skip
+        if edge:
+            mbarrier.wait(v_full.index(DEPTH), edges & 1)
+            edges += 1
+            _clear_values(v_tiles.index(at), live_begin - key, live_end - key)
+            if HAS_TAIL:
+                _clear_values(v_tails.index(at), live_begin - key, live_end - key)
+            fence_async_shared()
+            mbarrier.arrive(v_full.index(at), count=1)
+    return edges
+
+
+@gluon_function
+def _load_rows(
+    desc: gl.tensor, tail: gl.tensor, rows: gl.tensor, n: gl.tensor, row: gl.tensor,
+    head: gl.tensor, TOKENS: gl.constexpr, HAS_TAIL: gl.constexpr,
+) -> None:  # fmt: skip
+    """Start the copies of the n-th item's rows, once there is room."""
+    q_tiles, q_tails, q_full, q_empty = rows
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
+    REST: gl.constexpr = tail.block_type.nbytes if HAS_TAIL else 0
+    buffer = n % BUFFERS
+    full = q_full.index(buffer)
+    mbarrier.wait(q_empty.index(buffer), (n // BUFFERS & 1) ^ 1)
+    mbarrier.expect(full, GROUPS * (desc.block_type.nbytes + REST))
+    for group in gl.static_range(GROUPS):
+        token, to = row + group * (TOKENS // GROUPS), buffer * GROUPS + group
+        tma.async_copy_global_to_shared(desc, [token, head, 0], full, q_tiles.index(to))
+        if HAS_TAIL:
+            tma.async_copy_global_to_shared(
+                tail, [token, head, q_tiles.shape[3]], full, q_tails.index(to)
+            )
 
 
 @gluon_function

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu.e4m3 import scale_step
 from backends.triton_gpu.hopper_consume import consume
-from backends.triton_gpu.hopper_items import HALF, gluon_function
+from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function
 from backends.triton_gpu.hopper_load import load_tiles
 from backends.triton_gpu.hopper_widen import widen_values
 from backends.triton_gpu.launch import Boxes, Variant, launcher
@@ -44,7 +44,8 @@ from backends.triton_gpu.merge import PieceMerge, merge_pieces, plan_pieces
 from backends.triton_gpu.place import Place, ceil_div
 from backends.triton_gpu.prefill_order import Items, order_tiles, plan_order
 
-ROWS = 128
+ROWS = int(GROUPS.value) * int(HALF.value)
+"""Of an item."""
 LONG = 1024
 """Keys of a sequence below which cutting them gains nothing."""
 
@@ -60,6 +61,66 @@ def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
     for slot in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(slot), count=ARRIVALS)
     return barriers
+
+
+@gluon_function
+def _tiles(desc: gl.tensor, COUNT: gl.constexpr, TILE: gl.constexpr) -> gl.tensor:
+    """So many tiles of so many keys, boxes of `desc` on top of each other."""
+    WIDTH: gl.constexpr = desc.block_shape[2]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, TILE, 1, WIDTH], desc.layout)
+
+
+@gluon_function
+def _rows(desc: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
+    """Room for the rows of so many groups."""
+    TOKENS: gl.constexpr = desc.block_shape[0]
+    PACK: gl.constexpr = desc.block_shape[1]
+    WIDTH: gl.constexpr = desc.block_shape[2]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, TOKENS, PACK, WIDTH], desc.layout)
+
+
+@gluon_function
+def _allocate(
+    descs: gl.tensor, TILE: gl.constexpr, BUFFERS: gl.constexpr,
+    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr, HAS_TAIL: gl.constexpr,
+) -> tuple[tuple[gl.tensor, ...], ...]:  # fmt: skip
+    """Shared memory: (rows of q, rings of keys and values, where values land: in their ring)."""
+    q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
+    q_tiles = _rows(q_desc, GROUPS * BUFFERS)
+    k_tiles, v_tiles = _tiles(k_desc, K_DEPTH, TILE), _tiles(v_desc, V_DEPTH, TILE)
+    if HAS_TAIL:
+        q_tails = _rows(q_tail, GROUPS * BUFFERS)
+        k_tails, v_tails = _tiles(k_tail, K_DEPTH, TILE), _tiles(v_tail, V_DEPTH, TILE)
+    else:
+        q_tails, k_tails, v_tails = q_tiles, k_tiles, v_tiles
+    v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, GROUPS)
+    rows = (q_tiles, q_tails, _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS))
+    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
+    ring = (k_tiles, k_tails, k_full, k_empty, v_tiles, v_tails, v_full, v_empty)
+    fence_async_shared()
+    return rows, ring, (v_tiles, v_full, v_empty)
+
+
+@gluon_function
+def _allocate_e4m3(
+    descs: gl.tensor, TILE: gl.constexpr, BUFFERS: gl.constexpr,
+    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr, LANDS: gl.constexpr,
+) -> tuple[tuple[gl.tensor, ...], ...]:  # fmt: skip
+    """Likewise; beside q its e4m3 parts, and values land before they are widened."""
+    q_desc, k_desc, v_desc = descs[:3]
+    WIDTH: gl.constexpr = q_desc.block_shape[2]
+    PARTS: gl.constexpr = 2 if q_desc.dtype == gl.bfloat16 else 3
+    q_tiles = _rows(q_desc, GROUPS * BUFFERS)
+    parts = _tiles(k_desc, GROUPS * PARTS, HALF)
+    k_tiles, landed = _tiles(k_desc, K_DEPTH, TILE), _tiles(v_desc, LANDS, TILE)
+    v_tiles = gl.allocate_shared_memory(gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout)
+    rows = (q_tiles, parts, _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS))
+    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
+    v_full, v_empty = _barriers(V_DEPTH, 1), _barriers(V_DEPTH, GROUPS)
+    ring = (k_tiles, k_tiles, k_full, k_empty, v_tiles, v_tiles, v_full, v_empty)
+    land = (landed, _barriers(LANDS, 1), _barriers(LANDS, 1))
+    fence_async_shared()
+    return rows, ring, land
 
 
 @launcher(
@@ -110,7 +171,6 @@ def _attend(
     BUFFERS: gl.constexpr,  # items whose rows are in shared memory
     K_DEPTH: gl.constexpr,  # tiles of K in shared memory
     V_DEPTH: gl.constexpr,
-    GROUPS: gl.constexpr,  # of consumers
     REGISTERS: gl.constexpr,
     LANDS: gl.constexpr,  # tiles of V in shared memory before they are widened; 0: they are not
     WIDENERS: gl.constexpr,  # warps that do
@@ -118,108 +178,56 @@ def _attend(
 ) -> None:
     PACK: gl.constexpr = q_desc.block_shape[1]
     TOKENS: gl.constexpr = GROUPS * q_desc.block_shape[0]
-    WIDTH: gl.constexpr = q_desc.block_shape[2]
     SLICES: gl.constexpr = NUM_HEADS // PACK
     HAS_TAIL: gl.constexpr = q_tail is not None
     E4M3: gl.constexpr = LANDS > 0
-    q_tiles = gl.allocate_shared_memory(
-        q_desc.dtype, [GROUPS * BUFFERS, TOKENS // GROUPS, PACK, WIDTH], q_desc.layout
-    )
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [K_DEPTH, TILE, 1, WIDTH], k_desc.layout)
-    if E4M3:
-        PARTS: gl.constexpr = 2 if q_desc.dtype == gl.bfloat16 else 3
-        q_tails = gl.allocate_shared_memory(
-            k_desc.dtype, [GROUPS * PARTS, HALF, 1, WIDTH], k_desc.layout
-        )
-        landed = gl.allocate_shared_memory(v_desc.dtype, [LANDS, TILE, 1, WIDTH], v_desc.layout)
-        v_tiles = gl.allocate_shared_memory(gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout)
-        k_tails, v_tails = k_tiles, v_tiles
-    else:
-        v_tiles = gl.allocate_shared_memory(v_desc.dtype, [V_DEPTH, TILE, 1, WIDTH], v_desc.layout)
-        landed = v_tiles
-        if HAS_TAIL:
-            TAIL: gl.constexpr = q_tail.block_shape[2]
-            q_tails = gl.allocate_shared_memory(
-                q_desc.dtype, [GROUPS * BUFFERS, TOKENS // GROUPS, PACK, TAIL], q_tail.layout
-            )
-            k_tails = gl.allocate_shared_memory(
-                k_desc.dtype, [K_DEPTH, TILE, 1, TAIL], k_tail.layout
-            )
-            v_tails = gl.allocate_shared_memory(
-                v_desc.dtype, [V_DEPTH, TILE, 1, TAIL], v_tail.layout
-            )
-        else:
-            q_tails, k_tails, v_tails = q_tiles, k_tiles, v_tiles
-    q_full, q_empty = _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS)
-    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
-    v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, GROUPS)
-    land_full, land_empty = v_full, v_empty
-    if E4M3:
-        land_full, land_empty = _barriers(LANDS, 1), _barriers(LANDS, 1)
-    fence_async_shared()
     given = (
         out, partial, query_start_loc, seq_lens, work, most_items, records,
         sinks, scale, soft_cap, window, k_scale, v_scale,
     )  # fmt: skip
     descs = (q_desc, k_desc, v_desc, q_tail, k_tail, v_tail)
-    rows = (q_tiles, q_tails, q_full, q_empty)
-    ring = (k_tiles, k_tails, k_full, k_empty, v_tiles, v_tails, v_full, v_empty)
-    land = (landed, land_full, land_empty)
     if E4M3:
+        rows, ring, land = _allocate_e4m3(descs, TILE, BUFFERS, K_DEPTH, V_DEPTH, LANDS)
         gl.warp_specialize([
             (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 0, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
+                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
+                PLANNED, SPLIT, 0,
             )),
             (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 1, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
+                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
+                PLANNED, SPLIT, 1,
             )),
             (widen_values, (
-                given, ring, land, BLOCK_SIZE, SLICES, TOKENS, HAS_WINDOW, PLANNED, SPLIT, WIDENERS,
+                given, ring, land, BLOCK_SIZE, SLICES, TOKENS, HAS_WINDOW, PLANNED, SPLIT,
+                WIDENERS,
             )),
             (load_tiles, (
                 descs, given, tables, table_stride, rows, ring, land,
                 BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT, GROUPS, HAS_TAIL, E4M3,
+                PLANNED, SPLIT, HAS_TAIL, E4M3,
             )),
         ], [4, WIDENERS, 1], [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
-    elif GROUPS == 2:
+    else:
+        rows, ring, land = _allocate(descs, TILE, BUFFERS, K_DEPTH, V_DEPTH, HAS_TAIL)
         gl.warp_specialize([
             (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 0, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
+                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
+                PLANNED, SPLIT, 0,
             )),
             (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 1, GROUPS,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
+                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
+                PLANNED, SPLIT, 1,
             )),
             (load_tiles, (
                 descs, given, tables, table_stride, rows, ring, land,
                 BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT, GROUPS, HAS_TAIL, E4M3,
+                PLANNED, SPLIT, HAS_TAIL, E4M3,
             )),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 0, GROUPS,
-            )),
-            (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 1, GROUPS,
-            )),
-            (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, 2, GROUPS,
-            )),
-            (load_tiles, (
-                descs, given, tables, table_stride, rows, ring, land,
-                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT, GROUPS, HAS_TAIL, E4M3,
-            )),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +244,6 @@ class Shape:
     """Tiles of K in shared memory."""
     v_depth: int
     """Tiles of V, which are freed later."""
-    groups: int = 2
-    """Of consumers, of 64 rows each."""
     tail: int = 0
     """The smaller part of head_dim."""
     lands: int = 0
@@ -246,18 +252,12 @@ class Shape:
     """Warps that widen them."""
 
     @property
-    def rows(self) -> int:
-        """Of an item."""
-        return self.groups * int(HALF.value)
-
-    @property
     def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, of any other: all that 512 threads have, or 384."""
-        return E4M3_REGISTERS[self.wideners] if self.lands else REGISTERS[self.groups]
+        """Of a thread that multiplies, and of any other; warps have them in fours."""
+        return REGISTERS[self.wideners]
 
 
-REGISTERS = {2: (240, 24), 3: (160, 32)}
-E4M3_REGISTERS = {2: (240, 32), 4: (216, 40)}
+REGISTERS = {0: (240, 24), 2: (240, 32), 4: (216, 40)}
 SHAPES: dict[tuple[int, bool], Shape] = {
     (64, False): Shape(64, 128, 2, 4, 4),
     (64, True): Shape(64, 128, 1, 5, 5),
@@ -392,10 +392,10 @@ def plan_attend(
     programs, planned = place.num_multiprocessors(device), batch.num_seqs > 1
     e4m3 = cache.k.element_size() == 1
     shape = shape_for(head_dim, split=False, e4m3=e4m3)
-    whole = batch.num_tokens * pack // shape.rows * (num_heads // pack)
+    whole = batch.num_tokens * pack // ROWS * (num_heads // pack)
     split = not terms.batch_invariant and whole < programs and batch.max_seq_len >= LONG
     shape = shape_for(head_dim, split=split, e4m3=e4m3)
-    tokens = shape.rows // pack
+    tokens = ROWS // pack
     tiles = batch.num_tokens // tokens + batch.num_seqs
     items = Items(tokens, num_heads // pack, shape.tile, tiles, programs, split)
     k_stride, v_stride = cache.k.stride(), cache.v.stride()
@@ -404,7 +404,7 @@ def plan_attend(
         num_heads, group, head_dim,
         terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
         scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split,
-        shape.tile, shape.buffers, shape.k_depth, shape.v_depth, shape.groups,
+        shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
         shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
     )  # fmt: skip
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
@@ -413,7 +413,7 @@ def plan_attend(
         _attend.variant(place, device, dtypes, constants, num_warps=4),
         items,
         boxes_of(shape, query, cache, pack),
-        items.ranks * items.slices * shape.rows * (head_dim + 1) if split else 0,
+        items.ranks * items.slices * ROWS * (head_dim + 1) if split else 0,
         items.size if planned or split else 0,
         plan_order(place, device, items, has_window=has_window) if planned else None,
         plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,

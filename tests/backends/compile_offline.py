@@ -204,7 +204,7 @@ def check_hopper(case, *, planned):
         "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
         "PLANNED": planned, "SPLIT": case.split, "TILE": shape.tile, "BUFFERS": shape.buffers,
         "K_DEPTH": shape.k_depth, "V_DEPTH": shape.v_depth,
-        "GROUPS": shape.groups, "REGISTERS": shape.registers[0],
+        "REGISTERS": shape.registers[0],
         "LANDS": shape.lands, "WIDENERS": shape.wideners, "LOADER_REGISTERS": shape.registers[1],
     }  # fmt: skip
     made = make(
@@ -212,14 +212,14 @@ def check_hopper(case, *, planned):
         num_warps=4,
     )  # fmt: skip
     assert made.shared <= HOPPER, made.shared
-    assert made.registers * 128 * (1 + shape.groups) <= 65536  # what warps share before they trade
+    assert made.registers * 128 * 3 <= 65536  # what warps share before they trade
     size, copies = 1 if case.e4m3 else 2, 2 * shape.tile // copy
-    messages = shape.groups * -(-shape.width // 64) + copies * -(-shape.width * size // 128)
-    messages += (shape.groups + copies) * (shape.tail > 0)
+    messages = 2 * -(-shape.width // 64) + copies * -(-shape.width * size // 128)
+    messages += (2 + copies) * (shape.tail > 0)
     assert made.count("UTMALDG") == messages, made.count("UTMALDG")
     assert made.count("LDGSTS") == 0
     loops = made.loops()
-    assert len(loops) == shape.groups * (3 if case.features else 2), len(loops)
+    assert len(loops) == 2 * (3 if case.features else 2), len(loops)
     for loop in loops:
         check_overlap(loop, products=count_products(case, shape))
 
