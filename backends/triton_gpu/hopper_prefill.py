@@ -257,7 +257,7 @@ class Shape:
         return REGISTERS[self.wideners]
 
 
-REGISTERS = {0: (240, 24), 2: (240, 32), 4: (216, 40)}
+REGISTERS = {0: (240, 24), 2: (240, 32), 4: (224, 32)}
 SHAPES: dict[tuple[int, bool], Shape] = {
     (64, False): Shape(64, 128, 2, 4, 4),
     (64, True): Shape(64, 128, 1, 5, 5),
@@ -272,9 +272,8 @@ SHAPES: dict[tuple[int, bool], Shape] = {
     (256, False): Shape(256, 64, 1, 2, 3),
 }
 E4M3_SHAPES = {
-    64: Shape(64, 128, 1, 5, 3, lands=4, wideners=2),
-    128: Shape(128, 128, 1, 3, 2, lands=2, wideners=2),
-    256: Shape(256, 64, 1, 3, 2, lands=2, wideners=2),
+    64: Shape(64, 128, 1, 5, 3, lands=4, wideners=4),
+    128: Shape(128, 128, 1, 3, 2, lands=2, wideners=4),
 }
 
 
@@ -306,16 +305,16 @@ def can_attend(
     """Whether this path serves the call; `prefill`'s portable kernel serves every other.
 
     It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or of
-    e4m3; head_dim 40 to 256 in steps of 16 bytes; block_size a power of two from 8; a scale above
-    0; and what the copy engine asks for: addresses and strides in steps of 16 bytes, blocks of a
-    cache a whole number of slots apart, and fewer than 2^31 slots.
+    e4m3; head_dim 40 to 256, of e4m3 to 128, in steps of 16 bytes; block_size a power of two from
+    8; a scale above 0; and what the copy engine asks for: addresses and strides in steps of 16
+    bytes, blocks of a cache a whole number of slots apart, and fewer than 2^31 slots.
     """
     block_size, _, head_dim = cache.k.shape[1:]
     return (
         not place.interpreting
         and _is_hopper(query.device)
         and query.element_size() == 2
-        and (cache.k.dtype == query.dtype or cache.k.element_size() == 1)
+        and (cache.k.dtype == query.dtype or (cache.k.element_size() == 1 and head_dim <= 128))
         and 40 <= head_dim <= 256
         and head_dim * cache.k.element_size() % 16 == 0
         and block_size >= 8

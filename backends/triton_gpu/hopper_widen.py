@@ -73,7 +73,7 @@ def _widen(
     """Write a tile in float16; if MASKED, zeros to all rows but begin .. end - 1."""
     TILE: gl.constexpr = source.shape[0]
     WIDTH: gl.constexpr = source.shape[2]
-    AT_ONCE: gl.constexpr = WARPS * 8192 // (8 * WIDTH) // 2
+    AT_ONCE: gl.constexpr = max(8, WARPS * 512 // WIDTH)  # rows, not fewer than are swizzled
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [WARPS, 1], [1, 0])
     for first in gl.static_range(0, TILE, AT_ONCE):
         small = source.reshape([TILE, WIDTH]).slice(first, AT_ONCE, 0).load(LAYOUT)

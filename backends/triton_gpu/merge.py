@@ -26,16 +26,16 @@ from backends.triton_gpu.place import Place, device_function, power_of_two
 from backends.triton_gpu.prefill_order import RECORD, Items
 from backends.triton_gpu.splits import Grid, find_parts
 
-WARPS = 2
+WARPS = 4
 PIECE_WARPS = 4
 PIECE_ROWS = 16
 """Of a tile of prefill, a program, at most."""
 MOST_PIECES = 16
 """Of a row, loaded together."""
 MANY_SEQS = 64
-MANY_PROGRAMS = 1800
+MANY_PROGRAMS = 2100
 """More would start one after the other; then a program takes several heads."""
-FEW_PARTS = 32
+FEW_PARTS = 64
 """Loaded together where there are many sequences, most of which have few."""
 
 
