@@ -45,11 +45,10 @@ from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, diges
 from kvcore.peaks import peak_blocks
 from kvcore.pool import BlockPool
 from kvcore.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
-from kvcore.reports import CopyOrder, Growth, Plan, ResetReport
+from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
 from kvcore.retention import Retention
 from kvcore.sequence import KVSequence
 from kvcore.slots import Slot, slot_of, slots_of
-from kvcore.stats import Stats
 from kvcore.tokens import Tokens, pack
 
 __version__ = "0.1.0"

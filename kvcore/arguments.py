@@ -9,7 +9,8 @@ mean the same to an `if`, and not to a reader.
 from __future__ import annotations
 
 import operator
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, SupportsIndex
 
 from kvcore.errors import InvalidArgumentError
 
@@ -62,3 +63,32 @@ def as_int(name: str, value: object, minimum: int, maximum: int | None = None) -
         came = str(number) if number.bit_length() < 1024 else f"one of {number.bit_length()} bits"
         raise InvalidArgumentError(f"{name}: wanted {wanted}, got {came}")
     return number
+
+
+def as_counts(name: str, numbers: Sequence[SupportsIndex] | None, otherwise: int = 0) -> list[int]:
+    """Return numbers of a step as ints; for None so many ones. O(numbers).
+
+    Raises:
+        InvalidArgumentError: one is no integer, or negative.
+    """
+    if numbers is None:
+        return [1] * otherwise
+    return [
+        number if type(number) is int and number >= 0 else as_int(name, number, 0)
+        for number in numbers
+    ]
+
+
+def check_lengths(wanted: int, *lists: list[int] | None) -> None:
+    """Raise where a list that is given has not one number for each sequence."""
+    for numbers in lists:
+        if numbers is not None and len(numbers) != wanted:
+            raise InvalidArgumentError(
+                f"wanted one number for each of {wanted} sequences, got {len(numbers)}"
+            )
+
+
+def check_sum(tokens: list[int] | None, counts: list[int]) -> None:
+    """Raise where there are not as many tokens as the sequences take."""
+    if tokens is not None and len(tokens) != sum(counts):
+        raise InvalidArgumentError(f"tokens: wanted {sum(counts)} in all, got {len(tokens)}")

@@ -29,12 +29,12 @@ VARIABLE = "KVCORE_COMPILE"
 # The modules that a request passes through. Those of plain data stay Python: a native class would
 # refuse a wrong type with an error of its own before ours could say what was wanted.
 COMPILED = (
-    "advance",
     "arguments",
     "block",
     "block_table",
     "content_tree",
     "events",
+    "forward",
     "free_queue",
     "idle_blocks",
     "leases",
@@ -43,12 +43,10 @@ COMPILED = (
     "names",
     "peaks",
     "pool",
-    "prefix",
     "rewind",
     "sequence",
+    "sharing",
     "slots",
-    "state",
-    "steps",
     "tokens",
 )
 
@@ -151,7 +149,9 @@ def compile_copy(
     `tell` hears of the progress, once every `tick_seconds`.
     """
     copy = work / package.name
-    left_out = shutil.ignore_patterns("__pycache__", "bench", "testing", "sanitize", "wire")
+    left_out = shutil.ignore_patterns(
+        "__pycache__", "adapters", "bench", "testing", "sanitize", "wire"
+    )
     shutil.copytree(package, copy, ignore=left_out)
     discard(work)
     files = [f"{package.name}/{module}.py" for module in COMPILED]

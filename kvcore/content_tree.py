@@ -187,42 +187,6 @@ class ContentTree:
         block.node = block.prev_copy = block.next_copy = None
         self._prune(node)
 
-    def evict(self, blocks: list[Block], start: int, stop: int) -> None:
-        """Do what `detach` does, for a slice of free blocks; each is held once, in no queue then.
-
-        A block that is reused is nearly always the only copy of its content, which stands in its
-        own node, the last of its branch, and leaves its parent with other children or a copy: its
-        links are cut here, without the calls of `detach`, and its fields are written while it is
-        at hand (in two loops a new block costs a fifth more, compiled). Cannot fail.
-        O(stop - start), and what `detach` costs for others.
-        """
-        for index in range(start, stop):
-            block = blocks[index]
-            block.ref_count = 1
-            block.prev_free = block.next_free = None
-            above = block.parent
-            if (
-                above is None
-                or block.last_child is not None
-                or block.children is not None
-                or block.first_copy is not block
-                or block.last_copy is not block
-            ):
-                self.detach(block)
-                continue
-            siblings = above.children
-            if siblings is None and above.first_copy is not None:
-                above.last_child = None
-            elif siblings is not None and len(siblings) > 2:
-                del siblings[block.tokens]
-                if above.last_child is block:
-                    above.last_child = None
-            else:
-                self.detach(block)
-                continue
-            block.node = block.parent = block.first_copy = block.last_copy = block.name = None
-            block.tokens = b""
-
     def clear(self, nodes: list[Node]) -> None:
         """Forget all content at once: `nodes` is all that `nodes()` yields.
 
@@ -310,7 +274,12 @@ class ContentTree:
                     parent.children = None
                 elif parent.last_child is node:
                     parent.last_child = None  # any heir would cost a walk, an eviction each
-            self._set_aside(node)
+            # What `_set_aside` does; the rest of it is clear already.
+            node.parent = node.name = None
+            node.tokens = b""
+            if not isinstance(node, Block):
+                node.parent = self._spare
+                self._spare = node
             node = parent
 
     def _set_aside(self, node: Node) -> None:
@@ -338,3 +307,36 @@ def lost_contents(blocks: Sequence[Block]) -> list[tuple[Node, int]]:
                 continue
         lost.append((node, block.group))
     return lost
+
+
+def evict(trees: Sequence[ContentTree], blocks: Sequence[Block]) -> None:
+    """Do what `detach` does, for free blocks; each is held once, in no queue then.
+
+    A block that is reused is nearly always the only copy of its content, which stands in its own
+    node. Either that is the last of its branch, and leaves its parent with other children or a
+    copy; or, of a window, something below keeps it in the tree. So its links are cut here, without
+    the calls of `detach`, and its fields are written while it is at hand (in two loops a new block
+    costs a fifth more, compiled). Cannot fail. O(len(blocks)), and what `detach` costs for others.
+    """
+    for block in blocks:
+        block.ref_count = 1
+        block.prev_free = block.next_free = None
+        above = block.parent
+        if above is None or block.first_copy is not block or block.last_copy is not block:
+            trees[block.group].detach(block)
+            continue
+        if block.last_child is not None or block.children is not None:
+            block.node = block.first_copy = block.last_copy = None
+            continue
+        siblings = above.children
+        if siblings is None and above.first_copy is not None:
+            above.last_child = None
+        elif siblings is not None and len(siblings) > 2:
+            del siblings[block.tokens]
+            if above.last_child is block:
+                above.last_child = None
+        else:
+            trees[block.group].detach(block)
+            continue
+        block.node = block.parent = block.first_copy = block.last_copy = block.name = None
+        block.tokens = b""

@@ -4,7 +4,7 @@ A step in flight on the GPU, a transfer in, a transfer out: for each, a lease ho
 a sequence has now, so none of them is handed out before it ends, whatever happens to the sequence
 in the meantime. Leases are counted, never a flag: two transfers of one block are two leases. A
 completion that comes late, twice or from nowhere changes nothing and says so. A lease may have a
-deadline in steps, after which the manager's `advance` ends it. Time is what the caller says it is.
+deadline in steps, after which the manager's `tick` ends it. Time is what the caller says it is.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class LeaseBook:
         if type(lease_id) is not int or lease_id not in self.active:
             return False
         lease = self.active[lease_id]
-        self._pool.release(lease.blocks)
+        self._pool.give_back(lease.blocks)
         self.forget((lease,))
         return True
 

@@ -1,6 +1,6 @@
 """How long blocks live, lie idle, and wait for their next hit: for those who size a cache.
 
-Times are in steps, as `advance` counts them. Three durations are kept, each as a histogram:
+Times are in steps, as `tick` counts them. Three durations are kept, each as a histogram:
 
 - lifetime: from the publication of a block to its eviction;
 - idle time: from the moment a block that is evicted was last freed, to its eviction. Short ones

@@ -8,9 +8,9 @@ prefix outlives what followed it.
 
 Every call asks and allocates first and changes afterwards, and what changes is links, counters and
 entries that are there already: one that raises, whatever the reason, has changed nothing. `hold`
-and `publish` are a check and what does it, `revive` and `attach`; callers whose blocks need no
-check call those. The pool knows nothing of sequences, of how much of a block is written, or of when
-it may be published.
+and `publish` are a check and what does it, `revive` and `attach`; `release` is `give_back` and a
+look at whose the blocks are; callers whose blocks need no check call those. The pool knows nothing
+of sequences, of how much of a block is written, or of when it may be published.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import SupportsIndex, final
 
 from kvcore.arguments import Flag, as_bool, as_int
 from kvcore.block import NULL_BLOCK, Block, Node
-from kvcore.content_tree import ContentTree, lost_contents
+from kvcore.content_tree import ContentTree, evict, lost_contents
 from kvcore.errors import (
     BlockStateError,
     DoubleFreeError,
@@ -224,11 +224,8 @@ class BlockPool:
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def exchange(self, blocks: list[Block], released: list[Block]) -> None:
-        """Do what `hand_out` and then `release` do, or nothing. O(blocks)."""
-        if not released:
-            self.hand_out(blocks)
-            return
-        leaving = self._let_go(released)
+        """Do what `hand_out` and then `give_back` do, or nothing. O(blocks)."""
+        leaving = self._let_go(released, is_own=True)
         try:
             self.hand_out(blocks, len(leaving.empty))
         except BaseException:
@@ -241,11 +238,7 @@ class BlockPool:
         if self._log is not None:
             self._note_lost(blocks)
         self.idle_blocks.cut_front(blocks)
-        if len(self.trees) == 1:
-            self.trees[0].evict(blocks, 0, len(blocks))
-        else:
-            for index, block in enumerate(blocks):
-                self.trees[block.group].evict(blocks, index, index + 1)
+        evict(self.trees, blocks)
         if self.is_uneven:
             for block in blocks:
                 block.group = 0
@@ -316,7 +309,11 @@ class BlockPool:
                 block.ref_count = 0
                 self.num_used_blocks -= 1
                 return
-        self._let_leave(self._let_go(blocks))
+        self._let_leave(self._let_go(list(blocks)))
+
+    def give_back(self, blocks: list[Block]) -> None:
+        """Do what `release` does, for blocks that are known to be this pool's. O(len(blocks))."""
+        self._let_leave(self._let_go(blocks, is_own=True))
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Take their content from blocks: it is wrong. Then drop one holder of each released block.
@@ -334,7 +331,7 @@ class BlockPool:
         try:
             self.empty_blocks += idle
             self._note_lost(losing)
-            leaving = self._let_go(released, losing)
+            leaving = self._let_go(list(released), losing)
         except BaseException:
             self._take_back(before)
             raise
@@ -357,12 +354,12 @@ class BlockPool:
             raise BlockStateError(f"keep: wanted a held, published block, got {block!r}")
         self.idle_blocks.keep(block, wishes)
 
-    def advance(self, num_steps: int, released: Sequence[Block] = ()) -> None:
+    def tick(self, num_steps: int, released: Sequence[Block] = ()) -> None:
         """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks).
 
         Then drop one holder of each released block. Raises like `release`.
         """
-        leaving = self._let_go(released)
+        leaving = self._let_go(list(released))
         try:
             self.idle_blocks.expire(self.step + num_steps)
         except BaseException:
@@ -553,10 +550,7 @@ class BlockPool:
     def _extra_slots(self, blocks: Sequence[Block]) -> int:
         """Count the slots of blocks, those beyond the first group's block size. O(len(blocks))."""
         sizes = self.block_sizes
-        extra = 0
-        for block in blocks:
-            extra += sizes[block.group] - sizes[0]
-        return extra
+        return sum([sizes[block.group] - sizes[0] for block in blocks])
 
     def _make(self, num_blocks: int) -> None:
         """Let the first `num_blocks` blocks be there. O(those that are new)."""
@@ -576,25 +570,23 @@ class BlockPool:
             self._num_extra_slots += self._extra_slots(idle)
 
     def _count_emptied(self, blocks: list[Block]) -> None:
-        """Note that blocks without content, or that have just lost it, are held no more. O(blocks).
-
-        Cannot fail.
-        """
+        """Note that blocks without content are held no more. Cannot fail. O(blocks)."""
         self.num_used_blocks -= len(blocks)
         if self.is_uneven:
             self._num_extra_slots -= self._extra_slots(blocks)
             for block in blocks:
                 block.group = 0
 
-    def _let_go(self, blocks: Sequence[Block], losing: Sequence[Block] = ()) -> Leaving:
-        """Drop one holder of each block, or of none, as far as that can fail. O(len(blocks)).
+    def _let_go(
+        self, named: list[Block], losing: Sequence[Block] = (), *, is_own: bool = False
+    ) -> Leaving:
+        """Drop one holder of each block, or of none, as far as that can fail. O(len(named)).
 
         `_let_leave` does the rest, `_take_back` undoes it. What is in `losing`, or what no hit can
-        use, is to lose its content.
+        use, is to lose its content. `is_own`: all of them are known to be this pool's.
         """
-        named = list(blocks)
         leaving = Leaving(named, len(self.empty_blocks), self.last_event)
-        freed = self._uncount(named)
+        freed = self._uncount(named, is_own=is_own)
         try:
             leaving.content = [block for block in freed if block.node is not None]
             if leaving.content and (self.is_uneven or losing):
@@ -645,17 +637,25 @@ class BlockPool:
         if self._log is not None:
             self._log.trim()
 
-    def _uncount(self, named: list[Block]) -> list[Block]:
+    def _uncount(self, named: list[Block], *, is_own: bool) -> list[Block]:
         """Drop one holder of each block, or of none; return those that nobody holds any more."""
         made = self._made
         waiting = iter(named)
         try:
-            for block in waiting:
-                if block.ref_count != 1 or made[block.block_id] is not block:
-                    break
-                block.ref_count = 0
+            if is_own:  # the same without the look at whose they are, a quarter of the whole
+                for block in waiting:
+                    if block.ref_count != 1:
+                        break
+                    block.ref_count = 0
+                else:
+                    return named
             else:
-                return named
+                for block in waiting:
+                    if block.ref_count != 1 or made[block.block_id] is not block:
+                        break
+                    block.ref_count = 0
+                else:
+                    return named
         except (AttributeError, IndexError, TypeError):
             pass  # this is no block, or none of ours
         hold_again(named[: -1 - len(list(waiting))])
@@ -687,10 +687,8 @@ class BlockPool:
         self.idle_blocks.push_run(freed, is_alone=is_alone)
 
     def _check_own(self, blocks: Iterable[Block]) -> None:
-        everything = self._made
         for block in blocks:
-            block_id = block.block_id
-            if not NULL_BLOCK < block_id < len(everything) or everything[block_id] is not block:
+            if block.block_id <= NULL_BLOCK or self.made_block(block.block_id) is not block:
                 raise ForeignBlockError(f"wanted a block of this pool, got {block!r}")
 
 

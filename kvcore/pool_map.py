@@ -14,8 +14,8 @@ from typing import Final, SupportsIndex
 from kvcore.arguments import as_int
 from kvcore.block import NULL_BLOCK, Node
 from kvcore.hashing import Namespace, decode_namespace
+from kvcore.manager import KVCacheManager
 from kvcore.sequence import KVSequence
-from kvcore.state import CacheState
 from kvcore.tokens import BYTES_PER_TOKEN
 
 EMPTY: Final = 0
@@ -66,7 +66,7 @@ _NOTHING: Final = BlockReport(
 )
 
 
-def pool_map(manager: CacheState) -> bytes:
+def pool_map(manager: KVCacheManager) -> bytes:
     """Return the state of every block, a byte each, by id: EMPTY, CACHED or HELD.
 
     O(num_blocks) to fill the bytes, O(blocks held or cached) to look at blocks.
@@ -84,7 +84,7 @@ def pool_map(manager: CacheState) -> bytes:
     return bytes(states)
 
 
-def describe_block(manager: CacheState, block_id: SupportsIndex) -> BlockReport:
+def describe_block(manager: KVCacheManager, block_id: SupportsIndex) -> BlockReport:
     """Say who holds a block, what it holds, and who can hit it. O(blocks held).
 
     Raises:

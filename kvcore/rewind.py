@@ -64,18 +64,58 @@ def cut_tables(seq: KVSequence, num_tokens: int) -> None:
         table.cut(-(-num_tokens // table.block_size))
 
 
+def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
+    """Keep a sequence's first `num_tokens` tokens, and the blocks that they need. O(released)."""
+    computed = computed_after_cut(seq, num_tokens)
+    kept = num_tokens if computed == min(num_tokens, seq.num_computed_tokens) else computed
+    told = min(num_tokens, len(seq.packed))
+    items = cut_items(seq.items, told)
+    seq.packed.append(0)  # a view that somebody holds of it stops the cut here
+    seq.packed.pop()
+    pool.give_back(leaving(seq, kept))
+    cut_tables(seq, kept)
+    del seq.packed[told:]
+    seq.num_untold_tokens = num_tokens - told
+    seq.items = items
+    seq.num_computed_tokens = computed
+    seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
+    seq.cut_names(told)
+
+
 def _tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
     """Order runs of blocks, (first place, block size, blocks) for each group, by where they end.
 
     The tails of all groups come before the heads of any: what is reused first is what the fewest
     prefixes need. Of blocks that end together that of the last group comes first. O(blocks).
     """
-    found: list[Block] = runs[0][2][::-1]
-    start, size = runs[0][0], runs[0][1]
-    ends = [] if len(runs) == 1 else [(start + n) * size for n in range(len(found), 0, -1)]
+    first, size, blocks = runs[0]
+    if len(runs) == 1:
+        return blocks[::-1]
+    ends_together = {(width, start + len(run)) for start, width, run in runs}
+    if len(ends_together) == 1:
+        return _dealt(runs)
+    found = blocks[::-1]
+    ends = [(first + n) * size for n in range(len(found), 0, -1)]
     for first, width, blocks in runs[1:]:
         if blocks:
             found, ends = _merged(found, ends, first, width, blocks)
+    return found
+
+
+def _dealt(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
+    """Order runs of blocks of one size that all end at one place, as one deals cards. O(blocks).
+
+    What `_merged` finds for these, whose slices are moved at once: an eighth of its time in Python.
+    """
+    found: list[Block] = []
+    stop = runs[0][0] + len(runs[0][2])
+    for start in sorted({first for first, _, _ in runs}, reverse=True):
+        there = [(first, blocks) for first, _, blocks in reversed(runs) if first <= start]
+        part = there[0][1][start - there[0][0] : stop - there[0][0]] * len(there)
+        for number, (first, blocks) in enumerate(there):
+            part[number :: len(there)] = blocks[start - first : stop - first][::-1]
+        found += part
+        stop = start
     return found
 
 

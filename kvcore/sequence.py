@@ -16,12 +16,17 @@ from typing import NoReturn, SupportsIndex, final
 from kvcore.arguments import as_int
 from kvcore.block import BlockId
 from kvcore.block_table import BlockTable
-from kvcore.errors import MisuseError, NotReservedError, StaleSequenceError
+from kvcore.errors import (
+    InvalidArgumentError,
+    MisuseError,
+    NotReservedError,
+    StaleSequenceError,
+)
 from kvcore.groups import NEVER, LayerGroup
 from kvcore.items import Item
 from kvcore.names import BlockHash, NameAlgorithm, NameChain
 from kvcore.retention import Retention
-from kvcore.slots import int_view, put_ints, slots_of
+from kvcore.slots import int_view, put_ints, slot_of, slots_of
 
 
 @final
@@ -218,9 +223,13 @@ class KVSequence:
         is_cached = self.namespace_key is not None
         for table in self.tables:
             size = table.block_size
-            room = min(room, len(table.blocks) * size)
+            here = len(table.blocks) * size
+            if here < room:  # noqa: PLR1730  # a call of `min` costs more, twice for each block
+                room = here
             if is_cached:
-                due = min(due, (table.num_published + 1) * size)
+                full = (table.num_published + 1) * size
+                if full < due:  # noqa: PLR1730
+                    due = full
             if table.forgets:
                 due = min(due, table.next_pass(table.num_null))
         self.room = room
@@ -241,3 +250,39 @@ class KVSequence:
         if not self.is_open:
             raise StaleSequenceError(f"{self!r} is closed")
         return self.tables[as_int("group", group, 0, len(self.tables) - 1)]
+
+
+def write_rows(
+    seqs: Sequence[KVSequence], group: int, block_tables: object, slot_mapping: object, stride: int
+) -> None:
+    """Write a group's tables of a step, and the slot of each next token; or nothing. O(blocks).
+
+    Args:
+        seqs: open sequences.
+        group: which layer group.
+        block_tables: a buffer of int32 or int64 in which row `i` begins at entry `i * stride`.
+        slot_mapping: a buffer of int64.
+        stride: entries from one row to the next.
+
+    Raises:
+        NotReservedError: a sequence has no room for its next token.
+        InvalidArgumentError: a row is longer than `stride`, or a buffer does not fit.
+    """
+    slots = array("q")
+    tables: list[array[int]] = []
+    for seq in seqs:
+        table = seq.tables[group]
+        position = seq.num_computed_tokens
+        if position >= len(table.blocks) * table.block_size:
+            raise NotReservedError(f"{seq!r} has no room for its next token")
+        if len(table.block_ids) > stride:
+            raise InvalidArgumentError(
+                f"row_stride: wanted at least {len(table.block_ids)}, got {stride}"
+            )
+        slots.append(slot_of(table.block_ids, position, table.block_size))
+        tables.append(table.block_ids)
+    room = (len(tables) - 1) * stride + len(tables[-1]) if tables else 0
+    rows = int_view("block_tables", block_tables, (4, 8), room)
+    put_ints(int_view("slot_mapping", slot_mapping, (8,), len(slots)), 0, slots)
+    for index, block_ids in enumerate(tables):
+        put_ints(rows, index * stride, block_ids)

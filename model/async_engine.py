@@ -135,7 +135,8 @@ class _Command(NamedTuple):
     fail: Callable[[Exception], None]
 
 
-_Given = tuple[int, SampledToken | None, FinishReason | None]  # request_id, token, why it ended
+_Given = tuple[int, tuple[SampledToken, ...], FinishReason | None]
+"""request_id, tokens, why it ended."""
 
 
 class AsyncEngine:
@@ -432,15 +433,17 @@ class AsyncEngine:
     def _deliver(self, now_s: float, given: Sequence[_Given]) -> None:
         """Hand out what a step gave."""
         stopped: list[Request] = []
-        for number, token, reason in given:
+        for number, tokens, reason in given:
             place = self._open.get(number)
             if place is None:  # aborted, or ended here by a stop string
                 continue
             stream, sample = place
-            before_s, is_first = sample.last_s, not sample.tokens
-            ended_here = sample.add(token, reason, now_s)
-            if token is not None:
-                self.observer.token_came(now_s - before_s, is_first=is_first)
+            before_s, num_before = sample.last_s, len(sample.tokens)
+            is_first = not num_before
+            ended_here = sample.add(tokens, reason, now_s)
+            for nth in range(len(sample.tokens) - num_before):  # of several the first has waited
+                waited_s = 0.0 if nth else now_s - before_s
+                self.observer.token_came(waited_s, is_first=is_first and not nth)
             if ended_here:
                 stopped.append(sample.request)
             if sample.finish_reason is not None:
@@ -590,7 +593,7 @@ class AsyncEngine:
             self._recover(engine)
             return
         if outputs:
-            given = [(o.request.request_id, o.token, o.request.finish_reason) for o in outputs]
+            given = [(o.request.request_id, o.tokens, o.request.finish_reason) for o in outputs]
             self._post(functools.partial(self._deliver, time.perf_counter(), given))
 
     def _recover(self, engine: Engine) -> None:

@@ -15,12 +15,13 @@ a command line.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import backends
 import kvcore
 from model.control.config import EngineConfig, SchedulerConfig
+from model.control.drafts import NgramDrafts, held
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
@@ -108,9 +109,10 @@ class Engine:
             self.num_host_blocks = model.ranks.least(self.num_host_blocks)
         self._is_late = self.config.async_scheduling
         if self._is_late is None:
-            self._is_late = backend.device.type == "cuda"
+            self._is_late = backend.device.type == "cuda" and self.config.drafts is None
         self._mover = BlockMover(backend, self.network.caches)
-        self._scheduler = Scheduler(self.kv, self._limits(model.max_positions))
+        drafter = NgramDrafts() if self.config.drafts == "ngram" else None
+        self._scheduler = Scheduler(self.kv, self._limits(model.max_positions), drafter)
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
         self._grammars = Grammars(model.codec.describe, self._vocab_size, model.eos_token_ids)
         self._sampler = RequestSampler(
@@ -140,6 +142,7 @@ class Engine:
             max_model_len=max_positions,
             watermark=self.config.watermark,
             priority_span=self.config.priority_span,
+            draft_tokens=self.config.draft_tokens,
             num_host_blocks=self.num_host_blocks,
             long_above=None if rope is None else rope.num_tokens,
             may_cross=rope is None or rope.recomputes,
@@ -177,6 +180,11 @@ class Engine:
         limits = self._scheduler.config
         edges = [limits.max_model_len, None if limits.may_cross else limits.long_above]
         return min(room, *[edge for edge in edges if edge is not None])
+
+    @property
+    def guesses(self) -> bool:
+        """Whether requests bring drafts. O(1)."""
+        return self._scheduler.guesses
 
     @property
     def stats(self) -> SchedulerStats:
@@ -384,8 +392,8 @@ class Engine:
         texts: dict[int, str] = {}
         told: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
         for output in self._drain(requests):
-            if output.request.params.logprobs is not None and (token := output.token):
-                told[output.request.request_id].append(token)
+            if output.request.params.logprobs is not None:
+                told[output.request.request_id] += output.tokens
             if output.request.is_finished:
                 texts[output.request.request_id] = output.text
         return [
@@ -439,16 +447,38 @@ class Engine:
                 for request in flight.sampling
                 if request.request_id not in tokens and not request.is_finished
             ]
-        for request in self._scheduler.accept(tokens):
+        further = self._further(flight, tokens) if flight.drafted else {}
+        for request in self._scheduler.accept(tokens, further):
             number = request.request_id
-            token, stream = tokens[number], streams[number]
-            stream.add(token)
+            stream, told = streams[number], (tokens[number], *further.get(number, ()))
+            if number not in further:
+                stream.add(told[0])
             if request.params.grammar is not None and self._grammars.has_failed(request):
                 self._scheduler.finish(request, FinishReason.ERROR)
             if request.is_finished or stream.is_stopped or self._is_whole(request):
                 self._end(request, stream)
-            outputs.append(Output(request, token, stream, chances.get(number, (None, ()))))
+            outputs.append(Output(request, told, stream, chances.get(number, ())))
         return outputs
+
+    def _further(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
+        """Of each that brought drafts, the tokens behind its first; their text is made here.
+
+        A stop string may end a text among them; what was drawn behind it is nobody's.
+        """
+        further: dict[int, list[int]] = {}
+        for request, drafts, ahead in flight.ahead():
+            number = request.request_id
+            if request.is_finished or number not in tokens:
+                continue
+            stream, told = self._streams[number], 0
+            found = held(request, drafts, tokens[number], ahead)
+            for token in found:
+                stream.add(token)
+                told += 1
+                if stream.is_stopped:
+                    break
+            further[number] = found[1:told]
+        return further
 
     def _fail(self, request: Request) -> Output:
         """End a request whose logits are no numbers, and let nobody find what it has computed."""
@@ -456,7 +486,7 @@ class Engine:
         self._scheduler.finish(request, FinishReason.ERROR)
         self.kv.reset()
         self._end(request, stream)
-        return Output(request, None, stream)
+        return Output(request, (), stream)
 
     def _give_up(self, step: Step) -> None:
         """End everything: what a pass has written is unknown, so nothing of it may be found."""

@@ -154,8 +154,7 @@ class LLM:
                 while engine.has_unfinished:
                     for output in engine.step():
                         texts[output.request.request_id].append(output.text)
-                        if output.token is not None:
-                            tokens[output.request.request_id].append(output.token)
+                        tokens[output.request.request_id] += output.tokens
                         advance(output.request.is_finished)
         finally:
             for group in groups:

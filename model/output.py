@@ -5,6 +5,7 @@ Decides: nothing. Invariants: a text never holds part of a character.
 Does not know: how a token came about.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.control.request import Request, SampledToken
@@ -12,31 +13,35 @@ from model.text import TextStream
 
 
 class Output:
-    """One token of one request.
+    """What a step gives one request: a token, or several where drafts held.
 
     Attributes:
         request: whose; its status and finish reason are up to date.
-        token_id: the token that was drawn; None: its logits were no numbers, and it ended by that.
+        token_ids: the tokens that were drawn, in their order; none: its logits were no numbers, and
+            it ended by that.
     """
 
-    __slots__ = ("_chance", "_stream", "request", "token_id")
+    __slots__ = ("_chances", "_stream", "request", "token_ids")
 
     def __init__(
         self,
         request: Request,
-        token_id: int | None,
+        token_ids: tuple[int, ...],
         stream: TextStream,
-        chance: tuple[float | None, tuple[tuple[int, float], ...]] = (None, ()),
+        chances: Sequence[tuple[float, tuple[tuple[int, float], ...]]] = (),
     ) -> None:
         self.request = request
-        self.token_id = token_id
+        self.token_ids = token_ids
         self._stream = stream
-        self._chance = chance
+        self._chances = chances
 
     @property
-    def token(self) -> SampledToken | None:
-        """The token, and how likely it was if its request asks; None as `token_id`. O(1)."""
-        return None if self.token_id is None else SampledToken(self.token_id, *self._chance)
+    def tokens(self) -> tuple[SampledToken, ...]:
+        """The tokens, with how likely they were if their request asks. O(tokens)."""
+        if not self._chances:
+            return tuple(map(SampledToken, self.token_ids))
+        pairs = zip(self.token_ids, self._chances, strict=False)
+        return tuple([SampledToken(token, *chance) for token, chance in pairs])
 
     @property
     def text(self) -> str:

@@ -67,14 +67,18 @@ class Sample:
         self._text = text
         self._num_taken = 0
 
-    def add(self, token: SampledToken | None, reason: FinishReason | None, now_s: float) -> bool:
-        """Take a token; whether a stop string ends it here. O(1), more with stop strings."""
+    def add(
+        self, tokens: Sequence[SampledToken], reason: FinishReason | None, now_s: float
+    ) -> bool:
+        """Take what a step gave; whether a stop string ends it here. O(1), more with such."""
         if not self.tokens:
             self.first_s = now_s
         self.last_s = now_s
-        if token is not None:
+        for token in tokens:
             self.tokens.append(token)
             self._text.add(token.token_id)
+            if self._text.is_stopped:  # what was drawn behind it is nobody's
+                break
         is_stopped = self._text.is_stopped
         self.finish_reason = FinishReason.STOP if is_stopped else reason
         if self.finish_reason is not None:

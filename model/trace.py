@@ -113,7 +113,8 @@ class StepRecord:
     Attributes:
         begin_ns: when it began.
         laps: each phase with the time at which it ended, in order.
-        num_decode_tokens: tokens computed for requests that had one token to compute.
+        num_decode_tokens: tokens computed for requests that had one token to compute, with their
+            drafts.
         num_prefill_tokens: all others.
         num_used_blocks: blocks held when the step was planned, its own included.
         num_running: requests that run.
@@ -232,7 +233,12 @@ class StepRecorder:
     def scheduled(self, step: Step) -> None:
         """Note what was planned. O(num_chunks)."""
         self.done(SCHEDULE)
-        decodes = sum([_is_decode(chunk.num_tokens, chunk.samples) for chunk in step.chunks])
+        decodes = sum(
+            [
+                chunk.num_tokens if chunk.drafts else _is_decode(chunk.num_tokens, chunk.samples)
+                for chunk in step.chunks
+            ]
+        )
         self._tokens = (decodes, step.num_tokens - decodes)
         self._num_used_blocks = self._kv.num_usable_blocks - self._kv.num_free_blocks
         if self._pool is not None:

@@ -21,15 +21,15 @@ KVCORE_LAYERS = (
     ("names",),
     ("events",),
     ("lifetimes",),
-    ("free_queue", "content_tree", "groups", "slots", "stats", "reports"),
+    ("free_queue", "content_tree", "groups", "slots", "reports"),
     ("retention",),
     ("idle_blocks",),
     ("pool", "block_table"),
     ("leases", "sequence"),
-    ("rewind", "advance", "peaks"),
-    ("prefix", "state"),
-    ("steps", "pool_map"),
+    ("forward", "rewind", "peaks"),
+    ("sharing",),
     ("manager",),
+    ("pool_map",),
     ("invariants",),
     ("__init__",),
     ("build_hook",),  # runs when kvcore is built; nothing imports it
@@ -84,7 +84,7 @@ MODEL_LAYERS = (
     ("control/config", "control/grammar"),
     ("control/params",),
     ("control/request", "control/submission"),
-    ("control/step",),
+    ("control/step", "control/drafts"),
     ("control/admission", "control/pool_frames"),
     ("control/planner",),
     ("control/scheduler",),
@@ -165,6 +165,7 @@ TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/testing": {"hypothesis", "pytest"},
+    "kvcore/adapters": {"torch", "transformers", "vllm"},
     "kvcore/bench": set(),
     "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},
@@ -180,7 +181,7 @@ KVCORE_INSIDES = frozenset(
     """
     assign attach beyond block_id blocks chain child_nodes common_size cut cut_names deadline
     descendants empty_blocks exchange find_limits first_copy first_kept forget forget_identity
-    forgets free_blocks grow hand_out has_children id_object idle_blocks is_active is_open
+    forgets free_blocks give_back grow hand_out has_children id_object idle_blocks is_active is_open
     is_uneven keep kind last_child last_copy last_event made_block namespace_key next_blocks
     next_copy next_free next_pass node num_missing num_published num_settled_tokens opened_at pool
     prev_copy prev_free ref_count release revive root seq_id trees unpublish wishes
@@ -189,7 +190,7 @@ KVCORE_INSIDES = frozenset(
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-MAX_FILE_LINES = 700
+MAX_FILE_LINES = 700  # of a file that is more than one class
 MAX_CODE_LINES = 500
 MAX_FUNCTION_LINES = 60
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc"}
@@ -328,9 +329,15 @@ def _code_lines(source, tree):
     return sum(1 for n, line in lines if n not in prose and line.strip() and line.strip()[0] != "#")
 
 
+def _is_one_class(tree):
+    """Say whether a file is one class and nothing else: what its verbs promise is its length."""
+    parts = [node for node in tree.body if isinstance(node, (ast.ClassDef, *FUNCTIONS))]
+    return len(parts) == 1 and isinstance(parts[0], ast.ClassDef)
+
+
 def _sizes(path, name, source, tree):
     lines, code = source.count("\n"), _code_lines(source, tree)
-    if lines > MAX_FILE_LINES or code > MAX_CODE_LINES:
+    if (lines > MAX_FILE_LINES and not _is_one_class(tree)) or code > MAX_CODE_LINES:
         yield f"{lines} lines, {code} of code: it has found a second subject"
     if Path(name).stem in FORBIDDEN_NAMES:
         yield "a name that says nothing"

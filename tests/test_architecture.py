@@ -80,7 +80,7 @@ PLANTED = {
         "does not know numba_cpu",
     ),
     "an import of its own layer": (
-        "kvcore/slots.py", "import kvcore.stats", "does not stand above"
+        "kvcore/slots.py", "import kvcore.reports", "does not stand above"
     ),
     "a file without a layer": (
         "kvcore/radix.py", "from kvcore.errors import KVCoreError", "is in no layer"
@@ -125,7 +125,27 @@ PLANTED = {
         "model/device/batch.py", "def run():\n" + "    x = 1\n" * 61, "run has 61 lines"
     ),
     "a file without end": ("model/device/batch.py", "x = 1\n" * 501, "501 of code"),
+    "a class without end": (
+        "model/device/batch.py", "class Batch:\n" + "    x = 1\n" * 500, "501 of code"
+    ),
+    "a file of much prose": (
+        "model/device/batch.py", "def f():\n    pass\n" + "# x\n" * 700, "702 lines"
+    ),
+    "a class and more, of much prose": (
+        "model/device/batch.py", "class A:\n    x = 1\n\n\nclass B:\n    y = 1\n" + "# x\n" * 700,
+        "706 lines",
+    ),
 }  # fmt: skip
+
+
+def test_a_file_that_is_one_class_may_say_much(tmp_path):
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+    file = tmp_path / "kvcore" / "manager.py"
+    file.write_text(
+        '"""All verbs."""\n\n\nclass All:\n    x = 1\n' + "# x\n" * 700, encoding="utf-8"
+    )
+    assert violations(tmp_path) == []
 
 
 BY_ITS_PATH = {"a file without a layer", "a folder without layers", "a file for everything"}

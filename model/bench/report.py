@@ -28,6 +28,8 @@ class Counters:
     peak_running: int
     peak_used_blocks: int
     num_usable_blocks: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def since(self, before: Self) -> "Counters":
         """What was added after `before`; peaks and sizes stay. O(1)."""
@@ -40,12 +42,19 @@ class Counters:
             peak_running=self.peak_running,
             peak_used_blocks=self.peak_used_blocks,
             num_usable_blocks=self.num_usable_blocks,
+            num_draft_tokens=self.num_draft_tokens - before.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens - before.num_accepted_tokens,
         )
 
     @property
     def hit_rate(self) -> float:
         """The share of prompt tokens that were found in the prefix cache. O(1)."""
         return self.num_hit_tokens / self.num_prompt_tokens
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of the drafts that held. O(1)."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +120,7 @@ def document(report: Report) -> dict[str, object]:
         **report.numbers,
         **asdict(report.counters),
         "hit_rate": report.counters.hit_rate,
+        "acceptance_rate": report.counters.acceptance_rate,
         "peers": [asdict(peer) for peer in report.peers],
         **({} if report.steps is None else {"steps": asdict(report.steps)}),
     }
@@ -134,6 +144,9 @@ def table(report: Report) -> str:
         "prefix hit rate": f"{counters.hit_rate:.1%} ({hits})",
         "blocks": f"{used}, {evicted}",
     }
+    if counters.num_draft_tokens:
+        held = f"{counters.num_accepted_tokens:,} of {counters.num_draft_tokens:,} draft tokens"
+        rows["drafts that held"] = f"{counters.acceptance_rate:.1%} ({held})"
     width = max(map(len, rows))
     lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
     lines.append(f"{'ms':<{width}}  {'mean':>10} {'median':>10} {'p99':>10}")

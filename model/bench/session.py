@@ -203,6 +203,8 @@ def _counters(engine: Engine) -> Counters:
         peak_running=steps.peak_running,
         peak_used_blocks=cache.peak_used_blocks,
         num_usable_blocks=engine.kv.num_usable_blocks,
+        num_draft_tokens=steps.num_draft_tokens,
+        num_accepted_tokens=steps.num_accepted_tokens,
     )
 
 

@@ -32,6 +32,9 @@ class RunStats:
     num_preemptions: int
     num_swaps: int
     num_forks: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     peak_running: int
     block_size: int
     num_usable_blocks: int
@@ -49,6 +52,11 @@ class RunStats:
     def hit_rate(self) -> float:
         """The share of prompt tokens that were found in the prefix cache. O(1)."""
         return self.num_hit_tokens / max(1, self.num_prompt_tokens)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """The share of the drafts that held. O(1)."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
 
 def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float) -> RunStats:
@@ -68,6 +76,9 @@ def measure(engine: Engine, completions: Sequence[Completion], elapsed_s: float)
         num_preemptions=steps.num_preemptions,
         num_swaps=steps.num_swaps,
         num_forks=steps.num_forks,
+        num_drafts=steps.num_drafts,
+        num_draft_tokens=steps.num_draft_tokens,
+        num_accepted_tokens=steps.num_accepted_tokens,
         peak_running=steps.peak_running,
         block_size=engine.kv.block_size,
         num_usable_blocks=engine.kv.num_usable_blocks,
@@ -86,11 +97,19 @@ def table(stats: RunStats) -> str:
     blocks = f"{stats.peak_used_blocks} of {stats.num_usable_blocks} at the peak"
     preempted = f"{stats.num_preemptions} preemptions, {stats.num_swaps} swapped"
     sizes = f"paged {show_bytes(stats.paged_kv_bytes)}, flat {show_bytes(stats.flat_kv_bytes)}"
+    held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens"
+    often = f"in {stats.num_drafts} passes of a request"
+    drafts = (
+        {"drafts that held": f"{stats.acceptance_rate:.1%} ({held}, {often})"}
+        if stats.num_drafts
+        else {}
+    )
     rows = {
         "requests": f"{stats.num_requests} ({stats.num_stopped} stopped by themselves)",
         "new tokens": f"{stats.num_new_tokens} in {stats.elapsed_s:.2f} s, {stats.num_steps} steps",
         "tokens per second": per_second,
         "prefix hit rate": f"{stats.hit_rate:.1%} ({hits})",
+        **drafts,
         "blocks used": f"{blocks}, {stats.block_size} tokens each",
         "blocks evicted": f"{stats.num_evicted_blocks} ({preempted})",
         "KV bytes": f"{sizes} ({ratio:.1f}x)",
@@ -120,6 +139,7 @@ def document(
             **asdict(stats),
             "tokens_per_second": round(stats.tokens_per_second, 1),
             "hit_rate": round(stats.hit_rate, 4),
+            "acceptance_rate": round(stats.acceptance_rate, 4),
         },
         "verified": None if mismatches is None else not mismatches,
         "mismatches": [asdict(mismatch) for mismatch in mismatches or ()],

@@ -252,8 +252,8 @@ def _generate(
                 for output in engine.step():
                     number, is_last = output.request.request_id, output.request.is_finished
                     latest[number] = output
-                    if output.request.params.logprobs is not None and (token := output.token):
-                        told[number].append(token)
+                    if output.request.params.logprobs is not None:
+                        told[number] += output.tokens
                     if writer is not None:
                         piece = output.text
                         texts[number] += piece

@@ -6,6 +6,7 @@ Does not know: the memory of the machine (`device/memory.py`), the model's own l
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from model.control.settings import check_settings, setting
 from model.errors import InvalidArgumentError
@@ -36,6 +37,9 @@ class StepLimits:
     )
     priority_span: int = setting(
         64, help="how many later requests one level of priority overtakes", least=1
+    )
+    draft_tokens: int = setting(
+        4, help="the most tokens that are guessed at once for a request", least=1, most=64
     )
 
     def __post_init__(self) -> None:
@@ -124,6 +128,11 @@ class EngineConfig(StepLimits):
         None,
         help="plan and send a step before the tokens of the last one are read (default: on a GPU)",
     )
+    drafts: Literal["ngram"] | None = setting(
+        None,
+        help="guess the next tokens of a request, and check all guesses in one pass; ngram: what "
+        "followed the same tokens before (default: no guesses)",
+    )
     record_lifetimes: bool = setting(
         False,
         help="count for how many steps blocks live, lie idle and wait for a hit",
@@ -140,5 +149,10 @@ class EngineConfig(StepLimits):
             raise InvalidArgumentError(f"{given[0]}: wanted this or {given[1]}, got both")
         if self.eager and self.compile:
             raise InvalidArgumentError("eager: wanted this or compile, got both")
+        if self.drafts is not None and self.async_scheduling:
+            raise InvalidArgumentError(
+                "async_scheduling: wanted this or drafts, got both: what to guess is known when "
+                "the last tokens are read"
+            )
         if self.sanitize and self.compile:
             raise InvalidArgumentError("sanitize: wanted this or compile, got both")

@@ -28,6 +28,7 @@ from bisect import insort
 import kvcore
 from model.control.admission import Room
 from model.control.config import SchedulerConfig
+from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import Request, Status
 from model.control.step import Chunk, SchedulerStats, Step, Transfer
 
@@ -35,8 +36,11 @@ from model.control.step import Chunk, SchedulerStats, Step, Transfer
 class StepPlanner:
     """The requests of a scheduler, and the step that is being planned."""
 
-    def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
+    def __init__(
+        self, kv: kvcore.KVCacheManager, config: SchedulerConfig, drafter: Drafter | None = None
+    ) -> None:
         self.config = config
+        self._drafter = drafter
         self.stats = SchedulerStats()
         self._kv = kv
         self._room = Room(kv, config)
@@ -70,6 +74,8 @@ class StepPlanner:
             self._begin_again()
         self._plan_decodes()
         self._plan_others()
+        if self._drafter is not None:
+            self._plan_drafts(self._drafter)
         step = Step(self._with_followers(), tuple(self._stores), tuple(self._loads))
         self.stats.num_steps += bool(step.chunks)
         self.stats.peak_running = max(self.stats.peak_running, len(self._running))
@@ -111,7 +117,7 @@ class StepPlanner:
             self._budget -= len(decodes)
             chunk = Chunk._make  # a step has hundreds: the quickest way to make one
             for request, _, start in decodes:
-                self._planned[request.request_id] = chunk((request, start, 1, True, ()))
+                self._planned[request.request_id] = chunk((request, start, 1, True, (), ()))
 
     def _plan_others(self) -> None:
         """Plan prefills and starts in order; the first that cannot start holds up those behind."""
@@ -132,6 +138,44 @@ class StepPlanner:
                 self._start(request)
             else:
                 may_start = False
+
+    def _plan_drafts(self, drafter: Drafter) -> None:
+        """Let decodes bring drafts, as far as budget and blocks are left when all else is planned.
+
+        So nobody starts later, waits or gives way because of them.
+        """
+        wanted = [
+            (chunk.request, most)
+            for chunk in self._planned.values()
+            if chunk.num_tokens == 1
+            and chunk.samples
+            and (most := self._most_drafts(chunk.request))
+        ]
+        if not wanted or not self._budget:
+            return
+        proposed = drafter.propose(wanted)
+        for (request, _), drafts in zip(wanted, proposed, strict=True):
+            count = min(len(drafts), self._budget)
+            count = self._room.num_reservable(request, 1 + count) - 1
+            if count:
+                self._kv.reserve(request.running_sequence, 1 + count)
+                self._budget -= count
+                number = request.request_id
+                self._planned[number] = self._planned[number]._replace(
+                    num_tokens=1 + count, drafts=tuple(drafts[:count])
+                )
+                self.stats.num_drafts += 1
+                self.stats.num_draft_tokens += count
+
+    def _most_drafts(self, request: Request) -> int:
+        """The most drafts that could all be told; none where the last token is still unread."""
+        if request.is_expecting or not may_have_drafts(request):
+            return 0
+        most = request.max_total_tokens - request.num_tokens - 1
+        edge = self.config.long_above
+        if edge is not None and not request.is_long:  # beyond it they would be computed otherwise
+            most = min(most, edge - request.num_tokens)
+        return max(0, min(most, self.config.draft_tokens))
 
     def _head(self, num_led: int) -> tuple[Request | None, int]:
         """The first that could start, and how many before it wait for their leaders."""

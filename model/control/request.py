@@ -303,6 +303,10 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.is_complete else None
 
+    def ends_by(self, token: int) -> bool:
+        """Whether a token ends it wherever it stands. O(1)."""
+        return token in self._ends
+
     def finish(self, reason: FinishReason) -> kvcore.KVSequence | None:
         """End the request, from any status but FINISHED; what it expects is forgotten. O(1).
 

@@ -22,10 +22,11 @@ Invariants:
 Does not know: torch, text, how a token is computed or sampled, how a block is copied.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import kvcore
 from model.control.config import SchedulerConfig
+from model.control.drafts import Drafter
 from model.control.planner import StepPlanner
 from model.control.request import FinishReason, Request, Status
 from model.control.step import Chunk, Step
@@ -39,19 +40,27 @@ class Scheduler(StepPlanner):
     `add` and `abort` may come at any moment between or within them.
     """
 
-    def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
-        super().__init__(kv, config)
+    def __init__(
+        self, kv: kvcore.KVCacheManager, config: SchedulerConfig, drafter: Drafter | None = None
+    ) -> None:
+        super().__init__(kv, config, drafter)
         self._unfinished: dict[int, Request] = {}
         self._num_added = 0
         # Whether anything is kept for a number of steps, or counted in them.
         self._keeps_time = kv.stats().lifetimes is not None
         self._in_flight: Step | None = None
         self._expecting: tuple[Request, ...] = ()  # what the last step draws for, unread
+        self._drafts: dict[int, tuple[int, ...]] = {}  # which drafts it has computed, likewise
 
     @property
     def has_unfinished(self) -> bool:
         """Whether any request is waiting or running. O(1)."""
         return bool(self._unfinished)
+
+    @property
+    def guesses(self) -> bool:
+        """Whether requests bring drafts. O(1)."""
+        return self._drafter is not None
 
     def add(self, request: Request) -> None:
         """Queue a new request, behind all others of its priority. O(num_waiting).
@@ -114,6 +123,8 @@ class Scheduler(StepPlanner):
         sequence = request.finish(reason)
         if sequence is not None:
             self._kv.close(sequence)
+        if self._drafter is not None:
+            self._drafter.discard(request)
         return True
 
     def schedule(self) -> Step:
@@ -124,31 +135,40 @@ class Scheduler(StepPlanner):
         """
         if self._in_flight is not None:
             raise SchedulerStateError("schedule: the last step wants its update first")
+        if self._drafts:
+            raise SchedulerStateError("schedule: the last step had drafts: accept its tokens first")
         if self._keeps_time:
-            self._kv.advance(1)
+            self._kv.tick(1)
         self._in_flight = self.plan()
         return self._in_flight
 
-    def update(self, step: Step, sampled: Mapping[int, int]) -> tuple[kvcore.CopyOrder, ...]:
+    def update(
+        self,
+        step: Step,
+        sampled: Mapping[int, int],
+        further: Mapping[int, Sequence[int]] | None = None,
+    ) -> tuple[kvcore.CopyOrder, ...]:
         """Commit a computed step and hand out its tokens: `advance`, then `accept`.
 
         Args:
             step: what `schedule` returned last.
             sampled: request_id -> the token drawn for it, for everyone in the `sampling` of a chunk
                 whose own request was not aborted.
+            further: as `accept` takes it.
 
         Returns:
             Blocks to be copied before the next step.
 
         Raises:
             SchedulerStateError: this is not the step in flight, the one before it has not been
-                accepted, or a token is missing; nothing has changed.
+                accepted, or a token is missing or not what was computed; nothing has changed.
         """
         self._check_in_flight(step)
         live = _live(step)
         _check_drawn(_samplers(live), sampled)
+        _check_held(_drafts(live), _samplers(live), sampled, further or {})
         orders = self._advance(step, live)
-        self.accept(sampled)
+        self.accept(sampled, further)
         return orders
 
     def advance(self, step: Step) -> tuple[kvcore.CopyOrder, ...]:
@@ -183,22 +203,32 @@ class Scheduler(StepPlanner):
         if leading:  # a follower that found no room to fork draws when it is its turn
             expecting = [request for request in expecting if request.sequence is not None]
         self._expecting = tuple(expecting)
+        self._drafts = _drafts(live)
         return tuple(orders)
 
-    def accept(self, sampled: Mapping[int, int]) -> list[Request]:
+    def accept(
+        self, sampled: Mapping[int, int], further: Mapping[int, Sequence[int]] | None = None
+    ) -> list[Request]:
         """Hand out the tokens of the step that was advanced last. O(num_sampled).
+
+        Drafts that did not hold leave nothing: no room, no token, nothing that can be found.
 
         Args:
             sampled: request_id -> the token drawn for it, for everyone who still expects one.
+            further: request_id -> the tokens drawn behind that one, where the drafts between them
+                held (`drafts.held` tells).
 
         Returns:
             Those who did, in the order of the step; some may have finished by it.
 
         Raises:
-            SchedulerStateError: a token is missing; nothing has changed.
+            SchedulerStateError: a token is missing, or follows what was not computed; nothing has
+                changed.
         """
         expecting = [request for request in self._expecting if request.is_expecting]
         _check_drawn(expecting, sampled)
+        further = further or {}
+        _check_held(self._drafts, expecting, sampled, further)
         self._expecting = ()
         running, told = [], []
         for request in expecting:
@@ -209,8 +239,12 @@ class Scheduler(StepPlanner):
                 running.append(request.sequence)
                 told.append(token)
         self._kv.tell_step(running, told)
+        if self._drafts:
+            self._follow(expecting, further)
+            self._drafts = {}
         for request in expecting:
-            reason = request.ending(sampled[request.request_id])
+            number = request.request_id
+            reason = request.ending((further.get(number) or (sampled[number],))[-1])
             if reason is not None:
                 self.finish(request, reason)
         return expecting
@@ -228,7 +262,9 @@ class Scheduler(StepPlanner):
         """
         if not chunks:
             return
-        requests, _, computed, samples, _ = zip(*chunks, strict=True)
+        requests, _, computed, samples, _, drafts = zip(*chunks, strict=True)
+        if any(drafts):  # which of them hold is not known yet
+            computed = tuple([chunk.num_known for chunk in chunks])
         self._kv.step(
             [request.running_sequence for request in requests],
             computed,
@@ -236,6 +272,18 @@ class Scheduler(StepPlanner):
             num_joining=None if all(samples) else [int(one) for one in samples],
             room=[0] * len(chunks),
         )
+
+    def _follow(self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]) -> None:
+        """The drafts that held are computed, what was drawn behind them joins; the rest is cut."""
+        for request in expecting:
+            drafts, more = self._drafts.get(request.request_id, ()), further.get(request.request_id)
+            sequence = request.sequence
+            if sequence is None or not drafts:
+                continue
+            if more:
+                self._kv.step([sequence], [len(more)], more, num_joining=[len(more)], room=[0])
+                self.stats.num_accepted_tokens += len(more)
+            self._kv.truncate(sequence, sequence.num_tokens)  # room that was for the others
 
     def _fork(self, leader: Request, follower: Request, orders: list[kvcore.CopyOrder]) -> None:
         """Start a sample from its leader's blocks, or let it wait its turn."""
@@ -289,6 +337,27 @@ def _samplers(chunks: Sequence[Chunk]) -> list[Request]:
         elif chunk.samples:
             requests.append(chunk.request)
     return requests
+
+
+def _drafts(chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
+    """request_id -> its drafts, of those that have any."""
+    return {chunk.request.request_id: chunk.drafts for chunk in chunks if chunk.drafts}
+
+
+def _check_held(
+    drafts: Mapping[int, tuple[int, ...]],
+    requests: Iterable[Request],
+    sampled: Mapping[int, int],
+    further: Mapping[int, Sequence[int]],
+) -> None:
+    """Raise unless what is told was drawn behind drafts that held, and nothing behind an end."""
+    for request in requests if further else ():
+        number = request.request_id
+        told = [sampled[number], *further.get(number, ())][:-1]
+        if told != [*drafts.get(number, ())[: len(told)]] or any(map(request.ends_by, told)):
+            raise SchedulerStateError(
+                f"further: wanted drafts of {request!r} that held, got what follows {told}"
+            )
 
 
 def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> None:

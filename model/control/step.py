@@ -19,6 +19,8 @@ class Chunk(NamedTuple):
     Attributes:
         samples: the chunk ends at the last known token, so its logits give the next one.
         followers: further samples of the same prompt; the same logits give the first token of each.
+        drafts: the last of its tokens, where those are guesses of what follows the last known one;
+            tokens are drawn from the logits of that and of each guess.
     """
 
     request: Request
@@ -26,6 +28,12 @@ class Chunk(NamedTuple):
     num_tokens: int
     samples: bool
     followers: tuple[Request, ...] = ()
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are no guesses. O(1)."""
+        return self.num_tokens - len(self.drafts)
 
     @property
     def sampling(self) -> tuple[Request, ...]:
@@ -82,7 +90,8 @@ class SchedulerStats:
     `num_hit_tokens` counts prompt tokens found in the cache when a request is first admitted; what
     a preempted request finds of itself is not a hit, and neither is what a sample shares with the
     first one of its prompt: those are `num_forks`. `num_swaps` counts the preemptions that stored
-    blocks in host memory, `num_loads` the stored blocks' ways back.
+    blocks in host memory, `num_loads` the stored blocks' ways back. `num_drafts` counts how often a
+    request has brought drafts, `num_draft_tokens` how many, `num_accepted_tokens` those that held.
     """
 
     num_prompt_tokens: int = 0
@@ -93,3 +102,6 @@ class SchedulerStats:
     num_forks: int = 0
     num_swaps: int = 0
     num_loads: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -40,8 +40,8 @@ class StepTensors:
     Attributes:
         input_ids: int64 [1, num_tokens], all chunks one after the other.
         position_ids: int64 [1, num_tokens], each token's position in its own sequence.
-        logit_rows: int64 [num_sampled], the last token of each chunk that samples, once for each
-            request that samples from it.
+        logit_rows: int64 [num_sampled], the last known token of each chunk that samples, once for
+            each request that samples from it; then each draft, chunk by chunk.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
             the group is the same tensor in all of them. For a group with chunks a sequence there is
             a piece of one (`chunks.py`).
@@ -141,7 +141,8 @@ class _Tables:
 
     A table of a running sequence only grows, so a row is written when a sequence comes, and again
     when it has taken a block; entries that a window has left behind may stay until then, because no
-    kernel reads them.
+    kernel reads them. What was taken for drafts may go back, and another block come in its place:
+    such entries are not known any more after the step.
     """
 
     def __init__(self, group: int, device: torch.device) -> None:
@@ -171,6 +172,11 @@ class _Tables:
         for row in np.flatnonzero(self._filled < needed).tolist():
             self._write(row, sequences[row].tables[self._group].block_ids)
         return self._table[: len(sequences)]
+
+    def expire(self, row: int, num_tokens: int) -> None:
+        """Have what a row has beyond so many tokens written anew when it is needed. O(1)."""
+        block_size = self._sequences[row].tables[self._group].block_size
+        self._filled[row] = min(int(self._filled[row]), -(-num_tokens // block_size))
 
     def shared_prefix(self, starts: NDArray[np.int64]) -> backends.SharedPrefix | None:
         """What neighbours have in common before the tokens of this step, if that is much.
@@ -275,7 +281,8 @@ class BatchBuilder:
             NotReservedError: a sequence has no room for its tokens.
         """
         # Columns of the step, at the price of one pass over it.
-        requests, first_positions, counted, samples, followers = zip(*step.chunks, strict=True)
+        columns = zip(*step.chunks, strict=True)
+        requests, first_positions, counted, samples, followers, drafts = columns
         sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
         if len(self._rows) != num_seqs:
@@ -294,9 +301,8 @@ class BatchBuilder:
         self._seq_lens.view(num_seqs)[:] = lengths
         self._write_input_ids(step.chunks, sequences, first_positions, firsts, num_tokens)
         self._position_ids.view(num_tokens)[:] = positions
-        sampled = ends - 1
-        if any(followers) or not all(samples):
-            sampled = sampled.repeat([len(chunk.sampling) for chunk in step.chunks])
+        is_plain = all(samples) and not (any(followers) or any(drafts))
+        sampled = ends - 1 if is_plain else _sampled_rows(step.chunks, ends)
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
         seq_lens = self._seq_lens.shaped(num_seqs)
@@ -326,6 +332,7 @@ class BatchBuilder:
                     shared_prefix=tables.shared_prefix(starts) if looks else None,
                 )
             )
+        self._expire_drafts(step.chunks if any(drafts) else ())
         return StepTensors(
             input_ids=self._input_ids.shaped(1, num_tokens),
             position_ids=self._position_ids.shaped(1, num_tokens),
@@ -334,6 +341,11 @@ class BatchBuilder:
             sources=self._write_sources(requests, sequences, ends, num_tokens, rows_drawn or {}),
             is_long=_long_tokens(requests, rows),
         )
+
+    def _expire_drafts(self, chunks: Sequence[Chunk]) -> None:
+        for row, chunk in enumerate(chunks):
+            for tables in self._tables if chunk.drafts else ():
+                tables.expire(row, chunk.start + chunk.num_known)
 
     def _write_sources(
         self,
@@ -374,6 +386,18 @@ class BatchBuilder:
                     stop = chunk.start + chunk.num_tokens
                     tokens = chunk.request.tokens[chunk.start : stop]
                     input_ids[first : first + len(tokens)] = tokens
+                    if chunk.drafts:
+                        input_ids[first + chunk.num_known : first + chunk.num_tokens] = chunk.drafts
+
+
+def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The tokens whose logits are drawn from: the last known ones, then the drafts."""
+    counts = np.array([len(chunk.drafts) for chunk in chunks])
+    known = (ends - 1 - counts).repeat([len(chunk.sampling) for chunk in chunks])
+    begins = np.repeat(ends - counts, counts)
+    return np.append(
+        known, begins + np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+    )
 
 
 def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:

@@ -117,7 +117,7 @@ class RequestSampler:
         self._draws: DrawGraphs | None = None
         self._streams: dict[int, int] = {}
         self._counts = _TokenCounts(vocab_size, device)
-        self._terms = _StepTerms((), None, (), np.zeros(0, np.uint64), None, None, None)
+        self._terms = _StepTerms((), None, (), (), np.zeros(0, np.uint64), None, None, None)
 
     def use(self, draws: DrawGraphs | None) -> None:
         """Replay these from now on, where they serve. O(1)."""
@@ -130,6 +130,7 @@ class RequestSampler:
         most_likely: tuple[Tensor, Tensor] | None = None,
         newest: Callable[[], Mapping[int, int | None]] = dict,
         place: Place | None = None,
+        ahead: Sequence[int] = (),
     ) -> Drawn:
         """Choose a token for each request. O(requests * vocab_size).
 
@@ -137,11 +138,14 @@ class RequestSampler:
 
         Args:
             logits: [num_requests, vocab_size].
-            sampling: whose they are; none of them knows its next token.
+            sampling: whose they are; none of them knows its next token. A request that has brought
+                drafts has a row for each of them too.
             most_likely: of these, as `sampler.Passes` finds it, if that is known.
             newest: waits for the last token of those that have not been told theirs.
             place: where the logits lie, if draws from there may be recorded; then tokens are valid
                 until the next call.
+            ahead: for each row how many drafts of its request come before the token that is drawn
+                there; empty: there are no drafts.
         """
         if not sampling:  # and still something to wait for
             return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
@@ -155,6 +159,8 @@ class RequestSampler:
             best, tokens = best.where(~best.isfinite(), likely[0]), likely[1]
         if terms.draws is not None:
             indexes = np.array([request.num_output_tokens for request in terms.drawing])
+            if ahead:
+                indexes += np.array(ahead)[terms.drawing_rows]
             numbers = uniforms(terms.streams, indexes)
             if place is not None and self._draws is not None and terms.recorded is not None:
                 tokens = self._draws.choose(place, terms.recorded, numbers)
@@ -196,6 +202,7 @@ class RequestSampler:
             sampling,
             draw_terms(drawing, own, rows, self._vocab_size, device) if drawing else None,
             tuple([sampling[row] for row in drawing]),
+            drawing,
             np.array(streams, np.uint64),
             None if changed else row_terms([r.params for r in sampling], self._vocab_size),
             self._changes(changed, sampling) if changed else None,
@@ -221,6 +228,7 @@ class _StepTerms:
         sampling: the requests.
         draws: the terms of those that draw; None: none does.
         drawing: those.
+        drawing_rows: their rows.
         streams: where their numbers start.
         recorded: of all rows, where they may be drawn as was recorded; else None.
         changes: to the logits; None: none is changed.
@@ -230,6 +238,7 @@ class _StepTerms:
     sampling: tuple[Request, ...]
     draws: DrawTerms | None
     drawing: tuple[Request, ...]
+    drawing_rows: Sequence[int]
     streams: NDArray[np.uint64]
     recorded: RowTerms | None
     changes: "_Changes | None"

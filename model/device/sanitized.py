@@ -96,8 +96,8 @@ class SanitizedBackend:
                 for chunk, row, length in zip(step.chunks, rows, lengths, strict=True):
                     sequence = chunk.request.running_sequence
                     table = sequence.tables[group]
-                    first = table.num_null * table.block_size
-                    self.shadow.reads(sequence, length, row, group=group, first=first)
+                    first, known = table.num_null * table.block_size, length - len(chunk.drafts)
+                    self.shadow.reads(sequence, known, row, group=group, first=first)
         _poison(caches, self.shadow.take_fresh())
 
     def store_kv(

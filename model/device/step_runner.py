@@ -11,7 +11,7 @@ Does not know: who is planned and why, what becomes of a token.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +37,12 @@ class Flight:
     Attributes:
         sampling: who gets a token, in the order of the rows.
         drawn: the tokens, once they are read.
+        drafted: who has brought which drafts; their rows follow in this order, one a draft.
     """
 
     sampling: tuple[Request, ...]
     drawn: Drawn
+    drafted: tuple[tuple[Request, tuple[int, ...]], ...] = ()
 
     def rows(self) -> dict[int, int]:
         """request_id -> its row. O(num_sampled)."""
@@ -52,15 +54,40 @@ class Flight:
         O(num_sampled).
         """
         tokens = self.drawn.read()
-        return {r.request_id: token for r, token in zip(self.sampling, tokens, strict=True)}
+        return {r.request_id: token for r, token in zip(self.sampling, tokens, strict=False)}
 
-    def chances(self) -> dict[int, Chance]:
-        """request_id -> how likely its token was, of those that ask, once `read` has returned.
+    def ahead(self) -> Iterator[tuple[Request, tuple[int, ...], list[int | None]]]:
+        """Who brought drafts, which, and what was drawn behind each. O(drafts)."""
+        tokens, row = self.drawn.read(), len(self.sampling)
+        for request, drafts in self.drafted:
+            yield request, drafts, tokens[row : row + len(drafts)]
+            row += len(drafts)
+
+    def chances(self) -> dict[int, list[Chance]]:
+        """request_id -> how likely its tokens were, of those that ask, once `read` has returned.
 
         O(num_sampled that ask).
         """
-        told = self.drawn.chances()
-        return {self.sampling[row].request_id: chance for row, chance in told.items()}
+        rows = (*self.sampling, *_behind(self.drafted))
+        found: dict[int, list[Chance]] = {}
+        for row, chance in self.drawn.chances().items():
+            found.setdefault(rows[row].request_id, []).append(chance)
+        return found
+
+
+def _behind(drafted: Sequence[tuple[Request, tuple[int, ...]]]) -> Iterator[Request]:
+    """For each draft whose it is."""
+    return (request for request, drafts in drafted for _ in drafts)
+
+
+def _places(
+    sampling: Sequence[Request], drafted: Sequence[tuple[Request, tuple[int, ...]]]
+) -> list[int]:
+    """For each row how many drafts of its request are before it; empty if nobody has any."""
+    if not drafted:
+        return []
+    behind = [place for _, drafts in drafted for place in range(1, len(drafts) + 1)]
+    return [0] * len(sampling) + behind
 
 
 class StepPasses:
@@ -149,13 +176,20 @@ class StepPasses:
             passed = self._pass(tensors)
         watch.done(FORWARD)
         newest = dict if before is None else before.read
+        drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
+        rows = (*sampling, *_behind(drafted)) if drafted else sampling
         with watch.on_device(SAMPLE):
             drawn = self._sampler.draw(
-                passed.logits, sampling, passed.most_likely, newest, passed.place
+                passed.logits,
+                rows,
+                passed.most_likely,
+                newest,
+                passed.place,
+                _places(sampling, drafted),
             )
             if self.can_read_late(sampling):
                 self._drawn[: len(sampling)].copy_(drawn.tokens)
-        return Flight(sampling, drawn)
+        return Flight(sampling, drawn, drafted)
 
     def _pass(self, tensors: StepTensors) -> Passed:
         bucket = None if self._graphs is None else self._graphs.bucket_of(tensors)

@@ -196,6 +196,18 @@ class _Counts(Collector):
             "prompt_tokens_cached", "Those found in the cache.", steps.num_hit_tokens
         )
         yield self._counter("engine_steps", "Forward passes.", steps.num_steps)
+        if engine.guesses:
+            yield self._counter(
+                "spec_decode_num_drafts", "How often a request brought drafts.", steps.num_drafts
+            )
+            yield self._counter(
+                "spec_decode_num_draft_tokens", "Tokens of drafts.", steps.num_draft_tokens
+            )
+            yield self._counter(
+                "spec_decode_num_accepted_tokens",
+                "Tokens of drafts that held.",
+                steps.num_accepted_tokens,
+            )
 
     def _of_cache(self, engine: Engine) -> Iterator[Metric]:
         cache = engine.kv.stats()

@@ -63,7 +63,7 @@ class NaivePool:
         self.published = [entry for entry in self.published if entry[1] != block_id]
         self.wishes.pop(block_id, None)
 
-    def advance(self, num_steps):
+    def tick(self, num_steps):
         before = {block_id: self.priority(block_id) for block_id in self.order()}
         waiting = self.order()
         self.now += num_steps
@@ -486,8 +486,8 @@ class NaiveManager:
         self.pool.release(self.leases.pop(number)[0])
         return True
 
-    def advance(self, num_steps):
-        self.pool.advance(num_steps)
+    def tick(self, num_steps):
+        self.pool.tick(num_steps)
         now = self.pool.now
         late = [n for n, (_, end) in self.leases.items() if end is not None and end <= now]
         for number in late:

@@ -17,7 +17,7 @@ CAPABILITIES = {
     "drafts and lookahead": [".extend(", ".commit(seq, 1)"],
     "leases": [".lease(", "max_steps=", ".leases.end(", ".fail_load(", "num_deferred_blocks"],
     "planning": [".plan(", "fits_above("],
-    "retention": ["Retention(", '"pin"', ".advance("],
+    "retention": ["Retention(", '"pin"', ".tick("],
     "identity": ["Namespace(salt=", "lora_version=", "Item(", "namespace=None", ".reset()"],
     "events and snapshot": ["BlocksRemoved", "AllCleared", ".snapshot()", "fold("],
     "statistics": [".stats()", "resumed=True", "num_slots", ".lifetimes."],
@@ -217,8 +217,8 @@ def test_a_lease_is_a_context_and_ends_with_an_error_too():
 def test_a_lease_ends_at_its_deadline():
     kv = kvcore.KVCacheManager(4, 4)
     lease = kv.lease(filled(kv, range(4)), "load", max_steps=2)
-    assert kv.advance() == ()
-    assert kv.advance() == (lease,)
+    assert kv.tick() == ()
+    assert kv.tick() == (lease,)
     assert not lease.is_active
     with pytest.raises(kvcore.InvalidArgumentError, match="max_steps"):
         kv.lease(kv.open([1]), max_steps=0)
@@ -265,9 +265,9 @@ def test_what_was_kept_for_some_steps_is_ordinary_after_them():
     kv = kvcore.KVCacheManager(6, 2)
     wish = kvcore.Retention(0, 2, max_steps=2)
     kv.close(filled(kv, [1, 2, 3], retain=[wish]))
-    kv.advance()
+    kv.tick()
     assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [1]
-    kv.advance()
+    kv.tick()
     assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == []
     assert [block.block_id for block in kv.pool.free_blocks()][-1] == 1
     kvcore.check(kv)
@@ -279,7 +279,7 @@ def test_a_strong_wish_that_ends_leaves_the_weaker_one():
     kv.close(filled(kv, [1, 2, 3], retain=wishes))
     kv.close(filled(kv, [4, 5, 6], retain=[kvcore.Retention(0, 2, priority=5)]))
     assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [2, 1]
-    kv.advance()
+    kv.tick()
     assert [block.block_id for block in kv.pool.idle_blocks.shelved()] == [1, 2]
 
 
@@ -322,12 +322,12 @@ def test_a_wish_of_another_kind_is_refused_before_anything_is_opened():
 def test_lifetimes_idle_times_and_reuse_gaps_are_counted_in_steps():
     kv = kvcore.KVCacheManager(3, 2, record_lifetimes=True)
     seq = filled(kv, [1, 2])
-    kv.advance(3)
+    kv.tick(3)
     kv.close(seq)  # published for 3 steps
-    kv.advance(4)
+    kv.tick(4)
     again = kv.open([1, 2, 3])  # revived after 4
     kv.close(again)
-    kv.advance(1)
+    kv.tick(1)
     kv.pool.take(2)  # evicted 1 step after it was freed, 8 after it was published
     lifetimes = kv.stats().lifetimes
     assert lifetimes.reuse_gap == kvcore.Histogram(1, 4, 4, (0, 0, 0, 1))

@@ -97,7 +97,7 @@ VERBS = {
     "close, nothing of it cached": lambda s: s.kv.close(s.uncached),
     "lease": lambda s: s.kv.lease(s.one),
     "end a lease": lambda s: s.lease.end(),
-    "advance": lambda s: s.kv.advance(),
+    "tick": lambda s: s.kv.tick(),
     "fail a load": lambda s: s.kv.fail_load(s.loaded, 0),
     "statistics": lambda s: s.kv.stats(),
     "names": lambda s: s.one.block_names(),
@@ -212,7 +212,7 @@ def test_a_verb_needs_no_memory_for_blocks_that_it_does_not_touch():
 def live_again(kv, times):
     for _ in range(times):
         kv.close(filled(kv, 12, first=10**6 + 100 * kv._next_seq_id))  # never the same prompt
-        kv.advance()
+        kv.tick()
 
 
 def test_requests_that_come_and_go_leave_nothing_behind():
@@ -224,7 +224,7 @@ def test_requests_that_come_and_go_leave_nothing_behind():
 
 
 def copies_the_stack(pool, blocks, released):
-    freed = pool._uncount(list(released))
+    freed = pool._uncount(list(released), is_own=False)
     left = pool.empty_blocks[: -len(blocks)] if blocks else pool.empty_blocks
     stack = left + [block for block in freed if block.node is None]
     pool.hand_out(blocks)
@@ -242,12 +242,12 @@ def makes_all_blocks(pool, *, canonical_order=False):
     return 0
 
 
-def keeps_a_journal(release):
+def keeps_a_journal(give_back):
     journal = []
 
     def noting(pool, blocks):
         journal.extend([object() for _ in blocks])
-        release(pool, blocks)
+        give_back(pool, blocks)
 
     return noting
 
@@ -275,7 +275,7 @@ def test_a_pool_that_is_made_by_its_reset_is_seen(monkeypatch):
 @source_build
 def test_a_list_that_grows_for_ever_is_seen(monkeypatch):
     kv = Situation("full and window", idle, SMALL).kv
-    monkeypatch.setattr(kvcore.BlockPool, "release", keeps_a_journal(kvcore.BlockPool.release))
+    monkeypatch.setattr(kvcore.BlockPool, "give_back", keeps_a_journal(kvcore.BlockPool.give_back))
     assert bytes_left(live_again, kv, 300) > 1000
 
 

@@ -24,7 +24,7 @@ def managers(count=1):
 def one_call(kv, draw):
     """Make one call, drawn like all its arguments; return what can be seen of it."""
     live = list(kv.sequences.values())
-    verb = draw.choice(["open", "run", "run", "append", "cut", "fork", "lease", "close", "advance"])
+    verb = draw.choice(["open", "run", "run", "append", "cut", "fork", "lease", "close", "tick"])
     if verb == "open" or not live:
         length, same = draw.randrange(1, 30), draw.randrange(0, 30)
         tokens = [0] * min(length, same) + [draw.randrange(3)] * max(0, length - same)
@@ -46,7 +46,7 @@ def one_call(kv, draw):
         return kv.lease(seq, max_steps=draw.randrange(1, 4)).lease_id
     if verb == "close":
         return kv.close(seq)
-    return [lease.lease_id for lease in kv.advance()]
+    return [lease.lease_id for lease in kv.tick()]
 
 
 def transcript(num_calls, *kvs):

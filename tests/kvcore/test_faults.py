@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 import kvcore
-from kvcore import manager
+from kvcore import forward
 from tests.kvcore.faults import Faults, InjectedError, dump
 
 pytestmark = pytest.mark.source_build
@@ -43,7 +43,7 @@ class State:
         self.run(kv.open([7] * 9, retain=[STRONG, WEAK]), close=True)
         self.run(kv.open([8] * 9), close=True)
         self.run(kv.open([6] * 13, retain=[WEAK]), close=True)
-        kv.advance()
+        kv.tick()
         self.parent = self.run(kv.open([*range(11)], items=[CAT], retain=[STRONG]))
         self.child, _ = kv.fork(self.parent)
         kv.extend(self.child, [21, 22, 23, 24, 25, 26])
@@ -141,7 +141,7 @@ VERBS = {
     ),
     "end a lease": lambda s, f: s.kv.leases.end(s.short.lease_id),
     "end a pin": lambda s, f: s.long.end(),
-    "advance": lambda s, f: s.kv.advance(f.integer(3)),
+    "tick": lambda s, f: s.kv.tick(f.integer(3)),
     "fail a load": lambda s, f: s.kv.fail_load(s.other, f.integer(2)),
     "fail a transfer": lambda s, f: s.kv.fail_transfer(s.long),
     "fail blocks": lambda s, f: s.kv.fail_blocks(f.sequence(f.integer(1), 2, 3)),
@@ -202,7 +202,7 @@ def test_a_verb_that_is_interrupted_anywhere_has_changed_nothing(faults, name, l
     kvcore.check(state.kv)
 
 
-@pytest.mark.parametrize("name", ["reserve, one block", "commit", "fork", "close", "advance"])
+@pytest.mark.parametrize("name", ["reserve, one block", "commit", "fork", "close", "tick"])
 def test_nor_has_one_where_nothing_is_cached(faults, name):
     torn, state = interruptions(VERBS[name], "full and window", faults, caching=False)
     assert torn == []
@@ -216,8 +216,8 @@ def test_every_kind_of_place_is_tried(faults):
             verb(state, faults)
     wanted = {
         *(f"BlockPool.{verb}" for verb in ("hand_out", "keep", "attach", "next_blocks")),
-        *(f"BlockPool.{verb}" for verb in ("forget", "advance", "clear")),
-        *(f"BlockPool.{verb}" for verb in ("revive", "release", "_let_go")),
+        *(f"BlockPool.{verb}" for verb in ("forget", "tick", "clear")),
+        *(f"BlockPool.{verb}" for verb in ("revive", "give_back", "_let_go")),
         *(
             "ContentTree.attach",
             "ContentTree.match",
@@ -242,7 +242,7 @@ def test_a_verb_that_changes_before_it_has_allocated_is_seen(faults, monkeypatch
             table.grow(pool.take(table.num_missing(num_tokens)))
         return ()
 
-    monkeypatch.setattr(manager, "grow_groups", take_first)
+    monkeypatch.setattr(forward, "_grow_tables", take_first)
     torn, _ = interruptions(VERBS["reserve, one block"], "full and window", faults)
     assert {"BlockTable.grow", "table.blocks"} <= set(torn)
     assert "BlockPool.take" in torn  # the second group's, after the first group's came through

@@ -78,14 +78,14 @@ def test_a_block_that_nobody_holds_cannot_be_released(pool):
 
 def test_lifetimes_are_noted_where_they_begin_and_end(pool):
     pool.lifetimes = kvcore.LifetimeRecorder(8)
-    pool.advance(1)
+    pool.tick(1)
     (block,) = published(pool, 1)
-    pool.advance(2)
+    pool.tick(2)
     pool.release([block])
-    pool.advance(4)
+    pool.tick(4)
     pool.hold([block])
     pool.release([block])
-    pool.advance(8)
+    pool.tick(8)
     pool.take(7)
     stats = pool.lifetimes.stats()
     assert (stats.reuse_gap.count, stats.reuse_gap.total) == (1, 4)

@@ -26,7 +26,7 @@ def test_nothing_that_a_call_returns_can_be_changed_from_outside():
     given = [
         *(grown, grown[0], orders, seq.tokens, seq.items, seq.block_table, seq.block_tables),
         *(seq.block_tables[0], seq.block_names(), kv.snapshot().stored, kv.events.take()),
-        *(kv.advance(), kv.fail_load(seq, 8), kv.reserve_step([seq], [4])),
+        *(kv.tick(), kv.fail_load(seq, 8), kv.reserve_step([seq], [4])),
     ]
     assert all(type(value) is tuple for value in given)
     values = [*orders, *given[10], kv.snapshot(), kv.plan([1]), kv.stats(), kv.reset()]

@@ -518,16 +518,16 @@ def test_time_goes_on_by_as_many_steps_as_are_said_and_by_one_if_none_are():
     seq = filled(kv, range(4))
     early, late = kv.lease(seq, max_steps=1), kv.lease(seq, max_steps=4)
     kv.lease(seq)
-    assert kv.advance(0) == ()
-    assert kv.advance() == (early,)
-    assert kv.advance(2) == ()
-    assert kv.advance(1) == (late,)
+    assert kv.tick(0) == ()
+    assert kv.tick() == (early,)
+    assert kv.tick(2) == ()
+    assert kv.tick(1) == (late,)
     assert kv.pool.step == 4
     assert list(kv.leases.active) == [2]
     for wrong in (-1, 2**62 - 4):
         with pytest.raises(kvcore.InvalidArgumentError, match=f"num_steps.*got {wrong}"):
-            kv.advance(wrong)
-    kv.advance(2**62 - 5)
+            kv.tick(wrong)
+    kv.tick(2**62 - 5)
     assert kv.pool.step == 2**62 - 1
 
 

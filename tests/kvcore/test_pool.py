@@ -203,13 +203,13 @@ class Full(list):
 
 
 @pytest.mark.source_build  # compiled code lets a list grow without asking its class
-@pytest.mark.parametrize("call", ["release", "advance"])
+@pytest.mark.parametrize("call", ["release", "tick"])
 def test_a_release_that_finds_no_memory_frees_nothing(pool, call):
     plain = pool.take(2)
     pool.empty_blocks = Full(pool.empty_blocks)
     before = pool_view(pool)
     with pytest.raises(MemoryError):
-        getattr(pool, call)(*([1, plain] if call == "advance" else [plain]))
+        getattr(pool, call)(*([1, plain] if call == "tick" else [plain]))
     assert (pool_view(pool), pool.step) == (before, 0)
 
 
@@ -271,12 +271,12 @@ def test_time_takes_blocks_from_the_shelf_and_releases_in_one_step(pool):
     kept, leased, empty = published(pool, 1)[0], published(pool, 2)[0], pool.take(1)[0]
     pool.keep(kept, [(1, 5)])
     pool.release([kept])
-    pool.advance(4)
+    pool.tick(4)
     assert (pool.step, ids(pool.idle_blocks.shelved())) == (4, [1])
-    pool.advance(1, [leased, empty])
+    pool.tick(1, [leased, empty])
     assert (pool.step, ids(pool.idle_blocks.shelved())) == (5, [])
     assert ids(pool.free_blocks()) == [3, 4, 5, 6, 7, 1, 2]
-    refused(pool, kvcore.DoubleFreeError, "block 1 ", lambda: pool.advance(1, [kept]))
+    refused(pool, kvcore.DoubleFreeError, "block 1 ", lambda: pool.tick(1, [kept]))
     assert pool.step == 5
 
 

@@ -40,7 +40,7 @@ def check_trees(pool):
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(1, 2)), max_size=6))
 @example([(True, False, 1), (False, False, 1), (True, True, 1)])
-@pytest.mark.parametrize("verb", ["forget", "advance"])
+@pytest.mark.parametrize("verb", ["forget", "tick"])
 def test_what_is_released_along_is_what_is_released_after(verb, kinds):
     views = []
     for is_one_call in (False, True):
@@ -57,7 +57,7 @@ def test_what_is_released_along_is_what_is_released_after(verb, kinds):
                 wrong.append(leaving[index])
             if count > 1:
                 pool.hold([leaving[index]])
-        first = 3 if verb == "advance" else wrong
+        first = 3 if verb == "tick" else wrong
         if is_one_call:
             getattr(pool, verb)(first, leaving)
         else:

@@ -58,7 +58,7 @@ def test_what_is_evicted_tail_first_leaves_its_branch_without_a_walk(pool, num_o
     usual = {"take", "as_int", "next_blocks", "first", "hand_out"}
     usual |= {"_evict", "cut_front", "evict"}
     assert ways[:2] == [usual, usual]
-    assert ways[2] - usual == (set() if num_others else {"detach", "_prune", "_set_aside", "clear"})
+    assert ways[2] - usual == (set() if num_others else {"detach", "_prune"})
     assert pool.num_evicted_blocks == 3
 
 
@@ -71,7 +71,6 @@ LAYOUTS = {
         kvcore.ChunkedLocal(48, 12),
     ],
 }
-CHECKS = {"as_int", "_room_wanted", "_check_open", "_check_length"}
 
 
 def test_a_request_of_one_layer_group_goes_no_way_that_several_need():
@@ -79,11 +78,12 @@ def test_a_request_of_one_layer_group_goes_no_way_that_several_need():
     tokens = kvcore.pack(range(10))
     seq = kv.open(tokens)
     kv.reserve(seq, 10)
-    for count, ways in [(12, CHECKS | {"_grow", "find_limits"}), (11, set()), (0, set())]:
+    again = {"check_length", "_grow", "find_limits"}
+    for count, ways in [(12, again), (11, set()), (0, set())]:
         assert called(kv.reserve, seq, count) == (((),), ways | {"reserve"})
-    assert not called(kv.commit, seq, 10)[1] & {"advance_step", "_settle", "_set"}
-    assert called(kv.reserve, seq, 6)[1] == CHECKS | {
-        *("reserve", "_grow", "grow"),
+    assert not called(kv.commit, seq, 10)[1] & {"_move", "_settle", "_set"}
+    assert called(kv.reserve, seq, 6)[1] == again | {
+        *("reserve", "grow", "_grow_table"),
         *("next_blocks", "hand_out", "_make", "__init__"),
     }
     again, way = called(kv.open, tokens)
@@ -102,7 +102,7 @@ def test_a_decode_step_counts_and_does_no_more_where_no_block_is_full(layout):
     ways = [called(kv.decode_step, seqs, [1, 2, 3])[1] for _ in range(4)]
     usual = {"decode_step", "_checked_step", "pack"}
     assert [way == usual for way in ways] == [True, True, False, True]
-    assert ("advance_decodes" if layout == "full" else "advance_step") in ways[2]
+    assert ("_decode_plain" if layout == "full" else "_move") in ways[2]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -129,12 +129,12 @@ def test_every_verb_only_counts_between_changes(layout):
             kv.append(seq, 5)
         kv.reserve_step(seqs, [1, 1, 1])
 
-    shared = {"_counts", "_check_lengths", "_check_sum", "_checked_step", "pack"}
+    shared = {"as_counts", "check_lengths", "check_sum", "_checked_step", "pack"}
     for call, usual in [
         (one_by_one, {"commit", "append", "reserve"}),
         (lambda: kv.step(seqs, [1, 1, 1], [1, 2, 3]), {"step", *shared}),
-        (ahead, {"step", "tell_step", "_check_expected", *shared}),
-        (two_calls, {"commit_step", "append", "reserve_step", "_counts", "_checked_step"}),
+        (ahead, {"step", "tell_step", "check_expected", *shared}),
+        (two_calls, {"commit_step", "append", "reserve_step", "as_counts", "_checked_step"}),
     ]:
         ways = [called(call)[1] for _ in range(12)]
         assert sum(way == usual for way in ways) >= 5, ways

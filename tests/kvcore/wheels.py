@@ -17,7 +17,10 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
-NEEDED = ("pytest", "hypothesis", "numpy", "hatchling", "mypy", "ruff")
+NEEDED = (
+    *("pytest", "pytest-xdist", "hypothesis", "numpy", "hatchling", "mypy", "ruff"),
+    *("pyzmq", "msgspec"),  # kvcore.wire
+)
 SHOW = "import kvcore.bench.report as report; print(report.build())"
 
 

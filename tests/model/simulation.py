@@ -10,6 +10,7 @@ from array import array
 from zlib import crc32
 
 import kvcore
+from model.control.drafts import held
 
 VOCAB_SIZE = 5
 
@@ -46,6 +47,7 @@ class SimulatedModel:
         self.long_above = long_above
         self.ghost = {}
         self.drawn = {}  # request_id -> its newest token
+        self.ahead = {}  # request_id -> what the last step has drawn behind each of its drafts
 
     def compute(self, step):
         """Carry a step out and draw its tokens; raises if one would see what is not its own."""
@@ -58,24 +60,38 @@ class SimulatedModel:
         for chunk in step.chunks:
             if not chunk.request.is_finished:
                 self.write(chunk)
-        sampled = {}
+        sampled, self.ahead = {}, {}
         for chunk in step.chunks:
             if chunk.samples and not chunk.request.is_finished:
-                self.check_content(chunk.request)
-                token = next_token(self.tokens(chunk.request))
-                sampled |= {request.request_id: token for request in chunk.sampling}
+                tokens = self.tokens(chunk.request, chunk.drafts)
+                known = len(tokens) - len(chunk.drafts)
+                for end in range(known, len(tokens) + 1):
+                    self.check_content(chunk.request, tokens[:end])
+                drawn = [next_token(tokens[:end]) for end in range(known, len(tokens) + 1)]
+                sampled |= {request.request_id: drawn[0] for request in chunk.sampling}
+                self.ahead[chunk.request.request_id] = drawn[1:]
         self.drawn |= sampled
         return sampled
 
-    def tokens(self, request):
+    def further(self, step, sampled):
+        """What `accept` is told beside the tokens, of those who brought drafts."""
+        return {
+            chunk.request.request_id: held(
+                chunk.request, chunk.drafts, sampled[number], self.ahead[number]
+            )[1:]
+            for chunk in step.chunks
+            if chunk.drafts and (number := chunk.request.request_id) in sampled
+        }
+
+    def tokens(self, request, drafts=()):
         tokens = array("I", request.tokens)
         if request.is_expecting:
             tokens.append(self.drawn[request.request_id])
+        tokens.extend(drafts)
         return tokens
 
-    def digest(self, request, position):
-        is_long = self.long_above is not None and len(request.tokens) > self.long_above
-        return crc32(self.tokens(request)[: position + 1].tobytes()), position, is_long
+    def digest(self, tokens, position, is_long):
+        return crc32(tokens[: position + 1].tobytes()), position, is_long
 
     def copy(self, orders):
         """Carry copy orders out, last to first: their order must not matter."""
@@ -86,20 +102,23 @@ class SimulatedModel:
 
     def write(self, chunk):
         request, stop = chunk.request, chunk.start + chunk.num_tokens
+        tokens = self.tokens(request, chunk.drafts)
         for group in range(len(self.kv.groups)):
             slots = array("q", [-1] * chunk.num_tokens)
             request.running_sequence.write_slot_mapping(chunk.start, stop, slots, group)
             for position, slot in zip(range(chunk.start, stop), slots, strict=True):
-                self.ghost[slot] = self.digest(request, position)
+                self.ghost[slot] = self.digest(tokens, position, request.is_long)
 
-    def check_content(self, request):
+    def check_content(self, request, tokens):
         size = self.kv.block_size
         tables = request.running_sequence.block_tables
+        is_long = self.long_above is not None and len(tokens) > self.long_above
         for group, table in zip(self.kv.groups, tables, strict=True):
-            last = request.num_tokens - 1
+            last = len(tokens) - 1
             for position in range(group.first_visible(last), last + 1):
                 slot = table[position // size] * size + position % size
-                assert self.ghost.get(slot) == self.digest(request, position), (request, position)
+                wanted = self.digest(tokens, position, is_long)
+                assert self.ghost.get(slot) == wanted, (request, position)
 
     def block(self, block_id):
         size = self.kv.block_size

@@ -181,7 +181,9 @@ def test_streamed_pieces_are_the_text_and_tokens_come_one_a_step():
     engine = make()
     whole = engine.generate([PROMPT], greedy())[0]
     outputs = list(engine.stream([PROMPT], greedy()))
-    assert [output.token_id for output in outputs] == whole.request.output_tokens
+    assert [list(output.token_ids) for output in outputs] == [
+        [token] for token in whole.request.output_tokens
+    ]
     assert "".join(output.text for output in outputs) == whole.text
     assert outputs[-1].request.is_finished
 
@@ -358,7 +360,7 @@ def test_a_row_that_is_no_numbers_ends_its_own_request_and_no_other(
     assert [r.finish_reason.value for r in requests] == ["length", "error", "length"]
     assert requests[1].output_tokens == expected[1][:when]
     assert [requests[0].output_tokens, requests[2].output_tokens] == [expected[0], expected[2]]
-    assert [out.token for out in outputs if out.request is requests[1]][-1] is None
+    assert [out.tokens for out in outputs if out.request is requests[1]][-1] == ()
     assert engine.kv.stats().num_used_blocks == 0
     monkeypatch.undo()
     again = engine.add_request("another", greedy(8))

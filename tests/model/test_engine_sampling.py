@@ -38,8 +38,8 @@ def run(engine, requests):
     told = {request.request_id: [] for request in requests}
     while engine.has_unfinished:
         for output in engine.step():
-            if output.request.request_id in told and output.token is not None:
-                told[output.request.request_id].append(output.token)
+            if output.request.request_id in told:
+                told[output.request.request_id] += output.tokens
     return [told[request.request_id] for request in requests]
 
 
@@ -164,7 +164,7 @@ def check_company(arrivals, sizes):
             found[number] = busy.submit(Submission(texts[prompt], params, num_samples=samples))
             ends[number] = None if end is None else step + end
         for output in busy.step() if busy.has_unfinished else ():
-            tokens.setdefault(output.request.request_id, []).append(output.token)
+            tokens.setdefault(output.request.request_id, []).extend(output.tokens)
         step += 1
         for number, requests in found.items():
             if ends[number] == step:

@@ -1,6 +1,8 @@
 """Any mix of arrivals, priorities, lengths, samples, aborts, swaps and pool sizes, on a simulated
 model."""
 
+from zlib import crc32
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -14,7 +16,13 @@ from model import (
     SchedulerConfig,
     Status,
 )
-from tests.model.simulation import VOCAB_SIZE, SimulatedModel, peak_alone, undisturbed
+from tests.model.simulation import (
+    VOCAB_SIZE,
+    SimulatedModel,
+    next_token,
+    peak_alone,
+    undisturbed,
+)
 
 # Prompts are cut from one of two texts, so that many of them share a prefix.
 TEXTS = ([i * i % 7 % VOCAB_SIZE for i in range(40)], [i % 3 for i in range(40)])
@@ -72,10 +80,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.kv = kv
         self.late, self.unread = late, None
         self.config = SchedulerConfig(**limits)
-        self.scheduler = self.scheduler_type(self.kv, self.config)
+        self.scheduler = self.scheduler_type(self.kv, self.config, self.drafter())
         self.model = SimulatedModel(self.kv, self.config.long_above)
         self.requests = []
         self.first, self.gave_way, self.num_loads = None, set(), 0
+
+    def drafter(self):
+        """Nothing is guessed."""
+        return
 
     @rule(
         text=st.sampled_from(TEXTS),
@@ -130,8 +142,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.unread = sampled
             self.model.copy(self.scheduler.advance(step))
         else:
-            self.model.copy(self.scheduler.update(step, sampled))
+            further = self.model.further(step, sampled)
+            self.model.copy(self.scheduler.update(step, sampled, further))
+        self.check_rooms()
         assert not self.kv.leases.active
+
+    def check_rooms(self):
+        """Nobody has a block that its tokens do not need: drafts that did not hold leave none."""
+        for request in self.scheduler.running:
+            for table in request.sequence.tables:
+                assert len(table.block_ids) <= -(-request.num_tokens // table.block_size)
 
     def unfinished(self):
         """In order, as it is meant: by arrival, a level of priority worth so many arrivals."""
@@ -149,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for chunk in step.chunks:
             assert chunk.num_tokens >= 1
             assert chunk.start + chunk.num_tokens < chunk.request.max_total_tokens
-            assert chunk.samples == (chunk.start + chunk.num_tokens == chunk.request.num_tokens)
+            assert chunk.samples == (chunk.start + chunk.num_known == chunk.request.num_tokens)
         assert not step.is_empty or not before or self.may_wait(before, running)
         for transfer in (*step.stores, *step.loads):
             assert transfer.lease.is_active
@@ -341,6 +361,67 @@ class GrowingMachine(SwappingMachine):
         """Likewise."""
 
 
+class Guesses:
+    """Drafts that all hold, that hold at first, or that do not hold, as the text decides."""
+
+    def __init__(self):
+        self.ended = set()
+
+    def propose(self, wanted):
+        return [self.guess(request.tokens[:], most) for request, most in wanted]
+
+    def guess(self, tokens, most):
+        kind, known = crc32(b"kind" + tokens.tobytes()), len(tokens)
+        for place in range(kind // 8 % (most + 1)):
+            is_right = kind % 4 < 2 or (kind % 4 == 2 and place < 2)
+            tokens.append((next_token(tokens) + (not is_right)) % VOCAB_SIZE)
+        return tokens[known:]
+
+    def discard(self, request):
+        self.ended.add(request)
+
+
+class DraftingMachine(SchedulerMachine):
+    """Drafts, in pools and steps that have little room for them."""
+
+    @initialize(
+        num_blocks=st.integers(4, 16),
+        block_size=st.integers(1, 4),
+        budget=st.sampled_from([2, 3, 5, 16]),
+        draft_tokens=st.integers(1, 5),
+        groups=st.sampled_from(GROUPS),
+        num_host_blocks=st.sampled_from([0, 12]),
+    )
+    def start(self, num_blocks, block_size, budget, draft_tokens, groups, num_host_blocks):
+        self.make(
+            kvcore.KVCacheManager(num_blocks, block_size, groups=groups),
+            max_num_batched_tokens=budget,
+            max_num_seqs=3,
+            num_host_blocks=num_host_blocks,
+            draft_tokens=draft_tokens,
+            late=False,
+        )
+
+    def drafter(self):
+        return Guesses()
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "kv"):
+            assert self.scheduler._drafter.ended == set(self.requests)
+
+
+class GrowingDraftsMachine(GrowingMachine):
+    """Drafts of texts that become long."""
+
+    drafter = DraftingMachine.drafter
+
+    def make(self, kv, **limits):
+        super().make(kv, **{**limits, "late": False})
+
+
+TestDraftingMachine = DraftingMachine.TestCase
+TestGrowingDraftsMachine = GrowingDraftsMachine.TestCase
 TestForkingMachine = ForkingMachine.TestCase
 TestGrowingMachine = GrowingMachine.TestCase
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -10,7 +10,9 @@ import kvcore
 from model import Chunk, ModelError, Request, Scheduler, Status, Step
 from tests.model.test_scheduler_machine import (
     BusyMachine,
+    DraftingMachine,
     ForkingMachine,
+    GrowingDraftsMachine,
     GrowingMachine,
     SchedulerMachine,
     SwappingMachine,
@@ -94,9 +96,9 @@ class PublishesBeforeItIsComputed(Scheduler):
             self._kv.commit(chunk.request.running_sequence, chunk.num_tokens)
         return step
 
-    def update(self, step, sampled):
+    def update(self, step, sampled, further=None):
         kv, self._kv = self._kv, _Without(self._kv, "commit_step")
-        orders = super().update(step, sampled)
+        orders = super().update(step, sampled, further)
         self._kv = kv
         return orders
 
@@ -195,20 +197,20 @@ class FindsShortTextsForLongOnes(Scheduler):
 
 
 class ForgetsToCopyForks(Scheduler):
-    def update(self, step, sampled):
-        super().update(step, sampled)
+    def update(self, step, sampled, further=None):
+        super().update(step, sampled, further)
         return ()
 
 
 class EndsBeforeItForks(Scheduler):
     """What a finished request leaves is handed out as the target of a copy from another."""
 
-    def update(self, step, sampled):
+    def update(self, step, sampled, further=None):
         orders = []
         for chunk in step.chunks:
             rest = tuple(other for other in step.chunks if other is not chunk)
             self._in_flight = step = dataclasses.replace(step, chunks=(chunk,))
-            orders += super().update(step, sampled)
+            orders += super().update(step, sampled, further)
             self._in_flight = step = dataclasses.replace(step, chunks=rest, stores=(), loads=())
         self._in_flight = None
         return tuple(orders)
@@ -260,7 +262,7 @@ class HandsOutWhatStandsIn(Scheduler):
 
 
 class ForgetsTheTokensOfThePreempted(Scheduler):
-    def accept(self, sampled):
+    def accept(self, sampled, further=None):
         self._expecting = tuple(r for r in self._expecting if r.status is Status.RUNNING)
         super().accept(sampled)
 
@@ -277,7 +279,7 @@ class TellsWhatNobodyHasRead(Scheduler):
 class TellsInAnotherOrder(Scheduler):
     """Every request gets the token of another one."""
 
-    def accept(self, sampled):
+    def accept(self, sampled, further=None):
         live = [r.request_id for r in self._expecting if r.request_id in sampled]
         return super().accept(
             {**sampled, **dict(zip(live, [sampled[n] for n in live[1:] + live[:1]], strict=True))}
@@ -291,6 +293,59 @@ class ForksWhatTheLeaderExpects(Scheduler):
         super()._fork(leader, follower, orders)
         if follower.sequence is not None:
             self._kv.truncate(follower.sequence, follower.num_prompt_tokens)
+
+
+class KeepsTheRoomOfDraftsThatDidNotHold(Scheduler):
+    def _follow(self, expecting, further):
+        kv, self._kv = self._kv, _Without(self._kv, "truncate")
+        super()._follow(expecting, further)
+        self._kv = kv
+
+
+class TakesDraftsForComputedBeforeTheyHold(Scheduler):
+    """What is found then may be what another text would have gone on with."""
+
+    def _commit(self, chunks):
+        super()._commit(chunks)
+        for chunk in chunks:
+            if chunk.drafts:
+                self._kv.expect(chunk.request.sequence, len(chunk.drafts))
+                self._kv.commit(chunk.request.sequence, len(chunk.drafts))
+                self._kv.truncate(chunk.request.sequence, chunk.start + 2)
+
+
+class DraftsBeforeOthersAreServed(Scheduler):
+    """The budget goes to guesses, and the first in order waits."""
+
+    def _plan_others(self):
+        if self._drafter is not None:
+            self._plan_drafts(self._drafter)
+        super()._plan_others()
+
+
+class DraftsMoreThanMayCome(Scheduler):
+    def _most_drafts(self, request):
+        return super()._most_drafts(request) and self.config.draft_tokens
+
+
+class DraftsPastTheEdge(Scheduler):
+    """Keys and values of a long text that were computed as those of a short one."""
+
+    def _most_drafts(self, request):
+        limits, self.config = self.config, dataclasses.replace(self.config, long_above=None)
+        try:
+            return super()._most_drafts(request)
+        finally:
+            self.config = limits
+
+
+class ForgetsTheDraftsThatHeld(Scheduler):
+    """What was drawn behind them joins, and is never computed."""
+
+    def _follow(self, expecting, further):
+        for request in expecting:
+            if request.sequence is not None:
+                self._kv.extend(request.sequence, further.get(request.request_id, ()))
 
 
 class _Shared:
@@ -333,13 +388,22 @@ SWAPPING = {
     LetsOthersFindWhatAWindowLeftBehind,
     TakesTheBlocksOfOneGroupForThoseOfAnother,
 }
+DRAFTING = {
+    KeepsTheRoomOfDraftsThatDidNotHold,
+    TakesDraftsForComputedBeforeTheyHold,
+    DraftsBeforeOthersAreServed,
+    DraftsMoreThanMayCome,
+    ForgetsTheDraftsThatHeld,
+}
 MACHINES = dict.fromkeys(SWAPPING, SwappingMachine) | {
     EndsBeforeItForks: ForkingMachine,
     GoesOnWithTheKeysOfAShortText: GrowingMachine,
     FindsShortTextsForLongOnes: GrowingMachine,
     KeepsNoTokenForTheFirst: BusyMachine,
+    DraftsPastTheEdge: GrowingDraftsMachine,
     KeepsTheTokenForOneThatHasAll: BusyMachine,
 }
+MACHINES |= dict.fromkeys(DRAFTING, DraftingMachine)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)

@@ -64,7 +64,7 @@ class ManagerMachine(StepRules):
         self.run(other)
         self.end(other)
         self.agree()
-        self.advance(steps)
+        self.tick(steps)
 
     @rule(
         prompt=PROMPTS,
@@ -79,7 +79,7 @@ class ManagerMachine(StepRules):
         if entry is None:
             return
         self.run(entry)
-        self.advance(steps)
+        self.tick(steps)
         self.agree()
         child = self.fork(entry)
         self.append(child, [token] * 5)
@@ -88,7 +88,7 @@ class ManagerMachine(StepRules):
         if child is not entry:  # there was room
             self.end(entry)
         self.agree()
-        self.advance(later)
+        self.tick(later)
         self.agree()
         self.press(2)
 

@@ -349,9 +349,9 @@ class ManagerVerbs(ManagerChecks):
             expect("P17", self.view(), before, "state after a late completion")
 
     @rule(steps=st.integers(0, 2))
-    def advance(self, steps):
-        late = [lease.lease_id for lease in self.kv.advance(steps)]
-        expect("P17", late, self.naive.advance(steps), "the leases whose deadline has come")
+    def tick(self, steps):
+        late = [lease.lease_id for lease in self.kv.tick(steps)]
+        expect("P17", late, self.naive.tick(steps), "the leases whose deadline has come")
 
     @rule(entry=SEQUENCES, kept=st.integers(0, 20))
     def fail_load(self, entry, kept):

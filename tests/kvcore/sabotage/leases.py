@@ -84,7 +84,7 @@ def with_book(book_class):
 
 
 for book, name, properties, rows in (
-    (ForgetfulBook, "leases_are_a_flag", ("P17", "P20", "P15", "P2"), (79,)),
+    (ForgetfulBook, "leases_are_a_flag", ("P17", "P20", "P15", "P2", "P9"), (79,)),
     (CarelessBook, "leases_end_twice", ("P17", "P2", "P3"), (79,)),
     (EndlessBook, "leases_never_expire", ("P17",), (12,)),
     (HastyBook, "leases_end_with_the_next_step", ("P17",), (81,)),

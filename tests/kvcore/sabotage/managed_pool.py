@@ -97,8 +97,8 @@ class manager_never_hits(kvcore.BlockPool):
 
 @in_manager("P15", rows=(95,))
 class manager_releases_the_head_first(kvcore.BlockPool):
-    def release(self, blocks):
-        super().release(blocks[::-1])
+    def give_back(self, blocks):
+        super().give_back(blocks[::-1])
 
 
 @in_manager("P4", "P6", rows=(64,))

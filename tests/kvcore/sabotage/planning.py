@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import kvcore
-from kvcore.prefix import find_prefix
+from kvcore.sharing import find_prefix
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import sabotage
 

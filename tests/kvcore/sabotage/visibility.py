@@ -1,7 +1,7 @@
 """What can be hit, and from when on, broken."""
 
 import kvcore
-from kvcore.advance import advance
+from kvcore.forward import commit
 from tests.kvcore import machines
 from tests.kvcore.sabotage.groups import WINDOWS
 from tests.kvcore.sabotage.registry import sabotage
@@ -12,7 +12,7 @@ def publish_until(manager, seq, num_tokens):
     computed = seq.num_computed_tokens
     room = len(seq.tables[0].blocks) * manager.block_size
     if seq.namespace_key is not None:
-        advance(manager.pool, seq, min(num_tokens, len(seq.packed), room) - seq.num_computed_tokens)
+        commit(manager.pool, seq, min(num_tokens, len(seq.packed), room) - seq.num_computed_tokens)
         seq.num_computed_tokens = computed
 
 
@@ -60,9 +60,9 @@ class manager_commits_the_rejected_drafts_too(kvcore.KVCacheManager):
 
 @sabotage(machines.ManagerMachine, "P6", "P9", "P10", "P24", rows=(30,))
 class manager_publishes_with_caching_off(kvcore.KVCacheManager):
-    def _described(self, tokens, namespace, items):
+    def open(self, tokens, **options):
         self.enable_caching = True
-        return super()._described(tokens, namespace, items)
+        return super().open(tokens, **options)
 
 
 @sabotage(machines.ManagerMachine, "P9", rows=(97,), layouts=WINDOWS)

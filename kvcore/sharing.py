@@ -1,4 +1,4 @@
-"""What a new sequence has of a prefix: what it finds in the cache, what it shares with a parent.
+"""What a new sequence shares: the prefix that it finds in the cache, or all that a parent has.
 
 All layer groups together. What can fail is asked and allocated first, then the pool changes, and
 then only what is there already is set: an exception anywhere leaves all as it was. What a call is
@@ -9,14 +9,78 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 from kvcore.block import Block
+from kvcore.errors import InvalidArgumentError
+from kvcore.forward import check_length
 from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_servable
-from kvcore.items import Item, encode_items
+from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
+from kvcore.items import Item, as_items, check_items, encode_items
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder
 from kvcore.retention import Wish, wishes_for
 from kvcore.sequence import KVSequence
+from kvcore.tokens import Tokens, pack
+
+_DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
+
+
+def describe(
+    tokens: Tokens, namespace: Namespace | None, items: Sequence[Item], longest: int | None
+) -> tuple[array[int], bytes | None, tuple[Item, ...]]:
+    """Check what a new sequence is to hold; return its tokens, its namespace's key, its items.
+
+    O(len(tokens)).
+
+    Raises:
+        InvalidArgumentError: no tokens, not token ids, not a namespace, or items that overlap
+            or reach beyond the tokens.
+        SequenceTooLongError: more tokens than `longest`.
+    """
+    # A subclass may mean more than its fields say, and would share what it should not.
+    if namespace is not None and type(namespace) is not Namespace:
+        raise InvalidArgumentError(
+            f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
+        )
+    packed = pack(tokens)
+    if not packed:
+        raise InvalidArgumentError("tokens: wanted at least one token, got none")
+    check_length(len(packed), longest)
+    key = None
+    if namespace is not None:
+        is_default = namespace is DEFAULT_NAMESPACE
+        key = _DEFAULT_KEY if is_default else encode_namespace(namespace)
+    if type(items) is tuple and not items:
+        return packed, key, ()
+    return packed, key, check_items(as_items(items), 0, len(packed))
+
+
+def share_cached(pool: BlockPool, groups: Sequence[LayerGroup], seq: KVSequence) -> list[Block]:
+    """Fill the tables of a new, cached sequence with its longest cached prefix. O(its blocks).
+
+    Returns:
+        The blocks of the tables; the sequence does not hold them yet.
+    """
+    key = seq.namespace_key or b""
+    only = seq.tables[0]
+    if len(seq.tables) == 1 and not only.forgets:
+        if seq.items:
+            hits = find_blocks(pool, only.block_size, key, seq.packed, seq.items)
+        else:
+            longest = (len(seq.packed) - 1) // only.block_size
+            hits = pool.match(key, seq.packed.tobytes(), longest)
+        if hits:
+            only.start(pool.null, 0, hits)
+            seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size
+        return hits
+    hits = []
+    cached, found = find_prefix(pool, groups, key, seq.packed, seq.items)
+    for table, blocks in zip(seq.tables, found, strict=True):
+        table.start(pool.null, cached // table.block_size - len(blocks), blocks)
+        hits += blocks
+    seq.num_computed_tokens = seq.num_cached_tokens = cached
+    return hits
 
 
 def find_prefix(
@@ -121,7 +185,7 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
     try:
         pool.hand_out(own)
     except BaseException:
-        pool.release(held)  # the parent holds them too, so none becomes free
+        pool.give_back(held)  # the parent holds them too, so none becomes free
         raise
     for block, order in zip(own, found, strict=True):
         pool.assign((block,), order.group)

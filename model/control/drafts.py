@@ -1,0 +1,141 @@
+"""Drafts: tokens that may come next, guessed cheaply, so that one pass can check several of them.
+
+A pass that computes one token reads every weight, and costs hardly more for a few tokens. So a
+request that decodes may bring guesses of what follows its last token; all are computed at once, and
+each has logits of its own. There a token is drawn exactly as it would be without drafts, by the
+same number of the same seed at the same place of the output: the drafts that equal what is drawn
+were right, and the first that does not is where the next pass goes on (Leviathan et al. 2023,
+arXiv:2211.17192; where a draw is a function of its place, accepting needs no further chance, and
+tokens are the same with and without).
+
+Decides: which drafts hold; what a look at the text itself guesses: what came after the last two
+tokens before (Saxena 2023, prompt look-up), found as LZ77 compressors find matches, by a chain of
+earlier places for each pair.
+
+Invariants: what is guessed depends on the tokens of the request alone, so ranks that share a
+network guess the same; it changes nothing but how soon tokens come.
+
+Does not know: networks, blocks, who has room for drafts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+from model.control.request import Request
+
+_MAX_MATCH = 16  # tokens before, of which more in common say nothing more
+_MAX_PLACES = 8  # earlier places that are compared
+
+
+class Drafter(Protocol):
+    """Guesses what follows."""
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int]]:
+        """For each request the tokens that may follow those it has, at most so many, often none.
+
+        Args:
+            wanted: requests that run and have read all their tokens.
+        """
+        ...
+
+    def discard(self, request: Request) -> None:
+        """Keep nothing of a request that has ended. O(1)."""
+        ...
+
+
+def may_have_drafts(request: Request) -> bool:
+    """Whether a request can be drawn for several tokens ahead. O(1).
+
+    Not where logits depend on the tokens drawn before them by more than the network: penalties
+    count them, and a grammar follows them.
+    """
+    params = request.params
+    return params.grammar is None and not params.counts_tokens
+
+
+def held(
+    request: Request, drafts: Sequence[int], first: int, ahead: Sequence[int | None]
+) -> list[int]:
+    """The tokens that a pass with drafts gives: those drawn, up to the first draft that was wrong.
+
+    O(drafts).
+
+    Args:
+        request: whose.
+        drafts: that were computed.
+        first: the token that was drawn for the place of the first draft.
+        ahead: those drawn behind each draft; None: its logits were no numbers, and nothing of it
+            counts; if the draft was right the next pass finds that out.
+
+    Returns:
+        At least `first`; none follows one that ends the request.
+    """
+    tokens = [first]
+    for draft, token in zip(drafts, ahead, strict=True):
+        if tokens[-1] != draft or request.ends_by(draft) or token is None:
+            break
+        tokens.append(token)
+    return tokens
+
+
+class NgramDrafts:
+    """Guesses that what followed the same tokens before follows them again."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, _Text] = {}
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int]]:
+        """As `Drafter`. O(tokens since it was last asked, and those proposed)."""
+        found: list[Sequence[int]] = []
+        for request, most in wanted:
+            text = self._texts.setdefault(request.request_id, _Text())
+            found.append(text.following(request.tokens, most))
+        return found
+
+    def discard(self, request: Request) -> None:
+        """As `Drafter`. O(1)."""
+        self._texts.pop(request.request_id, None)
+
+
+class _Text:
+    """The places of every pair of tokens in one text."""
+
+    def __init__(self) -> None:
+        self._newest: dict[int, int] = {}  # a pair -> where the token behind its last one is
+        self._before = array("q", [-1, -1])  # for each place the one of the same pair before it
+
+    def following(self, tokens: array[int], most: int) -> array[int]:
+        """What came behind the place whose tokens before are most like the last ones."""
+        length = len(tokens)
+        if length < 3:
+            return tokens[:0]
+        newest, before = self._newest, self._before
+        for place in range(len(before), length):
+            pair = tokens[place - 2] << 32 | tokens[place - 1]
+            before.append(newest.get(pair, -1))
+            newest[pair] = place
+        place = newest.get(tokens[-2] << 32 | tokens[-1], -1)
+        best, longest = -1, 1
+        for _ in range(_MAX_PLACES):
+            if place < 0 or longest == _MAX_MATCH:
+                break
+            common = 2
+            while (
+                common < min(place, _MAX_MATCH)
+                and tokens[place - common - 1] == tokens[-common - 1]
+            ):
+                common += 1
+            if common > longest:
+                best, longest = place, common
+            place = before[place]
+        if best < 0:
+            return tokens[:0]
+        found = tokens[best : best + most]
+        if len(found) < most:  # it has come to the end: what repeats, repeats on
+            period = found
+            while len(found) < most:
+                found = found + period
+        return found[:most]

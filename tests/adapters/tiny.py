@@ -1,0 +1,43 @@
+"""Networks of a few thousand random weights, for adapters to run in."""
+
+import random
+
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+
+VOCABULARY = 61
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 512,
+}
+WINDOW = 7
+
+
+def network(kind, seed=0):
+    """A decoder in float32: "full" attention alone, or "hybrid" with a sliding window."""
+    if kind == "full":
+        made = Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=2))
+    else:
+        layers = ["sliding_attention", "full_attention", "sliding_attention"]
+        config = Gemma3TextConfig(
+            **SIZES, num_hidden_layers=3, sliding_window=WINDOW, layer_types=layers
+        )
+        made = Gemma3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in made.parameters():
+        if parameter.dim() > 1:  # larger than usual: the best token is far ahead of the second
+            torch.nn.init.normal_(parameter, std=0.5, generator=generator)
+    made.generation_config.pad_token_id = 0
+    made.generation_config.bos_token_id = made.generation_config.eos_token_id = None
+    return made.eval()
+
+
+def draw_tokens(seed, count):
+    """Token ids, none of them the padding's."""
+    numbers = random.Random(seed)
+    return [numbers.randrange(1, VOCABULARY) for _ in range(count)]
