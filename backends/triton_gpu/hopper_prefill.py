@@ -42,7 +42,7 @@ from backends.triton_gpu.hopper_widen import widen_values
 from backends.triton_gpu.launch import Boxes, Variant, launcher
 from backends.triton_gpu.merge import PieceMerge, merge_pieces, plan_pieces
 from backends.triton_gpu.place import Place, ceil_div
-from backends.triton_gpu.prefill_order import Items, order_tiles, plan_order
+from backends.triton_gpu.prefill_order import Items, keep_order, plan_order
 
 ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
@@ -369,8 +369,6 @@ class Plan:
     """Of query, keys and values; then of their smaller parts."""
     partial_size: int
     """float32 numbers that the parts need."""
-    work_size: int
-    """int32 numbers of the list of work; 0: there is none."""
     order: Variant | None
     merge: PieceMerge | None
 
@@ -413,7 +411,6 @@ def plan_attend(
         items,
         boxes_of(shape, query, cache, pack),
         items.ranks * items.slices * ROWS * (head_dim + 1) if split else 0,
-        items.size if planned or split else 0,
         plan_order(place, device, items, has_window=has_window) if planned else None,
         plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
     )
@@ -452,10 +449,10 @@ def attend(
     items, lens, device = plan.items, batch.seq_lens, out.device
     window = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
     work, partial = lens, out
-    if plan.work_size:
-        work = torch.empty(plan.work_size, dtype=torch.int32, device=device)
     if plan.order is not None:
-        order_tiles(plan.order, batch, items, work, shortest=shortest, window=window)
+        work = keep_order(plan.order, batch, items, shortest=shortest, window=window)
+    elif items.split:
+        work = torch.empty(items.size, dtype=torch.int32, device=device)
     if plan.partial_size:
         partial = torch.empty(plan.partial_size, dtype=torch.float32, device=device)
     given = (query, cache.k, cache.v) * 2

@@ -28,6 +28,7 @@ numbering is vLLM's). Knows lengths alone: neither caches nor tables.
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import triton.language as tl
@@ -266,10 +267,26 @@ def plan_order(place: Place, device: torch.device, items: Items, *, has_window: 
     return _rank.variant(place, device, (), constants, num_warps=1)
 
 
+def keep_order(
+    variant: Variant, batch: PagedBatch, items: Items, *, shortest: int, window: int
+) -> Tensor:
+    """The list of work: made once for all layers that are cut alike, where the batch keeps it."""
+    if batch.kept is None:
+        return order_tiles(variant, batch, items, shortest=shortest, window=window)
+    key = (variant, items, shortest, window)
+    work = batch.kept.get(key)
+    if work is None:
+        work = order_tiles(variant, batch, items, shortest=shortest, window=window)
+        batch.kept[key] = work
+    return cast("Tensor", work)
+
+
 def order_tiles(
-    variant: Variant, batch: PagedBatch, items: Items, work: Tensor, *, shortest: int, window: int
-) -> None:
-    """Write the list of work; one launch, no synchronisation."""
+    variant: Variant, batch: PagedBatch, items: Items, *, shortest: int, window: int
+) -> Tensor:
+    """The list of work; one launch, no synchronisation."""
+    work = torch.empty(items.size, dtype=torch.int32, device=batch.device)
     numbers = (batch.num_seqs, shortest, window, items.programs, items.records)
     tensors = (batch.query_start_loc, batch.seq_lens, work)
     variant.launch((items.tiles, 1, 1), tensors, numbers)
+    return work

@@ -32,10 +32,17 @@ TILE = 128
 
 
 def order(batch, items, shortest, window):
-    """The list of work."""
-    work = torch.empty(items.size, dtype=torch.int32)
-    plan = prefill_order.plan_order(PLACE, work.device, items, has_window=window is not None)
-    prefill_order.order_tiles(plan, batch, items, work, shortest=shortest, window=window or 0)
+    """The list of work; made once for a batch that keeps it, and the same for one that does not."""
+    plan = prefill_order.plan_order(PLACE, batch.device, items, has_window=window is not None)
+    numbers = {"shortest": shortest, "window": window or 0}
+    batch = replace(batch, kept={})
+    work = prefill_order.keep_order(plan, batch, items, **numbers)
+    assert prefill_order.keep_order(plan, batch, items, **numbers) is work
+    other = prefill_order.keep_order(plan, batch, items, shortest=shortest + 1, window=window or 0)
+    assert other is not work
+    anew = prefill_order.keep_order(plan, replace(batch, kept=None), items, **numbers)
+    assert anew is not work
+    assert anew[0] == work[0]
     return work
 
 
