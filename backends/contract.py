@@ -48,6 +48,11 @@ class SharedPrefix:
     num_tokens: int
     """The same entries of `block_table` cover so many positions; at most what each sequence has
     before its query tokens."""
+    now: Tensor | None = None
+    """int32 [3] on the batch's device: the first sequence, the one past the last and the tokens, as
+    they are when a kernel reads them (a batch that is recorded once has others each time); equal
+    sequences or no tokens: nothing is shared. Then the three above say what they are at most, from
+    `first_seq` on, and whoever says it has found that it is worth it. None: they are these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,10 @@ class PagedBatch:
         if not 0 <= first < last <= self.num_seqs:
             wanted = f"sequences of 0 .. {self.num_seqs - 1}"
             raise InvalidArgumentError("shared_prefix", wanted, f"{first} .. {last - 1}")
+        if prefix.now is not None:
+            require_tensor(
+                "shared_prefix.now", prefix.now, dtype=torch.int32, shape=(3,), device=self.device
+            )
         if not 0 < prefix.num_tokens < max(1, self.max_seq_len):
             wanted = f"a num_tokens of 1 .. {self.max_seq_len - 1}"
             raise InvalidArgumentError("shared_prefix", wanted, str(prefix.num_tokens))
@@ -276,6 +285,9 @@ class Capabilities:
     """Those of `AttentionTerms` beside the scale that are honoured; also "batch_invariant"."""
     quantised: tuple[torch.dtype, ...] = ()
     """Dtypes of caches that hold scaled values, for any of `dtypes`."""
+    shared_prefix_worth: tuple[int, int, int] | None = None
+    """From where on it gains by being told of a `SharedPrefix`: sequences, and bytes of a layer
+    that need not be read again, so many and so many more a sequence; None: it never does."""
     max_latent_dim: int = 0
     """Numbers of a latent at most, under any number of query heads; 0: it has no such caches."""
 

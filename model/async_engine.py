@@ -113,14 +113,14 @@ class Announcer(Protocol):
         ...
 
 
-class _Silent:
-    """Nobody wants to know."""
+class Unobserved:
+    """An observer that takes note of nothing."""
 
     def token_came(self, waited_s: float, *, is_first: bool) -> None:
-        pass
+        """Nothing. O(1)."""
 
     def sample_ended(self, sample: Sample) -> None:
-        pass
+        """Nothing. O(1)."""
 
 
 class _Command(NamedTuple):
@@ -163,7 +163,7 @@ class AsyncEngine:
         observer: Observer | None = None,
         announce: Callable[[Engine, Callable[[], None]], Announcer] | None = None,
     ) -> None:
-        self.observer: Observer = _Silent() if observer is None else observer
+        self.observer: Observer = Unobserved() if observer is None else observer
         self._make: Callable[[], Engine] = engine if callable(engine) else lambda: engine
         self._announce = announce
         self._announcer: Announcer | None = None

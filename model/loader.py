@@ -259,13 +259,26 @@ def load_model(
     else:
         ranks.wait_turn()
         network = _load_network(source, config, dtype, stored, shapes)
-        shard_network(network, ranks)
+        shard_network(network, ranks, device)
     nn.Module.to(network, device)
     if ranks is not None:
         ranks.end_turn()
         check_cut(network, ranks)
     codec = _load_codec(source, _max_positions(config))
     return wrap_network(name, network, codec, ranks)
+
+
+def load_codec(name: str) -> TextCodec:
+    """The tokenizer of a model alone. Reads a few files.
+
+    Args:
+        name: as `load_model` takes it.
+
+    Raises:
+        ModelNotFoundError: there is nothing of that name, or it has no tokenizer that loads.
+    """
+    source = _resolve(name)
+    return _load_codec(source, _max_positions(_load_config(source)))
 
 
 def wrap_network(

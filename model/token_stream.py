@@ -13,10 +13,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from model.control.request import FinishReason, Request, SampledToken
-from model.text import TextStream
 
 
 class Delta(NamedTuple):
@@ -33,6 +32,27 @@ class Delta(NamedTuple):
     text: str
     tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None
+
+
+class Text(Protocol):
+    """A text that grows token by token: `model.text.TextStream`, or one that is made elsewhere."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended it."""
+        ...
+
+    def add(self, token: int) -> None:
+        """Add a token."""
+        ...
+
+    def take(self) -> str:
+        """Return what became final since the last call."""
+        ...
+
+    def close(self) -> None:
+        """State that no token follows."""
+        ...
 
 
 class Sample:
@@ -58,7 +78,7 @@ class Sample:
         "tokens",
     )
 
-    def __init__(self, number: int, request: Request, text: TextStream, arrived_s: float) -> None:
+    def __init__(self, number: int, request: Request, text: Text, arrived_s: float) -> None:
         self.number = number
         self.request = request
         self.tokens: list[SampledToken] = []

@@ -116,7 +116,8 @@ class TwinEngine(Engine):
             goes_on: what they are told: whether the network is used once more.
         """
         self._ranks.told(_Ended(goes_on))
-        self._ranks.let_go()
+        if not goes_on:
+            self._ranks.let_go()
 
     def follow(self, note: Callable[[list[Request]], object] = _forget) -> bool:
         """Do what the first rank does, until it ends; what `end` was told.
@@ -141,7 +142,8 @@ class TwinEngine(Engine):
                 self._step()
             except StalledError:  # the first rank's caller decides what becomes of it
                 continue
-        self._ranks.let_go()
+        if not said.goes_on:
+            self._ranks.let_go()
         return said.goes_on
 
     def _unfinished(self, request_id: int) -> Request:

@@ -139,13 +139,19 @@ MODEL_LAYERS = (
     ("serve/args", "serve/errors", "serve/head", "serve/kv_events", "serve/listener"),
     ("serve/bounds", "serve/metrics"),
     ("serve/gate", "serve/protocol"),
-    ("serve/service", "serve/generation", "serve/logprobs"),
+    ("serve/service", "serve/logprobs"),
+    ("serve/generation",),
     ("serve/about", "serve/chat", "serve/completions", "serve/live"),
     ("serve/app",),
     ("serve/process",),
     ("serve/__main__", "serve/cost"),
-    ("cluster/__init__", "cluster/router"),
-    ("cluster/simulate",),
+    ("cluster/__init__", "cluster/config", "cluster/router", "cluster/scaling"),
+    ("cluster/args", "cluster/sent", "cluster/simulate"),
+    ("cluster/routing",),
+    ("cluster/front", "cluster/replica"),
+    ("cluster/app",),
+    ("cluster/session",),
+    ("cluster/__main__", "cluster/bench"),
     ("__init__",),
 )
 
@@ -164,8 +170,8 @@ TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 # What kvcore may import beside the standard library, and what a part that nothing else imports may.
 KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
-    "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/adapters": {"torch", "transformers", "vllm"},
+    "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
     "kvcore/sanitize": set(),
     "kvcore/wire": {"msgspec", "zmq"},

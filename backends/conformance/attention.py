@@ -81,6 +81,9 @@ def _quick_cases() -> tuple[AttentionCase, ...]:
         small.with_(name="group 3, head_dim 24", seqs=((2, 6),), group=3, head_dim=24),
         small.with_(name="two KV heads", seqs=((1, 8), (2, 3)), num_kv_heads=2),
         small.with_(name="a shared prefix", seqs=((1, 9), (2, 12), (1, 30)), shared=8),
+        small.with_(
+            name="a prefix told late", seqs=((1, 9), (1, 30)), shared=8, shared_now=(0, 2, 8)
+        ),
     )
 
 
@@ -100,6 +103,18 @@ def _all_cases() -> tuple[AttentionCase, ...]:
         base.with_(name="nothing to do", seqs=((0, 0), (0, 5))),
         base.with_(name="window, long prefill", seqs=((100, 170),), window=33),
         base.with_(name="a shared prefix", seqs=((1, 65), (9, 90), (1, 300)), shared=64),
+        base.with_(
+            name="a prefix told late",
+            seqs=((1, 65), (1, 90), (1, 99), (1, 300)),
+            shared=64,
+            shared_now=(1, 3, 64),
+        ),
+        base.with_(
+            name="no prefix, told late",
+            seqs=((1, 65), (1, 90), (1, 300)),
+            shared=64,
+            shared_now=(0, 0, 0),
+        ),
         base.with_(name="batch-invariant", batch_invariant=True),
     ]
     cases += [base.with_(name=f"window {w}", window=w) for w in (1, 2, 16, 17, 63, 1000)]

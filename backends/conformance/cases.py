@@ -49,6 +49,9 @@ class AttentionCase:
     shared: int = 0
     """Positions at the start, whole blocks of them, that all sequences share before their query
     tokens, and the batch says so."""
+    shared_now: tuple[int, int, int] | None = None
+    """What the device holds of that: the first sequence, past the last one, positions. The batch
+    itself then says what they are at most. None: it says what they are."""
     batch_invariant: bool = False
     strided: bool = False
     """Query, output and caches are views with gaps."""
@@ -222,8 +225,16 @@ def _batch(
         slot_mapping=torch.full((rows,), -1, dtype=torch.int64, device=device),
         max_query_len=max((count for count, _ in case.seqs), default=0),
         max_seq_len=max((length for _, length in case.seqs), default=0),
-        shared_prefix=SharedPrefix(0, len(case.seqs), case.shared) if case.shared else None,
+        shared_prefix=_shared(case, device) if case.shared else None,
     )
+
+
+def _shared(case: AttentionCase, device: torch.device) -> SharedPrefix:
+    if case.shared_now is None:
+        return SharedPrefix(0, len(case.seqs), case.shared)
+    longest = max(length for _, length in case.seqs)
+    now = torch.tensor(case.shared_now, dtype=torch.int32, device=device)
+    return SharedPrefix(0, len(case.seqs), longest - 1, now)
 
 
 def _poisoned(

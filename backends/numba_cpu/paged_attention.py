@@ -271,13 +271,22 @@ def _prepare(
 
 def _check_shared(batch: PagedBatch, prefix: SharedPrefix, block_size: int) -> None:
     """It is said for backends that read a prefix once; here it is only checked."""
-    rows = slice(prefix.first_seq, prefix.first_seq + prefix.num_seqs)
+    first, last, num_tokens = (
+        prefix.first_seq,
+        prefix.first_seq + prefix.num_seqs,
+        prefix.num_tokens,
+    )
+    if prefix.now is not None:
+        first, last, num_tokens = prefix.now.tolist()
+    if first >= last or num_tokens == 0:
+        return
+    rows = slice(first, last)
     before = batch.seq_lens[rows] - batch.query_start_loc.diff()[rows]
     shortest = int(before.min())
-    if shortest < prefix.num_tokens:
-        wanted = f"{prefix.num_tokens} tokens before the queries of its sequences"
+    if shortest < num_tokens:
+        wanted = f"{num_tokens} tokens before the queries of its sequences"
         raise InvalidArgumentError("batch.shared_prefix", wanted, str(shortest))
-    entries = batch.block_table[rows, : -(-prefix.num_tokens // block_size)]
+    entries = batch.block_table[rows, : -(-num_tokens // block_size)]
     if not bool((entries == entries[0]).all()):
         wanted = "the same blocks in the tables of its sequences"
         raise InvalidArgumentError("batch.shared_prefix", wanted, "different ones")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, PagedBatch
+from backends.triton_gpu import cascade
 from backends.triton_gpu.copy_blocks import copy_blocks
 from backends.triton_gpu.paged_attention import paged_attention
 from backends.triton_gpu.place import Place
@@ -30,6 +31,7 @@ class TritonBackend:
             max_group_size=64,
             features=frozenset({"window", "soft_cap", "sinks", "batch_invariant"}),
             quantised=(torch.float8_e4m3fn,),
+            shared_prefix_worth=cascade.worth(),
             max_latent_dim=576,
         )
 

@@ -45,40 +45,65 @@ FEWEST = 3
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Parts that are there before decode starts: of these sequences' first tokens."""
+    """Parts that are there before decode starts: of some sequences' first tokens."""
 
-    first_seq: int
-    last_seq: int
-    """Past the last one."""
-    num_tokens: int
+    num_seqs: int
+    """At most."""
     chunks: int
-    """Parts a row; 0: nobody shares anything."""
+    """Parts a row, at most; 0: nobody shares anything."""
+    tile: int
+    """Keys, of which a part is a multiple."""
+    now: Tensor | None
+    """See `SharedPrefix`."""
     partial: Tensor | None
-    """float32: parts [chunks, sequences, num_q_heads, head_dim], lses [chunks, sequences, ...]."""
+    """float32: parts [chunks, num_seqs, num_q_heads, head_dim], lses [chunks, num_seqs, ...]."""
 
 
-NOBODY = Shared(0, 0, 0, 0, None)
+NOBODY = Shared(0, 0, 1, None, None)
+
+
+@device_function
+def load_shared(
+    now: tl.tensor, num_seqs: tl.tensor, HAS_SHARED: tl.constexpr, WHOLE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(first sequence, past the last one, tokens): what decode leaves to this kernel."""
+    first = num_seqs
+    last = num_seqs
+    tokens = num_seqs * 0
+    if HAS_SHARED:
+        first = tl.load(now)
+        tokens = tl.load(now + 2) // WHOLE * WHOLE
+        last = tl.where(tokens > 0, tl.load(now + 1), first)
+    return first, last, tokens
+
+
+@device_function
+def keys_a_part(
+    tokens: tl.tensor, chunks: tl.tensor, KEYS: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Such that parts are at most `chunks`, and none much shorter than KEYS; a multiple of TILE."""
+    parts = tl.maximum(tl.minimum((tokens + KEYS - 1) // KEYS, chunks), 1)
+    return tl.maximum(((tokens + parts - 1) // parts + TILE - 1) // TILE, 1) * TILE
 
 
 @launcher(
-    integers=("q_stride", "first_seq", "last_seq", "tokens", "chunk"),
-    indices=("query_start_loc", "table", "k_scale", "v_scale"),
+    integers=("q_stride", "table_stride", "sharing"),
+    indices=("query_start_loc", "tables", "now", "k_scale", "v_scale"),
     pointers=("query", "k_cache", "v_cache"),
 )
 def _attend_prefix(
     query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], bytes if E4M3
     v_cache: tl.tensor,  # likewise
-    partial: tl.tensor,  # float32 [chunks, sequences, num_q_heads, head_dim], then without head_dim
+    partial: tl.tensor,  # float32 [chunks, sharing, num_q_heads, head_dim], then without head_dim
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
-    table: tl.tensor,  # int32 [max_blocks] of one of the sequences
+    tables: tl.tensor,  # int32 [num_seqs, max_blocks]
+    now: tl.tensor,  # int32 [3], see SharedPrefix
     k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
     v_scale: tl.tensor,  # likewise
     q_stride: tl.tensor,  # from token to token
-    first_seq: tl.tensor,
-    last_seq: tl.tensor,
-    tokens: tl.tensor,  # of the prefix
-    chunk: tl.tensor,  # keys, a multiple of TILE
+    table_stride: tl.tensor,
+    sharing: tl.tensor,  # sequences at most
     scale: tl.tensor,  # float
     soft_cap: tl.tensor,  # float, used if HAS_CAP
     Q_HEAD: tl.constexpr,  # from head to head
@@ -97,7 +122,14 @@ def _attend_prefix(
     NATIVE: tl.constexpr,
     K_SCALE: tl.constexpr,  # from head to head, -1: there is none
     V_SCALE: tl.constexpr,
+    KEYS: tl.constexpr,  # a part
+    WHOLE: tl.constexpr,
 ) -> None:
+    first_seq, last_seq, tokens = load_shared(now, sharing, HAS_SHARED=True, WHOLE=WHOLE)
+    chunk = keys_a_part(tokens, tl.num_programs(1), KEYS, TILE)
+    if tl.program_id(1) * chunk >= tokens:
+        return
+    table = tables + first_seq.to(tl.int64) * table_stride
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     row = tl.program_id(0) // NUM_KV_HEADS * ROWS + tl.arange(0, ROWS)
     s = first_seq + row // GROUP
@@ -120,7 +152,6 @@ def _attend_prefix(
     )  # fmt: skip
     if V_SCALE >= 0:
         sums *= tl.load(v_scale + kv_head * V_SCALE)
-    sharing = last_seq - first_seq
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
     index = (tl.program_id(1) * sharing + s - first_seq) * num_heads + head
     tl.store(partial + index[:, None] * HEAD_DIM + dim[None, :], sums / total[:, None], mask=mask)
@@ -198,13 +229,17 @@ def attend_prefix(
     group = num_heads // num_kv_heads
     programs = num_kv_heads * ceil_div(prefix.num_seqs * group, ROWS)
     tile = keys_a_tile(head_dim)
-    num_tokens = prefix.num_tokens // WHOLE * WHOLE
-    if num_tokens == 0:
+    if prefix.num_tokens < WHOLE:
         return NOBODY
-    chunk, chunks = cut(num_tokens, tile, 2 * place.num_multiprocessors(query.device), programs)
+    slots = 2 * place.num_multiprocessors(query.device)
+    chunks = max(1, min(MOST_CHUNKS, ceil_div(prefix.num_tokens, KEYS_A_CHUNK), slots // programs))
     rows = chunks * prefix.num_seqs * num_heads
     partial = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=query.device)
-    last_seq = prefix.first_seq + prefix.num_seqs
+    now = prefix.now
+    if now is None:
+        ends = (prefix.first_seq, prefix.first_seq + prefix.num_seqs, prefix.num_tokens)
+        said = torch.tensor(ends, dtype=torch.int32, pin_memory=query.device.type == "cuda")
+        now = said.to(query.device, non_blocking=True)
     k_strides, v_strides = cache.k.stride()[:3], cache.v.stride()[:3]
     variant = _attend_prefix.variant(
         place,
@@ -215,21 +250,26 @@ def attend_prefix(
             terms.soft_cap is not None, math.gcd(16, *k_strides, *v_strides), ROWS, tile,
             max(16, power_of_two(head_dim)), cache.k.dtype == torch.float8_e4m3fn,
             place.has_e4m3(query.device), scale_step(cache.k_scale), scale_step(cache.v_scale),
+            KEYS_A_CHUNK, WHOLE,
         ),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     tensors = (
-        query, cache.k, cache.v, partial, batch.query_start_loc,
-        batch.block_table[prefix.first_seq],
+        query, cache.k, cache.v, partial, batch.query_start_loc, batch.block_table, now,
         batch.seq_lens if cache.k_scale is None else cache.k_scale,
         batch.seq_lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
     numbers = (
-        query.stride(0), prefix.first_seq, last_seq, num_tokens, chunk,
+        query.stride(0), batch.block_table.stride(0), prefix.num_seqs,
         float(terms.scale), terms.soft_cap or 1.0,
     )  # fmt: skip
     variant.launch((programs, chunks, 1), tensors, numbers)
-    return Shared(prefix.first_seq, last_seq, num_tokens, chunks, partial)
+    return Shared(prefix.num_seqs, chunks, tile, now, partial)
+
+
+def worth() -> tuple[int, int, int]:
+    """From where on it pays; see `Capabilities.shared_prefix_worth`."""
+    return FEWEST, WORTH_BYTES, WORTH_BYTES_A_SEQUENCE
 
 
 def pays(cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> bool:
@@ -241,17 +281,11 @@ def pays(cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> bool:
     prefix = batch.shared_prefix
     if prefix is None or terms.window is not None or batch.num_seqs > MAX_PLANNED:
         return False
-    row_bytes = sum(cache.layout.row_bytes)
-    saved = (prefix.num_seqs - 1) * prefix.num_tokens * row_bytes
-    worth = WORTH_BYTES + prefix.num_seqs * WORTH_BYTES_A_SEQUENCE
-    return prefix.num_seqs >= FEWEST and saved >= worth
-
-
-def cut(tokens: int, tile: int, slots: int, programs: int) -> tuple[int, int]:
-    """(keys a chunk, chunks): as many as fill the GPU, none much shorter than KEYS_A_CHUNK."""
-    wanted = max(1, min(MOST_CHUNKS, ceil_div(tokens, KEYS_A_CHUNK), slots // programs))
-    chunk = ceil_div(ceil_div(tokens, wanted), tile) * tile
-    return chunk, ceil_div(tokens, chunk)
+    if prefix.now is not None:  # who says so has found it
+        return True
+    saved = (prefix.num_seqs - 1) * prefix.num_tokens * sum(cache.layout.row_bytes)
+    fewest, some, each = worth()
+    return prefix.num_seqs >= fewest and saved >= some + prefix.num_seqs * each
 
 
 def keys_a_tile(head_dim: int) -> int:

@@ -32,7 +32,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import merge as merging
-from backends.triton_gpu.cascade import NOBODY, Shared
+from backends.triton_gpu.cascade import NOBODY, WHOLE, Shared, load_shared
 from backends.triton_gpu.chunk import walk_chunk
 from backends.triton_gpu.e4m3 import scale_step
 from backends.triton_gpu.launch import Variant, launcher
@@ -107,9 +107,8 @@ def _add_sink(
 @launcher(
     integers=(
         "q_stride", "o_stride", "num_seqs", "table_stride", "slices", "most", "window", "target",
-        "shared_first", "shared_last", "shared_tokens",
     ),
-    indices=("query_start_loc", "seq_lens", "tables", "k_scale", "v_scale"),
+    indices=("query_start_loc", "seq_lens", "tables", "shared_now", "k_scale", "v_scale"),
     pointers=("query", "k_cache", "v_cache", "out", "sinks"),
 )  # fmt: skip
 def _attend_chunk(
@@ -122,6 +121,7 @@ def _attend_chunk(
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
+    shared_now: tl.tensor,  # int32 [3], read if HAS_SHARED: these sequences start at a tile
     k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
     v_scale: tl.tensor,  # likewise
     q_stride: tl.tensor,  # from token to token
@@ -132,9 +132,6 @@ def _attend_chunk(
     most: tl.tensor,  # query tokens of a sequence that this kernel takes; 1 unless MANY
     window: tl.tensor,  # used if HAS_WINDOW
     target: tl.tensor,  # see splits
-    shared_first: tl.tensor,  # used if HAS_SHARED: these sequences start at a tile
-    shared_last: tl.tensor,
-    shared_tokens: tl.tensor,
     scale: tl.tensor,  # float
     soft_cap: tl.tensor,  # float, used if HAS_CAP
     Q_HEAD: tl.constexpr,  # from head to head
@@ -162,12 +159,13 @@ def _attend_chunk(
     K_SCALE: tl.constexpr,  # from head to head, -1: there is none
     V_SCALE: tl.constexpr,
     CHAINED: tl.constexpr,
+    WHOLE: tl.constexpr,
 ) -> None:
     TILE: tl.constexpr = WARPS * 16
     if CHAINED:
         gdc_launch_dependents()
     item = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    shared = (shared_first, shared_last, shared_tokens)
+    shared = load_shared(shared_now, num_seqs, HAS_SHARED, WHOLE)
     s, split, splits = find_part(
         query_start_loc, seq_lens, num_seqs, item, target, most, window, shared,
         HAS_WINDOW, HAS_SHARED, TILE, VECTOR, ALIKE,
@@ -211,7 +209,7 @@ def _attend_chunk(
         highest, total, sums = _add_sink(sink.to(tl.float32) * LOG2E, highest, total, sums)
     final = splits == 1
     if HAS_SHARED:
-        final = final & ((s < shared_first) | (s >= shared_last))
+        final = final & ((s < shared[0]) | (s >= shared[1]))
     share = tl.where(total > 0, total, 1.0)  # a row of several may see nothing of this part
     items = tl.num_programs(1) * tl.num_programs(2)
     _write(
@@ -271,7 +269,7 @@ def plan_decode(
         shared.chunks > 0, most > 1, math.gcd(16, q_stride, q_head, o_stride, o_head),
         math.gcd(16, *k_strides, *v_strides), warps, rows, max(16, power_of_two(head_dim)),
         grid.vector, grid.alike, e4m3, place.has_e4m3(out.device),
-        scale_step(cache.k_scale), scale_step(cache.v_scale), place.can_chain(out.device),
+        scale_step(cache.k_scale), scale_step(cache.v_scale), place.can_chain(out.device), WHOLE,
     )  # fmt: skip
     sinks_dtype = None if terms.sinks is None else terms.sinks.dtype
     variant = _attend_chunk.variant(
@@ -312,13 +310,13 @@ def decode(
     tensors = (
         query, cache.k, cache.v, out, out if terms.sinks is None else terms.sinks, partial,
         batch.query_start_loc, lens, batch.block_table,
+        lens if shared.now is None else shared.now,
         lens if cache.k_scale is None else cache.k_scale,
         lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
     window = min(terms.window or 0, batch.max_seq_len + 1)
     numbers = (
-        *plan.numbers, window, plan.target, shared.first_seq, shared.last_seq, shared.num_tokens,
-        float(terms.scale), terms.soft_cap or 1.0,
+        *plan.numbers, window, plan.target, float(terms.scale), terms.soft_cap or 1.0,
     )  # fmt: skip
     plan.variant.launch(plan.grid, tensors, numbers)
     if plan.merge is not None:

@@ -20,7 +20,14 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.cascade import MOST_CHUNKS, Shared
+from backends.triton_gpu.cascade import (
+    KEYS_A_CHUNK,
+    MOST_CHUNKS,
+    WHOLE,
+    Shared,
+    keys_a_part,
+    load_shared,
+)
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, device_function, power_of_two
 from backends.triton_gpu.prefill_order import RECORD, Items
@@ -60,28 +67,26 @@ def _add_parts(
 
 @launcher(
     integers=(
-        "o_stride", "num_seqs", "most", "items", "window", "target",
-        "shared_first", "shared_last", "shared_tokens", "shared_chunks",
+        "o_stride", "num_seqs", "most", "items", "window", "target", "sharing", "shared_chunks",
     ),
-    indices=("query_start_loc", "seq_lens"),
+    indices=("query_start_loc", "seq_lens", "shared_now"),
     pointers=("out",),
 )  # fmt: skip
 def _merge_parts(
     partial: tl.tensor,  # float32 [parts, most, num_q_heads, head_dim], then without head_dim
-    shared_partial: tl.tensor,  # likewise [shared_chunks * shared sequences, ...], if HAS_SHARED
+    shared_partial: tl.tensor,  # likewise [shared_chunks * sharing, ...], read if HAS_SHARED
     out: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
+    shared_now: tl.tensor,  # int32 [3], read if HAS_SHARED
     o_stride: tl.tensor,  # from token to token
     num_seqs: tl.tensor,
     most: tl.tensor,  # query tokens of a sequence that decode takes
     items: tl.tensor,  # parts at most, of all sequences
     window: tl.tensor,
     target: tl.tensor,
-    shared_first: tl.tensor,  # used if HAS_SHARED, as the others
-    shared_last: tl.tensor,
-    shared_tokens: tl.tensor,
-    shared_chunks: tl.tensor,
+    sharing: tl.tensor,  # sequences at most; used if HAS_SHARED, as the next
+    shared_chunks: tl.tensor,  # at most
     O_HEAD: tl.constexpr,  # from head to head
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -96,10 +101,13 @@ def _merge_parts(
     STEP: tl.constexpr,  # parts loaded at once
     WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
+    KEYS: tl.constexpr,  # a part of what is shared, as the next two
+    PREFIX_TILE: tl.constexpr,
+    WHOLE: tl.constexpr,
 ) -> None:
     s = tl.program_id(1)
     start = tl.load(query_start_loc + s)
-    shared = (shared_first, shared_last, shared_tokens)
+    shared = load_shared(shared_now, num_seqs, HAS_SHARED, WHOLE)
     query_len = tl.load(query_start_loc + s + 1) - start
     first, count = find_parts(
         query_start_loc, seq_lens, s, num_seqs, target, most, window, shared,
@@ -107,7 +115,9 @@ def _merge_parts(
     )  # fmt: skip
     parts_too = 0
     if HAS_SHARED:
-        parts_too = tl.where((s >= shared_first) & (s < shared_last), shared_chunks, 0)
+        keys = keys_a_part(shared[2], shared_chunks, KEYS, PREFIX_TILE)
+        inside = (s >= shared[0]) & (s < shared[1])
+        parts_too = tl.where(inside, (shared[2] + keys - 1) // keys, 0)
     if CHAINED:
         gdc_wait()
     if (count == 0) | (count + parts_too == 1):
@@ -120,7 +130,6 @@ def _merge_parts(
     if MANY:
         rows = most * NUM_HEADS
     lses = partial + items * rows * HEAD_DIM
-    sharing = shared_last - shared_first
     shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
     for h in range(HEADS):
         row = tl.program_id(0) * HEADS + h
@@ -129,7 +138,7 @@ def _merge_parts(
         top = tl.max(lse, 0)
         lse_too = lse
         if HAS_SHARED:
-            index = (s - shared_first + part * sharing) * NUM_HEADS + head
+            index = (s - shared[0] + part * sharing) * NUM_HEADS + head
             lse_too = tl.load(shared_lses + index, mask=part < parts_too, other=float("-inf"))
             top = tl.maximum(top, tl.max(lse_too, 0))
         total = tl.sum(tl.exp2(lse - top), 0)
@@ -140,7 +149,7 @@ def _merge_parts(
         if HAS_SHARED:
             total += tl.sum(tl.exp2(lse_too - top), 0)
             sums = _add_parts(
-                shared_partial, shared_lses, s - shared_first, parts_too, sharing,
+                shared_partial, shared_lses, s - shared[0], parts_too, sharing,
                 head, NUM_HEADS, top, sums, HEAD_DIM, STEP, WIDTH,
             )  # fmt: skip
         to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
@@ -182,6 +191,7 @@ def plan_merge(
     constants = (
         out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
         grid.vector, grid.alike, heads, parts, step, power_of_two(head_dim), chained,
+        KEYS_A_CHUNK, shared.tile, WHOLE,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(
@@ -204,10 +214,11 @@ def merge(
 ) -> None:
     """Write the rows of the sequences in several parts."""
     parts_too = partial if shared.partial is None else shared.partial
-    tensors = (partial, parts_too, out, batch.query_start_loc, batch.seq_lens)
+    now = batch.seq_lens if shared.now is None else shared.now
+    tensors = (partial, parts_too, out, batch.query_start_loc, batch.seq_lens, now)
     numbers = (
         *plan.numbers, window, plan.target,
-        shared.first_seq, shared.last_seq, shared.num_tokens, shared.chunks,
+        shared.num_seqs, shared.chunks,
     )  # fmt: skip
     plan.variant.launch(plan.grid, tensors, numbers)
 

@@ -87,7 +87,7 @@ def load(
             config, dtype=dtype
         )
     if ranks is not None:
-        shard_network(network, ranks)
+        shard_network(network, ranks, device)
     return wrap_network(name, network, Wordless(), ranks)
 
 

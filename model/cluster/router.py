@@ -12,23 +12,26 @@ prompt that was sent and has no first token yet will be there when the next one 
 so requests that come together stay together.
 
 Invariants: a request counts at its replica from `choose` until its ticket ends, once; a replica
-that was removed is chosen no more, and tickets of it change nothing.
+that was removed is chosen no more, and tickets of it change nothing. Calls may come from
+any thread.
 
 Does not know: sockets, Ray, time.
 """
 
 import math
 import random
+import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import kvcore
 from model.errors import InvalidArgumentError, ModelError
 
 Policy = Literal["prefix", "round-robin", "power-of-two"]
 
-Match = Callable[[Sequence[int]], Mapping[str, int]]
+Match = Callable[[Sequence[int], kvcore.Namespace], Mapping[str, int]]
 """By replica, how many tokens of a prompt it holds as a prefix: `kvcore.wire.Index.match`."""
 
 _BYTES_PER_TOKEN = 4
@@ -46,12 +49,12 @@ class _Replica:
     Attributes:
         num_waiting_tokens: that it has to compute for requests without a first token.
         num_running: requests, those included.
-        coming: prompts without a first token, packed, by ticket.
+        coming: prompts without a first token, packed, by ticket, with whom they share.
     """
 
     num_waiting_tokens: int
     num_running: int
-    coming: "dict[Ticket, bytes]"
+    coming: "dict[Ticket, tuple[kvcore.Namespace, bytes]]"
 
 
 class Ticket:
@@ -62,27 +65,35 @@ class Ticket:
         num_expected: tokens of the prompt that the replica is expected to have.
     """
 
-    __slots__ = ("_at", "_is_over", "_num_waiting", "num_expected", "replica")
+    __slots__ = ("_at", "_is_over", "_lock", "_num_waiting", "num_expected", "replica")
 
-    def __init__(self, replica: str, at: _Replica, num_expected: int, num_waiting: int) -> None:
+    def __init__(
+        self, replica: str, at: _Replica, lock: threading.Lock, num_expected: int, num_waiting: int
+    ) -> None:
         self.replica = replica
         self.num_expected = num_expected
         self._at = at
+        self._lock = lock
         self._num_waiting = num_waiting
         self._is_over = False
 
     def has_begun(self) -> None:
         """Say that the first token has come. Again: nothing. O(1)."""
-        self._at.num_waiting_tokens -= self._num_waiting
-        self._num_waiting = 0
-        self._at.coming.pop(self, None)
+        with self._lock:
+            self._begin()
 
     def end(self) -> None:
         """Say that the request is over, however. Again: nothing. O(1)."""
-        self.has_begun()
-        if not self._is_over:
-            self._is_over = True
-            self._at.num_running -= 1
+        with self._lock:
+            self._begin()
+            if not self._is_over:
+                self._is_over = True
+                self._at.num_running -= 1
+
+    def _begin(self) -> None:
+        self._at.num_waiting_tokens -= self._num_waiting
+        self._num_waiting = 0
+        self._at.coming.pop(self, None)
 
 
 class Router:
@@ -126,6 +137,7 @@ class Router:
         self._random = random.Random(seed)  # noqa: S311  # which of two equals is no secret
         self._replicas: dict[str, _Replica] = {}
         self._turn = 0
+        self._lock = threading.Lock()
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -134,38 +146,48 @@ class Router:
 
     def add(self, name: str) -> None:
         """Let a replica take requests; one of that name before is gone. O(1)."""
-        self._replicas[name] = _Replica(0, 0, {})
+        with self._lock:
+            self._replicas[name] = _Replica(0, 0, {})
 
     def remove(self, name: str) -> None:
         """Choose a replica no more. O(1)."""
-        self._replicas.pop(name, None)
+        with self._lock:
+            self._replicas.pop(name, None)
 
     def load(self, name: str) -> int:
         """Return what waits at a replica, in tokens. O(1)."""
         at = self._replicas[name]
         return at.num_waiting_tokens + self._running_weight * at.num_running
 
-    def choose(self, tokens: Sequence[int]) -> Ticket:
+    def choose(
+        self, tokens: Sequence[int], namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE
+    ) -> Ticket:
         """Choose a replica for a prompt, and count the request there. O(tokens + replicas).
+
+        Args:
+            tokens: the prompt.
+            namespace: with whom it shares what is computed of it.
 
         Raises:
             NoReplicaError: there is none.
         """
-        if not self._replicas:
-            raise NoReplicaError("choose: wanted at least one replica, there is none")
-        packed = array("I", tokens).tobytes()
-        if self._policy == "prefix":
-            name, expected = self._least_cost(tokens, packed)
-        else:
-            name = self._next() if self._policy == "round-robin" else self._lesser_of_two()
-            expected = 0
-        at = self._replicas[name]
-        waiting = len(tokens) - expected
-        ticket = Ticket(name, at, expected, waiting)
-        at.num_waiting_tokens += waiting
-        at.num_running += 1
-        if self._policy == "prefix":
-            at.coming[ticket] = packed
+        prompt = namespace, array("I", tokens).tobytes()
+        held = self._match(tokens, namespace) if self._policy == "prefix" else {}
+        with self._lock:
+            if not self._replicas:
+                raise NoReplicaError("choose: wanted at least one replica, there is none")
+            if self._policy == "prefix":
+                name, expected = self._least_cost(len(tokens), held, prompt)
+            else:
+                name = self._next() if self._policy == "round-robin" else self._lesser_of_two()
+                expected = 0
+            at = self._replicas[name]
+            waiting = len(tokens) - expected
+            ticket = Ticket(name, at, self._lock, expected, waiting)
+            at.num_waiting_tokens += waiting
+            at.num_running += 1
+            if self._policy == "prefix":
+                at.coming[ticket] = prompt
         return ticket
 
     def _next(self) -> str:
@@ -178,9 +200,10 @@ class Router:
         pair = self._random.sample(names, min(2, len(names)))
         return min(pair, key=self.load)
 
-    def _least_cost(self, tokens: Sequence[int], packed: bytes) -> tuple[str, int]:
+    def _least_cost(
+        self, num_tokens: int, held: Mapping[str, int], prompt: tuple[kvcore.Namespace, bytes]
+    ) -> tuple[str, int]:
         """Return the replica that has least to do before the first token, and what it holds."""
-        held = self._match(tokens)
         weight = self._running_weight
         names = list(self._replicas)
         self._turn += 1
@@ -193,18 +216,18 @@ class Router:
             if waiting >= least:
                 continue  # whatever it holds
             if at.coming:
-                has = max(has, self._coming(at, packed))
-            cost = waiting + self._miss_weight * (len(tokens) - has)
+                has = max(has, self._coming(at, *prompt))
+            cost = waiting + self._miss_weight * (num_tokens - has)
             if cost < least:
                 best, least, expected = name, cost, has
         return best, expected
 
-    def _coming(self, at: _Replica, packed: bytes) -> int:
+    def _coming(self, at: _Replica, namespace: kvcore.Namespace, packed: bytes) -> int:
         """Return how much of a prompt a replica will hold once it has computed what it was sent."""
         width = self._block_size * _BYTES_PER_TOKEN
         longest = 0
-        for sent in list(at.coming.values())[-_LOOK_BACK:]:
-            if sent[:width] == packed[:width]:
+        for shared, sent in list(at.coming.values())[-_LOOK_BACK:]:
+            if sent[:width] == packed[:width] and shared == namespace:
                 longest = max(longest, _common(sent, packed))
         return longest // width * self._block_size
 

@@ -124,7 +124,10 @@ class _Simulation:
     def __init__(self, load: Load, policy: Policy) -> None:
         self.load = load
         self.index = wire.Index()
-        self.router = Router(self.index.match, policy, block_size=_BLOCK_SIZE, seed=load.seed)
+        self.router = Router(
+            lambda tokens, _: self.index.match(tokens), policy, block_size=_BLOCK_SIZE,
+            seed=load.seed,
+        )  # fmt: skip
         self.replicas = {
             name: _Replica(name, load, self.index)
             for name in [f"replica-{number}" for number in range(load.num_replicas)]

@@ -26,11 +26,7 @@ import kvcore
 from model.control.request import Request
 from model.control.step import Chunk, Step
 from model.device.chunks import chunked_batch
-from model.device.shared_prefix import Shared, shared_run
-
-_FEWEST_SHARING = 3
-_LEAST_SHARED = 256
-"""Sequences and tokens: what fewer share is not worth a word."""
+from model.device.shared_prefix import Shared, Worth, shared_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,23 +174,26 @@ class _Tables:
         block_size = self._sequences[row].tables[self._group].block_size
         self._filled[row] = min(int(self._filled[row]), -(-num_tokens // block_size))
 
-    def shared_prefix(self, starts: NDArray[np.int64]) -> backends.SharedPrefix | None:
-        """What neighbours have in common before the tokens of this step, if that is much.
+    def shared_prefix(
+        self, starts: NDArray[np.int64], worth: Worth
+    ) -> backends.SharedPrefix | None:
+        """What neighbours have in common before the tokens of this step, if that is worth a word.
 
         O(rows), and where others are in the batch than before O(what they have in common).
 
         Args:
             starts: [num_seqs] the tokens of each that come before.
+            worth: from where on it is.
         """
         if self._run is None:
             rows = len(self._sequences)
             self._run = shared_run(self._table[:rows], self._filled[:rows])
         first, count, blocks = self._run
-        if count < _FEWEST_SHARING:
+        if not count:
             return None
         block_size = self._sequences[first].tables[self._group].block_size
         tokens = min(blocks * block_size, int(starts[first : first + count].min()))
-        if tokens < _LEAST_SHARED:
+        if not worth.is_reached(count, tokens):
             return None
         return backends.SharedPrefix(first, count, tokens)
 
@@ -244,7 +243,7 @@ class BatchBuilder:
         device: where the tensors go; for a GPU the buffers are page-locked.
         num_groups: the layer groups of the cache.
         chunks: for each group the chunk that its layers see; None: they have none.
-        windows: likewise their window.
+        worth: for each from where on it is told what its sequences share; None: nowhere.
     """
 
     def __init__(
@@ -252,10 +251,10 @@ class BatchBuilder:
         device: torch.device,
         num_groups: int = 1,
         chunks: Sequence[int | None] | None = None,
-        windows: Sequence[int | None] | None = None,
+        worth: Sequence[Worth | None] | None = None,
     ) -> None:
         self._chunks = chunks or [None] * num_groups
-        self._windows = windows or [None] * num_groups
+        self._worth = worth or [None] * num_groups
         self._input_ids = _Buffer(torch.int64, device)
         self._sources = _Buffer(torch.int64, device)
         self._position_ids = _Buffer(torch.int64, device)
@@ -320,7 +319,7 @@ class BatchBuilder:
                 mapping = slots.shaped(num_tokens)
                 paged.append(chunked_batch(table, starts, lengths, mapping, chunk, block_size))
                 continue
-            looks = max_query_len == 1 and self._windows[group] is None
+            worth = self._worth[group] if max_query_len == 1 else None
             paged.append(
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
@@ -329,7 +328,7 @@ class BatchBuilder:
                     slot_mapping=slots.shaped(num_tokens),
                     max_query_len=max_query_len,
                     max_seq_len=max_seq_len,
-                    shared_prefix=tables.shared_prefix(starts) if looks else None,
+                    shared_prefix=None if worth is None else tables.shared_prefix(starts, worth),
                 )
             )
         self._expire_drafts(step.chunks if any(drafts) else ())

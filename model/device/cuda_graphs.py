@@ -45,11 +45,13 @@ class Bucket(NamedTuple):
         tokens: at most.
         rows: at most so many sequences, and so many rows of logits.
         longest: query tokens of a sequence, at most.
+        shares: whether sequences may share what they begin with, which is read once then.
     """
 
     tokens: int
     rows: int
     longest: int
+    shares: bool = False
 
 
 class Buckets:
@@ -164,6 +166,7 @@ class StepGraphs:
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
         self._max_seq_lens = [width * block_size for width in widths]
+        self._worth = network.shared_worth()
         # Of the steps that are not of one token a sequence, with each row's largest.
         self._logits, self._best = torch.empty(0), torch.empty(0)
         self._likely = torch.empty(0)
@@ -176,17 +179,35 @@ class StepGraphs:
             How many buckets there are.
         """
         with Recorder(self._network.device) as recorder:
-            for bucket in sorted((*self.buckets.singles, *self.buckets.mixed), reverse=True):
+            buckets = (*self._sharing(), *self.buckets.singles, *self.buckets.mixed)
+            for bucket in sorted(buckets, reverse=True):
                 graph, (logits, most_likely) = recorder.record(partial(self._run, bucket))
                 self._graphs[bucket] = _Graph(graph, logits, most_likely)
                 self.draws.record(_place(bucket), logits, most_likely, recorder)
         return len(self._graphs)
 
+    def _sharing(self) -> list[Bucket]:
+        """Those of one token a sequence in which it can be worth to read once what is shared."""
+        pairs = [
+            (worth, length)
+            for worth, length in zip(self._worth, self._max_seq_lens, strict=True)
+            if worth is not None
+        ]
+        return [
+            bucket._replace(shares=True)
+            for bucket in self.buckets.singles
+            if any(worth.is_reached(bucket.rows, length - 1) for worth, length in pairs)
+        ]
+
     def bucket_of(self, step: StepTensors) -> Bucket | None:
         """Which one a step is replayed in; None: it is too large. O(log buckets)."""
         batch = step.paged[0]
         rows = max(batch.num_seqs, len(step.logit_rows))
-        return self.buckets.smallest(batch.num_tokens, rows, batch.max_query_len)
+        bucket = self.buckets.smallest(batch.num_tokens, rows, batch.max_query_len)
+        if bucket is not None and bucket.longest == 1:
+            shares = any(one.shared_prefix is not None for one in step.paged)
+            bucket = bucket._replace(shares=shares)
+        return bucket
 
     def replay(self, step: StepTensors, bucket: Bucket) -> Passed:
         """Compute a step: its logits and each row's largest, valid until the next call.
@@ -207,7 +228,7 @@ class StepGraphs:
             table[:rows, :width].copy_(sent[:, :width])
 
     def _run(self, bucket: Bucket) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        size, rows, longest = bucket
+        size, rows, longest, shares = bucket
         inputs = self._inputs[longest == 1].whole
         ids = chosen_ids(inputs.input_ids[None, :size], inputs.sources[None, :size], self._drawn)
         paged = tuple(
@@ -218,9 +239,17 @@ class StepGraphs:
                 slot_mapping=slots[:size],
                 max_query_len=longest,
                 max_seq_len=max_seq_len,
+                shared_prefix=backends.SharedPrefix(0, rows, max_seq_len - 1, now)
+                if shares and worth is not None
+                else None,
             )
-            for table, slots, max_seq_len in zip(
-                self._tables, inputs.slots, self._max_seq_lens, strict=True
+            for table, slots, max_seq_len, now, worth in zip(
+                self._tables,
+                inputs.slots,
+                self._max_seq_lens,
+                inputs.shared,
+                self._worth,
+                strict=True,
             )
         )
         positions = inputs.position_ids[None, :size]
@@ -244,7 +273,7 @@ class StepGraphs:
 
 
 def _place(bucket: Bucket) -> Place:
-    return Place(bucket.longest == 1, bucket.rows)
+    return Place(bucket.rows, bucket.longest == 1, bucket.shares)
 
 
 def _passed(
@@ -265,14 +294,17 @@ class _Parts(NamedTuple):
     logit_rows: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
+    shared: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, words: Tensor, tokens: int, rows: int) -> "_Parts":
-        ends = 2 * rows + 1  # words behind the tokens' own
-        ids, positions, sources, *slots = words[:-ends].split(tokens)  # type: ignore[no-untyped-call]
-        logit_rows, halves = words[-ends : -rows - 1], words[-rows - 1 :].view(torch.int32)
+    def of(cls, words: Tensor, tokens: int, rows: int, num_groups: int) -> "_Parts":
+        sizes = [*[tokens] * (3 + num_groups), rows, rows + 1, 2 * num_groups]
+        ids, positions, sources, *rest = words.split(sizes)  # type: ignore[no-untyped-call]
+        *slots, logit_rows, halves, shared = rest
+        halves, shared = halves.view(torch.int32), shared.view(torch.int32).view(num_groups, 4)
         starts, lengths = halves[: rows + 1], halves[rows + 1 : -1]
-        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths)
+        told = tuple(shared[:, :3])
+        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths, told)
 
 
 class _Inputs:
@@ -282,13 +314,13 @@ class _Inputs:
     """
 
     def __init__(self, tokens: int, rows: int, num_groups: int, device: torch.device) -> None:
-        count = (3 + num_groups) * tokens + 2 * rows + 1
+        count = (3 + num_groups) * tokens + 2 * rows + 1 + 2 * num_groups
         self.num_rows = rows
         self._words = torch.zeros(count, dtype=torch.int64, device=device)
         is_pinned = device.type == "cuda"
         self._sent = [torch.zeros(count, dtype=torch.int64, pin_memory=is_pinned) for _ in range(2)]
-        self._host = [_Parts.of(words, tokens, rows) for words in self._sent]
-        self.whole = _Parts.of(self._words, tokens, rows)
+        self._host = [_Parts.of(words, tokens, rows, num_groups) for words in self._sent]
+        self.whole = _Parts.of(self._words, tokens, rows, num_groups)
         for slots in self.whole.slots:
             slots.fill_(-1)
 
@@ -310,6 +342,13 @@ class _Inputs:
         for slots, batch in zip(host.slots, step.paged, strict=True):
             slots[:tokens] = batch.slot_mapping
             slots[tokens:size] = -1
+        for told, batch in zip(host.shared, step.paged, strict=True):
+            prefix = batch.shared_prefix if bucket.shares else None
+            if prefix is not None:
+                last = prefix.first_seq + prefix.num_seqs
+                told[:] = torch.tensor((prefix.first_seq, last, prefix.num_tokens))
+            elif bucket.shares:
+                told.zero_()
         self._words.copy_(self._sent[0], non_blocking=True)
 
 

@@ -44,10 +44,17 @@ ALL_CUTS = tuple(Cuts(ranked, nuclear) for ranked in (False, True) for nuclear i
 
 
 class Place(NamedTuple):
-    """Where logits lie: those of steps of one token a sequence, or of others; and how many rows."""
+    """Where logits lie.
 
-    is_single: bool
+    Attributes:
+        rows: how many.
+        is_single: whether they are of steps of one token a sequence.
+        shares: whether these share what they begin with.
+    """
+
     rows: int
+    is_single: bool
+    shares: bool = False
 
 
 @dataclass(frozen=True, slots=True)

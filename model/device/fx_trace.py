@@ -271,7 +271,7 @@ def _pure_twin(node: fx.Node) -> Callable[..., Any]:
         or first.op != "call_function"
         or any(not user < node or _shares_memory(user) for user in first.users if user is not node)
         or _shares_memory(first)
-        or not all(_is_same_dtype(one, first) for one in node.args[1:])
+        or not all(_keeps_dtype(one, first) for one in node.args[1:])
     ):
         raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
     return twin  # type: ignore[no-any-return]
@@ -282,16 +282,19 @@ def _shares_memory(node: fx.Node) -> bool:
     target: Any = node.target
     if target is operator.call:
         return True
+    if target in _CASTS:  # a cast to another dtype is a copy
+        return _is_same_kind(node, node.args[0])
     if target is operator.getitem:
         return not isinstance(node.args[0], fx.Node) or _shares_memory(node.args[0])
     return any(value.alias_info is not None for value in target._schema.returns)  # noqa: SLF001
 
 
-def _is_same_dtype(other: object, first: fx.Node) -> bool:
-    """Whether a second argument leaves the dtype as it is; it is no tensor, or a tensor of that."""
+def _keeps_dtype(other: object, first: fx.Node) -> bool:
+    """Whether a second argument leaves the first one's dtype as it is."""
     if not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor):
         return True
-    return bool(other.meta["val"].dtype == first.meta["val"].dtype)
+    dtype = first.meta["val"].dtype
+    return bool(torch.promote_types(dtype, other.meta["val"].dtype) == dtype)
 
 
 _CASTS = {

@@ -26,6 +26,7 @@ from model.device.layout import plan_layout
 from model.device.piecewise import Segmented, compile_segments
 from model.device.probes import check_tokens_alone, probe_layers
 from model.device.rope import rope_switch
+from model.device.shared_prefix import Worth
 from model.errors import UnsupportedModelError
 from model.loader import LoadedModel
 
@@ -174,15 +175,34 @@ class PagedNetwork:
         with torch.inference_mode():
             self._network(input_ids=token, position_ids=token, use_cache=False, paged=noting)
         calls: dict[object, backends.LayerCall] = {}
+        worth = self.shared_worth()
         for layer, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
             cache, window = self.caches.layers[layer], self.layout.layers[layer].window
             shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
             kind = (num_q_heads, dtype, *shapes, cache.layout, window)
             calls.setdefault(
                 (*kind, terms.soft_cap, terms.sinks is None),
-                backends.LayerCall(num_q_heads, dtype, cache, replace(terms, window=window)),
+                backends.LayerCall(
+                    num_q_heads,
+                    dtype,
+                    cache,
+                    replace(terms, window=window),
+                    shared_prefix=worth[self.layout.places[layer][0]] is not None,
+                ),
             )
         return tuple(calls.values())
+
+    def shared_worth(self) -> tuple[Worth | None, ...]:
+        """For each group from where on the backend gains by being told what is shared; None: never.
+
+        O(num_layers). It never does where not all of a layer's tokens are in sight.
+        """
+        least = self._backend.capabilities.shared_prefix_worth
+        found: list[Worth | None] = [None] * len(self.layout.windows)
+        for layer, (group, _) in zip(self.layout.layers, self.layout.places, strict=True):
+            if least and not (layer.window or layer.chunk or layer.slot.is_latent):
+                found[group] = Worth(*least, layer.token_bytes)
+        return tuple(found)
 
     def logits(self, step: StepTensors) -> Tensor:
         """Compute a step: write its keys and values, return [num_sampled, vocab_size]."""

@@ -45,13 +45,18 @@ _GROUPS = "num_key_value_groups"
 
 
 def shard_network(
-    network: PreTrainedModel, ranks: Ranks, *, shared_bytes: int = _SHARED_BYTES
+    network: PreTrainedModel,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    shared_bytes: int = _SHARED_BYTES,
 ) -> None:
     """Keep this rank's part of a network. O(parameters).
 
     Args:
         network: whole, the same on every rank; its modules are replaced where the plan says so.
         ranks: who shares it.
+        device: where it will run.
         shared_bytes: the largest sum that is one kernel of GPUs which read each other's memory; 0:
             none is.
 
@@ -63,7 +68,7 @@ def shard_network(
         raise UnsupportedModelError(
             f"--tp: Transformers has no tensor-parallel plan for {type(network).__name__}"
         )
-    _Sharding(network, plan, ranks, _Sums(network, ranks, shared_bytes)).run()
+    _Sharding(network, plan, ranks, _Sums(network.dtype, device, ranks, shared_bytes)).run()
 
 
 def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
@@ -93,15 +98,17 @@ class _Sums:
         group: what the ranks are called.
     """
 
-    def __init__(self, network: PreTrainedModel, ranks: Ranks, shared_bytes: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, ranks: Ranks, shared_bytes: int
+    ) -> None:
         self.group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        self._scratch = torch.empty(0, dtype=network.dtype, device=network.device)
-        if network.device.type != "cuda" or not shared_bytes:
+        self._scratch = torch.empty(0, dtype=dtype, device=device)
+        if device.type != "cuda" or not shared_bytes:
             return
-        count = shared_bytes // max(1, ranks.size // 2) // network.dtype.itemsize
+        count = shared_bytes // max(1, ranks.size // 2) // dtype.itemsize
         scratch = self._scratch
         try:
-            scratch = symmetric_memory.empty(count, dtype=network.dtype, device=network.device)
+            scratch = symmetric_memory.empty(count, dtype=dtype, device=device)
             symmetric_memory.rendezvous(scratch, self.group)
             _summed_by_kernel(scratch[:8], torch.zeros_like(scratch[:8]), self.group)
         except (RuntimeError, NotImplementedError):  # GPUs apart, or a dtype without a kernel

@@ -6,7 +6,7 @@ are most: what attention need not read again.
 Invariants: what is told is true of every row of the run, and stays true while no row goes and none
 comes, because the tables of running sequences only grow.
 
-Does not know: tensors, requests; whether a backend gains by it.
+Does not know: tensors, requests; why a backend gains by it from there on.
 """
 
 from typing import NamedTuple
@@ -35,6 +35,27 @@ class Shared(NamedTuple):
 
 
 NOTHING = Shared(0, 0, 0)
+
+
+class Worth(NamedTuple):
+    """From where on a backend gains by being told.
+
+    Attributes:
+        rows: at least.
+        num_bytes: of a layer that need not be read again.
+        bytes_a_row: beside these, for each row.
+        token_bytes: of a layer.
+    """
+
+    rows: int
+    num_bytes: int
+    bytes_a_row: int
+    token_bytes: int
+
+    def is_reached(self, rows: int, num_tokens: int) -> bool:
+        """Whether so many rows that share so many tokens are worth it. O(1)."""
+        saved = (rows - 1) * num_tokens * self.token_bytes
+        return rows >= self.rows and saved >= self.num_bytes + rows * self.bytes_a_row
 
 
 def shared_run(table: NDArray[np.int32], filled: NDArray[np.int64]) -> Shared:

@@ -120,10 +120,9 @@ class StepPasses:
         self._sanitizer = sanitizer
         self._mover = mover
         self._sampler = sampler
-        layout = network.layout
+        chunks, worth = network.layout.chunks, network.shared_worth()
         self._builders = [
-            BatchBuilder(network.device, len(groups), layout.chunks, layout.windows)
-            for _ in range(1 + is_late)
+            BatchBuilder(network.device, len(groups), chunks, worth) for _ in range(1 + is_late)
         ]
         self._is_late = is_late
         if drawn is None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client.registry import Collector
 
 import kvcore
 from model.async_engine import AsyncEngine
@@ -23,13 +24,17 @@ from model.serve.gate import Gate
 from model.serve.live import live
 from model.serve.metrics import Metrics
 from model.serve.protocol import ErrorReport, field_names
-from model.serve.service import Service
+from model.serve.service import Served, Service
 
 _DEFAULT_NAME = "model"
 
 
 def create_app(
-    engine: AsyncEngine, config: ServeConfig, *, log: Callable[[str], None] | None = None
+    engine: Served,
+    config: ServeConfig,
+    *,
+    log: Callable[[str], None] | None = None,
+    counts: Collector | None = None,
 ) -> FastAPI:
     """An application that serves an engine; the engine starts with it.
 
@@ -37,10 +42,16 @@ def create_app(
         engine: not started yet; this becomes its observer.
         config: how clients are met.
         log: takes a line of JSON for each request; None: none is made.
+        counts: what `/metrics` tells of an engine that is not in this process.
     """
     service = Service(engine, config.served_model_name or _DEFAULT_NAME, config)
     metrics = Metrics(service.name)
-    metrics.read_from(engine)
+    routers = [status(service, metrics), about(service), completions(service), chat(service)]
+    if isinstance(engine, AsyncEngine):
+        metrics.read_from(engine)
+        routers.append(live(service, engine))
+    elif counts is not None:
+        metrics.also_tell(counts)
     engine.observer = metrics
 
     @asynccontextmanager
@@ -57,8 +68,7 @@ def create_app(
         redoc_url=None,
         responses={400: {"model": ErrorReport}, 503: {"model": ErrorReport}},
     )
-    routers = (status(service, metrics), about(service), completions(service), chat(service))
-    for router in (*routers, live(service)):
+    for router in routers:
         app.include_router(router)
     handle_errors(app, field_names())
     if config.allow_origins:

@@ -22,12 +22,12 @@ from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from model.async_engine import AsyncEngine
 from model.control.request import FinishReason
 from model.control.submission import Submission
 from model.errors import ModelError
 from model.serve.errors import ApiError, api_error
 from model.serve.protocol import PromptTokensDetails, Usage
+from model.serve.service import Served
 from model.token_stream import Delta, TokenStream
 
 CLIENT_GONE = 499
@@ -116,7 +116,7 @@ def reason_name(delta: Delta) -> str | None:
     return None if reason is None else reason.value
 
 
-async def answer(request: Request, engine: AsyncEngine, asked: Asked, form: Form) -> Response:
+async def answer(request: Request, engine: Served, asked: Asked, form: Form) -> Response:
     """Answer a request.
 
     Raises:

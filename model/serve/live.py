@@ -191,10 +191,9 @@ class PoolFeed:
         return engine.model.codec.decode(tokens.tolist())[:_LABEL_LENGTH]
 
 
-def live(service: Service) -> APIRouter:
+def live(service: Service, engine: AsyncEngine) -> APIRouter:
     """The routes of the page and of what it shows. O(1)."""
     router = APIRouter(include_in_schema=False)
-    engine = service.engine
     feed = PoolFeed(engine, shows_texts=_are_one(service.config))
 
     @router.api_route("/", methods=["GET", "HEAD"])

@@ -142,7 +142,7 @@ def check_decode(case, capability):
         "O_HEAD": head_dim, "NUM_HEADS": 8 * group, "HEAD_DIM": head_dim,
         "HAS_WINDOW": case.features, "HAS_SHARED": case.shared, "MANY": case.many,
         "VECTOR": case.vector,
-        "ALIKE": case.alike, "WIDTH": width, "CHAINED": capability >= 90,
+        "ALIKE": case.alike, "WIDTH": width, "CHAINED": capability >= 90, "WHOLE": cascade.WHOLE,
     }  # fmt: skip
     caches = {
         "Q_HEAD": head_dim, "K_STRIDES": strides, "V_STRIDES": strides,
@@ -167,6 +167,7 @@ def check_decode(case, capability):
     assert made.count("HMMA")
     if case.vector or case.alike:
         parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 64}
+        parts |= {"KEYS": cascade.KEYS_A_CHUNK, "PREFIX_TILE": cascade.keys_a_tile(head_dim)}
         parts["STEP"] = merge.parts_at_once(64, head_dim)
         made = make(
             merge._merge_parts, capability, case.element, plan | parts, num_warps=merge.WARPS
@@ -186,6 +187,7 @@ def check_decode(case, capability):
         parts = {
             "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "ROWS": cascade.ROWS,
             "TILE": cascade.keys_a_tile(head_dim), "WIDTH": width,
+            "KEYS": cascade.KEYS_A_CHUNK, "WHOLE": cascade.WHOLE,
         }  # fmt: skip
         made = make(
             cascade._attend_prefix, capability, case.element, caches | parts, cache=kind,

@@ -48,6 +48,16 @@ CASES = (
         soft_cap=2.0,
         sinks=True,
     ),
+    BASE.with_(
+        name="shared, told late",
+        seqs=((1, 99), (1, 95), (1, 90), (1, 400)),
+        shared=80,
+        group=3,
+        shared_now=(2, 4, 79),
+    ),
+    BASE.with_(
+        name="told late, too short", seqs=((1, 200), (1, 33)), shared=32, shared_now=(0, 2, 31)
+    ),
     BASE.with_(name="shared among prefill", seqs=((1, 81), (3, 90)), shared=80, strided=True),
     BASE.with_(name="among prefill", seqs=((1, 100), (40, 50), (1, 64)), padding=2),
     BASE.with_(name="to verify", seqs=((4, 200), (0, 9), (1, 33), (3, 3)), sinks=True),

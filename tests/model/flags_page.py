@@ -7,10 +7,15 @@ from pathlib import Path
 
 from model.bench.args import bench_flags
 from model.cli.args import run_flags
+from model.cluster.args import cluster_flags
 from model.serve.args import serve_flags
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"running.md": (run_flags(), bench_flags()), "serving.md": (serve_flags(),)}
+PAGES = {
+    "running.md": (run_flags(), bench_flags()),
+    "serving.md": (serve_flags(),),
+    "scaling.md": (cluster_flags(),),
+}
 BEGIN = "<!-- printed by `python -m tests.model.flags_page` -->\n"
 END = "<!-- until here -->\n"
 

@@ -52,7 +52,7 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
         except TypeError as error:
             return f"not dense: {error}"  # without a mask it does not even run whole
         try:
-            shard_network(network, ranks)
+            shard_network(network, ranks, torch.device("cpu"))
             check_cut(network, ranks)
         except UnsupportedModelError as error:
             return f"refused: {error}"
@@ -107,13 +107,13 @@ def odd(ranks: Ranks) -> None:
     if not ranks.leads:  # the least likely token becomes the most likely one
         head = engine.model.network.get_output_embeddings()
         head.register_forward_hook(lambda _module, _inputs, logits: -logits)
-    tokens: dict[int, list[int | None]] = {}
+    tokens: dict[int, list[int]] = {}
     step = engine._step
 
     def listened() -> list[Output]:
         outputs = step()
         for output in outputs:
-            tokens.setdefault(output.request.request_id, []).append(output.token_id)
+            tokens.setdefault(output.request.request_id, []).extend(output.token_ids)
         return outputs
 
     engine._step = listened

@@ -1,7 +1,6 @@
 """From a step to tensors, and from a layer to a backend: by hand."""
 
 from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +10,10 @@ from hypothesis import strategies as st
 import kvcore
 from model import Request, SamplingParams, Scheduler, SchedulerConfig
 from model.control.step import Chunk, Step
-from model.device import batch
 from model.device.batch import BatchBuilder
 from model.device.kv_caches import KVCaches
 from model.device.layout import LayerShape, plan_layout
+from model.device.shared_prefix import Worth
 
 CPU = torch.device("cpu")
 
@@ -113,21 +112,16 @@ GROUPS = [kvcore.FullAttention(), kvcore.SlidingWindow(window=5)]
 def test_a_builder_that_has_seen_other_steps_gives_what_a_new_one_gives(
     lengths, num_blocks, budget, seats, aborts
 ):
-    with patch.multiple(batch, _FEWEST_SHARING=2, _LEAST_SHARED=1):
-        run_beside_new_builders(lengths, num_blocks, budget, seats, aborts)
-
-
-def run_beside_new_builders(lengths, num_blocks, budget, seats, aborts):
     kv = kvcore.KVCacheManager(num_blocks, 2, groups=GROUPS)
     limits = SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=seats)
-    windows = (None, 5)
-    scheduler, builder = Scheduler(kv, limits), BatchBuilder(CPU, 2, windows=windows)
+    worth = (Worth(2, 0, 0, 1), None)
+    scheduler, builder = Scheduler(kv, limits), BatchBuilder(CPU, 2, worth=worth)
     for number, (length, max_tokens) in enumerate(lengths):
         scheduler.add(Request(number, range(length), SamplingParams(max_tokens=max_tokens)))
     number = 0
     while scheduler.has_unfinished:
         step = scheduler.schedule()
-        kept, fresh = builder.build(step), BatchBuilder(CPU, 2, windows=windows).build(step)
+        kept, fresh = builder.build(step), BatchBuilder(CPU, 2, worth=worth).build(step)
         for name in ("input_ids", "position_ids", "logit_rows"):
             assert torch.equal(getattr(kept, name), getattr(fresh, name))
         for group, (ours, other) in enumerate(zip(kept.paged, fresh.paged, strict=True)):
@@ -139,7 +133,7 @@ def run_beside_new_builders(lengths, num_blocks, budget, seats, aborts):
             )
             assert ours.slot_mapping.tolist() == _slots(step, group)
             assert ours.shared_prefix == other.shared_prefix
-            _check_shared(step, ours, windows[group])
+            _check_shared(step, ours, is_told=group == 0)
             for row, chunk in enumerate(step.chunks):
                 table = chunk.request.running_sequence.tables[group]
                 seen, stop = table.num_null, -(-(chunk.start + chunk.num_tokens) // 2)
@@ -152,15 +146,15 @@ def run_beside_new_builders(lengths, num_blocks, budget, seats, aborts):
         number += 1
 
 
-def _check_shared(step, paged, window):
+def _check_shared(step, paged, *, is_told):
     starts = [chunk.start for chunk in step.chunks]
     blocks = [paged.block_table[row, : start // 2].tolist() for row, start in enumerate(starts)]
     shared = paged.shared_prefix
     if shared is None:  # two neighbours that begin with a whole block would be told
-        if paged.max_query_len == 1 and window is None:
+        if paged.max_query_len == 1 and is_told:
             assert not any(a and b and a[0] == b[0] for a, b in pairwise(blocks))
         return
-    assert window is None
+    assert is_told
     rows = range(shared.first_seq, shared.first_seq + shared.num_seqs)
     assert shared.num_tokens <= min(starts[row] for row in rows)
     whole = -(-shared.num_tokens // 2)

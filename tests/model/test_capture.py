@@ -181,6 +181,8 @@ def simplified(function, *inputs):
     [
         lambda x: (x * 2).add_(x),
         lambda x: (x * 2).add_(1).mul_(x).t().sum(0),
+        lambda x: _clamped_after_a_cast(x * 2),
+        lambda x: (x * 2).masked_fill_(x > 0, 0.0),
         lambda x: _divided_by_its_sum(x * 2),
         lambda x: torch.empty_like(x).index_put_((torch.arange(3),), x) * 2,
     ],
@@ -198,9 +200,21 @@ def test_what_is_written_where_nothing_else_looks_is_computed_anew(function):
     )
 
 
+def _clamped_after_a_cast(x):
+    before = x.double()
+    x.clamp_(max=0.5)
+    return before + x
+
+
 def _divided_by_its_sum(x):
     x /= x.sum(dim=-1, keepdim=True)
     return x
+
+
+def _clamped_after_no_cast(x):
+    before = x.float()
+    x.clamp_(max=0.5)
+    return before + x
 
 
 def _seen_through_a_view(x):
@@ -221,6 +235,7 @@ def _written_through_a_view(x):
     [
         lambda x: x.add_(1),
         _seen_through_a_view,
+        lambda x: _clamped_after_no_cast(x * 2),
         _written_through_a_view,
         lambda x: (x.int() * 2).add_(x.long()),
     ],

@@ -159,7 +159,7 @@ def test_nothing_is_compiled_after_the_preparation(architecture, dtype, compiles
     engine.prepare()
     with compilations() as seen:
         for size in (1, 3, 9, 20):
-            prompts = [[number + 1] * (5 + 30 * number) for number in range(size)]
+            prompts = [[number + 1] * (5 + 12 * number) for number in range(size)]
             for shift in range(len(ASKED) if size < 9 else 1):
                 params = [ASKED[(number + shift) % len(ASKED)] for number in range(size)]
                 engine.generate(prompts, params)
@@ -241,7 +241,7 @@ def test_draws_are_recorded_in_graphs_and_are_the_cpus(dtype):
     cuts = ({}, {"top_k": 20, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 64})
     logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(2)).to(dtype) * 3
     here, draws = logits.cuda(), DrawGraphs(8, torch.device("cuda"))
-    place = Place(is_single=True, rows=7)
+    place = Place(7, is_single=True)
     with Recorder(here.device) as recorder:
         draws.record(place, here, here.max(dim=-1), recorder)
     for number in range(20):

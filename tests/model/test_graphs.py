@@ -13,7 +13,9 @@ from model import EngineConfig, SamplingParams
 from model.device import sampler
 from model.device.cuda_graphs import Bucket, Buckets, StepGraphs, _passed
 from model.device.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, row_terms
+from model.device.network import PagedNetwork
 from model.device.prepare import Prepared, recorded_tokens
+from model.device.shared_prefix import Worth
 from model.engine import Engine
 from tests.model.networks import build
 
@@ -87,7 +89,7 @@ class GivesSpareRowsTheLastTokens(Unrecorded):
         starts[rows + 1 : bucket.rows + 1] = before[rows + 1 : bucket.rows + 1]
 
 
-def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40):
+def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40, shares=False):
     backend = backends.get_backend("numba")
     sizes = {"num_blocks": 100, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 40}
     engine = Engine(
@@ -104,6 +106,7 @@ def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40):
         assert sum(bucket.longest == 1 for bucket in graphs.seen) > 10
         assert any(bucket.longest > 1 for bucket in graphs.seen) == (max_tokens > 0)
         assert max_tokens < 40 or len(graphs.seen) == engine.stats.num_steps
+        assert any(bucket.shares for bucket in graphs.seen) == shares
         assert hasattr(draws, "seen") == (params is DRAWN)
     return [one.request.output_tokens for one in done]
 
@@ -131,6 +134,33 @@ def test_steps_in_a_graphs_tensors_give_the_tokens_of_steps_as_they_are(
 ):
     how = {"is_late": is_late, "max_tokens": max_tokens, "params": DRAWN if draws else PARAMS}
     assert tokens_of(Unrecorded, architecture, **how) == wanted_of(architecture, draws)
+
+
+class TellsOfOneTooMany(Unrecorded):
+    """The run of sequences that share is told with one that does not."""
+
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        for told in self._inputs[True].whole.shared if bucket.shares else ():
+            told[1] += 1
+
+
+@pytest.mark.parametrize("graphs_type", [Unrecorded, TellsOfOneTooMany])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_what_is_shared_is_told_to_a_graph_anew_in_each_step(
+    architecture, graphs_type, monkeypatch
+):
+    def worth(network):
+        return tuple(None if window else Worth(2, 0, 0, 1) for window in network.layout.windows)
+
+    wanted = wanted_of(architecture, draws=False)
+    monkeypatch.setattr(PagedNetwork, "shared_worth", worth)
+    how = {"is_late": True, "params": PARAMS}
+    if graphs_type is TellsOfOneTooMany:  # which the backend here sees
+        with pytest.raises(backends.BackendError, match="shared_prefix"):
+            tokens_of(graphs_type, architecture, **how)
+    else:
+        assert tokens_of(graphs_type, architecture, **how, shares=True) == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
-"""What two GPUs give that one does not: `torchrun --nproc-per-node 2 tests/model/two_gpus.py PART`.
+"""What two GPUs give that one does not: `torchrun --nproc-per-node 2 tests/model/two_gpus.py`.
 
-- `speed`: sums of all sizes by NCCL and by the kernel; decoding of an 8B network, random weights in
-  bfloat16, by each GPU alone and by both, with either kind of sum; how far the logits are apart.
-- `tokens`: the tiny model in float32 writes the same on two GPUs as on one.
-- `die`: one rank is killed while the other waits for its GPU.
+One preparation a network, because that takes longest: decoding of an 8B network, random weights in
+bfloat16, by each GPU alone and by both, its sums by the kernel and by NCCL; how far the logits are
+apart; sums of all sizes; the tiny model's tokens in float32; at last one rank is killed while the
+other one waits for its GPU, which has to end it with one line.
 
-A process that fails ends the other one; run it under `timeout` all the same.
+A process that fails ends the other one; run it under `timeout` all the same. What is known is
+printed at once. On CPUs it runs through with the tiny model, to be tried.
 """
 
 import json
@@ -25,25 +26,34 @@ from torch.profiler import ProfilerActivity, profile
 import backends
 from model import EngineConfig, SamplingParams
 from model.bench.networks import load
-from model.device import parallel
+from model.device import cuda_graphs, parallel, prepare
 from model.device.parallel import check_cut
 from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
 from model.loader import LoadedModel, load_model
+from model.output import Output
 from model.tiny import CHECKPOINT_DIR
 from model.twins import TwinEngine, _Ended
 
 _BEGAN = time.monotonic()
 _HIDDEN, _LAYERS = 4096, 36
 _SUMS = 2 * _LAYERS + 1
-_MODEL = os.environ.get("TWO_GPUS_MODEL", "qwen3-8b")
-_BATCHES = (1, 128)
-_STEPS = int(os.environ.get("TWO_GPUS_STEPS", "100"))
+_IS_GPU = torch.cuda.is_available()
+_DTYPE = torch.bfloat16 if _IS_GPU else torch.float32
+_MODEL = "qwen3-8b" if _IS_GPU else str(CHECKPOINT_DIR)
+_BATCHES = (1, 128) if _IS_GPU else (1, 6)
+_STEPS = 100 if _IS_GPU else 6
+_TOKENS_BEFORE_S = float(os.environ.get("TWO_GPUS_TOKENS_BEFORE_S", "165"))
 
 
 def tell(ranks: Ranks, what: str, **values: object) -> None:
     told = {"at_s": round(time.monotonic() - _BEGAN, 1), "rank": ranks.rank, "what": what}
     print(json.dumps({**told, **values}), flush=True)
+
+
+def wait_for_device() -> None:
+    if _IS_GPU:
+        torch.cuda.synchronize()
 
 
 def timed(run: Callable[[], object], times: int = 20) -> float:
@@ -100,7 +110,7 @@ def sums_alone(ranks: Ranks, sums: parallel._Sums) -> None:
 
 def make(ranks: Ranks | None, backend: backends.Backend) -> tuple[LoadedModel, Tensor]:
     """A network and its logits for some tokens."""
-    model = load(_MODEL, backend.device, torch.bfloat16, ranks, dummy_weights=True)
+    model = load(_MODEL, backend.device, _DTYPE, ranks, dummy_weights=True)
     if ranks is not None:
         check_cut(model.network, ranks)
     vocab_size = model.network.config.get_text_config().vocab_size
@@ -111,7 +121,9 @@ def make(ranks: Ranks | None, backend: backends.Backend) -> tuple[LoadedModel, T
 
 
 def engine_for(model: LoadedModel, backend: backends.Backend) -> Engine:
-    config = EngineConfig(num_blocks=2048, max_num_seqs=128, compile=True)
+    config = EngineConfig(
+        num_blocks=2048, max_num_seqs=128, max_num_batched_tokens=1024, compile=True
+    )
     if model.ranks is None:
         return Engine(model, backend, config)
     return TwinEngine(model, backend, config)
@@ -127,11 +139,11 @@ def decoded(engine: Engine, batch: int) -> tuple[float, list[list[int]]]:
     requests = [engine.add_request(prompt, params) for prompt in prompts]
     while min(request.num_output_tokens for request in requests) < 8:
         engine.step()
-    torch.cuda.synchronize()
+    wait_for_device()
     begin = time.perf_counter()
     for _ in range(_STEPS):
         engine.step()
-    torch.cuda.synchronize()
+    wait_for_device()
     took = (time.perf_counter() - begin) / _STEPS
     firsts = [request.output_tokens[:8] for request in requests]
     for request in requests:
@@ -148,11 +160,12 @@ def kernels(engine: Engine, batch: int) -> dict[str, float]:
     requests = [engine.add_request([number + 3] * 32, params) for number in range(batch)]
     while min(request.num_output_tokens for request in requests) < 8:
         engine.step()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    wait_for_device()
+    kind = ProfilerActivity.CUDA if _IS_GPU else ProfilerActivity.CPU
+    with profile(activities=[kind]) as profiled:
         for _ in range(8):
             engine.step()
-        torch.cuda.synchronize()
+        wait_for_device()
     found = {"all": 0.0, "shared": 0.0}
     for event in profiled.events() or ():
         name = event.name.lower()
@@ -178,26 +191,34 @@ def measure(ranks: Ranks, engine: Engine, label: str, firsts: dict[int, list[lis
         )  # fmt: skip
 
 
-def speed(ranks: Ranks) -> None:
+def few_graphs() -> None:
+    """Two sizes of steps of one token a sequence; the others take a minute."""
+    cuda_graphs._FEW, cuda_graphs._STEP = (2,), 1000
+    prepare.recorded_tokens = lambda *_: 0
+
+
+def probe(ranks: Ranks, device: torch.device) -> None:
+    sums = parallel._Sums(_DTYPE, device, ranks, parallel._SHARED_BYTES)
+    tell(ranks, "memory that the GPUs share", elements=len(sums._scratch))
+    if _IS_GPU:
+        with torch.inference_mode():
+            sums_alone(ranks, sums)
+
+
+def speed(ranks: Ranks) -> TwinEngine:
     backend = backends.get_backend("auto")
-    with torch.inference_mode():
-        probe = torch.nn.Linear(1, 1, device="cuda", dtype=torch.bfloat16)
-        probe.dtype, probe.device = (
-            torch.bfloat16,
-            torch.device("cuda", torch.cuda.current_device()),
-        )
-        sums = parallel._Sums(probe, ranks, parallel._SHARED_BYTES)  # type: ignore[arg-type]
-        tell(ranks, "memory that the GPUs share", elements=len(sums._scratch))
-        sums_alone(ranks, sums)
     alone, wanted = make(None, backend)
+    tell(ranks, "alone: loaded")
     engine = engine_for(alone, backend)
-    tell(ranks, "alone", how=engine.prepare())
+    tell(ranks, "alone: prepared", how=engine.prepare())
     firsts: dict[int, list[list[int]]] = {}
     measure(ranks, engine, "alone", firsts)
     tell(ranks, "kernels alone, ms", **{str(batch): kernels(engine, batch) for batch in _BATCHES})
     del engine, alone
-    torch.cuda.empty_cache()
+    if _IS_GPU:
+        torch.cuda.empty_cache()
     dist.barrier()
+    probe(ranks, backend.device)
     model, got = make(ranks, backend)
     error = (got - wanted).norm() / wanted.norm()
     agree = (got.argmax(-1) == wanted.argmax(-1)).float().mean()
@@ -207,23 +228,26 @@ def speed(ranks: Ranks) -> None:
         same_best=round(float(agree), 3),
     )  # fmt: skip
     twin = engine_for(model, backend)
-    tell(ranks, "two", how=twin.prepare())
-    by_kernel = parallel._summed_by_kernel
-    for name, way in (("two, kernel", by_kernel), ("two, nccl", by_nccl)):
+    tell(ranks, "two: prepared", how=twin.prepare())
+    by_kernel, profiled = parallel._summed_by_kernel, set[str]()
+    for name, way in (("kernel", by_kernel), ("nccl", by_nccl), ("kernel", by_kernel)):
         parallel._summed_by_kernel = way
         if twin._passes._graphs is not None:
             twin._passes._graphs.record()
         if ranks.leads:
-            measure(ranks, twin, name, firsts)
-            found = {str(batch): kernels(twin, batch) for batch in _BATCHES}
-            tell(ranks, f"kernels {name}, ms", **found)
+            measure(ranks, twin, f"two, {name}", firsts)
+            if name not in profiled:
+                found = {str(batch): kernels(twin, batch) for batch in _BATCHES}
+                tell(ranks, f"kernels two, {name}, ms", **found)
+                profiled.add(name)
             ranks.told(_Ended(goes_on=True))  # the connection is still minded
         else:
             twin.follow()
+    return twin
 
 
 def tokens(ranks: Ranks) -> None:
-    backend = backends.get_backend("triton" if torch.cuda.is_available() else "numba")
+    backend = backends.get_backend("auto")
     prompts = [list(range(3, 40)), [7] * 20, list(range(100, 108))]
     params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=1)]
     every = [(prompt, each) for prompt in prompts for each in params]
@@ -231,31 +255,26 @@ def tokens(ranks: Ranks) -> None:
     for shared in (None, ranks):
         model = load_model(str(CHECKPOINT_DIR), backend.device, torch.float32, shared)
         config = EngineConfig(num_blocks=64, max_num_seqs=8)
-        engine = Engine(model, backend, config)
-        if shared is not None:
+        if shared is None:
+            engine = Engine(model, backend, config)
+        else:
             engine = TwinEngine(model, backend, config, is_checked=True)
-        how = engine.prepare()
-        if shared is not None and not ranks.leads:
-            engine.follow()
-            return
+            if not ranks.leads:
+                engine.follow()
+                return
         done = engine.generate([prompt for prompt, _ in every], [each for _, each in every])
         found = [one.request.output_tokens for one in done]
         wanted = wanted or found
-    engine.end()
+    ranks.told(_Ended(goes_on=True))
     equal = sum(one == two for one, two in zip(found, wanted, strict=True))
-    tell(
-        ranks, "requests with the tokens of one process", equal=f"{equal} of {len(every)}", how=how
-    )
+    tell(ranks, "float32: requests with the tokens of one", equal=f"{equal} of {len(every)}")
 
 
-def die(ranks: Ranks) -> None:
-    backend = backends.get_backend("auto")
-    model = load_model(str(CHECKPOINT_DIR), backend.device, None, ranks)
-    engine = TwinEngine(model, backend, EngineConfig(num_blocks=64, max_num_seqs=8))
+def die(ranks: Ranks, engine: TwinEngine) -> None:
     if not ranks.leads:
         step, left = engine._step, iter(range(20))
 
-        def killed() -> list[object]:
+        def killed() -> list[Output]:
             if next(left, None) is None:
                 tell(ranks, "killed")
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -268,13 +287,23 @@ def die(ranks: Ranks) -> None:
     tell(ranks, "nothing was noticed")
 
 
-if __name__ == "__main__":
-    found = join_ranks(2)
+def main() -> None:
+    if not _IS_GPU:
+        torch.set_num_threads(1)
+    ranks = join_ranks(2)
+    tell(ranks, "joined", torch=torch.__version__)
+    few_graphs()
     try:
-        {"speed": speed, "tokens": tokens, "die": die}[sys.argv[1]](found)
+        engine = speed(ranks)
+        if ranks.least(int(time.monotonic() - _BEGAN)) < _TOKENS_BEFORE_S:
+            tokens(ranks)
+        die(ranks, engine)
     except Exception:  # noqa: BLE001  # the other one must not wait
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    dist.barrier()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvcore
 from model.cluster.router import NoReplicaError, Router
 from model.cluster.simulate import Load, main, simulate
 from model.errors import InvalidArgumentError
 
 
 def router(policy="prefix", held=None, names="abc", **options):
-    made = Router(lambda _: held or {}, policy, block_size=4, **options)
+    made = Router(lambda *_: held or {}, policy, block_size=4, **options)
     for name in names:
         made.add(name)
     return made
@@ -40,6 +41,17 @@ def test_requests_that_come_together_stay_together_before_any_is_computed():
     assert (second.replica, second.num_expected) == (first.replica, 96)
     first.has_begun()
     assert made.load(first.replica) == 2 + (101 - 96)
+
+
+def test_what_comes_for_one_tenant_is_nothing_to_another():
+    made = router(running_weight=1)
+    prompt = list(range(100))
+    first = made.choose(prompt, kvcore.Namespace(salt=b"a"))
+    second = made.choose(prompt, kvcore.Namespace(salt=b"b"))
+    third = made.choose(prompt, kvcore.Namespace(salt=b"a"))
+    assert second.replica != first.replica
+    assert (second.num_expected, third.num_expected) == (0, 100)
+    assert third.replica == first.replica
 
 
 def test_equals_take_turns():
@@ -76,7 +88,7 @@ def test_a_removed_replica_is_chosen_no_more_and_its_tickets_change_nothing():
 )
 def test_what_cannot_be_is_refused(options):
     with pytest.raises(InvalidArgumentError, match="wanted"):
-        Router(lambda _: {}, **options)
+        Router(lambda *_: {}, **options)
 
 
 LIVES = [("has_begun", "end"), ("end",), ("end", "end")]

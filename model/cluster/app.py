@@ -1,0 +1,146 @@
+"""The application on Ray Serve: OpenAI's face before replicas of an engine.
+
+    serve run model.cluster.app:build replicas=2 model=Qwen/Qwen3-8B
+
+Decides: what Ray sets aside for a replica (a placement group for the processes that share a
+network), when there are more of them, and how it is asked whether it lives.
+
+Does not know: command lines, signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from model.cluster.args import parse_args
+from model.cluster.config import ClusterOptions
+from model.cluster.front import ReplicatedEngine
+from model.cluster.replica import Replica
+from model.errors import UsageError
+from model.serve.app import create_app
+
+if TYPE_CHECKING:
+    from model.loader import TextCodec
+
+_MANY = 1_000_000  # requests at once: the engine says itself when too many wait
+_OURS = "model.cluster.routing:EventRouter"
+_RAYS = {
+    "ray-power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    "ray-prefix": "ray.serve.llm.request_router:PrefixCacheAffinityRouter",
+}
+
+
+class Face:
+    """Answers clients; an actor of Ray's.
+
+    Args:
+        replicas: a handle of theirs.
+        options: the command line.
+    """
+
+    def __init__(self, replicas: Any, options: ClusterOptions) -> None:  # noqa: ANN401  # Ray's
+        path = options.model.path
+
+        def load_codec() -> TextCodec:
+            codec: TextCodec = import_module("model.loader").load_codec(path)
+            return codec
+
+        self._engine = ReplicatedEngine(replicas, load_codec, options.cluster)
+        self._config = options.serve
+
+    def __serve_build_asgi_app__(self) -> object:  # Ray asks for it
+        """The application; Ray asks once."""
+        return create_app(self._engine, self._config, counts=self._engine)
+
+
+def app_of(options: ClusterOptions) -> Any:  # noqa: ANN401  # Ray has no types
+    """The application of a command line, for Ray Serve to run.
+
+    Raises:
+        UsageError: the router that was asked for is not installed.
+    """
+    cluster, drain_s = options.cluster, options.serve.drain_timeout_s
+    process = process_needs(options)
+    sizes: dict[str, object] = {"num_replicas": cluster.replicas}
+    if cluster.max_replicas is not None:
+        sizes = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=cluster.replicas,
+                max_replicas=cluster.max_replicas,
+                look_back_period_s=5.0,
+                upscale_delay_s=5.0,
+                policy=AutoscalingPolicy(
+                    policy_function="model.cluster.scaling:ByWaitingTokens",
+                    policy_kwargs={"waiting_tokens": cluster.waiting_tokens},
+                ),
+            )
+        }
+    if options.model.tp > 1:
+        sizes["placement_group_bundles"] = [process] * options.model.tp
+        sizes["placement_group_strategy"] = "STRICT_PACK"
+    replicas = serve.deployment(Replica).options(
+        name="replica",
+        ray_actor_options={"num_cpus": process["CPU"], "num_gpus": process.get("GPU", 0)},
+        request_router_config=_router_of(options),
+        max_ongoing_requests=_MANY,
+        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=2.0,
+        **sizes,
+    )
+    face = serve.deployment(serve.ingress()(Face)).options(
+        name="face",
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=_MANY,
+        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+    )
+    return face.bind(replicas.bind(options), options)
+
+
+def build(arguments: Mapping[str, str]) -> Any:  # noqa: ANN401  # Ray has no types
+    """The application of `serve run` and of its configuration files.
+
+    Args:
+        arguments: flags of `python -m model.cluster` without their dashes, `tp=2` for `--tp 2`.
+
+    Raises:
+        UsageError: as the command line.
+    """
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
+    return app_of(parse_args(flags))
+
+
+def process_needs(options: ClusterOptions) -> dict[str, float]:
+    """What Ray sets aside for each process of a replica, by its names. O(1)."""
+    needs = {"CPU": options.cluster.cpus_per_process}
+    if options.model.backend != "numba" and ray.cluster_resources().get("GPU", 0):
+        needs["GPU"] = 1
+    return needs
+
+
+def _router_of(options: ClusterOptions) -> RequestRouterConfig:
+    cluster = options.cluster
+    rays = _RAYS.get(cluster.router)
+    if rays is not None:
+        module, _, name = rays.partition(":")
+        try:
+            getattr(import_module(module), name)
+        except ImportError as error:
+            raise UsageError(f"--router {cluster.router}: Ray's needs more: {error}") from error
+        return RequestRouterConfig(request_router_class=rays)
+    return RequestRouterConfig(
+        request_router_class=_OURS,
+        request_router_kwargs={
+            "policy": cluster.router,
+            "running_weight": cluster.running_weight,
+            "miss_weight": cluster.miss_weight,
+            "block_size": options.engine.block_size,
+        },
+    )

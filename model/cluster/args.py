@@ -1,0 +1,58 @@
+"""The command line of several replicas: which flags there are.
+
+Invariants: options that exist are consistent; a wrong flag raises.
+
+Does not know: Ray, FastAPI, torch, models.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from model.cli.options import ModelOptions
+from model.cli.settings import Flags
+from model.cluster.config import ClusterConfig, ClusterOptions
+from model.control.config import EngineConfig
+from model.errors import UsageError
+from model.serve.config import ServeConfig
+
+_EPILOG = """\
+Serves OpenAI's interface by several replicas of an engine, on Ray Serve. With --tp N a replica is N
+processes, each on a GPU of its own. SIGTERM and SIGINT let what runs go on for --drain-timeout-s.
+
+Exit codes are those of model.run.
+"""
+_NOT_HERE = ("kv_events", "kv_replay", "access_log")
+
+
+def cluster_flags() -> Flags:
+    """The flags of `python -m model.cluster`. O(flags)."""
+    flags = Flags("python -m model.cluster", "Serve a model by several replicas.", _EPILOG)
+    flags.add("how many, and who takes what", ClusterConfig)
+    flags.add("how clients are met", ServeConfig)
+    flags.add("what runs in each replica", ModelOptions)
+    flags.add("how large its cache and a step are, and how it runs", EngineConfig)
+    return flags
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ClusterOptions:
+    """Parse a command line; None: the process's own. O(argv).
+
+    Raises:
+        UsageError: an unknown flag, a value that is not allowed, or one that means nothing here.
+        InvalidArgumentError: settings that mean nothing together.
+    """
+    said = cluster_flags().parse(argv)
+    for name in said.given(ServeConfig).keys() & set(_NOT_HERE):
+        flag = name.replace("_", "-")
+        raise UsageError(f"--{flag} has no meaning here: it is about one process")
+    model = said.of(ModelOptions)
+    key = os.environ.get("KVCORE_API_KEY")
+    serve = said.of(
+        ServeConfig,
+        served_model_name=PurePath(model.path).name,
+        api_keys=(key,) if key else (),
+    )
+    engine = said.of(EngineConfig, record_events=True)
+    cluster = said.of(ClusterConfig)
+    return ClusterOptions(cluster=cluster, serve=serve, model=model, engine=engine)

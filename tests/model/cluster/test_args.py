@@ -1,0 +1,57 @@
+"""The command line of replicas: what means nothing is refused before anything is started."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from model.cluster.args import parse_args
+from model.errors import InvalidArgumentError, UsageError
+
+_ROOT = Path(__file__).parents[3]
+
+
+def test_flags_become_settings():
+    options = parse_args(["--replicas", "3", "--router", "power-of-two", "--tp", "2"])
+    assert (options.cluster.replicas, options.cluster.router) == (3, "power-of-two")
+    assert options.model.tp == 2
+    assert options.engine.record_events
+    assert options.serve.served_model_name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--kv-events", "tcp://*:5557"], "--kv-events has no meaning here"),
+        (["--router", "best"], "--router: wanted"),
+        (["--replicas", "0"], "--replicas: wanted"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_told_by_its_name(flags, words):
+    with pytest.raises(UsageError, match=words):
+        parse_args(flags)
+
+
+def test_fewer_replicas_at_most_than_at_least_are_refused():
+    with pytest.raises(InvalidArgumentError, match="max_replicas: wanted at least 3"):
+        parse_args(["--replicas", "3", "--max-replicas", "2"])
+
+
+def test_a_port_in_use_is_one_line_before_ray_is_started():
+    pytest.importorskip("ray", reason="Ray is not installed: .[cluster]")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = subprocess.run(
+            [sys.executable, "-m", "model.cluster", "--port", port],
+            cwd=_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        f"error: --host 127.0.0.1 --port {port}: Address already in use"
+    ]

@@ -1,0 +1,280 @@
+"""Replicas behind one face: the answers of one engine, also when a replica is lost or let go."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from model import LLM, SamplingParams
+from model.tiny import CHECKPOINT_DIR
+
+_ROOT = Path(__file__).parents[3]
+_DEADLINE_S = 240
+_SIZES = ("--num-blocks", "320", "--cpus-per-process", "0.5")
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="Ray is not installed: .[cluster]"
+    ),
+]
+
+
+class Cluster:
+    """`python -m model.cluster`, and what it has said."""
+
+    def __init__(self, *flags):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "model.cluster", "--port", "0", *_SIZES, *flags],
+            cwd=_ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines = []
+        self._said = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self.process.stderr:
+            with self._said:
+                self.lines.append(line.rstrip())
+                self._said.notify_all()
+        with self._said:
+            self._said.notify_all()
+
+    def address(self):
+        """Wait until it is ready."""
+
+        def found():
+            return [line for line in self.lines if line.endswith(": ready")]
+
+        with self._said:
+            came = self._said.wait_for(
+                lambda: found() or not self._reader.is_alive(), timeout=_DEADLINE_S
+            )
+        assert came, self.lines
+        assert found(), self.lines
+        return found()[0].removesuffix(": ready")
+
+    def ended(self):
+        code = self.process.wait(_DEADLINE_S)
+        self._reader.join(10)
+        return code
+
+    def replicas(self):
+        """The processes of its replicas."""
+        return sorted(
+            pid
+            for pid, (parent, command) in processes().items()
+            if command.startswith("ray::ServeReplica:kvcore:replica")
+            and self.process.pid in ancestors(pid)
+        )
+
+    def close(self):
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        left = [pid for pid in processes() if self.process.pid in ancestors(pid)]
+        for pid in (*left, self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait(10)
+        self._reader.join(10)
+        self.process.stderr.close()
+        return left
+
+
+def processes():
+    """By id: the parent and the command of every process."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_text().replace("\0", " ").strip()
+            found[pid] = parent, command
+    return found
+
+
+def ancestors(pid):
+    every, found = processes(), []
+    while pid in every:
+        pid = every[pid][0]
+        found.append(pid)
+    return found
+
+
+def wait_for(condition):
+    end = time.monotonic() + _DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        threading.Event().wait(0.1)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    made = Cluster("--replicas", "2")
+    try:
+        made.address()
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def client(cluster):
+    with httpx.Client(base_url=cluster.address(), timeout=_DEADLINE_S) as made:
+        yield made
+
+
+def complete(client, **asked):
+    return client.post("/v1/completions", json={"temperature": 0, **asked})
+
+
+def streamed(client, events, **asked):
+    """Read the events of a stream into a list, to the end."""
+    body = {"temperature": 0, "stream": True, "ignore_eos": True, **asked}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                events.append(json.loads(line.removeprefix("data: ")))
+
+
+def counted(client, name):
+    page = client.get("/metrics").text
+    return float(re.search(rf"^kvcore:{name} (\S+)", page, re.MULTILINE).group(1))
+
+
+def test_replicas_answer_what_one_engine_answers(client):
+    prompts = ["A tuple is", "Return the number of items in the list, and", "x"]
+    wanted = LLM(CHECKPOINT_DIR).generate(prompts, SamplingParams(max_tokens=12))
+    answer = complete(client, prompt=prompts, max_tokens=12).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == [output.outputs[0].text for output in wanted]
+    events = []
+    streamed(client, events, prompt=prompts[0], max_tokens=12, ignore_eos=False, n=3)
+    for number in range(3):
+        mine = [e["choices"][0] for e in events if e["choices"][0]["index"] == number]
+        assert "".join(choice["text"] for choice in mine) == texts[0]
+        assert mine[-1]["finish_reason"] == answer["choices"][0]["finish_reason"]
+
+
+def test_prompts_that_begin_alike_find_what_the_others_have_computed(client):
+    before = counted(client, "router_requests_total")
+    begins = [[token] * 320 for token in range(5, 9)]
+    for begin in begins:
+        complete(client, prompt=begin, max_tokens=2).raise_for_status()
+    for begin in begins:
+        usage = complete(client, prompt=[*begin, 3, 4], max_tokens=2).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 320
+    assert counted(client, "router_requests_total") == before + 8
+    assert counted(client, "router_decision_seconds_total") > 0
+
+
+def test_a_request_that_cannot_be_is_refused_before_a_stream_begins(client):
+    refused = complete(client, prompt="x", max_tokens=100_000, stream=True)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+    refused = complete(client, prompt=["a", [1]])
+    assert refused.status_code == 400
+    assert complete(client, prompt="x", max_tokens=2).status_code == 200
+
+
+def test_a_replica_that_dies_fails_what_it_had_begun_and_nothing_else(cluster, client):
+    streams = [[] for _ in range(6)]
+    threads = [
+        threading.Thread(
+            target=streamed, args=(client, events), kwargs={"prompt": [n + 9] * 40,
+                                                            "max_tokens": 600}
+        )
+        for n, events in enumerate(streams)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: all(len(events) > 3 for events in streams))
+    before = cluster.replicas()
+    assert len(before) == 2
+    os.kill(before[0], signal.SIGKILL)
+    later = complete(client, prompt=[3] * 50, max_tokens=4)
+    assert later.status_code == 200, later.text
+    for thread in threads:
+        thread.join(_DEADLINE_S)
+    lost = [events for events in streams if "error" in events[-1]]
+    whole = [events for events in streams if "error" not in events[-1]]
+    assert lost
+    assert whole
+    assert {events[-1]["error"]["message"] for events in lost} == {
+        "the replica that worked on the request was lost"
+    }
+    assert all(e[-1]["choices"][0]["finish_reason"] == "length" for e in whole)
+    wait_for(lambda: len(cluster.replicas()) == 2)  # Ray starts another
+
+
+def test_a_signal_lets_what_runs_come_to_its_end_and_leaves_nothing():
+    made = Cluster("--replicas", "1", "--router", "round-robin")
+    try:
+        events = []
+        with httpx.Client(base_url=made.address(), timeout=_DEADLINE_S) as client:
+            asked = {"prompt": "A tuple is", "max_tokens": 400}
+            thread = threading.Thread(target=streamed, args=(client, events), kwargs=asked)
+            thread.start()
+            wait_for(lambda: len(events) > 3)
+            made.process.terminate()
+            thread.join(_DEADLINE_S)
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert made.ended() == 0
+    finally:
+        left = made.close()
+    assert not left
+
+
+def test_a_replica_of_two_processes_answers_and_is_made_anew_when_one_is_lost():
+    made = Cluster("--replicas", "1", "--tp", "2", "--check-ranks")
+    try:
+        with httpx.Client(base_url=made.address(), timeout=_DEADLINE_S) as client:
+            asked = {"prompt": "A tuple is", "max_tokens": 8}
+            before = complete(client, **asked).json()["choices"]
+            [leader] = made.replicas()
+            followers = [
+                pid
+                for pid, (_, command) in processes().items()
+                if command.startswith("ray::_Follower") and made.process.pid in ancestors(pid)
+            ]
+            assert len(followers) == 1
+            os.kill(followers[0], signal.SIGKILL)
+            wait_for(lambda: leader not in processes())
+            assert complete(client, **asked).json()["choices"] == before
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--kv-memory-bytes", "1K"], "kv_memory_bytes"),
+        (["--replicas", "1000"], "error: --replicas 1000: wanted at most"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_leaves_nothing(flags, line):
+    flags = [*flags, "--num-blocks", "40"] if flags[0] != "--kv-memory-bytes" else flags
+    command = [sys.executable, "-m", "model.cluster", "--port", "0", "--cpus-per-process", "0.5"]
+    ended = subprocess.run(
+        [*command, *flags], cwd=_ROOT, capture_output=True, text=True, timeout=_DEADLINE_S,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert line in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
