@@ -236,7 +236,7 @@ def check_overlap(loop, *, products):
     """One step: its products are issued at once; the exponentials stand between the two waits."""
     names = [_name(text) for text in loop]
     assert not any(name.startswith(("LDL", "STL")) for name in names)
-    multiplied = [i for i, name in enumerate(names) if name.startswith("HGMMA")]
+    multiplied = [i for i, name in enumerate(names) if name.startswith(("HGMMA", "QGMMA"))]
     assert len(multiplied) == products, len(multiplied)
     waits = [i for i, name in enumerate(names) if name.startswith("WARPGROUP.DEPBAR")]
     exponentials = [i for i, name in enumerate(names) if name == "MUFU.EX2"]
