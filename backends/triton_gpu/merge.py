@@ -33,7 +33,9 @@ from backends.triton_gpu.place import Place, device_function, power_of_two
 from backends.triton_gpu.prefill_order import RECORD, Items
 from backends.triton_gpu.splits import Grid, find_parts
 
-WARPS = 4
+WARPS = 2
+MANY_WARPS = 4
+"""Where there are many sequences, of which one may have most of the parts."""
 PIECE_WARPS = 4
 PIECE_ROWS = 16
 """Of a tile of prefill, a program, at most."""
@@ -195,8 +197,9 @@ def plan_merge(
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(
-        place, out.device, (out.dtype,), constants, num_warps=WARPS, **options
-    )
+        place, out.device, (out.dtype,), constants,
+        num_warps=WARPS if grid.vector < MANY_SEQS else MANY_WARPS, **options,
+    )  # fmt: skip
     numbers = (out.stride(0), batch.num_seqs, most, grid.items)
     return Plan(variant, (most * num_heads // heads, batch.num_seqs, 1), numbers, grid.target)
 
