@@ -1,6 +1,7 @@
 """vLLM's own tests with kvcore's manager in the place of vLLM's: a pytest plugin.
 
-    cp tests/adapters/vllm_own.py WORK; cd WORK; python -m pytest -p vllm_own tests/v1/core/test_scheduler.py
+    cp tests/adapters/vllm_own.py WORK && cd WORK
+    python -m pytest -p vllm_own tests/v1/core/test_scheduler.py
 
 What a test asks of the insides of vLLM's manager cannot be asked of kvcore: those are in `INSIDES`,
 under what they look at, and are expected to fail, strictly.

@@ -298,6 +298,8 @@ def collections(call):
             found += info["collected"]
             runs += 1
 
+    thresholds = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)  # of each version its own
     gc.collect()
     gc.freeze()
     gc.callbacks.append(note)
@@ -306,6 +308,7 @@ def collections(call):
     finally:
         gc.callbacks.remove(note)
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
     return found, runs, walked
 
 

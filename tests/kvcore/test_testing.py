@@ -63,7 +63,7 @@ def test_nothing_is_wrong_with_plain_lists(make):
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_allocator_is_caught(name):
     cls, properties, machines = BROKEN[name]
-    assert verdict(cls, machines, max_examples=200) in properties
+    assert verdict(cls, machines, max_examples=1000) in properties  # nearly all within 100
 
 
 def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
@@ -81,6 +81,7 @@ def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
 @pytest.mark.parametrize("machine", [*testing.MACHINES, testing.GroupMachine])
 def test_every_rule_of_a_machine_runs(machine):
     ran = Counter()
+    rules = {name for name, what in vars(machine).items() if callable(what) and name[0] != "_"}
 
     def note(frame, event, _):
         if event == "call" and frame.f_code.co_filename.endswith("testing/machines.py"):
@@ -90,10 +91,13 @@ def test_every_rule_of_a_machine_runs(machine):
     sys.setprofile(note)
     try:
         make = WindowAllocator if machine is testing.GroupMachine else DictionaryAllocator
-        testing.check_allocator(make, machines=[machine], settings=quick(max_examples=40))
+        for max_examples in (40, 200):  # what is drawn differs with the version of Python
+            settings = quick(max_examples=max_examples)
+            testing.check_allocator(make, machines=[machine], settings=settings)
+            if rules <= set(ran):
+                break
     finally:
         sys.setprofile(before)
-    rules = {name for name, what in vars(machine).items() if callable(what) and name[0] != "_"}
     assert len(rules) > 5
     assert rules <= set(ran), rules - set(ran)
 

@@ -74,7 +74,7 @@ class keeps_the_name_of_an_evicted_block(DictionaryAllocator):
         pass
 
 
-@broken("P1", "P2", "P7")
+@broken("P1", "P2", "P7", "P17")
 class does_not_hold_what_it_hits(DictionaryAllocator):
     """Hits stay in the free list: the next request takes them, perhaps this one itself."""
 
