@@ -244,6 +244,7 @@ class KVCacheManager:
             total = known.num_computed_tokens + num_tokens
             if total <= known.room:
                 return self._no_growth
+            self._check_open(known)  # it may be a copy
             check_length(total, self.max_model_len)
             return self._grow(known, total)
         return self._grow(seq, self._room_wanted(seq, num_tokens))
@@ -381,7 +382,7 @@ class KVCacheManager:
             count = num_tokens
         else:
             count = as_int("num_tokens", num_tokens, 0)
-            self._check_open(seq)
+        self._check_open(seq)
         was_known = seq.due > 0
         if not forward.commit(self.pool, seq, count) or was_known:
             seq.find_limits(self.max_model_len)  # a prompt that is computed at once needs none
@@ -705,27 +706,27 @@ class KVCacheManager:
         block_tables: object,
         slot_mapping: object,
         *,
-        row_stride: SupportsIndex,
+        row_stride: SupportsIndex | None = None,
         group: SupportsIndex = 0,
     ) -> None:
         """Write a decode step's block tables and slots into buffers of the caller. O(blocks).
 
         Args:
             seqs: open sequences, each with room for the token after its computed ones.
-            block_tables: a writable, contiguous buffer of int32 or int64: row `i` begins at entry
-                `i * row_stride` and gets the table of sequence `i`; what follows in the row is
+            block_tables: a writable, contiguous buffer of int32 or int64, [rows, entries of a row],
+                or flat: row `i` gets the table of sequence `i`; what follows in the row is
                 untouched.
-            slot_mapping: a writable, contiguous buffer of int64: [at least len(seqs)]; the slot of
-                each sequence's next token.
-            row_stride: entries from one row to the next.
+            slot_mapping: a writable, contiguous buffer of int64, or of int32 where the cache has
+                fewer than 2**31 slots: [at least len(seqs)]; where each sequence's next token goes.
+            row_stride: entries from one row to the next of a flat `block_tables`.
             group: which layer group.
 
         Raises:
             NotReservedError: a sequence has no room for its next token.
-            InvalidArgumentError: a row is longer than `row_stride`, or a buffer does not fit.
-                Nothing is written then.
+            InvalidArgumentError: a table is longer than a row, a slot does not fit into 32 bits, or
+                a buffer does not fit. Nothing is written then.
         """
-        stride = as_int("row_stride", row_stride, 1)
+        stride = None if row_stride is None else as_int("row_stride", row_stride, 1)
         number = as_int("group", group, 0, len(self.groups) - 1)
         running = list(seqs)
         for seq in running:

@@ -26,7 +26,7 @@ from kvcore.groups import NEVER, LayerGroup
 from kvcore.items import Item
 from kvcore.names import BlockHash, NameAlgorithm, NameChain
 from kvcore.retention import Retention
-from kvcore.slots import int_view, put_ints, slot_of, slots_of
+from kvcore.slots import check_width, int_view, put_ints, row_view, slot_of, slots_of
 
 
 @final
@@ -52,6 +52,8 @@ class KVSequence:
             are not known: whoever takes from its tables sets them to 0.
         stop: below so many tokens a decode step has nothing to do but to count; 0: not known.
         owner: the manager that opened it.
+        tag: the caller's own: None at first, and never read here. A handle cannot be weakly
+            referenced where kvcore is compiled, so what belongs to it can hang on it.
     """
 
     __slots__ = (
@@ -70,6 +72,7 @@ class KVSequence:
         "seq_id",
         "stop",
         "tables",
+        "tag",
         "wishes",
     )
 
@@ -83,6 +86,7 @@ class KVSequence:
         items: tuple[Item, ...],
     ) -> None:
         self.owner = owner
+        self.tag: object = None
         self.items = items
         self.seq_id = seq_id
         self.packed = packed
@@ -160,7 +164,8 @@ class KVSequence:
     ) -> int:
         """Write the slots of the positions `start` to `stop - 1` to the beginning of `out`.
 
-        O(stop - start). `out` is a writable, contiguous buffer of int64: [at least stop - start].
+        O(stop - start). `out` is a writable, contiguous buffer of int64, or of int32 where the
+        cache has fewer than 2**31 slots: [at least stop - start].
 
         Returns:
             How many entries were written.
@@ -179,8 +184,10 @@ class KVSequence:
                 f"wanted the slots of positions {start} to {stop - 1}, "
                 f"the table has blocks for {first} to {room - 1}"
             )
-        view = int_view("out", out, (8,), stop - start)
-        put_ints(view, 0, slots_of(table.block_ids, start, stop, table.block_size))
+        view = int_view("out", out, (4, 8), stop - start)
+        slots = slots_of(table.block_ids, start, stop, table.block_size)
+        check_width("out", view, slots)
+        put_ints(view, 0, slots)
         return stop - start
 
     def block_names(self, algorithm: NameAlgorithm = "xxh3-128") -> tuple[BlockHash, ...]:
@@ -253,36 +260,42 @@ class KVSequence:
 
 
 def write_rows(
-    seqs: Sequence[KVSequence], group: int, block_tables: object, slot_mapping: object, stride: int
+    seqs: Sequence[KVSequence],
+    group: int,
+    block_tables: object,
+    slot_mapping: object,
+    row_stride: int | None,
 ) -> None:
     """Write a group's tables of a step, and the slot of each next token; or nothing. O(blocks).
 
     Args:
         seqs: open sequences.
         group: which layer group.
-        block_tables: a buffer of int32 or int64 in which row `i` begins at entry `i * stride`.
-        slot_mapping: a buffer of int64.
-        stride: entries from one row to the next.
+        block_tables: a buffer of int32 or int64, a row for each sequence.
+        slot_mapping: a buffer of int32 or int64.
+        row_stride: entries from one row to the next; None: `block_tables` has two dimensions.
 
     Raises:
         NotReservedError: a sequence has no room for its next token.
-        InvalidArgumentError: a row is longer than `stride`, or a buffer does not fit.
+        InvalidArgumentError: a buffer does not fit.
     """
     slots = array("q")
     tables: list[array[int]] = []
+    longest = 0
     for seq in seqs:
         table = seq.tables[group]
         position = seq.num_computed_tokens
         if position >= len(table.blocks) * table.block_size:
             raise NotReservedError(f"{seq!r} has no room for its next token")
-        if len(table.block_ids) > stride:
-            raise InvalidArgumentError(
-                f"row_stride: wanted at least {len(table.block_ids)}, got {stride}"
-            )
         slots.append(slot_of(table.block_ids, position, table.block_size))
         tables.append(table.block_ids)
+        longest = max(longest, len(table.block_ids))
+    rows, stride = row_view("block_tables", block_tables, row_stride, len(tables), longest)
     room = (len(tables) - 1) * stride + len(tables[-1]) if tables else 0
-    rows = int_view("block_tables", block_tables, (4, 8), room)
-    put_ints(int_view("slot_mapping", slot_mapping, (8,), len(slots)), 0, slots)
+    if row_stride is not None and room > len(rows):
+        raise InvalidArgumentError(f"block_tables: wanted room for {room} entries, got {len(rows)}")
+    view = int_view("slot_mapping", slot_mapping, (4, 8), len(slots))
+    check_width("slot_mapping", view, slots)
+    put_ints(view, 0, slots)
     for index, block_ids in enumerate(tables):
         put_ints(rows, index * stride, block_ids)

@@ -52,6 +52,57 @@ def int_view(name: str, out: object, widths: tuple[int, ...], num_entries: int) 
         InvalidArgumentError: `out` is not a writable, contiguous, one-dimensional buffer of signed
             integers of such a width, or is too short.
     """
+    view = _checked_view(name, out, widths)
+    if view.ndim != 1:
+        raise InvalidArgumentError(f"{name}: wanted one dimension, got {view.ndim}")
+    if len(view) < num_entries:
+        raise InvalidArgumentError(
+            f"{name}: wanted room for {num_entries} entries, got {len(view)}"
+        )
+    return view
+
+
+def row_view(
+    name: str, out: object, row_stride: int | None, num_rows: int, longest: int
+) -> tuple[memoryview, int]:
+    """Return a buffer of rows as a view, and how many entries a row has. O(1).
+
+    Args:
+        name: what the caller calls it.
+        out: any object with a buffer of int32 or int64, of two dimensions, or of one.
+        row_stride: entries from one row to the next; None: `out` has two dimensions.
+        num_rows: how many rows are to be written.
+        longest: entries of the longest of them.
+
+    Raises:
+        InvalidArgumentError: `out` is not a writable, contiguous buffer of such integers, has too
+            few rows or too short ones, or its dimensions and `row_stride` do not go together.
+    """
+    view = _checked_view(name, out, (4, 8))
+    if view.ndim != (2 if row_stride is None else 1):
+        raise InvalidArgumentError(
+            f"{name}: wanted two dimensions, or one and a row_stride, "
+            f"got {view.ndim} and {'none' if row_stride is None else row_stride}"
+        )
+    if row_stride is None:
+        height, width = view.shape or (0, 0)  # there are two
+        if num_rows > height or longest > width:
+            raise InvalidArgumentError(
+                f"{name}: wanted at least {num_rows} rows of {longest}, got {height} of {width}"
+            )
+        return view, width
+    if longest > row_stride:
+        raise InvalidArgumentError(f"row_stride: wanted at least {longest}, got {row_stride}")
+    return view, row_stride
+
+
+def check_width(name: str, view: memoryview, slots: array[int]) -> None:
+    """Raise where a slot does not fit into what a view holds. O(len(slots)) for 32 bits."""
+    if view.itemsize == 4 and slots and max(slots) >= 2**31:
+        raise InvalidArgumentError(f"{name}: wanted int64 for slot {max(slots)}, got int32")
+
+
+def _checked_view(name: str, out: object, widths: tuple[int, ...]) -> memoryview:
     try:
         view = memoryview(out)  # type: ignore[arg-type]  # the call is the check
     except TypeError:
@@ -59,18 +110,14 @@ def int_view(name: str, out: object, widths: tuple[int, ...], num_entries: int) 
             f"{name}: wanted a writable buffer, got {type(out).__name__}"
         ) from None
     signed = view.format.lstrip("@=<") in {"i", "l", "q"}
-    if view.ndim != 1 or view.itemsize not in widths or not signed:
+    if view.itemsize not in widths or not signed:
         wanted = " or ".join(f"int{8 * width}" for width in widths)
         raise InvalidArgumentError(
-            f"{name}: wanted one dimension of {wanted}, "
+            f"{name}: wanted {wanted}, "
             f"got {view.ndim} of {view.itemsize} bytes with format {view.format!r}"
         )
-    if view.readonly or not view.contiguous:
+    if view.readonly or not view.c_contiguous:
         raise InvalidArgumentError(f"{name}: wanted a writable, contiguous buffer")
-    if len(view) < num_entries:
-        raise InvalidArgumentError(
-            f"{name}: wanted room for {num_entries} entries, got {len(view)}"
-        )
     return view
 
 

@@ -293,6 +293,19 @@ class NaiveManager:
                 return length, found
         return nothing
 
+    def peak(self, hits, cached, total, chunk):
+        """The most blocks that come from the free ones, at every moment of every way to the end."""
+        most = 0
+        for settled in range(cached, total):
+            taken = 0
+            for group, table in zip(self.groups, hits, strict=True):
+                reserved = self.blocks_for(min(settled + chunk, total), group[2])
+                for place in range(min(self.keeps(group, settled), default=0), reserved):
+                    is_hit = place < len(table) and table[place]
+                    taken += not is_hit or self.pool.refs[table[place]] == 0
+            most = max(most, taken)
+        return most
+
     def wish(self, seq, number):
         """Every block of the path is kept as strongly as anything after it."""
         size, table = self.groups[number][2], seq.tables[number]

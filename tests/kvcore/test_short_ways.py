@@ -78,7 +78,7 @@ def test_a_request_of_one_layer_group_goes_no_way_that_several_need():
     tokens = kvcore.pack(range(10))
     seq = kv.open(tokens)
     kv.reserve(seq, 10)
-    again = {"check_length", "_grow", "find_limits"}
+    again = {"_check_open", "check_length", "_grow", "find_limits"}
     for count, ways in [(12, again), (11, set()), (0, set())]:
         assert called(kv.reserve, seq, count) == (((),), ways | {"reserve"})
     assert not called(kv.commit, seq, 10)[1] & {"_move", "_settle", "_set"}

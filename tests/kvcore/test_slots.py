@@ -43,7 +43,15 @@ def test_a_block_table_is_written_at_the_start_of_a_buffer(opened, make):
     assert list(out) == [1, 2, 3, -7, -7]
 
 
-@pytest.mark.parametrize("make", [lambda n: array("q", [-7] * n), lambda n: np.full(n, -7, "i8")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: array("q", [-7] * n),
+        lambda n: np.full(n, -7, "i8"),
+        lambda n: array("i", [-7] * n),
+        lambda n: np.full(n, -7, "i4"),
+    ],
+)
 def test_a_slot_mapping_is_written_at_the_start_of_a_buffer(opened, make):
     _, seq = opened
     out = make(6)
@@ -89,3 +97,100 @@ def test_slots_without_a_block_are_refused(opened):
         seq.write_slot_mapping(0, 13, out)
     with pytest.raises(kvcore.InvalidArgumentError, match="stop"):
         seq.write_slot_mapping(3, 2, out)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """A sequence whose last block begins at slot 2**31."""
+    kv = kvcore.KVCacheManager(2**11 + 2, 2**20)
+    kv.pool.take(2**11 - 2)
+    seq = kv.open([1])
+    kv.reserve(seq, 2**20 + 1)
+    assert seq.block_table == (2**11 - 1, 2**11)
+    return kv, seq
+
+
+def test_slots_are_written_in_32_bits_as_long_as_they_fit(wide):
+    kv, seq = wide
+    for name in ("out", "slot_mapping"):
+        slots, tables = array("i", [-7] * 2), array("i", [-7] * 2)
+
+        def write(slots=slots, tables=tables, name=name):
+            if name == "out":
+                return seq.write_slot_mapping(2**20 - 1, 2**20 + 1, slots)
+            seq.num_computed_tokens = 2**20
+            try:
+                return kv.write_step([seq], tables, slots, row_stride=2)
+            finally:
+                seq.num_computed_tokens = 0
+
+        with pytest.raises(kvcore.InvalidArgumentError, match=f"{name}: .* int64 for slot {2**31}"):
+            write()
+        assert [*slots, *tables] == [-7] * 4
+    assert seq.write_slot_mapping(2**20 - 2, 2**20, slots) == 2
+    assert list(slots) == [2**31 - 2, 2**31 - 1]
+
+
+ROWS = st.tuples(st.integers(0, 5), st.integers(1, 6))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), max_size=4),
+    shape=ROWS,
+    kind=st.sampled_from(["i4", "i8"]),
+    slot_kind=st.sampled_from(["i4", "i8"]),
+)
+def test_rows_of_two_dimensions_are_those_of_one_with_a_stride(lengths, shape, kind, slot_kind):
+    """Or both are refused, and nothing is written."""
+    kv = kvcore.KVCacheManager(64, 4)
+    seqs = [kv.open([7] * length) for length in lengths]
+    for seq in seqs:
+        kv.reserve(seq, seq.num_tokens)
+    tables, slots = np.full(shape, -7, kind), np.full(len(seqs), -7, slot_kind)
+    longest = max((len(seq.block_table) for seq in seqs), default=0)
+    if shape[0] < len(seqs) or shape[1] < longest:
+        with pytest.raises(kvcore.InvalidArgumentError, match=f"wanted at least {len(seqs)} rows"):
+            kv.write_step(seqs, tables, slots)
+        assert (tables == -7).all()
+        assert (slots == -7).all()
+        return
+    kv.write_step(seqs, tables, slots)
+    flat, same = np.full(shape[0] * shape[1], -7, kind), np.full(len(seqs), -7, "i8")
+    kv.write_step(seqs, flat, same, row_stride=shape[1])
+    assert tables.reshape(-1).tolist() == flat.tolist()
+    assert slots.tolist() == same.tolist()
+    for row, seq in zip(tables.tolist(), seqs, strict=False):
+        table = list(seq.block_table)
+        assert row == table + [-7] * (shape[1] - len(table))
+
+
+@pytest.mark.parametrize(
+    ("tables", "stride", "message"),
+    [
+        (np.zeros(8, "i4"), None, "two dimensions, or one and a row_stride, got 1 and none"),
+        (np.zeros((2, 4), "i4"), 4, "two dimensions, or one and a row_stride, got 2 and 4"),
+        (np.zeros((1, 2, 4), "i4"), None, "got 3 and none"),
+        (np.zeros((4, 2), "i4").T, None, "wanted a writable, contiguous buffer"),
+        (np.zeros((2, 8), "i4")[:, :4], None, "wanted a writable, contiguous buffer"),
+        (np.zeros((2, 4), "u4"), None, "block_tables: wanted int32 or int64"),
+        (np.zeros((2, 4), "i2"), None, "block_tables: wanted int32 or int64"),
+    ],
+)
+def test_rows_that_cannot_be_meant_are_refused(opened, tables, stride, message):
+    kv, seq = opened
+    slots = array("q", [-7])
+    with pytest.raises(kvcore.InvalidArgumentError, match=message):
+        kv.write_step([seq], tables, slots, row_stride=stride)
+    assert not tables.any()
+    assert list(slots) == [-7]
+
+
+def test_a_tag_is_the_callers_own(opened):
+    """On both builds: a handle of compiled code has no weak references."""
+    kv, seq = opened
+    assert seq.tag is None
+    seq.tag = request = object()
+    kv.commit(seq, 10)
+    child, _ = kv.fork(seq)
+    kv.close(seq)
+    assert (seq.tag, child.tag) == (request, None)

@@ -59,12 +59,16 @@ class ManagerVerbs(ManagerChecks):
                 )
             return None
         before = self.view()
-        plan = self.kv.plan(given, namespace=namespace, items=items, skip_reading=skips)
+        about = {"namespace": namespace, "items": items, "skip_reading": skips}
+        plan = self.kv.plan(given, **about)
+        chunk = 1 + len(self.live) % 4
+        chunked = self.kv.plan(given, **about, chunk=chunk)
         expect("P4", self.view(), before, "state after a plan")
         cached, hits = self.naive.hits(tokens, None if skips else namespace)
         held = [block_id for table in hits for block_id in table if block_id]
         revived = sum(self.naive.pool.refs[block_id] == 0 for block_id in held)
         deferred = self.naive.num_deferred()
+        peak = self.naive.peak(hits, cached, len(tokens), chunk)
         wishes = [kvcore.Retention(*wish) for wish in retain]
         options = {"retain": wishes, "resumed": resumed, "skip_reading": skips}
         real = self.kv.open(given, namespace=namespace, items=items, **options)
@@ -80,6 +84,7 @@ class ManagerVerbs(ManagerChecks):
         expect("P24", real.num_cached_tokens, cached, "cached tokens")
         expect("P13", plan.num_new_blocks, missing, "new blocks planned")
         expect("P13", plan.num_revived_blocks, revived, "revived blocks planned")
+        expect("P13", chunked.num_new_blocks + revived, peak, f"blocks in chunks of {chunk}")
         expect("P13", plan.num_cached_tokens, real.num_cached_tokens, "cached tokens planned")
         fits = self.kv.can_reserve(real, len(tokens) - real.num_computed_tokens)
         free = len(self.naive.pool.order())

@@ -177,7 +177,7 @@ def with_restless_queue(manager):
     manager.pool.idle_blocks = RestlessQueue()
 
 
-changed("look_ups_make_what_was_used_old", with_restless_queue, "P15")
+changed("look_ups_make_what_was_used_old", with_restless_queue, "P15", "P1")
 
 
 class YoungQueue(IdleBlocks):

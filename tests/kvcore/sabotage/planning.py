@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import kvcore
-from kvcore.sharing import find_prefix
+from kvcore.sharing import describe, find_prefix
 from tests.kvcore import machines
+from tests.kvcore.sabotage.groups import WINDOWS
 from tests.kvcore.sabotage.registry import sabotage
 
 
@@ -58,11 +59,29 @@ class plan_looks_at_the_first_block_only(kvcore.KVCacheManager):
         return replace(plan, num_new_blocks=min(1, plan.num_new_blocks))
 
 
+@sabotage(machines.ManagerMachine, "P13", layouts=WINDOWS)
+class plan_in_chunks_counts_all_at_once(kvcore.KVCacheManager):
+    def plan(self, tokens, *, chunk=None, **options):
+        return super().plan(tokens, **options)
+
+
+@sabotage(machines.ManagerMachine, "P13", layouts=WINDOWS)
+class plan_in_chunks_takes_again_what_others_hold(kvcore.KVCacheManager):
+    """What a window passes is not free while somebody else holds it, too."""
+
+    def plan(self, tokens, *, chunk=None, **options):
+        plan = super().plan(tokens, chunk=chunk, **options)
+        if chunk is None or not plan.num_cached_tokens:
+            return plan
+        alone = kvcore.peak_blocks(len(tokens), self.block_size, groups=self.groups, chunk=chunk)
+        return replace(plan, num_new_blocks=alone - plan.num_revived_blocks)
+
+
 @sabotage(machines.ManagerMachine, "P4", "P2", rows=(14,))
 class plan_holds_what_it_finds(kvcore.KVCacheManager):
     def plan(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, items=(), **options):
         plan = super().plan(tokens, namespace=namespace, items=items, **options)
-        packed, key, checked = self._described(tokens, namespace, items)
+        packed, key, checked = describe(tokens, namespace, items, None)
         if key is not None:
             _, hits = find_prefix(self.pool, self.groups, key, packed, checked)
             for blocks in hits:

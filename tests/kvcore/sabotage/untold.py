@@ -1,9 +1,10 @@
 """Tokens that are told later, broken."""
 
 import kvcore
+from kvcore.forward import check_expected, check_told
 from kvcore.groups import first_kept_block
 from tests.kvcore import machines
-from tests.kvcore.sabotage.registry import changed, sabotage
+from tests.kvcore.sabotage.registry import patched, sabotage
 
 WINDOWS = ("window", "full and window", "six and four")
 
@@ -27,7 +28,7 @@ class untold_tokens_are_published_as_zeros(kvcore.KVCacheManager):
 class untold_tokens_are_never_found_once_told(kvcore.KVCacheManager):
     def tell(self, seq, tokens, *, start=None):
         self._check_open(seq)
-        self._check_expected(seq, len(tokens), start)
+        check_expected(seq, len(tokens), start)
         seq.packed.extend(tokens)
         seq.num_untold_tokens -= len(tokens)
 
@@ -66,11 +67,9 @@ class untold_tokens_are_told_to_the_wrong_place(kvcore.KVCacheManager):
         super().tell_step(seqs, tokens, num_told=num_told)
 
 
-def lose_the_check(manager):
-    manager._check_told = lambda seq: None
-
-
-changed("untold_tokens_are_overtaken_by_known_ones", lose_the_check, "P27", "P10", "P9")
+@patched(check_told, "P27", "P10", "P9")
+def untold_tokens_are_overtaken_by_known_ones(seq):
+    pass
 
 
 @sabotage(machines.ManagerMachine, "P27", "P4")
