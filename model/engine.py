@@ -33,6 +33,7 @@ from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
 from model.device.prepare import prepare_network
 from model.device.profile import free_bytes
+from model.device.quantised import quantise
 from model.device.request_sampler import RequestSampler
 from model.device.sanitized import SanitizedBackend
 from model.device.step_runner import Flight, StepPasses
@@ -81,7 +82,7 @@ class Engine:
         if self._sanitizer is not None:
             backend = cast("backends.Backend", self._sanitizer)
         if caches_of is None:
-            self.network = PagedNetwork(model, backend)
+            self.network = _network(model, backend, self.config)
             self.memory = _plan_memory(model, self.network, self.config)
             self.network.allocate(self.memory.num_blocks, self.config.block_size)
         else:
@@ -512,6 +513,19 @@ class Engine:
             raise InvalidArgumentError(
                 f"{what}: wanted token ids below {self._vocab_size}, got {max(tokens)}"
             )
+
+
+def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig) -> PagedNetwork:
+    """The network, and what its caches will store."""
+    network = PagedNetwork(model, backend)
+    if config.kv_dtype == "fp8":
+        quantise(
+            network,
+            block_size=config.block_size,
+            vocab_size=model.network.config.get_text_config().vocab_size,
+            calibrates=config.kv_scales == "calibrated",
+        )
+    return network
 
 
 def _plan_memory(model: LoadedModel, network: PagedNetwork, config: EngineConfig) -> MemoryPlan:

@@ -50,7 +50,7 @@ from model.checkpoint import (
     read_object,
     reason,
 )
-from model.device.parallel import check_cut, shard_network
+from model.device.parallel import Sums, check_cut, shard_network
 from model.device.ranks import Ranks
 from model.errors import (
     InvalidArgumentError,
@@ -257,9 +257,10 @@ def load_model(
     if ranks is None:
         network = _load_network(source, config, dtype, stored, shapes)
     else:
+        sums = Sums(dtype, device, ranks)  # of all at once, so before they take turns
         ranks.wait_turn()
         network = _load_network(source, config, dtype, stored, shapes)
-        shard_network(network, ranks, device)
+        shard_network(network, ranks, sums)
     nn.Module.to(network, device)
     if ranks is not None:
         ranks.end_turn()

@@ -45,6 +45,16 @@ def test_every_example_of_the_page_on_testing_yours_prints_what_it_shows():
     assert result.attempted > 12
 
 
+def test_every_example_of_the_page_on_transfers_prints_what_it_shows():
+    page = (ROOT / "docs" / "transfer.md").read_text(encoding="utf-8")
+    session = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    test = doctest.DocTestParser().get_doctest(session, {}, "transfer", "transfer.md", 0)
+    report = []
+    result = doctest.DocTestRunner().run(test, out=report.append)
+    assert result.failed == 0, "".join(report)
+    assert result.attempted > 15
+
+
 def test_the_gate_finds_the_readmes_two_commands():
     assert re.findall(r"^pip install .* && python -m model\.run$", README, re.MULTILINE)
     assert re.findall(r"^pip install .* && pytest$", README, re.MULTILINE)

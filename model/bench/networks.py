@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from model.architectures import check_architecture
 from model.bench.configs import CONFIGS
-from model.device.parallel import shard_network
+from model.device.parallel import Sums, shard_network
 from model.device.ranks import Ranks
 from model.errors import UsageError
 from model.loader import LoadedModel, load_config, load_model, wrap_network
@@ -87,7 +87,7 @@ def load(
             config, dtype=dtype
         )
     if ranks is not None:
-        shard_network(network, ranks, device)
+        shard_network(network, ranks, Sums(dtype, device, ranks))
     return wrap_network(name, network, Wordless(), ranks)
 
 

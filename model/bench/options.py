@@ -13,6 +13,7 @@ from typing import Literal
 from model.bench.workloads import Shape, Workload
 from model.cli.options import ModelOptions, TraceOptions
 from model.control.config import EngineConfig
+from model.control.params import SamplingParams
 from model.control.settings import setting
 
 Peer = Literal["generate", "generate_batch", "generate_batch_sized", "no-prefix-cache"]
@@ -40,12 +41,23 @@ class ArrivalOptions:
     temperature: float = setting(
         0.0, help="0: the most likely token; above 0: draw", least=0, below=math.inf
     )
+    top_k: int | None = setting(
+        None, help="draw from the most likely tokens alone, this many", least=1
+    )
+    top_p: float = setting(
+        1.0, help="draw from the fewest most likely tokens that reach this mass", above=0, most=1
+    )
     request_rate: float = setting(
         math.inf, help="requests a second, at random moments; inf: all at once", above=0
     )
     max_concurrency: int | None = setting(
         None, help="requests in flight at once (default: any number)", least=1
     )
+
+    @property
+    def params(self) -> SamplingParams:
+        """How all tokens are chosen. O(1)."""
+        return SamplingParams(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,6 +143,8 @@ def table(report: Report) -> str:
         "total throughput": f"{numbers['total_token_throughput']:,.0f} tokens/s",
         "prefix hit rate": f"{counters.hit_rate:.1%} ({hits})",
         "blocks": f"{used}, {evicted}",
+        "start-up": f"ready {about['startup_s']:.1f} s after the process began, "
+        f"its first token after {about['first_token_s']:.1f}",
     }
     if counters.num_draft_tokens:
         held = f"{counters.num_accepted_tokens:,} of {counters.num_draft_tokens:,} draft tokens"
@@ -150,7 +152,12 @@ def table(report: Report) -> str:
     width = max(map(len, rows))
     lines = [f"{name:<{width}}  {value}" for name, value in rows.items()]
     lines.append(f"{'ms':<{width}}  {'mean':>10} {'median':>10} {'p99':>10}")
-    for name, meaning in (("ttft", "to first token"), ("tpot", "a token"), ("itl", "between two")):
+    for name, meaning in (
+        ("ttft", "to first token"),
+        ("tpot", "a token"),
+        ("itl", "between two"),
+        ("e2el", "to the last"),
+    ):
         values = [numbers[f"{kind}_{name}_ms"] for kind in ("mean", "median", "p99")]
         cells = " ".join(f"{value:>10,.2f}" for value in values)
         lines.append(f"{f'{name}, {meaning}':<{width}}  {cells}")

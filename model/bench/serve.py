@@ -15,13 +15,15 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from model.bench.metrics import Timeline
 from model.bench.workloads import BenchRequest
 from model.control.params import SamplingParams
 from model.control.request import Request
+
+_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +53,16 @@ class Arrivals:
 
 
 class Answer(Protocol):
-    """One token of one request."""
+    """What a step gives one request."""
 
     @property
     def request(self) -> Request:
         """Whose; its status is up to date."""
+        ...
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Its tokens: one, or several where drafts held."""
         ...
 
     @property
@@ -94,7 +101,7 @@ def serve(
     requests: Sequence[BenchRequest],
     arrivals: Arrivals,
     *,
-    temperature: float = 0.0,
+    params: SamplingParams = _GREEDY,
     on_finish: Callable[[], None] = lambda: None,
 ) -> list[Served]:
     """Send requests to an engine and run it until all are answered.
@@ -103,7 +110,7 @@ def serve(
         engine: has nothing else to do.
         requests: what follows another comes after it.
         arrivals: when they are sent.
-        temperature: of all requests.
+        params: of all requests, but for their lengths; none ends before that.
         on_finish: called when a request is answered.
 
     Returns:
@@ -112,7 +119,7 @@ def serve(
     Raises:
         InvalidArgumentError: a request is refused.
     """
-    return _Run(engine, requests, arrivals, temperature, on_finish).run()
+    return _Run(engine, requests, arrivals, params, on_finish).run()
 
 
 class _Run:
@@ -123,12 +130,12 @@ class _Run:
         engine: Serving,
         requests: Sequence[BenchRequest],
         arrivals: Arrivals,
-        temperature: float,
+        params: SamplingParams,
         on_finish: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._requests = requests
-        self._temperature = temperature
+        self._params = params
         self._on_finish = on_finish
         self._limit = arrivals.max_concurrency or len(requests)
         self._slot_free_s = 0.0
@@ -158,7 +165,8 @@ class _Run:
                 outputs = self._engine.step()
                 now = time.perf_counter() - begin
                 for output in outputs:
-                    self._token_s[self._in_flight[output.request.request_id]].append(now)
+                    times = self._token_s[self._in_flight[output.request.request_id]]
+                    times += [now] * len(output.token_ids)
                     if output.request.is_finished:
                         self._texts.append(output.text)  # decoded, as for any client
                         self._finished(output.request, now)
@@ -172,10 +180,8 @@ class _Run:
             due, number = heapq.heappop(self._ready)
             request = self._engine.add_request(
                 self._prompt(number),
-                SamplingParams(
-                    max_tokens=self._requests[number].max_tokens,
-                    temperature=self._temperature,
-                    ignore_eos=True,
+                replace(
+                    self._params, max_tokens=self._requests[number].max_tokens, ignore_eos=True
                 ),
             )
             self._sent[number] = request

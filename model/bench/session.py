@@ -9,11 +9,9 @@ Does not know: what is measured in a turn (`serve.py`, `peers.py`), how it is pr
 """
 
 import dataclasses
-import gc
 import json
 import logging
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +23,7 @@ from model.bench.metrics import summarize
 from model.bench.networks import load
 from model.bench.options import BenchOptions
 from model.bench.peers import PEERS, Job, PeerSettings
+from model.bench.process import process_age_s
 from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
@@ -105,9 +104,8 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
         ModelError: the options cannot be run.
     """
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    begin = time.perf_counter()
     bench = _prepare(options)
-    startup_s = time.perf_counter() - begin
+    startup_s = process_age_s()
     recorder = bench.engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(bench.model.codec.decode)
@@ -160,14 +158,13 @@ def _our_turn(bench: _Bench, label: str, *, prefix_cache: bool = True) -> _Turn:
     engine.empty_cache(enable_caching=prefix_cache and options.engine.enable_prefix_caching)
     engine.stats.peak_running = 0
     before = _counters(engine)
-    gc.collect()
     try:
         with bar(label, len(bench.requests)) as advance:
             served = serve(
                 engine,
                 bench.requests,
                 arrivals,
-                temperature=options.arrivals.temperature,
+                params=options.arrivals.params,
                 on_finish=advance,
             )
     finally:
@@ -185,7 +182,6 @@ def _peer_turn(bench: _Bench, name: str, served: Sequence[Served], label: str) -
         options.arrivals.max_concurrency or len(jobs), options.engine.max_num_seqs, len(jobs)
     )
     settings = PeerSettings(temperature=options.arrivals.temperature, batch_size=limit)
-    gc.collect()
     with bar(f"{label}, {name}", len(jobs)) as advance:
         seconds = PEERS[name](bench.model, jobs, settings, advance)
     tokens = sum(job.max_tokens for job in jobs)
@@ -234,8 +230,11 @@ def _report(
             "max_num_seqs": options.engine.max_num_seqs,
             "seed": options.arrivals.seed,
             "temperature": options.arrivals.temperature,
+            "top_k": options.arrivals.top_k,
+            "top_p": options.arrivals.top_p,
             "rounds": options.work.rounds,
             "startup_s": startup_s,
+            "first_token_s": startup_s + ours[0].served[0].timeline.token_s[0],
         },
         numbers=numbers[middle],
         counters=ours[middle].counters,

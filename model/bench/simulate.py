@@ -40,6 +40,7 @@ class SimulatedOutput:
     """One token of one request; it says nothing."""
 
     request: Request
+    token_ids: tuple[int, ...] = (0,)
     text: str = ""
 
 

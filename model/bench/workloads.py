@@ -9,6 +9,7 @@ the same in every process; lengths do not depend on the vocabulary.
 - `chat`: conversations that begin with one shared system prompt; a turn is sent when the one before
   it has been answered, and contains it, its answer and a new message.
 - `shared-prefix`: one long beginning, and an ending for each request.
+- `copy`: prompts that say the same several times, for drafts that look it up.
 
 Does not know: engines, models, time.
 """
@@ -21,7 +22,7 @@ from typing import ClassVar, Literal, Self
 from model.control.settings import check_settings, setting
 from model.errors import InvalidArgumentError
 
-Workload = Literal["uniform", "chat", "shared-prefix"]
+Workload = Literal["uniform", "chat", "shared-prefix", "copy"]
 """Workloads that serve requests."""
 
 _TOKEN_LIMIT = 10_000
@@ -85,6 +86,7 @@ class Shape:
     output_len: Span = setting(Span(100, 1024), help="tokens generated", metavar="LOW:HIGH")
     prefix_len: int = setting(0, help="tokens that all prompts begin with", least=0)
     turns: int = setting(1, help="requests of a conversation", least=1)
+    copies: int = setting(1, help="how often a prompt says what is its own", least=1)
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -102,6 +104,7 @@ SHAPES: dict[str, Shape] = {
     "shared-prefix": Shape(
         num_requests=64, input_len=Span(16, 64), output_len=Span(16, 64), prefix_len=512
     ),
+    "copy": Shape(num_requests=8, input_len=Span(32, 64), output_len=Span(128, 128), copies=4),
 }
 """The workloads that serve requests, with their usual parameters."""
 
@@ -115,6 +118,7 @@ def make_requests(shape: Shape, *, vocab_size: int, seed: int = 0) -> list[Bench
     prefix = _tokens(draw, shape.prefix_len, vocab_size)
     prompts = [
         _tokens(draw, draw.randint(shape.input_len.low, shape.input_len.high), vocab_size)
+        * shape.copies
         for _ in range(shape.num_requests)
     ]
     outputs = [

@@ -293,7 +293,12 @@ def _verified(
                 for token in (mismatch.paged, mismatch.dense)
             )
             say(f"request {index + 1}, token {mismatch.position}: paged {paged}, dense {dense}")
+    total = sum(request.num_output_tokens for request in requests)
     if not mismatches:
-        total = sum(request.num_output_tokens for request in requests)
         say(f"verified: {total} tokens of {len(requests)} requests equal generate's")
+    else:
+        after = sum(
+            max(0, requests[one.index].num_output_tokens - one.position) for one in mismatches
+        )
+        say(f"verified: {total - after} of {total} tokens come before the first difference")
     return mismatches

@@ -73,7 +73,7 @@ def app_of(options: ClusterOptions) -> Any:  # noqa: ANN401  # Ray has no types
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=cluster.replicas,
                 max_replicas=cluster.max_replicas,
-                look_back_period_s=5.0,
+                look_back_period_s=15.0,
                 upscale_delay_s=5.0,
                 policy=AutoscalingPolicy(
                     policy_function="model.cluster.scaling:ByWaitingTokens",

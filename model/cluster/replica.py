@@ -48,8 +48,8 @@ class Replica:
         self._others = _start_others(options)
         self._publisher: Publisher | None = None
         try:
-            boot = import_module("model.boot")
-            engine: Engine = boot.make_engine(options.model, options.engine, print)
+            start = import_module("model.start")
+            engine: Engine = start.make_engine(options.model, options.engine, print)
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(
@@ -123,7 +123,7 @@ class _Follower:
 
     def follow(self) -> int:
         """Do what the replica does, until it ends."""
-        code: int = import_module("model.boot").follow(self._options.model, self._options.engine)
+        code: int = import_module("model.start").follow(self._options.model, self._options.engine)
         return code
 
 

@@ -152,7 +152,7 @@ def _wait_until_ready(asked: Asked) -> None:
             if refusal is not None:
                 raise NotDeployedError(refusal.group(1))
         if found.status == "DEPLOY_FAILED":
-            lines = [line for line in said[-1].splitlines() if line.strip()] or [found.message]
+            lines = max(said, key=len).strip().splitlines()  # the longest has the traceback
             raise NotDeployedError(f"the replicas do not start: {lines[-1]}")
         if found.status == "RUNNING":
             return

@@ -103,6 +103,15 @@ class EngineConfig(StepLimits):
     enable_prefix_caching: bool = setting(
         True, help="let a prompt use what others have computed", flag="prefix-cache"
     )
+    kv_dtype: Literal["auto", "fp8"] = setting(
+        "auto",
+        help="of the cache's numbers; auto: the network's; fp8: e4m3 with scales, half of "
+        "bfloat16's memory, and a text that may differ",
+    )
+    kv_scales: Literal["calibrated", "one"] = setting(
+        "calibrated",
+        help="with --kv-dtype fp8: for each head by what is stored of a few tokens, or 1",
+    )
     swap_memory_bytes: int | None = setting(
         None,
         help="host memory for blocks of preempted requests; 0: they are computed again (default: "

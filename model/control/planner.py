@@ -52,6 +52,7 @@ class StepPlanner:
         self._planned: dict[int, Chunk] = {}
         self._stores: list[Transfer] = []
         self._loads: list[Transfer] = []
+        self._waits: tuple[Request, int, kvcore.Plan] | None = None  # who, how long, what it wants
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -194,9 +195,12 @@ class StepPlanner:
             has_victim = bool(self._running) and request.order < self._running[-1].order
             if not (has_seat or has_victim):
                 return False
+            if not has_victim and self._still_waits(request, num_led):
+                return False
             plan = self._room.plan(request)
             missing = self._room.wanted(request, plan) - plan.num_free_blocks
             if missing > self._room.num_freeing and not has_victim:
+                self._keep(request, plan)
                 return False
             missing += self._room.promised(self._running, num_led)
             if has_seat and missing <= 0:
@@ -205,9 +209,37 @@ class StepPlanner:
                 )
             if has_seat and missing <= self._room.num_freeing:
                 return False
+            if not has_victim:
+                self._keep(request, plan)
+                return False
             if not self._helps_to_preempt(request, plan, num_led):
                 return False
             self._preempt(self._running[-1])
+
+    def _keep(self, request: Request, plan: kvcore.Plan) -> None:
+        """Remember what a request wants that found no room, if nobody can make that less.
+
+        It wants less once more of its prefix is found, which only one that runs with the same
+        tokens can compute, or once somebody holds what it would revive (`_run`). What is evicted
+        makes it want no less. O(num_running), and O(tokens) of those that begin alike.
+        """
+        end = plan.num_cached_tokens + self._stride
+        for other in self._running if self._kv.enable_caching else ():
+            known = min(len(other.tokens), len(request.tokens), end)
+            if other.namespace == request.namespace and (
+                other.tokens[:known] == request.tokens[:known]
+            ):
+                return
+        self._waits = (request, request.num_tokens, plan)
+
+    def _still_waits(self, request: Request, num_led: int) -> bool:
+        """Whether a request that found no room finds none now, so that nothing is looked up."""
+        if self._waits is None or self._waits[:2] != (request, request.num_tokens):
+            return False
+        missing = self._room.wanted(request, self._waits[2]) - self._kv.num_free_blocks
+        if missing <= 0:
+            missing += self._room.promised(self._running, num_led)
+        return missing > 0
 
     def _helps_to_preempt(self, request: Request, plan: kvcore.Plan, num_led: int) -> bool:
         """Whether a waiting request fits once all that come behind it have given way."""
@@ -280,6 +312,7 @@ class StepPlanner:
         insort(self._waiting, request, key=_order)
 
     def _run(self, request: Request) -> None:
+        self._waits = None
         insort(self._running, request, key=_order)
 
     def _add_chunk(self, request: Request, num_tokens: int) -> None:

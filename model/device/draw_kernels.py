@@ -1,15 +1,17 @@
 """The passes of a draw over all logits, as kernels for a GPU.
 
-Three things of a draw read every logit of a row: its largest (`most_likely`), its k largest
-(`top_values`), and the weights that are summed up and inverted at a number (`invert`). PyTorch
-takes several passes for each, and a topk over 150,000 numbers takes longer than reading them ten
+Four things of a draw read every logit of a row: its largest (`most_likely`), its k largest
+(`top_values`), how far the most likely ones lie that reach a mass (`nuclear_reach`), and the
+weights that are summed up and inverted at a number (`invert`). PyTorch takes several passes for
+each, and a topk over 150,000 numbers takes longer than reading them ten
 times. Here a row is cut into chunks of 128 tokens, whose largest logits are found in one pass: the
-k largest logits of a row are among the k chunks with the largest of their own.
+k largest logits of a row are among the k chunks with the largest of their own. Mass is added up in
+bins by distance, those of weight alone, once for coarse bins and once for those inside one.
 
 Layout: a program takes TILE chunks of one row, or the chunks' numbers of one row. Bytes moved: the
-logits once for the largest, once for those of a rank, once for the weights. Weights are integers,
-sums are int64: exact in any order, so results do not depend on the grid, and are those of
-`sampler.py`, but for the last bit of an exponential.
+logits once for the largest, once for those of a rank, twice for a mass, once for the weights.
+Weights are integers, sums are int64: exact in any order, so results do not depend on the grid, and
+are those of `sampler.py`, but for the last bit of an exponential.
 
 Knows nothing of requests or cuts (`sampler.py`).
 """
@@ -24,12 +26,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.device.sampler import BITS, FINE, bin_of_mass, reach_of_bins
+
 CHUNK = 128
 TILE = 32
 """Chunks a program."""
 
 _STRIDES = ["count", "sharpness_stride", "reach_stride"]
-_POINTERS = ["best", "sharpness", "reach", "numbers", "tokens", "which", "sums", "peaks", "taken"]
+_POINTERS = [
+    "best",
+    "sharpness",
+    "reach",
+    "numbers",
+    "tokens",
+    "which",
+    "sums",
+    "peaks",
+    "taken",
+    "coarse",
+    "bins",
+]
 
 
 def _inner(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
@@ -182,6 +198,37 @@ def _invert(
     tl.store(tokens + row, found.to(tl.int64))
 
 
+@_jit
+def _add_mass(
+    logits: tl.tensor,  # [num_rows, vocab_size]
+    best: tl.tensor,  # float32 [num_rows, 1]
+    sharpness: tl.tensor,  # float32 [num_rows, 1]
+    coarse: tl.tensor,  # int64 [num_rows, 1], the bin that is looked into, if INSIDE
+    bins: tl.tensor,  # int64 [num_rows, 2 ** BITS], added to
+    sharpness_stride: tl.tensor,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    FINE: tl.constexpr,  # fine bins to one
+    BITS: tl.constexpr,
+    INSIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    x = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf"))
+    highest = tl.load(best + row)
+    sharp = tl.load(sharpness + row * sharpness_stride)
+    weight = _weigh(x, highest, sharp, float("inf"))
+    distance = (highest - x.to(tl.float32)) * sharp
+    fine = tl.minimum(distance * FINE, (1 << (2 * BITS)) - 1).to(tl.int32)
+    place = fine >> BITS
+    counts = weight > 0
+    if INSIDE:
+        counts = counts & (place == tl.load(coarse + row).to(tl.int32))
+        place = fine & ((1 << BITS) - 1)
+    tl.atomic_add(bins + row * (1 << BITS) + place, weight, mask=counts, sem="relaxed")
+
+
 class GpuPasses:
     """`sampler.Passes` by these kernels; for logits whose rows have no gaps."""
 
@@ -207,6 +254,25 @@ class GpuPasses:
             logits, which, taken, count, *_sizes(logits)[:2], CHUNK, TILE
         )
         return taken.topk(count).values
+
+    def nuclear_reach(
+        self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
+    ) -> Tensor:
+        """See `sampler.Passes`."""
+        rows, best = len(logits), best.contiguous()
+        places: list[Tensor] = []
+        target: Tensor | None = None
+        for is_inside in (False, True):
+            bins = torch.zeros((rows, 1 << BITS), dtype=torch.int64, device=logits.device)
+            if rows:
+                _add_mass[rows, triton.cdiv(logits.shape[1], CHUNK * TILE)](
+                    logits, best, sharpness, places[0] if places else bins, bins,
+                    sharpness.stride(0), *_sizes(logits)[:2], 1 << FINE, BITS, is_inside,
+                    CHUNK * TILE,
+                )  # fmt: skip
+            place, target = bin_of_mass(bins.double(), target, top_p)
+            places.append(place)
+        return reach_of_bins(*places)
 
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor

@@ -19,6 +19,9 @@ import backends
 from model.device.layout import CacheLayout, LayerShape
 from model.errors import InvalidArgumentError
 
+Scales = tuple[tuple[Tensor, Tensor | None], ...]
+"""For each layer what 1 in its keys and in its values stands for: float32 [num_kv_heads]."""
+
 
 @dataclass(frozen=True, slots=True)
 class KVCaches:
@@ -35,9 +38,21 @@ class KVCaches:
 
     @classmethod
     def allocate(
-        cls, layout: CacheLayout, num_blocks: int, block_size: int, device: torch.device
+        cls,
+        layout: CacheLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        scales: Scales = (),
     ) -> "KVCaches":
         """Allocate zeroed caches of `layout.kv_bytes(num_blocks, block_size)` bytes.
+
+        Args:
+            layout: what each layer stores, and where.
+            num_blocks: the null block included.
+            block_size: tokens a block.
+            device: where.
+            scales: of quantised caches, for each layer; empty: there are none, or all are 1.
 
         Raises:
             InvalidArgumentError: the device has not that much memory.
@@ -58,9 +73,12 @@ class KVCaches:
                 [
                     _view(storage, shape, block_size, size)
                     for storage, size in zip(places[place], shape.slot.row_bytes, strict=False)
-                ]
+                ],
+                *own,
             )
-            for shape, (_, place) in zip(layout.layers, layout.places, strict=True)
+            for shape, (_, place), own in zip(
+                layout.layers, layout.places, scales or [()] * len(layout.layers), strict=True
+            )
         )
         return cls(layers, tuple(storage for storages in places for storage in storages))
 

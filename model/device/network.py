@@ -20,7 +20,7 @@ import backends
 from model.device.attention import PagedPass
 from model.device.batch import StepTensors
 from model.device.fx_trace import Captured, capture
-from model.device.kv_caches import KVCaches
+from model.device.kv_caches import KVCaches, Scales
 from model.device.latents import absorb
 from model.device.layout import plan_layout
 from model.device.piecewise import Segmented, compile_segments
@@ -77,12 +77,18 @@ class PagedNetwork:
                     f"{', '.join(map(str, backend.capabilities.dtypes))}"
                 )
         self.layout = plan_layout(shapes)
+        self._scales: Scales = ()
         self.caches = KVCaches((), ())
         self._captured: Captured | None = None
 
     @property
     def _is_compiled(self) -> bool:
         return isinstance(self._captured, Segmented)
+
+    @property
+    def backend(self) -> backends.Backend:
+        """What runs its attention. O(1)."""
+        return self._backend
 
     @property
     def device(self) -> torch.device:
@@ -106,7 +112,31 @@ class PagedNetwork:
             InvalidArgumentError: the device has not that much memory.
         """
         self.free()
-        self.caches = KVCaches.allocate(self.layout, num_blocks, block_size, self.device)
+        self.caches = KVCaches.allocate(
+            self.layout, num_blocks, block_size, self.device, self._scales
+        )
+
+    def check_stores(self, dtype: torch.dtype) -> None:
+        """Raise unless the backend has caches of scaled values of this dtype. O(1).
+
+        Raises:
+            UnsupportedModelError: it has none.
+        """
+        if dtype not in self._backend.capabilities.quantised:
+            known = ", ".join(map(str, self._backend.capabilities.quantised)) or "none"
+            raise UnsupportedModelError(
+                f"kv_dtype: backend {self._backend.name} has no caches of {dtype}, it has {known}"
+            )
+
+    def store_as(self, dtype: torch.dtype, scales: Scales) -> None:
+        """Have caches of scaled values from now on; there are none yet. O(num_layers).
+
+        Args:
+            dtype: of an element, as it is stored.
+            scales: for each layer its own; empty: all are 1.
+        """
+        self.layout = plan_layout([replace(layer, dtype=dtype) for layer in self.layout.layers])
+        self._scales = scales
 
     def free(self) -> None:
         """Have no caches. O(1)."""
@@ -204,9 +234,14 @@ class PagedNetwork:
                 found[group] = Worth(*least, layer.token_bytes)
         return tuple(found)
 
-    def logits(self, step: StepTensors) -> Tensor:
-        """Compute a step: write its keys and values, return [num_sampled, vocab_size]."""
-        paged = PagedPass(self._backend, self.caches, self.layout, step.paged)
+    def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
+        """Compute a step: write its keys and values, return [num_sampled, vocab_size].
+
+        Args:
+            step: on its device.
+            backend: runs attention in place of the network's own; None: that does.
+        """
+        paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
         # Compiled pieces would be compiled once more for tensors of inference mode.
         with torch.no_grad() if self._is_compiled else torch.inference_mode():
             if self._captured is not None:

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from model.device.ranks import Ranks, noticing
 from model.errors import RankLostError, UnsupportedModelError
 
-__all__ = ["check_cut", "shard_network"]
+__all__ = ["Sums", "check_cut", "shard_network"]
 
 _OPS = torch.ops._c10d_functional  # noqa: SLF001  # what a traced collective is called
 _ALIGNMENT = 16  # bytes that a kernel reads at once
@@ -44,21 +44,13 @@ _FUSED = {"qkv_proj", "query_key_value"}
 _GROUPS = "num_key_value_groups"
 
 
-def shard_network(
-    network: PreTrainedModel,
-    ranks: Ranks,
-    device: torch.device,
-    *,
-    shared_bytes: int = _SHARED_BYTES,
-) -> None:
+def shard_network(network: PreTrainedModel, ranks: Ranks, sums: "Sums") -> None:
     """Keep this rank's part of a network. O(parameters).
 
     Args:
         network: whole, the same on every rank; its modules are replaced where the plan says so.
         ranks: who shares it.
-        device: where it will run.
-        shared_bytes: the largest sum that is one kernel of GPUs which read each other's memory; 0:
-            none is.
+        sums: adds up what the ranks have, where the network will run.
 
     Raises:
         UnsupportedModelError: it has no plan, or one that the number of ranks does not fit.
@@ -68,7 +60,7 @@ def shard_network(
         raise UnsupportedModelError(
             f"--tp: Transformers has no tensor-parallel plan for {type(network).__name__}"
         )
-    _Sharding(network, plan, ranks, _Sums(network.dtype, device, ranks, shared_bytes)).run()
+    _Sharding(network, plan, ranks, sums).run()
 
 
 def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
@@ -91,28 +83,36 @@ def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
         ) from error
 
 
-class _Sums:
-    """Adds up what the ranks have, for all of them.
+class Sums:
+    """Adds up what the ranks have, for all of them; every rank makes one at the same time.
+
+    Args:
+        dtype: of most sums; those of another one are collectives.
+        device: where they are.
+        ranks: whose.
+        shared_bytes: the largest sum that is one kernel of GPUs which read each other's memory.
 
     Attributes:
         group: what the ranks are called.
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, ranks: Ranks, shared_bytes: int
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        shared_bytes: int = _SHARED_BYTES,
     ) -> None:
         self.group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        self._scratch = torch.empty(0, dtype=dtype, device=device)
-        if device.type != "cuda" or not shared_bytes:
-            return
-        count = shared_bytes // max(1, ranks.size // 2) // dtype.itemsize
-        scratch = self._scratch
-        try:
-            scratch = symmetric_memory.empty(count, dtype=dtype, device=device)
-            symmetric_memory.rendezvous(scratch, self.group)
-            _summed_by_kernel(scratch[:8], torch.zeros_like(scratch[:8]), self.group)
-        except (RuntimeError, NotImplementedError):  # GPUs apart, or a dtype without a kernel
-            scratch = self._scratch
+        scratch = self._scratch = torch.empty(0, dtype=dtype, device=device)
+        if device.type == "cuda":
+            count = shared_bytes // max(1, ranks.size // 2) // dtype.itemsize
+            try:
+                scratch = symmetric_memory.empty(count, dtype=dtype, device=device)
+                symmetric_memory.rendezvous(scratch, self.group)
+                _summed_by_kernel(scratch[:8], torch.zeros_like(scratch[:8]), self.group)
+            except (RuntimeError, NotImplementedError):  # GPUs apart, or a dtype without a kernel
+                scratch = self._scratch
         if ranks.least(len(scratch)):
             self._scratch = scratch
 
@@ -126,7 +126,7 @@ class _Sums:
 
 class _Sharding:
     def __init__(
-        self, network: PreTrainedModel, plan: Mapping[str, str], ranks: Ranks, sums: _Sums
+        self, network: PreTrainedModel, plan: Mapping[str, str], ranks: Ranks, sums: Sums
     ) -> None:
         self._network, self._plan, self._ranks, self._sums = network, plan, ranks, sums
         config = network.config.get_text_config()
@@ -260,7 +260,7 @@ class _SummedLinear(nn.Module):
     """A linear layer whose inputs are cut: each rank has some columns, and the sum is shared."""
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, ranks: Ranks, sums: _Sums, *, splits: bool
+        self, weight: Tensor, bias: Tensor | None, ranks: Ranks, sums: Sums, *, splits: bool
     ) -> None:
         super().__init__()
         self.weight = _parameter(weight)
@@ -304,7 +304,7 @@ class _RowwiseEmbedding(nn.Module):
     What a network's own kind of table does beside looking up, such as Gemma's factor, stays.
     """
 
-    def __init__(self, whole: nn.Embedding, ranks: Ranks, sums: _Sums) -> None:
+    def __init__(self, whole: nn.Embedding, ranks: Ranks, sums: Sums) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
         self.part = whole
@@ -353,7 +353,7 @@ def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
 
 
 def _sum(part: Tensor, scratch: Tensor, group: str) -> Tensor:
-    """The sum over the ranks, the sooner of the two ways: see `_Sums`."""
+    """The sum over the ranks, the sooner of the two ways: see `Sums`."""
     count = part.numel()
     is_aligned = count * part.element_size() % _ALIGNMENT == part.data_ptr() % _ALIGNMENT == 0
     if count > len(scratch) or not is_aligned:

@@ -61,6 +61,19 @@ class Passes(Protocol):
         """
         ...
 
+    def nuclear_reach(
+        self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
+    ) -> Tensor:
+        """How far the last token lies that top_p leaves, up to 2**-17 further: [num_rows, 1].
+
+        Args:
+            logits: [num_rows, vocab_size].
+            best: float32 [num_rows, 1], the largest of each row.
+            sharpness: float32 [num_rows, 1], one over the temperature.
+            top_p: float64 [num_rows, 1].
+        """
+        ...
+
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
     ) -> Tensor:
@@ -78,8 +91,8 @@ class Passes(Protocol):
 
 _CHUNK = 256
 _SCALE = 2.0**35  # 2**18 tokens of it are less than 2**53
-_FINE = 17  # bits of a threshold below one
-_BITS = 11  # of each of its two histograms: what lies 2**5 below weighs nothing
+FINE = 17  # bits of a threshold below one
+BITS = 11  # of each of its two histograms: what lies 2**5 below weighs nothing
 _PIECE = 2**19  # logits that a core works on at once, so that they stay in its caches
 
 
@@ -222,6 +235,12 @@ class PlainPasses:
         """See `Passes`."""
         return logits.topk(count).values
 
+    def nuclear_reach(
+        self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
+    ) -> Tensor:
+        """See `Passes`."""
+        return _by_pieces(_nuclear_reach_of, logits, best, sharpness, top_p)
+
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
     ) -> Tensor:
@@ -318,7 +337,7 @@ def furthest(logits: Tensor, best: Tensor, terms: DrawTerms, passes: Passes = PL
         if cut.most:
             limit = _ranked_reach(passes.top_values(of[0], cut.most), *of[1:], cut)
         else:
-            limit = _nuclear_reach(*of, cut.top_p)
+            limit = passes.nuclear_reach(*of, cut.top_p)
         if cut.rows is not None:
             limit = reach.index_put((cut.rows,), limit)
         reach = torch.minimum(reach, limit)
@@ -373,26 +392,40 @@ def _ranked_reach(tops: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Te
     return reach.masked_fill(cut.top_k == 0, torch.inf)
 
 
-def _nuclear_reach(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor) -> Tensor:
-    """How far the last token lies that top_p leaves, up to 2**-17 further: [num_rows, 1]."""
-    return _by_pieces(_nuclear_reach_of, logits, best, sharpness, top_p)
-
-
 def _nuclear_reach_of(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor) -> Tensor:
     distances = _distances(logits, best, sharpness)
     weights = _weights(distances).double()
-    fine = distances.mul_(2.0**_FINE).nan_to_num_(0.0).clamp_(max=2.0 ** (2 * _BITS) - 1).int()
-    coarse = (fine >> _BITS).long()
-    histogram = weights.new_zeros(len(logits), 1 << _BITS).scatter_add_(1, coarse, weights)
-    cumulative = histogram.cumsum(dim=-1)
-    target = top_p * cumulative[:, -1:]
-    place = torch.searchsorted(cumulative, target).clamp_(max=(1 << _BITS) - 1)
-    target = target - (cumulative.gather(1, place) - histogram.gather(1, place))
+    fine = distances.mul_(2.0**FINE).nan_to_num_(0.0).clamp_(max=2.0 ** (2 * BITS) - 1).int()
+    coarse = (fine >> BITS).long()
+    histogram = weights.new_zeros(len(logits), 1 << BITS).scatter_add_(1, coarse, weights)
+    place, target = bin_of_mass(histogram, None, top_p)
     weights = weights.masked_fill_(coarse != place, 0.0)
-    inside = (fine & ((1 << _BITS) - 1)).long()
-    cumulative = histogram.zero_().scatter_add_(1, inside, weights).cumsum(dim=-1)
-    end = torch.searchsorted(cumulative, target).clamp_(max=(1 << _BITS) - 1) + 1
-    reach = ((place << _BITS) + end).float() * 2.0**-_FINE
+    inside = (fine & ((1 << BITS) - 1)).long()
+    histogram.zero_().scatter_add_(1, inside, weights)
+    return reach_of_bins(place, bin_of_mass(histogram, target, top_p)[0])
+
+
+def bin_of_mass(histogram: Tensor, target: Tensor | None, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """The first bin of each row where its mass is reached, and what is wanted of that bin.
+
+    Args:
+        histogram: float64 [num_rows, bins].
+        target: float64 [num_rows, 1], the mass; None: a share of all there is.
+        top_p: float64 [num_rows, 1], that share.
+
+    Returns:
+        Each [num_rows, 1]: int64, and float64.
+    """
+    cumulative = histogram.cumsum(dim=-1)
+    if target is None:
+        target = top_p * cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, target).clamp_(max=histogram.shape[1] - 1)
+    return place, target - (cumulative.gather(1, place) - histogram.gather(1, place))
+
+
+def reach_of_bins(coarse: Tensor, fine: Tensor) -> Tensor:
+    """How far the end of a fine bin in a coarse one lies: float32 [num_rows, 1]."""
+    reach = ((coarse << BITS) + fine + 1).float() * 2.0**-FINE
     return torch.nextafter(reach, torch.zeros_like(reach))  # the next bin's first is not in
 
 

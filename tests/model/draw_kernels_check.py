@@ -51,6 +51,10 @@ def check(device: str, rounds: int, passes: draw_kernels.GpuPasses) -> int:
             torch.tensor([[torch.inf], [0.0], [4.0]]).repeat(3, 1)[:rows],
             torch.rand(rows, 1, dtype=torch.float64),
         )
+        top_p = torch.rand(rows, 1, dtype=torch.float64)
+        given = (columns[0], columns[1], top_p)
+        far = passes.nuclear_reach(here, *[part.to(device) for part in given]).cpu()
+        assert torch.equal(far, PLAIN.nuclear_reach(logits, *given)), f"mass {number}"
         wide = [torch.cat([part, part], dim=1).to(device)[:, :1] for part in columns]
         got = passes.invert(here, *wide).cpu()
         assert torch.equal(got, PLAIN.invert(logits, *columns)), f"token {number}"

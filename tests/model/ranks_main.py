@@ -20,7 +20,7 @@ import backends
 from model import EngineConfig, SamplingParams
 from model.control.request import Request
 from model.control.submission import Submission
-from model.device.parallel import check_cut, shard_network
+from model.device.parallel import Sums, check_cut, shard_network
 from model.device.ranks import Ranks, join_ranks
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
 from model.loader import load_model
@@ -52,7 +52,7 @@ def _outcome(ranks: Ranks, name: str, variant: str) -> str:
         except TypeError as error:
             return f"not dense: {error}"  # without a mask it does not even run whole
         try:
-            shard_network(network, ranks, torch.device("cpu"))
+            shard_network(network, ranks, Sums(network.dtype, network.device, ranks))
             check_cut(network, ranks)
         except UnsupportedModelError as error:
             return f"refused: {error}"

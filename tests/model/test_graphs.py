@@ -204,7 +204,7 @@ def test_a_step_has_the_smallest_bucket_with_room_for_it(most, max_tokens, token
 @pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 256, 1000])
 def test_every_step_of_one_token_each_has_a_bucket_with_few_rows_to_spare(most):
     buckets = Buckets(most, 0)
-    assert buckets.singles[-1] == (max(2, most),) * 2 + (1,)
+    assert buckets.singles[-1] == Bucket(max(2, most), max(2, most), 1)
     for rows in range(1, most + 1):
         found = buckets.smallest(rows, rows, 1)
         assert found is not None

@@ -5,6 +5,8 @@ bfloat16, by each GPU alone and by both, its sums by the kernel and by NCCL; how
 apart; sums of all sizes; the tiny model's tokens in float32; at last one rank is killed while the
 other one waits for its GPU, which has to end it with one line.
 
+With `quick`, the last two alone, by the tiny model.
+
 A process that fails ends the other one; run it under `timeout` all the same. What is known is
 printed at once. On CPUs it runs through with the tiny model, to be tried.
 """
@@ -85,7 +87,7 @@ def by_nccl(_scratch: Tensor, part: Tensor, group: str) -> Tensor:
     return parallel._summed(part, group)
 
 
-def sums_alone(ranks: Ranks, sums: parallel._Sums) -> None:
+def sums_alone(ranks: Ranks, sums: parallel.Sums) -> None:
     """A step's sums and nothing else, each of the one before."""
     by_kernel = parallel._summed_by_kernel
     for rows in (2, 8, 32, 128, 256):
@@ -198,7 +200,7 @@ def few_graphs() -> None:
 
 
 def probe(ranks: Ranks, device: torch.device) -> None:
-    sums = parallel._Sums(_DTYPE, device, ranks, parallel._SHARED_BYTES)
+    sums = parallel.Sums(_DTYPE, device, ranks)
     tell(ranks, "memory that the GPUs share", elements=len(sums._scratch))
     if _IS_GPU:
         with torch.inference_mode():
@@ -246,7 +248,7 @@ def speed(ranks: Ranks) -> TwinEngine:
     return twin
 
 
-def tokens(ranks: Ranks) -> None:
+def tokens(ranks: Ranks) -> TwinEngine:
     backend = backends.get_backend("auto")
     prompts = [list(range(3, 40)), [7] * 20, list(range(100, 108))]
     params = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=40, temperature=0.8, seed=1)]
@@ -261,13 +263,14 @@ def tokens(ranks: Ranks) -> None:
             engine = TwinEngine(model, backend, config, is_checked=True)
             if not ranks.leads:
                 engine.follow()
-                return
+                return engine
         done = engine.generate([prompt for prompt, _ in every], [each for _, each in every])
         found = [one.request.output_tokens for one in done]
         wanted = wanted or found
     ranks.told(_Ended(goes_on=True))
     equal = sum(one == two for one, two in zip(found, wanted, strict=True))
     tell(ranks, "float32: requests with the tokens of one", equal=f"{equal} of {len(every)}")
+    return engine
 
 
 def die(ranks: Ranks, engine: TwinEngine) -> None:
@@ -294,6 +297,8 @@ def main() -> None:
     tell(ranks, "joined", torch=torch.__version__)
     few_graphs()
     try:
+        if "quick" in sys.argv[1:]:
+            die(ranks, tokens(ranks))
         engine = speed(ranks)
         if ranks.least(int(time.monotonic() - _BEGAN)) < _TOKENS_BEFORE_S:
             tokens(ranks)
