@@ -26,7 +26,7 @@ Knows nothing of allocation, prefix caching or requests: whoever filled the tabl
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -80,6 +80,10 @@ class PagedBatch:
     """At least the longest `seq_lens`; rows of `block_table` have entries for that many."""
     shared_prefix: SharedPrefix | None = None
     """What some of the sequences share, if that is worth knowing."""
+    kept: dict[Hashable, object] | None = field(default=None, repr=False, compare=False)
+    """Where a backend may keep what it has worked out from this batch for other layers of the step:
+    {} from a caller whose tensors hold the same values until the step's last call, and whose CUDA
+    graph, if there is one, records the step from its first call on. None: nowhere."""
 
     def __post_init__(self) -> None:
         num_seqs = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1

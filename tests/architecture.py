@@ -52,11 +52,13 @@ BACKENDS_LAYERS = (
     ("triton_gpu/cascade", "triton_gpu/chunk", "triton_gpu/prefill_order"),
     ("triton_gpu/copy_blocks", "triton_gpu/slot_mapping", "triton_gpu/store_kv"),
     ("triton_gpu/hopper_items", "triton_gpu/merge"),
+    ("triton_gpu/hopper_store",),
     (
         "triton_gpu/decode",
         "triton_gpu/hopper_latent",
         "triton_gpu/hopper_consume",
         "triton_gpu/hopper_load",
+        "triton_gpu/hopper_widen",
     ),
     ("triton_gpu/hopper_prefill",),
     ("triton_gpu/prefill", "triton_gpu/latent"),

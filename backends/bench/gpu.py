@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backends.bench import host, moves, prefill
 from backends.bench.graphs import against, buffer_sets, time_graph
-from backends.bench.measured import DecodeCase, Row
+from backends.bench.measured import DecodeCase, Row, ragged
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
 
 READ, COPY, FLAT = "read", "copy", "unshared"
@@ -33,6 +33,12 @@ _DECODE = (
     DecodeCase(1, 8192, num_q_heads=16),
     DecodeCase(64, 8192, num_q_heads=16),
     DecodeCase(256, 1024, num_q_heads=16),
+)
+_RAGGED = (
+    ragged(48, 200, 9000, 2200),
+    ragged(128, 100, 3000, 700),
+    ragged(200, 30, 16000, 1200),
+    DecodeCase(1, 100_000, others=((1, 500),) * 63, what="decode 1 x 100000 and 63 x 500"),
 )
 _SHARED = (DecodeCase(64, 8192, shared=7168), DecodeCase(256, 2048, shared=1536))
 
@@ -81,7 +87,8 @@ def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
     speed = {row.case: row.gb_per_s or row.tflop_per_s for row in ceilings}
     rows = list(ceilings)
     latents = _LATENTS if backend.capabilities.max_latent_dim >= LATENT_DIM else ()
-    for case in _QUICK if quick else (*_DECODE, *_quantised(backend), *_SHARED, *latents):
+    cases = (*_DECODE, *_RAGGED, *_quantised(backend), *_SHARED, *latents)
+    for case in _QUICK if quick else cases:
         sets = range(buffer_sets(case.kv_bytes))
         steps = [_attention_step(backend, *case.inputs(device)) for _ in sets]
         row = time_graph(case.name, steps, case.kv_bytes)

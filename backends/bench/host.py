@@ -9,6 +9,12 @@ import torch
 from backends.bench.measured import BLOCK_SIZE, DecodeCase, Row, row_of
 from backends.contract import AttentionTerms, Backend
 
+PREFILL = (
+    DecodeCase(1, 2048, new=64),
+    DecodeCase(1, 512, new=256),
+    DecodeCase(4, 512, new=64),
+    DecodeCase(4, 512, others=((64, 512),), what="a mixed step: decode 4 x 512, 64 tokens of 512"),
+)
 CALLS = 50
 ROUNDS = 41
 
@@ -18,12 +24,13 @@ def bench_host(backend: Backend) -> Iterator[Row]:
     for case in (DecodeCase(1, 1024), DecodeCase(64, 256)):
         for name, call in _calls(backend, case):
             yield _time_host(f"host: {name}", call)
+    for case in PREFILL:
+        yield _time_host(f"host: {case.name}", _attend(backend, case))
 
 
 def _calls(backend: Backend, case: DecodeCase) -> Iterator[tuple[str, Callable[[], object]]]:
-    query, cache, batch = case.inputs(backend.device)
-    out, terms = torch.empty_like(query), AttentionTerms(0.1)
-    yield case.name, partial(backend.paged_attention, query, cache, batch, terms, out=out)
+    _, cache, batch = case.inputs(backend.device)
+    yield case.name, _attend(backend, case)
     rows = torch.randn(case.batch, case.num_kv_heads, case.head_dim, device=backend.device)
     slots = torch.arange(case.batch, device=backend.device)
     rows = rows.to(case.dtype)
@@ -32,6 +39,12 @@ def _calls(backend: Backend, case: DecodeCase) -> Iterator[tuple[str, Callable[[
     where = (batch.query_start_loc, batch.seq_lens, batch.block_table, BLOCK_SIZE, slots)
     fill = partial(backend.compute_slot_mapping, *where)
     yield f"compute_slot_mapping, {case.batch} x 1", fill
+
+
+def _attend(backend: Backend, case: DecodeCase) -> Callable[[], object]:
+    query, cache, batch = case.inputs(backend.device)
+    out, terms = torch.empty_like(query), AttentionTerms(0.1)
+    return partial(backend.paged_attention, query, cache, batch, terms, out=out)
 
 
 def _time_host(case: str, call: Callable[[], object]) -> Row:

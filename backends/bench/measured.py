@@ -1,5 +1,7 @@
 """What is measured: cases as data, and a row of results for each."""
 
+import math
+import random
 import statistics
 from dataclasses import dataclass
 
@@ -34,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCase:
-    """A batch of equal sequences with `new` query tokens each; bf16 unless told otherwise.
+    """A batch of equal sequences with `new` query tokens each, and `others`; bf16 if not told.
 
     The first `shared` positions of all are the same blocks.
     """
@@ -51,6 +53,15 @@ class DecodeCase:
     shared: int = 0
     value_dim: int = 0
     """Above 0: over latents of `head_dim` numbers, the first so many of which are values."""
+    others: tuple[tuple[int, int], ...] = ()
+    """(query tokens, length) of further sequences."""
+    what: str = ""
+    """What such a batch is called."""
+
+    @property
+    def seqs(self) -> tuple[tuple[int, int], ...]:
+        """(query tokens, length) of each sequence."""
+        return ((self.new, self.length),) * self.batch + self.others
 
     @property
     def layout(self) -> KVLayout:
@@ -70,43 +81,62 @@ class DecodeCase:
             heads = f"{self.num_q_heads} heads over latents of {self.value_dim} + {rest}"
         cache = "" if self.cache_dtype is None else f" over {str(self.cache_dtype)[6:]}"
         shared = f", {self.shared} shared" if self.shared else ""
-        return f"{kind} {self.batch} x {self.length}{shared}, {heads}, {str(self.dtype)[6:]}{cache}"
+        what = self.what or f"{kind} {self.batch} x {self.length}"
+        return f"{what}{shared}, {heads}, {str(self.dtype)[6:]}{cache}"
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that have to be read at least once."""
         row = sum(self.layout.row_bytes)
-        return (self.batch * (self.length - self.shared) + self.shared) * row
+        own = sum(length - self.shared for _, length in self.seqs)
+        return (own + self.shared) * row
 
     @property
     def flop(self) -> int:
         """Operations of both products: 2 a visible (query, key) pair, query head and dimension."""
-        pairs = self.new * (self.length - self.new) + self.new * (self.new + 1) // 2
+        pairs = sum(new * (length - new) + new * (new + 1) // 2 for new, length in self.seqs)
         both = self.head_dim + self.layout.value_dim
-        return 2 * self.batch * pairs * self.num_q_heads * both
+        return 2 * pairs * self.num_q_heads * both
 
     def inputs(self, device: torch.device) -> tuple[Tensor, KVCache, PagedBatch]:
         """Query, cache with shuffled blocks, batch."""
-        blocks = -(-self.length // BLOCK_SIZE)
-        shape = (1 + self.batch * blocks, BLOCK_SIZE, self.num_kv_heads, self.head_dim)
+        counts, lengths = zip(*self.seqs, strict=True)
+        blocks = [-(-length // BLOCK_SIZE) for length in lengths]
+        shape = (1 + sum(blocks), BLOCK_SIZE, self.num_kv_heads, self.head_dim)
         layout = self.layout
         cache = layout.over(
             [torch.randn(shape, device=device).to(layout.dtype) for _ in layout.row_bytes]
         )
-        table = 1 + torch.randperm(self.batch * blocks, device=device).view(self.batch, blocks)
+        table = torch.zeros(len(blocks), max(blocks), dtype=torch.int32)
+        ids, at = (1 + torch.randperm(sum(blocks))).int(), 0
+        for row, own in zip(table, blocks, strict=True):
+            row[:own] = ids[at : at + own]
+            at += own
         table[:, : self.shared // BLOCK_SIZE] = table[0, : self.shared // BLOCK_SIZE]
-        rows = self.batch * self.new
+        rows = sum(counts)
         query = torch.randn(rows, self.num_q_heads, self.head_dim, device=device).to(self.dtype)
         batch = PagedBatch(
-            torch.arange(0, rows + 1, self.new, dtype=torch.int32, device=device),
-            torch.full((self.batch,), self.length, dtype=torch.int32, device=device),
-            table.int(),
+            torch.tensor([0, *counts], device=device).cumsum(0).int(),
+            torch.tensor(lengths, dtype=torch.int32, device=device),
+            table.to(device),
             torch.full((rows,), -1, dtype=torch.int64, device=device),
-            self.new,
-            self.length,
-            SharedPrefix(0, self.batch, self.shared) if self.shared else None,
+            max(counts),
+            max(lengths),
+            SharedPrefix(0, len(blocks), self.shared) if self.shared else None,
         )
         return query, cache, batch
+
+
+def ragged(count: int, low: int, high: int, middle: int, seed: int = 1) -> DecodeCase:
+    """Decode of so many lengths as chats have them: most around `middle`, few much longer."""
+    draw = random.Random(seed)  # noqa: S311 - lengths, not secrets
+    lengths: list[int] = []
+    while len(lengths) < count:
+        length = int(middle * math.exp(draw.gauss(0, 1)))
+        if low <= length <= high:
+            lengths.append(length)
+    rest = tuple((1, length) for length in lengths[1:])
+    return DecodeCase(1, lengths[0], others=rest, what=f"ragged decode, {count} of {low} to {high}")
 
 
 def row_of(

@@ -34,6 +34,15 @@ CASES = (
     DecodeCase(1, 8192, new=32),
     DecodeCase(1, 32768, new=128),
     DecodeCase(4, 16384, new=64),
+    DecodeCase(1, 8192, 64, 8, 64, new=8192),
+    DecodeCase(1, 8192, 24, 8, 96, new=8192),
+    DecodeCase(1, 8192, 8, 4, 256, new=8192),
+    DecodeCase(
+        128, 2048, others=((2048, 2048),), what="a mixed step: decode 128 x 2048, a prompt of 2048"
+    ),
+    DecodeCase(
+        64, 4096, others=((512, 8192),), what="a mixed step: decode 64 x 4096, 512 tokens of 8192"
+    ),
 )
 _DENSE = {
     "FlashAttention-2 of torch": SDPBackend.FLASH_ATTENTION,
@@ -45,7 +54,9 @@ Step = Callable[[], object]
 
 def bench_prefill(backend: Backend, tflop_per_s: float) -> Iterator[Row]:
     """Every case beside a matrix product of this speed and the others."""
-    for case in CASES:
+    chunk = DecodeCase(1, 32768, new=2048)
+    quantised = (replace(chunk, cache_dtype=kind) for kind in backend.capabilities.quantised)
+    for case in (*CASES, *quantised):
         inputs = [case.inputs(backend.device) for _ in range(buffer_sets(case.kv_bytes))]
         row = time_graph(case.name, [_paged(backend, *one) for one in inputs], case.kv_bytes)
         at = {MATMUL: case.flop / tflop_per_s / 1e6}
@@ -71,7 +82,7 @@ def _others(
         except BackendError:
             continue
         yield name, [_paged(other, *one) for one in inputs]
-    if case.new == case.length:
+    if case.new == case.length and not case.others:
         for name, kind in _DENSE.items():
             yield name, [_dense(case, kind, *one[:2]) for one in inputs]
 

@@ -116,30 +116,40 @@ def _all_cases() -> tuple[AttentionCase, ...]:
             shared_now=(0, 0, 0),
         ),
         base.with_(name="batch-invariant", batch_invariant=True),
-        base.with_(name="ragged", seqs=((1, 2100), (1, 9), (1, 700), (1, 1), (1, 260), (1, 33))),
-        base.with_(name="one long, many short", seqs=((1, 3000), *[(1, 20)] * 20)),
-        base.with_(name="to verify", seqs=((4, 700), (1, 90), (3, 3), (2, 1300)), group=4),
-        base.with_(name="a mixed step", seqs=(*[(1, 500)] * 6, (4, 900), (70, 1100))),
-    ]
-    cases += [
-        base.with_(name=f"{n} tokens over a long context", seqs=((n, length),), group=4)
-        for n, length in ((2, 3000), (3, 2100), (4, 4100), (8, 2600), (17, 2200), (32, 1700))
-    ]
-    cases += [
-        base.with_(name=f"{n} tokens over long contexts", seqs=((n, length), (n, 900)))
-        for n, length in ((8, 2050), (64, 2500), (128, 4100))
     ]
     cases += [base.with_(name=f"window {w}", window=w) for w in (1, 2, 16, 17, 63, 1000)]
-    cases += [base.with_(name=f"block size {n}", block_size=n) for n in (1, 5, 32, 64, 128)]
-    cases += [base.with_(name=f"group {g}", group=g) for g in (1, 3, 5, 8, 16)]
-    cases += [base.with_(name=f"head_dim {d}", head_dim=d) for d in (8, 16, 80, 96, 128, 256)]
     cases += [
         base.with_(
             name=f"lengths around {n}", seqs=((1, n - 1), (1, n), (1, n + 1), (n, n), (3, n))
         )
         for n in (16, 32, 64)
     ]
-    return tuple(cases)
+    return (*cases, *_shapes(base))
+
+
+def _shapes(base: AttentionCase) -> list[AttentionCase]:
+    """What kernels are cut by: batches of every mixture, few tokens over long contexts, sizes."""
+    many = ((1, 2100), (1, 9), (1, 700), (1, 1), (1, 260), (1, 33))
+    cases = [
+        base.with_(name="ragged", seqs=many),
+        base.with_(name="one long, many short", seqs=((1, 3000), *[(1, 20)] * 20)),
+        base.with_(name="to verify", seqs=((4, 700), (1, 90), (3, 3), (2, 1300)), group=4),
+        base.with_(name="a mixed step", seqs=(*[(1, 500)] * 6, (4, 900), (70, 1100))),
+        base.with_(name="a mixed step, skewed", seqs=(*many, (33, 2900), (128, 128)), group=4),
+    ]
+    long = ((2, 3000), (3, 2100), (4, 32000), (8, 2600), (17, 2200), (32, 8100), (64, 2500))
+    cases += [
+        base.with_(name=f"{n} tokens of {length}", seqs=((n, length),), group=4)
+        for n, length in (*long, (128, 32768))
+    ]
+    cases += [
+        base.with_(name=f"{n} tokens of {length} and of 900", seqs=((n, length), (n, 900)))
+        for n, length in ((8, 2050), (64, 2500), (128, 4100))
+    ]
+    cases += [base.with_(name=f"block size {n}", block_size=n) for n in (1, 5, 8, 32, 64, 128)]
+    cases += [base.with_(name=f"group {g}", group=g) for g in (1, 3, 5, 8, 16)]
+    dims = (8, 16, 80, 96, 112, 128, 192, 256)
+    return cases + [base.with_(name=f"head_dim {d}", head_dim=d) for d in dims]
 
 
 def _quantised_cases(*, quick: bool) -> tuple[AttentionCase, ...]:
@@ -150,23 +160,18 @@ def _quantised_cases(*, quick: bool) -> tuple[AttentionCase, ...]:
             small.with_(name="a scale a cache, strided", scales="tensor", strided=True, window=4),
         )
     base = AttentionCase("", ((1, 37), (9, 9), (5, 133), (0, 0), (1, 1)), padding=3, scales="head")
-    cases = [
+    cases = (
         base.with_(name="a scale a head"),
         base.with_(name="a scale a cache", scales="tensor"),
         base.with_(name="no scales", scales="none"),
         base.with_(name="decode alone", seqs=((1, 300), (1, 16), (1, 17), (1, 1))),
         base.with_(name="long prefill", seqs=((150, 150), (70, 200))),
         base.with_(name="all features", window=20, soft_cap=5.0, sinks=True, strided=True),
+        base.with_(name="window, long prefill", seqs=((100, 170),), window=33),
         base.with_(name="one huge logit", values="huge"),
-        base.with_(name="block size 5", block_size=5),
-    ]
-    cases += [base.with_(name=f"group {g}", group=g) for g in (1, 8)]
-    cases += [base.with_(name=f"head_dim {d}", head_dim=d) for d in (80, 128, 256)]
-    cases += [
-        base.with_(name=f"{n} tokens over a long context", seqs=((n, length),), group=4)
-        for n, length in ((4, 2100), (17, 1300))
-    ]
-    return tuple(cases)
+        base.with_(name="all logits equal", values="equal", seqs=((1, 37), (70, 900))),
+    )
+    return (*cases, *_shapes(base))
 
 
 def _latent_cases(*, quick: bool, quantised: bool = False) -> tuple[AttentionCase, ...]:

@@ -1,10 +1,18 @@
-"""The warps of Hopper's prefill that multiply: two groups of four, 64 rows of an item each.
+"""The warps of Hopper's prefill that multiply: groups of four, 64 rows of an item each.
 
 A group keeps the matrix unit busy while it computes exponentials: the product q.k of the next tile
 is issued before the product p.v of this one, then waited for alone, and the softmax of the next
-tile runs while p.v does. p stays in registers. At the end of an item the next item's first product
-is issued too, so that the item's last steps (dividing, rounding, storing) hide behind it. While
-one group computes, the other's products have the matrix unit.
+tile runs while p.v does. p stays in registers. Where the rows of two items fit in shared memory, at
+the end of an item the next item's first product is issued too, so that the item's last steps
+(dividing, rounding, storing) hide behind it. While one group computes, the others' products have
+the matrix unit.
+
+A head_dim that is no power of two lies in two parts, 96 as 64 and 32: q.k is the sum of two
+products, and p.v has a result for each part (`extra` is the smaller one's).
+
+Of an e4m3 cache the keys are multiplied as they are stored, which goes at twice the speed, with q
+as a sum of e4m3 numbers: two are exactly a bfloat16, three a float16 (`_divide_rows`). Each row of
+q is scaled by a power of two first. The values come widened (`hopper_widen`).
 
 Four things here are as they are for the assembler's sake:
 - The wait for the next tile's values stands between the exponentials and the wait for p.v, because
@@ -12,7 +20,7 @@ Four things here are as they are for the assembler's sake:
 - No branch stands around a product, because then it waits for every single instruction: an item
   that is not there is multiplied all the same.
 - Weights are carried from step to step unrounded. Rounded ones would be carried as halves of
-  registers, which takes two instructions for each pair.
+  registers, which takes two instructions for each pair, or packed by hand, which takes one.
 - The address of q is worked out in every step (`nothing`). Otherwise it is spilled, and the store
   may end up in a loop that is not entered: what is read then is not what was stored.
 `tests/backends/compile_offline.py` checks the first, the second and the last.
@@ -29,6 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from backends.triton_gpu.hopper_items import (
+    GROUPS,
     HALF,
     count_items,
     count_tiles,
@@ -36,24 +45,25 @@ from backends.triton_gpu.hopper_items import (
     gluon_function,
     read_item,
 )
-from backends.triton_gpu.prefill_order import RECORD
+from backends.triton_gpu.hopper_store import finish, record_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 
 
 @gluon_function
 def _soften(
     logits: gl.tensor, highest: gl.tensor, total: gl.tensor, last: gl.tensor,
-    scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
+    scale: gl.tensor, look: gl.tensor,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, E4M3: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """(weights, highest logits in base 2, totals, what earlier sums are multiplied by).
 
-    A row sees the columns up to its `last`.
+    A row sees the columns up to its `last`; if E4M3 it has a `scale` of its own.
     """
+    soft_cap, window = look
     factor = scale * LOG2E
     if HAS_CAP:
-        logits = cap_logits(logits * scale, soft_cap)
-        factor = LOG2E
+        logits = cap_logits(logits * (scale[:, None] if E4M3 else scale), soft_cap)
+        factor = highest * 0 + LOG2E if E4M3 else LOG2E
     if MASKED:
         column = gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))[None, :]
         seen = column <= last[:, None]
@@ -61,331 +71,380 @@ def _soften(
             seen = seen & (column > last[:, None] - window)
         logits = gl.where(seen, logits, float("-inf"))
     now = gl.maximum(highest, gl.max(logits, 1) * factor)
-    weights = gl.exp2(logits * factor - now[:, None])
+    weights = gl.exp2(logits * (factor[:, None] if E4M3 else factor) - now[:, None])
     rescale = gl.exp2(highest - now)
     return weights, now, total * rescale + gl.sum(weights, 1), rescale
 
 
 @gluon_function
-def _multiply_keys(q: gl.tensor, ring: gl.tensor, j: gl.tensor, there: gl.tensor) -> gl.tensor:
+def _multiply_keys(
+    rows: gl.tensor, slot: gl.tensor, ring: gl.tensor, j: gl.tensor, there: gl.tensor
+) -> gl.tensor:
     """Issue the product of the rows with the j-th tile of keys, once it is there; no wait for it.
 
     Unless it is `there` to come: then with what the memory holds.
     """
-    k_tiles, k_full, _, _, _, _ = ring
+    q_tiles, q_tails = rows[:2]
+    k_tiles, k_tails, k_full = ring[:3]
     DEPTH: gl.constexpr = k_tiles.shape[0]
     TILE: gl.constexpr = k_tiles.shape[1]
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    PARTS: gl.constexpr = q_tails.shape[0] // q_tiles.shape[0]
+    TAIL: gl.constexpr = q_tails.shape[3] if q_tails.shape[3] < q_tiles.shape[3] else 0
+    STEP: gl.constexpr = 256 // k_tiles.dtype.primitive_bitwidth
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, STEP])
     mbarrier.wait(k_full.index(j % DEPTH), j // DEPTH & 1, pred=there)
     keys = k_tiles.index(j % DEPTH).reshape([TILE, k_tiles.shape[3]]).permute((1, 0))
     blank = gl.full([HALF, TILE], 0.0, gl.float32, LOGITS)
-    return warpgroup_mma(q, keys, blank, use_acc=False, is_async=True)
+    if k_tiles.dtype != q_tiles.dtype:
+        logits = blank
+        for part in gl.static_range(PARTS):
+            q = q_tails.index(slot * PARTS + part).reshape([HALF, q_tails.shape[3]])
+            logits = warpgroup_mma(q, keys, logits, use_acc=part > 0, is_async=True)
+    else:
+        q = q_tiles.index(slot).reshape([HALF, q_tiles.shape[3]])
+        logits = warpgroup_mma(q, keys, blank, use_acc=False, is_async=True)
+        if TAIL > 0:
+            q = q_tails.index(slot).reshape([HALF, TAIL])
+            keys = k_tails.index(j % DEPTH).reshape([TILE, TAIL]).permute((1, 0))
+            logits = warpgroup_mma(q, keys, logits, is_async=True)
+    return logits
 
 
 @gluon_function
 def _multiply_values(
-    weights: gl.tensor, sums: gl.tensor, ring: gl.tensor, j: gl.tensor
-) -> gl.tensor:
+    weights: gl.tensor, sums: gl.tensor, extra: gl.tensor, ring: gl.tensor, j: gl.tensor
+) -> tuple[gl.tensor, gl.tensor]:
     """Issue the product of the weights, rounded, with the j-th tile of values; no wait for it."""
-    v_tiles = ring[3]
+    v_tiles, v_tails = ring[4:6]
     TILE: gl.constexpr = v_tiles.shape[1]
+    TAIL: gl.constexpr = v_tails.shape[3]
+    at = j % v_tiles.shape[0]
     p = gl.convert_layout(weights.to(v_tiles.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
-    values = v_tiles.index(j % v_tiles.shape[0]).reshape([TILE, v_tiles.shape[3]])
-    return warpgroup_mma(p, values, sums, is_async=True)
+    values = v_tiles.index(at).reshape([TILE, v_tiles.shape[3]])
+    sums = warpgroup_mma(p, values, sums, is_async=True)
+    if v_tiles.shape[3] > TAIL:
+        p = gl.convert_layout(p, gl.DotOperandLayout(0, extra.type.layout, 2))
+        extra = warpgroup_mma(p, v_tails.index(at).reshape([TILE, TAIL]), extra, is_async=True)
+    return sums, extra
 
 
 @gluon_function
-def _begin(
-    q_tiles: gl.tensor, q_full: gl.tensor, ring: gl.tensor, n: gl.tensor, j: gl.tensor,
-    there: gl.tensor, GROUP_ID: gl.constexpr,
-) -> gl.tensor:  # fmt: skip
-    """Issue the n-th item's first product, of its rows and tile j; no wait for it."""
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
-    mbarrier.wait(q_full.index(n % BUFFERS), n // BUFFERS & 1, pred=there)
-    q = q_tiles.index(n % BUFFERS * 2 + GROUP_ID).reshape([HALF, q_tiles.shape[3]])
-    return _multiply_keys(q, ring, j, there)
+def _wait(sums: gl.tensor, extra: gl.tensor, ring: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
+    """Until all products are done."""
+    if ring[5].shape[3] < ring[4].shape[3]:
+        sums, extra = warpgroup_mma_wait(0, deps=[sums, extra])
+    else:
+        sums = warpgroup_mma_wait(0, deps=[sums])
+    return sums, extra
+
+
+@gluon_function
+def _wait_for_logits(
+    logits: gl.tensor, sums: gl.tensor, extra: gl.tensor, ring: gl.tensor
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+    """Until q.k is done, p.v being issued after it."""
+    if ring[5].shape[3] < ring[4].shape[3]:
+        logits, sums, extra = warpgroup_mma_wait(2, deps=[logits, sums, extra])
+    else:
+        logits, sums = warpgroup_mma_wait(1, deps=[logits, sums])
+    return logits, sums, extra
+
+
+@gluon_function
+def _divide_rows(rows: gl.tensor, slot: gl.tensor, scale: gl.tensor) -> gl.tensor:
+    """Leave q as sums of e4m3 numbers in shared memory; the scale of each row's logits.
+
+    An e4m3 number has four significant bits. What is left of a number when the nearest one is taken
+    away has four less, or eight in all with its sign, so that two make up a bfloat16 exactly, as
+    long as they are not below 2^-18 of the row's largest.
+    """
+    q_tiles, parts = rows[:2]
+    PARTS: gl.constexpr = parts.shape[0] // q_tiles.shape[0]
+    WIDTH: gl.constexpr = q_tiles.shape[3]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
+    q = q_tiles.index(slot).reshape([HALF, WIDTH]).load(WIDE).to(gl.float32)
+    largest = gl.maximum(gl.max(gl.abs(q), 1), 1e-30)
+    up = gl.exp2(gl.floor(gl.log2(256.0 / largest)))
+    q = q * up[:, None]
+    for part in gl.static_range(PARTS):
+        small = q.to(gl.float8e4nv)
+        parts.index(slot * PARTS + part).reshape([HALF, WIDTH]).store(small)
+        q -= small.to(gl.float32)
+    fence_async_shared()
+    return scale / up
 
 
 @gluon_function
 def _walk(
-    q_tiles: gl.tensor, slot: gl.tensor, weights: gl.tensor, sums: gl.tensor,
+    rows: gl.tensor, slot: gl.tensor, weights: gl.tensor, sums: gl.tensor, extra: gl.tensor,
     highest: gl.tensor, total: gl.tensor,
     ring: gl.tensor, j: gl.tensor, last: gl.tensor, steps: gl.tensor,
-    scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
+    scale: gl.tensor, look: gl.tensor,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Take so many more tiles, downwards: (weights, sums, highest, total, j, last).
+    E4M3: gl.constexpr,
+) -> tuple[gl.tensor, ...]:  # fmt: skip
+    """Take so many more tiles, downwards: (weights, sums, extra, highest, total, j, last).
 
     Each step is the softmax of tile j while the values of tile j - 1 are multiplied. The values of
     tile j - 1 have landed; those of tile j have at the end of the step. A row sees the columns of
     the tile before the first step up to `last`.
     """
-    k_tiles, _, k_empty, v_tiles, v_full, v_empty = ring
+    k_tiles, _, _, k_empty, v_tiles, v_tails, v_full, v_empty = ring
     DEPTH: gl.constexpr = v_tiles.shape[0]
     nothing = gl.num_programs(1) - 1  # 0, which the compiler does not know
     for _ in range(steps):
         last += k_tiles.shape[1]
-        q = q_tiles.index(slot + j * nothing).reshape([HALF, q_tiles.shape[3]])
-        logits = _multiply_keys(q, ring, j, there=True)
-        sums = _multiply_values(weights, sums, ring, j - 1)
-        logits, sums = warpgroup_mma_wait(1, deps=[logits, sums])
+        logits = _multiply_keys(rows, slot + j * nothing, ring, j, there=True)
+        sums, extra = _multiply_values(weights, sums, extra, ring, j - 1)
+        logits, sums, extra = _wait_for_logits(logits, sums, extra, ring)
         mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
         weights, highest, total, rescale = _soften(
-            logits, highest, total, last, scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED
+            logits, highest, total, last, scale, look, HAS_CAP, HAS_WINDOW, MASKED, E4M3
         )
         mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
-        sums = warpgroup_mma_wait(0, deps=[sums])
+        sums, extra = _wait(sums, extra, ring)
         mbarrier.arrive(v_empty.index((j - 1) % DEPTH), count=1)
         sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None]
+        if v_tails.shape[3] < v_tiles.shape[3]:
+            rescale = gl.convert_layout(rescale, gl.SliceLayout(1, extra.type.layout))
+            extra = extra * rescale[:, None]
         j += 1
-    return weights, sums, highest, total, j, last
-
-
-@gluon_function
-def _store(
-    sums: gl.tensor, total: gl.tensor, q: gl.tensor, out: gl.tensor,
-    row: gl.tensor, tokens: gl.tensor, part: gl.tensor,
-    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr, GROUP_ID: gl.constexpr,
-) -> None:  # fmt: skip
-    """Divide, round and store, by way of the rows' own shared memory, 16 bytes at a time."""
-    WIDTH: gl.constexpr = sums.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, sums.type.layout))
-    q.store((sums * share[:, None]).to(out.dtype.element_ty))
-    result = q.load(WIDE)
-    fence_async_shared()
-    r = gl.arange(0, HALF, gl.SliceLayout(1, WIDE))
-    dim = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
-    token = GROUP_ID * (TOKENS // 2) + r // PACK
-    to = (row + token).to(gl.int64) * TOKEN_STRIDE + (part * PACK + r % PACK) * HEAD_STRIDE
-    mask = (token < tokens)[:, None] & (dim < HEAD_DIM)[None, :]
-    gl.store(out + to[:, None] + dim[None, :], result, mask=mask)
+    return weights, sums, extra, highest, total, j, last
 
 
 @gluon_function
 def _attend_item(
     logits: gl.tensor, highest: gl.tensor, total: gl.tensor,
-    q_tiles: gl.tensor, slot: gl.tensor, ring: gl.tensor,
-    j: gl.tensor, position: gl.tensor, tokens: gl.tensor, piece: gl.tensor, pieces: gl.tensor,
-    scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
+    rows: gl.tensor, slot: gl.tensor, ring: gl.tensor,
+    j: gl.tensor, item: gl.tensor, scale: gl.tensor, look: gl.tensor,
     PACK: gl.constexpr, TOKENS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
     SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """An item from its first logits to its last weights: (weights, sums, highest, total, j)."""
-    k_tiles, _, _, _, v_full, _ = ring
-    DEPTH: gl.constexpr = v_full.shape[0] - 1
+    E4M3: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    """An item from its first logits to its last weights: (weights, sums, extra, highest, .., j)."""
+    k_tiles, _, _, _, v_tiles, v_tails, v_full, _ = ring
+    tokens, position, piece, pieces = item[2], item[3], item[7], item[8]
+    DEPTH: gl.constexpr = v_tiles.shape[0]
     TILE: gl.constexpr = k_tiles.shape[1]
-    WIDTH: gl.constexpr = k_tiles.shape[3]
+    WIDTH: gl.constexpr = v_tiles.shape[3]
+    TAIL: gl.constexpr = v_tails.shape[3]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    EXTRA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
     begin, end, whole_begin, whole_end = find_span(
-        position, tokens, piece, pieces, window, TILE, HAS_WINDOW, SPLIT
+        position, tokens, piece, pieces, look[1], TILE, HAS_WINDOW, SPLIT
     )
-    token = GROUP_ID * (TOKENS // 2) + gl.arange(0, HALF, ROW) // PACK
+    token = GROUP_ID * (TOKENS // GROUPS) + gl.arange(0, HALF, ROW) // PACK
     last = position + token - (end - 1) * TILE
     weights, highest, total, _ = _soften(
-        logits, highest, total, last, scale, soft_cap, window, HAS_CAP, HAS_WINDOW,
-        MASKED=True,
-    )  # fmt: skip
+        logits, highest, total, last, scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3
+    )
     sums = gl.full([HALF, WIDTH], 0.0, gl.float32, SUMS)
+    extra = total
+    if TAIL < WIDTH:
+        extra = gl.full([HALF, TAIL], 0.0, gl.float32, EXTRA)
+    else:
+        extra = gl.full([HALF], 0.0, gl.float32, ROW)
     mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
     j += 1
-    weights, sums, highest, total, j, last = _walk(
-        q_tiles, slot, weights, sums, highest, total, ring, j, last, end - 1 - whole_end,
-        scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
+    weights, sums, extra, highest, total, j, last = _walk(
+        rows, slot, weights, sums, extra, highest, total, ring, j, last, end - 1 - whole_end,
+        scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3,
     )  # fmt: skip
-    weights, sums, highest, total, j, last = _walk(
-        q_tiles, slot, weights, sums, highest, total, ring, j, last, whole_end - whole_begin,
-        scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=False,
+    weights, sums, extra, highest, total, j, last = _walk(
+        rows, slot, weights, sums, extra, highest, total, ring, j, last, whole_end - whole_begin,
+        scale, look, HAS_CAP, HAS_WINDOW, MASKED=False, E4M3=E4M3,
     )  # fmt: skip
     if HAS_WINDOW:
-        weights, sums, highest, total, j, last = _walk(
-            q_tiles, slot, weights, sums, highest, total, ring, j, last, whole_begin - begin,
-            scale, soft_cap, window, HAS_CAP, HAS_WINDOW, MASKED=True,
+        weights, sums, extra, highest, total, j, last = _walk(
+            rows, slot, weights, sums, extra, highest, total, ring, j, last, whole_begin - begin,
+            scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3,
         )  # fmt: skip
-    return weights, sums, highest, total, j
+    return weights, sums, extra, highest, total, j
 
 
 @gluon_function
-def _store_part(
-    sums: gl.tensor, highest: gl.tensor, total: gl.tensor, partial: gl.tensor,
-    item: gl.tensor, items: gl.tensor, tokens: gl.tensor,
-    PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr, GROUP_ID: gl.constexpr,
-) -> None:  # fmt: skip
-    """Divide and store for the merge: parts [items, 2 * HALF, HEAD_DIM], then log2 of totals."""
-    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
-    share = gl.where(total > 0, 1.0 / total, 0.0)  # a row may see nothing of its piece
-    share = gl.convert_layout(share, ROW)
-    lse = gl.convert_layout(highest + gl.log2(total), ROW)
-    r = gl.arange(0, HALF, ROW)
-    dim = gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
-    live = GROUP_ID * (TOKENS // 2) + r // PACK < tokens
-    row = item * (2 * HALF) + GROUP_ID * HALF + r
-    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
-    gl.store(partial + row[:, None] * HEAD_DIM + dim[None, :], sums * share[:, None], mask=mask)
-    gl.store(partial + items * (2 * HALF * HEAD_DIM) + row, lse, mask=live)
+def _start_rows(
+    sinks: gl.tensor, item: gl.tensor, ROW: gl.constexpr, PACK: gl.constexpr,
+    HAS_SINKS: gl.constexpr, SPLIT: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    """(highest logits, totals) before the first key: a sink is one more, in the first piece."""
+    part, piece = item[6], item[7]
+    highest = gl.full([HALF], -1e30, gl.float32, ROW)
+    total = gl.full([HALF], 0.0, gl.float32, ROW)
+    if HAS_SINKS:
+        sink = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK)
+        sink = sink.to(gl.float32) * LOG2E
+        if SPLIT:
+            highest = gl.where(piece == 0, sink, highest)
+            total += gl.where(piece == 0, 1.0, 0.0)
+        else:
+            highest = sink
+            total += 1.0
+    return highest, total
 
 
 @gluon_function
-def _record(
-    records: gl.tensor, number: gl.tensor, row: gl.tensor, tokens: gl.tensor, part: gl.tensor,
-    pieces: gl.tensor, SLICES: gl.constexpr,
-) -> None:  # fmt: skip
-    """Tell the merge of a tile of one sequence what `prefill_order` tells of many."""
-    rank = number // SLICES
-    if (part == 0) & (rank % pieces == 0):
-        to = records + rank // pieces * RECORD
-        gl.store(to, rank)
-        gl.store(to + 1, pieces)
-        gl.store(to + 2, row)
-        gl.store(to + 3, tokens)
-
-
-@gluon_function
-def consume(
-    out: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor, work: gl.tensor,
-    sinks: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
-    q_tiles: gl.tensor, q_full: gl.tensor, q_empty: gl.tensor,
-    k_tiles: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
-    v_tiles: gl.tensor, v_full: gl.tensor, v_empty: gl.tensor,
-    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+def _consume_ahead(
+    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
+    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
-    """Half the rows of every item of this program, in order; items are whole."""
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
+    """A group's rows of every item of this program, the next item's begun before the last ends."""
+    query_start_loc, seq_lens, work = given[2:5]
+    sinks, scale, soft_cap, window = given[7:11]
+    q_tiles, _, q_full, q_empty = rows
+    k_tiles, _, _, k_empty, v_tiles, _, _, v_empty = ring
+    look = (soft_cap, window)
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
-    V_DEPTH: gl.constexpr = v_tiles.shape[0]
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[1], 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
     tiles, pieces = count_tiles(
         query_start_loc, seq_lens, work, window, SLICES, TOKENS, k_tiles.shape[1],
         HAS_WINDOW, PLANNED, SPLIT=False,
     )  # fmt: skip
     items = count_items(tiles * SLICES)
     j = tiles * 0
-    logits = gl.full([HALF, k_tiles.shape[1]], 0.0, gl.float32, LOGITS)
-    if BUFFERS > 1:
-        logits = _begin(q_tiles, q_full, ring, j, j, items > 0, GROUP_ID)
-        logits = warpgroup_mma_wait(0, deps=[logits])
-        mbarrier.arrive(k_empty.index(0), count=1, pred=items > 0)
+    mbarrier.wait(q_full.index(0), 0, pred=items > 0)
+    logits = _multiply_keys(rows, j + GROUP_ID, ring, j, items > 0)
+    logits = warpgroup_mma_wait(0, deps=[logits])
+    mbarrier.arrive(k_empty.index(0), count=1, pred=items > 0)
     item = read_item(
         j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
     )
-    row, tokens, position, part = item[1], item[2], item[3], item[6]
     for n in range(items):
-        item = read_item(
+        ahead = read_item(
             n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
-        if BUFFERS == 1:
-            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
-            logits = warpgroup_mma_wait(0, deps=[logits])
-            mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1)
-        slot = n % BUFFERS * 2 + GROUP_ID
-        highest = gl.full([HALF], -1e30, gl.float32, ROW)
-        total = gl.full([HALF], 0.0, gl.float32, ROW)
-        if HAS_SINKS:
-            highest = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
-            total += 1.0
-        weights, sums, highest, total, j = _attend_item(
-            logits, highest, total, q_tiles, slot, ring, j, position, tokens, pieces, pieces,
-            scale, soft_cap, window,
+        slot = n % BUFFERS * GROUPS + GROUP_ID
+        highest, total = _start_rows(sinks, item, ROW, PACK, HAS_SINKS, SPLIT=False)
+        weights, sums, extra, highest, total, j = _attend_item(
+            logits, highest, total, rows, slot, ring, j, item, scale, look,
             PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=False, GROUP_ID=GROUP_ID,
+            E4M3=False,
         )  # fmt: skip
-        if BUFFERS > 1:
-            logits = _begin(q_tiles, q_full, ring, n + 1, j, n + 1 < items, GROUP_ID)
-            sums = _multiply_values(weights, sums, ring, j - 1)
-            logits, sums = warpgroup_mma_wait(0, deps=[logits, sums])
-            mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1, pred=n + 1 < items)
-        else:
-            sums = warpgroup_mma_wait(0, deps=[_multiply_values(weights, sums, ring, j - 1)])
-        mbarrier.arrive(v_empty.index((j - 1) % V_DEPTH), count=1)
-        _store(
-            sums, total, q_tiles.index(slot).reshape([HALF, q_tiles.shape[3]]), out,
-            row, tokens, part,
-            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
+        m, more = n + 1, n + 1 < items
+        mbarrier.wait(q_full.index(m % BUFFERS), m // BUFFERS & 1, pred=more)
+        logits = _multiply_keys(rows, m % BUFFERS * GROUPS + GROUP_ID, ring, j, more)
+        sums, extra = _multiply_values(weights, sums, extra, ring, j - 1)
+        logits, sums, extra = _wait_for_logits(logits, sums, extra, ring)
+        sums, extra = _wait(sums, extra, ring)
+        mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1, pred=more)
+        mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
+        finish(
+            sums, extra, highest, total, rows, slot, ring, given, item, 1.0,
+            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, SPLIT=False,
+            GROUP_ID=GROUP_ID,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)
-        row, tokens, position, part = item[1], item[2], item[3], item[6]
+        item = ahead
 
 
 @gluon_function
-def consume_pieces(
-    out: gl.tensor, partial: gl.tensor, query_start_loc: gl.tensor, seq_lens: gl.tensor,
-    work: gl.tensor, most_items: gl.tensor, records: gl.tensor,
-    sinks: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor, window: gl.tensor,
-    q_tiles: gl.tensor, q_full: gl.tensor, q_empty: gl.tensor,
-    k_tiles: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
-    v_tiles: gl.tensor, v_full: gl.tensor, v_empty: gl.tensor,
-    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+def _take(
+    n: gl.tensor, j: gl.tensor, item: gl.tensor, given: gl.tensor, rows: gl.tensor,
+    ring: gl.tensor, look: gl.tensor,
+    PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
-) -> None:  # fmt: skip
-    """Half the rows of every item of this program, in order; items may be pieces.
-
-    They are few, so that none starts before the last has ended. The second group passes by an item
-    whose rows are all the first one's, and leaves the matrix unit to it.
-    """
-    TILE: gl.constexpr = k_tiles.shape[1]
-    ring = (k_tiles, k_full, k_empty, v_tiles, v_full, v_empty)
-    tiles, pieces = count_tiles(
-        query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE,
-        HAS_WINDOW, PLANNED, SPLIT=True,
+    K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
+    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """One item or piece from its first product to its store; the next tile's number."""
+    sinks, scale, _, _, k_scale, v_scale = given[7:]
+    q_tiles, _, q_full, _ = rows
+    k_tiles, _, _, k_empty, v_tiles, _, _, v_empty = ring
+    E4M3: gl.constexpr = k_tiles.dtype != q_tiles.dtype
+    STEP: gl.constexpr = 256 // k_tiles.dtype.primitive_bitwidth
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[1], STEP])
+    ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
+    kv_head = item[6] * PACK // GROUP
+    slot = n * 0 + GROUP_ID
+    by = scale * 0 + 1.0
+    if V_SCALE >= 0:
+        by = gl.load(v_scale + kv_head * V_SCALE)
+    if K_SCALE >= 0:
+        scale *= gl.load(k_scale + kv_head * K_SCALE)
+    mbarrier.wait(q_full.index(0), n & 1)
+    if E4M3:
+        scale = gl.convert_layout(_divide_rows(rows, slot, scale), ROW)
+    logits = _multiply_keys(rows, slot, ring, j, there=True)
+    logits = warpgroup_mma_wait(0, deps=[logits])
+    mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
+    highest, total = _start_rows(sinks, item, ROW, PACK, HAS_SINKS, SPLIT)
+    weights, sums, extra, highest, total, j = _attend_item(
+        logits, highest, total, rows, slot, ring, j, item, scale, look,
+        PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT, GROUP_ID, E4M3,
     )  # fmt: skip
+    sums, extra = _multiply_values(weights, sums, extra, ring, j - 1)
+    sums, extra = _wait(sums, extra, ring)
+    mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
+    finish(
+        sums, extra, highest, total, rows, slot, ring, given, item, by,
+        PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, SPLIT, GROUP_ID,
+    )  # fmt: skip
+    return j
+
+
+@gluon_function
+def _consume_each(
+    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
+    SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
+    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """A group's rows of every item of this program, one item after the other.
+
+    If SPLIT, where items are few and may be pieces, groups whose rows an item does not have pass it
+    by, and leave the matrix unit to the others.
+    """
+    query_start_loc, seq_lens, work, _, records = given[2:7]
+    soft_cap, window = given[9:11]
+    q_full, q_empty = rows[2:]
+    look = (soft_cap, window)
+    TILE: gl.constexpr = ring[0].shape[1]
+    tiles, pieces = count_tiles(
+        query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
+    )
     items = count_items(tiles * SLICES)
     j = tiles * 0
     for n in range(items):
-        _, row, tokens, position, _, _, part, piece, of, number = read_item(
+        item = read_item(
             n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
-        if not PLANNED and GROUP_ID == 0:
-            _record(work + records, number, row, tokens, part, of, SLICES)
-        if tokens > GROUP_ID * (TOKENS // 2):
-            logits = _begin(q_tiles, q_full, ring, n, j, there=True, GROUP_ID=GROUP_ID)
-            logits = warpgroup_mma_wait(0, deps=[logits])
-            mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
-            ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
-            highest = gl.full([HALF], -1e30, gl.float32, ROW)
-            total = gl.full([HALF], 0.0, gl.float32, ROW)
-            if HAS_SINKS:  # one more logit, in the first piece alone
-                sink = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK) * LOG2E
-                highest = gl.where(piece == 0, sink, highest)
-                total += gl.where(piece == 0, 1.0, 0.0)
-            weights, sums, highest, total, j = _attend_item(
-                logits, highest, total, q_tiles, n * 0 + GROUP_ID, ring, j, position, tokens,
-                piece, of, scale, soft_cap, window,
-                PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=True, GROUP_ID=GROUP_ID,
-            )  # fmt: skip
-            sums = warpgroup_mma_wait(0, deps=[_multiply_values(weights, sums, ring, j - 1)])
-            mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
-            if of > 1:
-                _store_part(
-                    sums, highest, total, partial, number, most_items, tokens,
-                    PACK, TOKENS, HEAD_DIM, GROUP_ID,
+        if SPLIT:
+            if not PLANNED and GROUP_ID == 0:
+                record_tile(work + records, item, SLICES)
+            if item[2] > GROUP_ID * (TOKENS // GROUPS):
+                j = _take(
+                    n, j, item, given, rows, ring, look,
+                    PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                    HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID,
                 )  # fmt: skip
             else:
-                _store(
-                    sums, total, q_tiles.index(GROUP_ID).reshape([HALF, q_tiles.shape[3]]), out,
-                    row, tokens, part,
-                    PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
-                )  # fmt: skip
+                span = find_span(
+                    item[3], item[2], item[7], item[8], window, TILE, HAS_WINDOW, SPLIT
+                )
+                mbarrier.wait(q_full.index(0), n & 1)
+                j = _pass_by(ring, j, span[1] - span[0])
         else:
-            begin, end, _, _ = find_span(
-                position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT=True
-            )
-            mbarrier.wait(q_full.index(0), n & 1)
-            j = _pass_by(ring, j, end - begin)
+            j = _take(
+                n, j, item, given, rows, ring, look,
+                PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID,
+            )  # fmt: skip
         mbarrier.arrive(q_empty.index(0), count=1)
 
 
 @gluon_function
 def _pass_by(ring: gl.tensor, j: gl.tensor, steps: gl.tensor) -> gl.tensor:
     """Let so many tiles go unread; the next one's number."""
-    k_tiles, k_full, k_empty, v_tiles, v_full, v_empty = ring
+    k_tiles, _, k_full, k_empty, v_tiles, _, v_full, v_empty = ring
     for _ in range(steps):
         k_at, v_at = j % k_tiles.shape[0], j % v_tiles.shape[0]
         mbarrier.wait(k_full.index(k_at), j // k_tiles.shape[0] & 1)
@@ -394,3 +453,25 @@ def _pass_by(ring: gl.tensor, j: gl.tensor, steps: gl.tensor) -> gl.tensor:
         mbarrier.arrive(v_empty.index(v_at), count=1)
         j += 1
     return j
+
+
+@gluon_function
+def consume(
+    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
+    SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
+    K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
+    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """A group's rows of every item of this program, in order."""
+    if rows[0].shape[0] > GROUPS:
+        _consume_ahead(
+            given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+            HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, GROUP_ID,
+        )  # fmt: skip
+    else:
+        _consume_each(
+            given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+            HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, GROUP_ID,
+        )  # fmt: skip

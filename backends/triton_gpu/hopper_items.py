@@ -30,24 +30,19 @@ from triton.experimental.gluon import language as gl
 from backends.triton_gpu.prefill_order import ENTRY, ITEM_STEPS, MERGE_STEPS, WAVES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import TypeVar
-
-    from backends.triton_gpu.place import Kernel
 
     _F = TypeVar("_F")
 
     def gluon_function(function: _F) -> _F:
         """`gluon.jit` for functions that kernels call."""
-
-    def gluon_kernel(**options: object) -> Callable[[Callable[..., None]], Kernel]:
-        """`gluon.jit` with options."""
 else:
     gluon_function = gluon.jit
-    gluon_kernel = gluon.jit
 
+GROUPS = gl.constexpr(2)
+"""Of four warps each that multiply an item's rows. Three gain nothing at a head_dim of 64."""
 HALF = gl.constexpr(64)
-"""Rows of an item that one group of four warps multiplies."""
+"""Rows of an item that a group multiplies."""
 
 
 @gluon_function
@@ -181,3 +176,21 @@ def find_span(
         whole_begin = gl.minimum(gl.maximum(whole_begin, begin), end - 1)
         whole_end = gl.maximum(whole_end, whole_begin)
     return begin, end, whole_begin, gl.minimum(whole_end, end - 1)
+
+
+@gluon_function
+def find_live(
+    position: gl.tensor, tokens: gl.tensor, length: gl.tensor, first: gl.tensor,
+    window: gl.tensor, BLOCK_SIZE: gl.constexpr, HAS_WINDOW: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    """Positions whose values are there to be read by an item, as limits: begin .. end - 1.
+
+    Within the blocks that its rows see, those that some query of the sequence sees.
+    """
+    begin = length * 0
+    if HAS_WINDOW:
+        seen = gl.maximum(first - window + 1, 0)
+        low = gl.maximum(position - window + 1, 0) // BLOCK_SIZE
+        begin = gl.maximum(seen, low * BLOCK_SIZE)
+    high = (position + tokens - 1) // BLOCK_SIZE
+    return begin, gl.minimum(length, (high + 1) * BLOCK_SIZE)

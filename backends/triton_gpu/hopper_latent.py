@@ -18,7 +18,6 @@ cut. Error and order as in `latent`.
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
 
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -308,7 +307,7 @@ def _barrier(COUNT: gl.constexpr, SLOTS: gl.constexpr) -> gl.tensor:
     integers=("q_stride", "o_stride", "num_seqs", "table_stride", "most", "window", "target"),
     indices=("query_start_loc", "seq_lens", "tables", "scales"),
     pointers=("query", "cache", "out", "sinks"),
-    jit=gluon.jit,
+    in_gluon=True,
 )
 def attend_rows(
     query: gl.tensor,  # as in latent._attend_part, all of them

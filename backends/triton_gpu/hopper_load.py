@@ -17,8 +17,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from backends.triton_gpu.hopper_items import (
+    GROUPS,
     count_items,
     count_tiles,
+    find_live,
     find_span,
     gluon_function,
     read_item,
@@ -27,38 +29,30 @@ from backends.triton_gpu.hopper_items import (
 
 @gluon_function
 def load_tiles(
-    q_desc: gl.tensor, k_desc: gl.tensor, v_desc: gl.tensor,
-    query_start_loc: gl.tensor, seq_lens: gl.tensor, tables: gl.tensor, work: gl.tensor,
-    table_stride: gl.tensor, window: gl.tensor,
-    q_tiles: gl.tensor, k_tiles: gl.tensor, v_tiles: gl.tensor,
-    q_full: gl.tensor, q_empty: gl.tensor, k_full: gl.tensor, k_empty: gl.tensor,
-    v_full: gl.tensor, v_empty: gl.tensor,
+    descs: gl.tensor, given: gl.tensor, tables: gl.tensor, table_stride: gl.tensor,
+    rows: gl.tensor, ring: gl.tensor, land: gl.tensor,
     BLOCK_SIZE: gl.constexpr, K_ROWS: gl.constexpr, V_ROWS: gl.constexpr,
     SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
     HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_TAIL: gl.constexpr, E4M3: gl.constexpr,
 ) -> None:  # fmt: skip
     """Load every tile of this program's items, in the order in which they are consumed."""
+    q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
+    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[10]
+    k_tiles, k_tails, k_full, k_empty = ring[:4]
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
-    V_DEPTH: gl.constexpr = v_tiles.shape[0]
     TILE: gl.constexpr = k_tiles.shape[1]
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // 2
     tiles, pieces = count_tiles(
         query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
     )
     j, edges = tiles * 0, tiles * 0
     items = count_items(tiles * SLICES)
-    s, row, tokens, position, length, first, part, piece, of, _ = read_item(
+    item = read_item(
         j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
     )
     for n in range(items):
-        buffer = n % BUFFERS
-        mbarrier.wait(q_empty.index(buffer), (n // BUFFERS & 1) ^ 1)
-        mbarrier.expect(q_full.index(buffer), 2 * q_desc.block_type.nbytes)
-        for half in gl.static_range(2):
-            tma.async_copy_global_to_shared(
-                q_desc, [row + half * (TOKENS // 2), part * PACK, 0],
-                q_full.index(buffer), q_tiles.index(buffer * 2 + half),
-            )  # fmt: skip
+        s, row, tokens, position, length, first, part, piece, of, _ = item
+        _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
         kv_head = part * PACK // GROUP
         table = tables + s.to(gl.int64) * table_stride
         seen = length * 0
@@ -69,35 +63,86 @@ def load_tiles(
         high = (position + tokens - 1) // BLOCK_SIZE
         begin, end, _, _ = find_span(position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT)
         ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
-        end_of_keys = length
-        first_live = gl.maximum(seen, low * BLOCK_SIZE)
-        live_end = gl.minimum(length, (high + 1) * BLOCK_SIZE)
-        s, row, tokens, position, length, first, part, piece, of, _ = read_item(
+        live_begin, live_end = find_live(
+            position, tokens, length, first, window, BLOCK_SIZE, HAS_WINDOW
+        )
+        item = read_item(
             n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
         for i in range(end - begin):
             key = (end - 1 - i) * TILE
             entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
-            k_at, v_at = j % K_DEPTH, j % V_DEPTH
+            k_at = j % K_DEPTH
             mbarrier.wait(k_empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
             _copy_blocks(
-                k_desc, entries, key, kv_head, k_full.index(k_at), k_tiles.index(k_at),
-                BLOCK_SIZE, K_ROWS,
+                k_desc, k_tail, entries, key, kv_head, k_full.index(k_at),
+                k_tiles.index(k_at), k_tails.index(k_at), BLOCK_SIZE, K_ROWS, HAS_TAIL,
             )  # fmt: skip
-            edge = (key + TILE > end_of_keys) | (key < seen)
-            mbarrier.wait(v_empty.index(v_at), (j // V_DEPTH & 1) ^ 1)
-            _copy_blocks(
-                v_desc, entries, key, kv_head,
-                v_full.index(gl.where(edge, V_DEPTH, v_at)), v_tiles.index(v_at),
-                BLOCK_SIZE, V_ROWS,
+            edges = _load_values(
+                v_desc, v_tail, entries, key, kv_head, ring, land, j, edges,
+                (key + TILE > length) | (key < seen), live_begin, live_end,
+                BLOCK_SIZE, V_ROWS, HAS_TAIL, E4M3,
             )  # fmt: skip
-            if edge:
-                mbarrier.wait(v_full.index(V_DEPTH), edges & 1)
-                edges += 1
-                _clear_values(v_tiles.index(v_at), first_live - key, live_end - key)
-                fence_async_shared()
-                mbarrier.arrive(v_full.index(v_at), count=1)
             j += 1
+
+
+@gluon_function
+def _load_values(
+    desc: gl.tensor, tail: gl.tensor, entries: gl.tensor, key: gl.tensor, kv_head: gl.tensor,
+    ring: gl.tensor, land: gl.tensor, j: gl.tensor, edges: gl.tensor, edge: gl.tensor,
+    live_begin: gl.tensor, live_end: gl.tensor,
+    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, HAS_TAIL: gl.constexpr, E4M3: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Load the j-th tile of values, once there is room; how many had to be cleared so far."""
+    v_tiles, v_tails, v_full, v_empty = ring[4:]
+    landed, land_full, land_empty = land
+    DEPTH: gl.constexpr = v_tiles.shape[0]
+    LANDS: gl.constexpr = landed.shape[0]
+    if E4M3:
+        to = j % LANDS
+        mbarrier.wait(land_empty.index(to), (j // LANDS & 1) ^ 1)
+        _copy_blocks(
+            desc, tail, entries, key, kv_head, land_full.index(to),
+            landed.index(to), landed.index(to), BLOCK_SIZE, ROWS, HAS_TAIL,
+        )  # fmt: skip
+    else:
+        at = j % DEPTH
+        mbarrier.wait(v_empty.index(at), (j // DEPTH & 1) ^ 1)
+        _copy_blocks(
+            desc, tail, entries, key, kv_head, v_full.index(gl.where(edge, DEPTH, at)),
+            v_tiles.index(at), v_tails.index(at), BLOCK_SIZE, ROWS, HAS_TAIL,
+        )  # fmt: skip
+        if edge:
+            mbarrier.wait(v_full.index(DEPTH), edges & 1)
+            edges += 1
+            _clear_values(v_tiles.index(at), live_begin - key, live_end - key)
+            if HAS_TAIL:
+                _clear_values(v_tails.index(at), live_begin - key, live_end - key)
+            fence_async_shared()
+            mbarrier.arrive(v_full.index(at), count=1)
+    return edges
+
+
+@gluon_function
+def _load_rows(
+    desc: gl.tensor, tail: gl.tensor, rows: gl.tensor, n: gl.tensor, row: gl.tensor,
+    head: gl.tensor, TOKENS: gl.constexpr, HAS_TAIL: gl.constexpr,
+) -> None:  # fmt: skip
+    """Start the copies of the n-th item's rows, once there is room."""
+    q_tiles, q_tails, q_full, q_empty = rows
+    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
+    REST: gl.constexpr = tail.block_type.nbytes if HAS_TAIL else 0
+    buffer = n % BUFFERS
+    full = q_full.index(buffer)
+    mbarrier.wait(q_empty.index(buffer), (n // BUFFERS & 1) ^ 1)
+    mbarrier.expect(full, GROUPS * (desc.block_type.nbytes + REST))
+    for group in gl.static_range(GROUPS):
+        token, to = row + group * (TOKENS // GROUPS), buffer * GROUPS + group
+        tma.async_copy_global_to_shared(desc, [token, head, 0], full, q_tiles.index(to))
+        if HAS_TAIL:
+            tma.async_copy_global_to_shared(
+                tail, [token, head, q_tiles.shape[3]], full, q_tails.index(to)
+            )
 
 
 @gluon_function
@@ -112,20 +157,26 @@ def _load_entries(
 
 @gluon_function
 def _copy_blocks(
-    desc: gl.tensor, entries: gl.tensor, key: gl.tensor, kv_head: gl.tensor,
-    full: gl.tensor, tile: gl.tensor, BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr,
+    desc: gl.tensor, tail_desc: gl.tensor, entries: gl.tensor, key: gl.tensor, kv_head: gl.tensor,
+    full: gl.tensor, tile: gl.tensor, tail: gl.tensor,
+    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, HAS_TAIL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Start the copies of one tile of keys or values; `full` completes when all have landed."""
     TILE: gl.constexpr = tile.shape[0]
     COPY: gl.constexpr = desc.block_shape[0]
     lane = gl.arange(0, 32, entries.type.layout)
-    mbarrier.expect(full, TILE // COPY * desc.block_type.nbytes)
+    REST: gl.constexpr = tail_desc.block_type.nbytes if HAS_TAIL else 0
+    mbarrier.expect(full, TILE // COPY * (desc.block_type.nbytes + REST))
     for c in gl.static_range(TILE // COPY):
         entry = gl.sum(gl.where(lane == c, entries, 0), 0)
+        slot = entry * ROWS + key % BLOCK_SIZE
         tma.async_copy_global_to_shared(
-            desc, [entry * ROWS + key % BLOCK_SIZE, kv_head, 0], full,
-            tile.slice(c * COPY, COPY, 0),
-        )  # fmt: skip
+            desc, [slot, kv_head, 0], full, tile.slice(c * COPY, COPY, 0)
+        )
+        if HAS_TAIL:
+            tma.async_copy_global_to_shared(
+                tail_desc, [slot, kv_head, tile.shape[2]], full, tail.slice(c * COPY, COPY, 0)
+            )
 
 
 @gluon_function
@@ -139,6 +190,8 @@ def _clear_values(tile: gl.tensor, begin: gl.tensor, end: gl.tensor) -> None:
             row = first + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
             live = ((row >= begin) & (row < end))[:, None]
             for column in gl.static_range(0, WIDTH, 64):
-                part = tile.reshape([TILE, WIDTH]).slice(first, 8, 0).slice(column, 64, 1)
+                part = tile.reshape([TILE, WIDTH]).slice(first, 8, 0)
+                if WIDTH > 64:
+                    part = part.slice(column, 64, 1)
                 values = part.load(LAYOUT)
                 part.store(gl.where(live, values, gl.zeros_like(values)))

@@ -26,27 +26,33 @@ FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
-from backends.triton_gpu.hopper_consume import consume, consume_pieces
-from backends.triton_gpu.hopper_items import gluon_function, gluon_kernel
+from backends.triton_gpu.e4m3 import scale_step
+from backends.triton_gpu.hopper_consume import consume
+from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function
 from backends.triton_gpu.hopper_load import load_tiles
-from backends.triton_gpu.merge import merge_pieces
-from backends.triton_gpu.place import Place, ceil_div, power_of_two
-from backends.triton_gpu.prefill_order import RECORD, Items, order_tiles
+from backends.triton_gpu.hopper_widen import widen_values
+from backends.triton_gpu.launch import Boxes, Variant, launcher
+from backends.triton_gpu.merge import PieceMerge, merge_pieces, plan_pieces
+from backends.triton_gpu.place import Place, ceil_div
+from backends.triton_gpu.prefill_order import Items, keep_order, plan_order
 
-ROWS = 128
-CONSUMER_REGISTERS = 240
-LOADER_REGISTERS = 24
-LONG_ENOUGH = 8
-"""Tiles of keys below which cutting gains nothing."""
-LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+ROWS = int(GROUPS.value) * int(HALF.value)
+"""Of an item."""
+LONG = 1024
+"""Keys of a sequence below which cutting them gains nothing."""
+
+
+def layout_of(width: int, itemsize: int) -> gl.NVMMASharedLayout:
+    """How rows of so many numbers lie in shared memory."""
+    return gl.NVMMASharedLayout(min(128, width * itemsize), 8 * itemsize, 3)
 
 
 @gluon_function
@@ -57,27 +63,89 @@ def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
     return barriers
 
 
-@gluon_kernel(
-    do_not_specialize=["table_stride", "window", "most_items", "records"],
-    do_not_specialize_on_alignment=[
-        "query_start_loc",
-        "seq_lens",
-        "tables",
-        "work",
-        "sinks",
-    ],
+@gluon_function
+def _tiles(desc: gl.tensor, COUNT: gl.constexpr, TILE: gl.constexpr) -> gl.tensor:
+    """So many tiles of so many keys, boxes of `desc` on top of each other."""
+    WIDTH: gl.constexpr = desc.block_shape[2]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, TILE, 1, WIDTH], desc.layout)
+
+
+@gluon_function
+def _rows(desc: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
+    """Room for the rows of so many groups."""
+    TOKENS: gl.constexpr = desc.block_shape[0]
+    PACK: gl.constexpr = desc.block_shape[1]
+    WIDTH: gl.constexpr = desc.block_shape[2]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, TOKENS, PACK, WIDTH], desc.layout)
+
+
+@gluon_function
+def _allocate(
+    descs: gl.tensor, TILE: gl.constexpr, BUFFERS: gl.constexpr,
+    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr, HAS_TAIL: gl.constexpr,
+) -> tuple[tuple[gl.tensor, ...], ...]:  # fmt: skip
+    """Shared memory: (rows of q, rings of keys and values, where values land: in their ring)."""
+    q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
+    q_tiles = _rows(q_desc, GROUPS * BUFFERS)
+    k_tiles, v_tiles = _tiles(k_desc, K_DEPTH, TILE), _tiles(v_desc, V_DEPTH, TILE)
+    if HAS_TAIL:
+        q_tails = _rows(q_tail, GROUPS * BUFFERS)
+        k_tails, v_tails = _tiles(k_tail, K_DEPTH, TILE), _tiles(v_tail, V_DEPTH, TILE)
+    else:
+        q_tails, k_tails, v_tails = q_tiles, k_tiles, v_tiles
+    v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, GROUPS)
+    rows = (q_tiles, q_tails, _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS))
+    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
+    ring = (k_tiles, k_tails, k_full, k_empty, v_tiles, v_tails, v_full, v_empty)
+    fence_async_shared()
+    return rows, ring, (v_tiles, v_full, v_empty)
+
+
+@gluon_function
+def _allocate_e4m3(
+    descs: gl.tensor, TILE: gl.constexpr, BUFFERS: gl.constexpr,
+    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr, LANDS: gl.constexpr,
+) -> tuple[tuple[gl.tensor, ...], ...]:  # fmt: skip
+    """Likewise; beside q its e4m3 parts, and values land before they are widened."""
+    q_desc, k_desc, v_desc = descs[:3]
+    WIDTH: gl.constexpr = q_desc.block_shape[2]
+    PARTS: gl.constexpr = 2 if q_desc.dtype == gl.bfloat16 else 3
+    q_tiles = _rows(q_desc, GROUPS * BUFFERS)
+    parts = _tiles(k_desc, GROUPS * PARTS, HALF)
+    k_tiles, landed = _tiles(k_desc, K_DEPTH, TILE), _tiles(v_desc, LANDS, TILE)
+    v_tiles = gl.allocate_shared_memory(gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout)
+    rows = (q_tiles, parts, _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS))
+    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
+    v_full, v_empty = _barriers(V_DEPTH, 1), _barriers(V_DEPTH, GROUPS)
+    ring = (k_tiles, k_tiles, k_full, k_empty, v_tiles, v_tiles, v_full, v_empty)
+    land = (landed, _barriers(LANDS, 1), _barriers(LANDS, 1))
+    fence_async_shared()
+    return rows, ring, land
+
+
+@launcher(
+    integers=("table_stride", "window", "most_items", "records"),
+    indices=("query_start_loc", "seq_lens", "tables", "work", "k_scale", "v_scale"),
+    pointers=("out", "sinks"),
+    boxes=6,
+    in_gluon=True,
 )
 def _attend(
-    q_desc: gl.tensor,  # [num_tokens, num_q_heads, head_dim], boxes [TOKENS / 2, PACK, WIDTH]
+    q_desc: gl.tensor,  # [num_tokens, num_q_heads, head_dim], boxes [TOKENS / GROUPS, PACK, WIDTH]
     k_desc: gl.tensor,  # [slots, num_kv_heads, head_dim], boxes [at most block_size, 1, WIDTH]
     v_desc: gl.tensor,  # likewise
+    q_tail: gl.tensor,  # as q_desc, the rest of the head_dim beside WIDTH; None: there is none
+    k_tail: gl.tensor,
+    v_tail: gl.tensor,
     out: gl.tensor,  # like query
-    partial: gl.tensor,  # float32, see hopper_consume._store_part, written if SPLIT
+    partial: gl.tensor,  # float32, see hopper_consume._finish, written if SPLIT
     query_start_loc: gl.tensor,  # int32 [num_seqs + 1]
     seq_lens: gl.tensor,  # int32 [num_seqs]
     tables: gl.tensor,  # int32 [num_seqs, max_blocks]
     work: gl.tensor,  # int32, of prefill_order, read if PLANNED
-    sinks: gl.tensor,  # float32 [num_q_heads], read if HAS_SINKS
+    sinks: gl.tensor,  # [num_q_heads], read if HAS_SINKS
+    k_scale: gl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
+    v_scale: gl.tensor,  # likewise, V_SCALE
     table_stride: gl.tensor,
     most_items: gl.tensor,
     records: gl.tensor,  # where they begin in work
@@ -95,6 +163,8 @@ def _attend(
     HAS_CAP: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     HAS_SINKS: gl.constexpr,
+    K_SCALE: gl.constexpr,  # from head to head, -1: there is none
+    V_SCALE: gl.constexpr,
     PLANNED: gl.constexpr,  # otherwise there is one sequence
     SPLIT: gl.constexpr,  # items may be cut
     TILE: gl.constexpr,  # keys
@@ -102,65 +172,60 @@ def _attend(
     K_DEPTH: gl.constexpr,  # tiles of K in shared memory
     V_DEPTH: gl.constexpr,
     REGISTERS: gl.constexpr,
+    LANDS: gl.constexpr,  # tiles of V in shared memory before they are widened; 0: they are not
+    WIDENERS: gl.constexpr,  # warps that do
     LOADER_REGISTERS: gl.constexpr,
 ) -> None:
     PACK: gl.constexpr = q_desc.block_shape[1]
-    TOKENS: gl.constexpr = 2 * q_desc.block_shape[0]
-    WIDTH: gl.constexpr = q_desc.block_shape[2]
+    TOKENS: gl.constexpr = GROUPS * q_desc.block_shape[0]
     SLICES: gl.constexpr = NUM_HEADS // PACK
-    q_tiles = gl.allocate_shared_memory(
-        q_desc.dtype, [2 * BUFFERS, TOKENS // 2, PACK, WIDTH], q_desc.layout
-    )
-    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [K_DEPTH, TILE, 1, WIDTH], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [V_DEPTH, TILE, 1, WIDTH], v_desc.layout)
-    q_full, q_empty = _barriers(BUFFERS, 1), _barriers(BUFFERS, 2)
-    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, 2)
-    v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, 2)
-    fence_async_shared()
-    if SPLIT:
+    HAS_TAIL: gl.constexpr = q_tail is not None
+    E4M3: gl.constexpr = LANDS > 0
+    given = (
+        out, partial, query_start_loc, seq_lens, work, most_items, records,
+        sinks, scale, soft_cap, window, k_scale, v_scale,
+    )  # fmt: skip
+    descs = (q_desc, k_desc, v_desc, q_tail, k_tail, v_tail)
+    if E4M3:
+        rows, ring, land = _allocate_e4m3(descs, TILE, BUFFERS, K_DEPTH, V_DEPTH, LANDS)
         gl.warp_specialize([
-            (consume_pieces, (
-                out, partial, query_start_loc, seq_lens, work, most_items, records,
-                sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+            (consume, (
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
+                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
+                PLANNED, SPLIT, 0,
             )),
-            (consume_pieces, (
-                out, partial, query_start_loc, seq_lens, work, most_items, records,
-                sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+            (consume, (
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
+                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
+                PLANNED, SPLIT, 1,
+            )),
+            (widen_values, (
+                given, ring, land, BLOCK_SIZE, SLICES, TOKENS, HAS_WINDOW, PLANNED, SPLIT,
+                WIDENERS,
             )),
             (load_tiles, (
-                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
-                table_stride, window, q_tiles, k_tiles, v_tiles,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                descs, given, tables, table_stride, rows, ring, land,
                 BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT,
+                PLANNED, SPLIT, HAS_TAIL, E4M3,
             )),
-        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        ], [4, WIDENERS, 1], [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
+        rows, ring, land = _allocate(descs, TILE, BUFFERS, K_DEPTH, V_DEPTH, HAS_TAIL)
         gl.warp_specialize([
             (consume, (
-                out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 0,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
+                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
+                PLANNED, SPLIT, 0,
             )),
             (consume, (
-                out, query_start_loc, seq_lens, work, sinks, scale, soft_cap, window,
-                q_tiles, q_full, q_empty, k_tiles, k_full, k_empty, v_tiles, v_full, v_empty,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, 1,
+                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
+                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
+                PLANNED, SPLIT, 1,
             )),
             (load_tiles, (
-                q_desc, k_desc, v_desc, query_start_loc, seq_lens, tables, work,
-                table_stride, window, q_tiles, k_tiles, v_tiles,
-                q_full, q_empty, k_full, k_empty, v_full, v_empty,
+                descs, given, tables, table_stride, rows, ring, land,
                 BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT,
+                PLANNED, SPLIT, HAS_TAIL, E4M3,
             )),
         ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
@@ -170,7 +235,7 @@ class Shape:
     """How the kernel is cut for a head_dim."""
 
     width: int
-    """head_dim as it lies in shared memory."""
+    """head_dim as it lies in shared memory, or the larger part of it."""
     tile: int
     """Keys a tile."""
     buffers: int
@@ -179,24 +244,53 @@ class Shape:
     """Tiles of K in shared memory."""
     v_depth: int
     """Tiles of V, which are freed later."""
+    tail: int = 0
+    """The smaller part of head_dim."""
+    lands: int = 0
+    """Tiles of V that wait to be widened, over an e4m3 cache."""
+    wideners: int = 0
+    """Warps that widen them."""
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies, and of any other; warps have them in fours."""
+        return REGISTERS[self.wideners]
 
 
-def shape_for(head_dim: int, *, split: bool) -> Shape:
+REGISTERS = {0: (240, 24), 2: (240, 32), 4: (224, 32)}
+SHAPES: dict[tuple[int, bool], Shape] = {
+    (64, False): Shape(64, 128, 2, 4, 4),
+    (64, True): Shape(64, 128, 1, 5, 5),
+    (80, False): Shape(64, 128, 2, 3, 4, tail=16),
+    (80, True): Shape(64, 128, 1, 4, 4, tail=16),
+    (96, False): Shape(64, 128, 2, 3, 3, tail=32),
+    (96, True): Shape(64, 128, 1, 4, 4, tail=32),
+    (128, False): Shape(128, 128, 2, 2, 3),
+    (128, True): Shape(128, 128, 1, 3, 3),
+    (160, False): Shape(128, 64, 1, 4, 4, tail=32),
+    (192, False): Shape(128, 64, 1, 3, 4, tail=64),
+    (256, False): Shape(256, 64, 1, 2, 3),
+}
+E4M3_SHAPES = {
+    64: Shape(64, 128, 1, 5, 3, lands=4, wideners=4),
+    128: Shape(128, 128, 1, 3, 2, lands=2, wideners=4),
+}
+
+
+def shape_for(head_dim: int, *, split: bool, e4m3: bool = False) -> Shape:
     """The largest tiles that leave two of each in 227 KiB and the sums in registers.
 
     Pieces have one item's rows there, and more keys on the way instead.
     """
-    width = max(64, power_of_two(head_dim))
-    if width == 256:
-        return Shape(width, 64, 1, 2, 2)
-    if split:
-        return Shape(width, 128, 1, 3, 3) if width == 128 else Shape(width, 128, 1, 5, 5)
-    return Shape(width, 128, 2, 2, 3) if width == 128 else Shape(width, 128, 2, 4, 4)
+    if e4m3:
+        return E4M3_SHAPES[next(size for size in E4M3_SHAPES if size >= head_dim)]
+    size = next(size for size, _ in SHAPES if size >= head_dim)
+    return SHAPES.get((size, split)) or SHAPES[size, False]
 
 
 def heads_an_item(group: int) -> int:
     """Query heads of a KV head that share an item: the largest power of two in the group."""
-    return min(group & -group, ROWS // 2)
+    return min(group & -group, int(HALF.value))
 
 
 def items_a_kv_head(group: int, query_len: int) -> int:
@@ -210,19 +304,19 @@ def can_attend(
 ) -> bool:
     """Whether this path serves the call; `prefill`'s portable kernel serves every other.
 
-    It takes a GPU of compute capability 9.x; 16-bit dtypes; head_dim 40 to 256 in steps of 8;
-    block_size a power of two from 8; a scale above 0; and what the copy engine asks for: addresses
-    and strides in steps of 16 bytes, blocks of a cache a whole number of slots apart, and fewer
-    than 2^31 slots.
+    It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or of
+    e4m3; head_dim 40 to 256, of e4m3 to 128, in steps of 16 bytes; block_size a power of two from
+    8; a scale above 0; and what the copy engine asks for: addresses and strides in steps of 16
+    bytes, blocks of a cache a whole number of slots apart, and fewer than 2^31 slots.
     """
     block_size, _, head_dim = cache.k.shape[1:]
     return (
         not place.interpreting
         and _is_hopper(query.device)
         and query.element_size() == 2
-        and cache.k.dtype == query.dtype
+        and (cache.k.dtype == query.dtype or (cache.k.element_size() == 1 and head_dim <= 128))
         and 40 <= head_dim <= 256
-        and head_dim % 8 == 0
+        and head_dim * cache.k.element_size() % 16 == 0
         and block_size >= 8
         and block_size & (block_size - 1) == 0
         and terms.scale > 0
@@ -240,7 +334,9 @@ def _can_copy(tensor: Tensor) -> bool:
     *outer, token, head, _ = tensor.stride()
     return (
         tensor.data_ptr() % 16 == 0
-        and all(stride > 0 and stride % 8 == 0 for stride in (*outer, token, head))
+        and all(
+            stride > 0 and stride * tensor.itemsize % 16 == 0 for stride in (*outer, token, head)
+        )
         and all(stride % token == 0 for stride in outer)
     )
 
@@ -250,8 +346,94 @@ def _slots(cache: Tensor) -> int:
     return (cache.shape[0] - 1) * (cache.stride(0) // cache.stride(1)) + cache.shape[1]
 
 
-def attend(
+class Box(NamedTuple):
+    """What the copy engine needs to know of a tensor beside its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block_shape: tuple[int, ...]
+    layout: gl.NVMMASharedLayout
+
+    def of(self, tensor: Tensor) -> Boxes:
+        """The tensor in such boxes."""
+        return Boxes(tensor, *self)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of a call's launches but tensors and the numbers that calls differ in."""
+
+    variant: Variant
+    items: Items
+    boxes: tuple[Box | None, ...]
+    """Of query, keys and values; then of their smaller parts."""
+    partial_size: int
+    """float32 numbers that the parts need."""
+    order: Variant | None
+    merge: PieceMerge | None
+
+
+def plan_attend(
     place: Place,
+    query: Tensor,
+    cache: KVCache,
+    batch: PagedBatch,
+    out: Tensor,
+    terms: AttentionTerms,
+) -> Plan:
+    """How to attend a batch of this shape; see `can_attend`."""
+    device, (num_heads, head_dim) = query.device, query.shape[1:]
+    block_size, num_kv_heads = cache.k.shape[1:3]
+    group = num_heads // num_kv_heads
+    pack = heads_an_item(group)
+    programs, planned = place.num_multiprocessors(device), batch.num_seqs > 1
+    e4m3 = cache.k.element_size() == 1
+    shape = shape_for(head_dim, split=False, e4m3=e4m3)
+    whole = batch.num_tokens * pack // ROWS * (num_heads // pack)
+    split = not terms.batch_invariant and whole < programs and batch.max_seq_len >= LONG
+    shape = shape_for(head_dim, split=split, e4m3=e4m3)
+    tokens = ROWS // pack
+    tiles = batch.num_tokens // tokens + batch.num_seqs
+    items = Items(tokens, num_heads // pack, shape.tile, tiles, programs, split)
+    k_stride, v_stride = cache.k.stride(), cache.v.stride()
+    constants = (
+        *out.stride()[:2], block_size, k_stride[0] // k_stride[1], v_stride[0] // v_stride[1],
+        num_heads, group, head_dim,
+        terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
+        scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split,
+        shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
+        shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
+    )  # fmt: skip
+    dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
+    has_window = terms.window is not None
+    return Plan(
+        _attend.variant(place, device, dtypes, constants, num_warps=4),
+        items,
+        boxes_of(shape, query, cache, pack),
+        items.ranks * items.slices * ROWS * (head_dim + 1) if split else 0,
+        plan_order(place, device, items, has_window=has_window) if planned else None,
+        plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
+    )
+
+
+def boxes_of(shape: Shape, query: Tensor, cache: KVCache, pack: int) -> tuple[Box | None, ...]:
+    """Of query, keys and values; then of their smaller parts."""
+    boxes: list[Box | None] = []
+    for width in (shape.width, shape.tail):
+        if width == 0:
+            boxes += [None] * 3
+            continue
+        size = (HALF.value // pack, pack, width)
+        boxes.append(Box(query.shape, query.stride(), size, layout_of(width, 2)))
+        for tensor in (cache.k, cache.v):
+            size = (min(tensor.shape[1], shape.tile), 1, width)
+            seen = (_slots(tensor), *tensor.shape[2:])
+            boxes.append(Box(seen, tensor.stride()[1:], size, layout_of(width, tensor.itemsize)))
+    return tuple(boxes)
+
+
+def attend(
+    plan: Plan,
     query: Tensor,
     cache: KVCache,
     batch: PagedBatch,
@@ -264,63 +446,27 @@ def attend(
 
     One launch, one more where there are several sequences, and one where keys may be cut.
     """
-    k_cache, v_cache, soft_cap = cache.k, cache.v, terms.soft_cap
-    window = None if terms.window is None else min(terms.window, batch.max_seq_len + 1)
-    sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
-    num_heads, num_kv_heads = query.shape[1], k_cache.shape[2]
-    block_size, head_dim = k_cache.shape[1], k_cache.shape[3]
-    pack = heads_an_item(num_heads // num_kv_heads)
-    planned = batch.num_seqs > 1
-    items = cut_batch(
-        batch, ROWS // pack, num_heads // pack, shape_for(head_dim, split=False).tile,
-        place.num_multiprocessors(query.device), may_split=not terms.batch_invariant,
-    )  # fmt: skip
-    shape = shape_for(head_dim, split=items.split)
-    work, partial = batch.seq_lens, out
-    if planned:
-        work = order_tiles(place, batch, items, shortest=shortest, window=window)
+    items, lens, device = plan.items, batch.seq_lens, out.device
+    window = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
+    work, partial = lens, out
+    if plan.order is not None:
+        work = keep_order(plan.order, batch, items, shortest=shortest, window=window)
     elif items.split:
-        work = torch.empty(
-            items.records + RECORD.value * items.tiles, dtype=torch.int32, device=out.device
-        )
-    most_items = items.ranks * items.slices
-    if items.split:
-        size = most_items * ROWS * (head_dim + 1)
-        partial = torch.empty(size, dtype=torch.float32, device=out.device)
-    rows = TensorDescriptor(
-        query, list(query.shape), list(query.stride()),
-        [ROWS // 2 // pack, pack, shape.width], LAYOUT,
+        work = torch.empty(items.size, dtype=torch.int32, device=device)
+    if plan.partial_size:
+        partial = torch.empty(plan.partial_size, dtype=torch.float32, device=device)
+    given = (query, cache.k, cache.v) * 2
+    boxes = tuple(box and box.of(each) for box, each in zip(plan.boxes, given, strict=True))
+    tensors = (
+        out, partial, batch.query_start_loc, lens, batch.block_table, work,
+        out if terms.sinks is None else terms.sinks,
+        lens if cache.k_scale is None else cache.k_scale,
+        lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
-    caches = [
-        TensorDescriptor(
-            tensor, [_slots(tensor), num_kv_heads, head_dim], list(tensor.stride()[1:]),
-            [min(block_size, shape.tile), 1, shape.width], LAYOUT,
-        )
-        for tensor in (k_cache, v_cache)
-    ]  # fmt: skip
-    with place.guard(query.device):
-        _attend[items.programs,](
-            rows, *caches, out, partial,
-            batch.query_start_loc, batch.seq_lens, batch.block_table, work,
-            out if sinks is None else sinks,
-            batch.block_table.stride(0), most_items, items.records,
-            float(terms.scale), 1.0 if soft_cap is None else soft_cap, window or 0,
-            *out.stride()[:2], block_size,
-            k_cache.stride(0) // k_cache.stride(1), v_cache.stride(0) // v_cache.stride(1),
-            num_heads, num_heads // num_kv_heads, head_dim,
-            soft_cap is not None, window is not None, sinks is not None, planned, items.split,
-            shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
-            CONSUMER_REGISTERS, LOADER_REGISTERS, num_warps=4,
-        )  # fmt: skip
-    if items.split:
-        merge_pieces(place, partial, work, batch, out, items, pack=pack)
-
-
-def cut_batch(
-    batch: PagedBatch, tokens: int, slices: int, tile: int, programs: int, *, may_split: bool
-) -> Items:
-    """How a batch is cut, as far as its shape says: keys only where items are few."""
-    whole = batch.num_tokens // tokens * slices
-    split = may_split and whole < programs and batch.max_seq_len >= LONG_ENOUGH * tile
-    tiles = batch.num_tokens // tokens + batch.num_seqs
-    return Items(tokens, slices, tile, tiles, programs, split)
+    numbers = (
+        batch.block_table.stride(0), items.ranks * items.slices, items.records,
+        float(terms.scale), float(terms.soft_cap or 1.0), window,
+    )  # fmt: skip
+    plan.variant.launch((items.programs, 1, 1), tensors, numbers, boxes)
+    if plan.merge is not None:
+        merge_pieces(plan.merge, partial, work, batch, out)

@@ -9,17 +9,23 @@ specialised by value (those not declared as integers are refused), index tensors
 the contract and are not specialised by alignment, and floats never are. Kernels see tensors of
 float8_e4m3fn as bytes.
 
+What Hopper's copy engine reads is given as `Boxes`: a tensor, seen in some shape, in boxes of some
+size. Triton's own record of that checks itself at length; it is made for first launches alone.
+
 In the interpreter nothing is compiled, but the same variants are counted, so that tests without a
 GPU see which ones calls need. Triton's launch hooks (for profilers) see first launches only.
 """
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import triton
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from backends.triton_gpu.place import Kernel, Place
 
@@ -32,6 +38,26 @@ class Compiled(Protocol):
     run: Callable[..., object]
     function: int
     packed_metadata: object
+
+
+class Boxes(NamedTuple):
+    """A tensor as the copy engine reads it; what kernels are launched with in Triton's place."""
+
+    base: Tensor
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Of the last dimension 1, of the others multiples of 16 bytes."""
+    block_shape: tuple[int, ...]
+    """Of one copy; what lies outside of `shape` is read as 0."""
+    layout: NVMMASharedLayout
+    """In shared memory."""
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+    def described(self) -> TensorDescriptor:
+        """As Triton chooses kernels by."""
+        sizes = (list(self.shape), list(self.strides), list(self.block_shape))
+        return TensorDescriptor(self.base, *sizes, self.layout)
 
 
 class Variant:
@@ -55,9 +81,13 @@ class Variant:
         self._compiled: dict[tuple[bool, ...], Compiled] = {}
 
     def launch(
-        self, grid: tuple[int, int, int], tensors: Sequence[Tensor], numbers: Sequence[Number]
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor],
+        numbers: Sequence[Number],
+        boxes: tuple[Boxes | None, ...] = (),
     ) -> None:
-        """Run the kernel on the current stream: `tensors`, then `numbers`, in its own order.
+        """Run the kernel on the current stream: `boxes`, `tensors`, `numbers`, in its own order.
 
         Compiles where data is aligned as never before (seconds), else takes a few us.
 
@@ -74,28 +104,30 @@ class Variant:
         with self._place.guard(self._device):
             compiled = self._compiled.get(alignment)
             if compiled is None or self._place.interpreting:
-                self._first(grid, alignment, tensors, numbers)
+                self._first(grid, alignment, boxes, tensors, numbers)
                 return
             stream = self._place.stream(self._device)
             compiled.run(
                 *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *addresses, *numbers, *self._constants,
+                *boxes, *addresses, *numbers, *self._constants,
             )  # fmt: skip
 
     def _first(
         self,
         grid: tuple[int, int, int],
         alignment: tuple[bool, ...],
+        boxes: tuple[Boxes | None, ...],
         tensors: Sequence[Tensor],
         numbers: Sequence[Number],
     ) -> None:
-        names = self._launcher.names[len(tensors) :]
+        names = self._launcher.names[len(boxes) + len(tensors) :]
         for name, number in zip(names, numbers, strict=False):
             if isinstance(number, int) and name not in self._launcher.integers:
                 raise TypeError(f"{name} is an integer, and the kernel would be compiled for it")
         launch = self._launcher.kernel[grid]
         seen = (t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in tensors)
-        compiled = launch(*seen, *numbers, *self._constants, **self._options)
+        described = (each and each.described() for each in boxes)
+        compiled = launch(*described, *seen, *numbers, *self._constants, **self._options)
         self._compiled[alignment] = cast("Compiled", compiled)
 
     @property
@@ -116,12 +148,14 @@ class Launcher:
         integers: Sequence[str],
         indices: Sequence[str],
         pointers: Sequence[str],
+        boxes: int = 0,
     ) -> None:
         self.kernel = kernel
         self.names = tuple(names)
         self.integers = frozenset(integers)
         self.indices = frozenset(indices)
-        self.pointers = tuple(self.names.index(name) for name in pointers)
+        self.pointers = tuple(self.names.index(name) - boxes for name in pointers)
+        """Among the tensors."""
         self._variants: dict[Hashable, Variant] = {}
 
     def variant(
@@ -154,22 +188,26 @@ def launcher(
     integers: Sequence[str] = (),
     indices: Sequence[str] = (),
     pointers: Sequence[str] = (),
-    jit: Callable[..., Callable[[Callable[..., None]], Kernel]] = triton.jit,
+    boxes: int = 0,
+    in_gluon: bool = False,
 ) -> Callable[[Callable[..., None]], Launcher]:
-    """Make a `Launcher` of a kernel's source, whose pointers come first, then numbers.
+    """Make a `Launcher` of a kernel's source, whose boxes come first, then pointers, then numbers.
 
     Args:
         integers: parameters that are integers; compiled once for all their values.
         indices: pointers to indices, of one dtype, at any alignment.
         pointers: pointers to data; compiled for each dtype, and anew where not on 16 bytes.
-        jit: the language's decorator.
+        boxes: how many parameters are read by the copy engine.
+        in_gluon: the source is Gluon's.
     """
 
     def decorate(function: Callable[..., None]) -> Launcher:
-        kernel: Kernel = jit(
-            do_not_specialize=list(integers), do_not_specialize_on_alignment=list(indices)
-        )(function)
+        options = {
+            "do_not_specialize": list(integers),
+            "do_not_specialize_on_alignment": list(indices),
+        }
+        kernel: Kernel = (gluon if in_gluon else triton).jit(**options)(function)
         names = tuple(inspect.signature(function).parameters)
-        return Launcher(kernel, names, integers, indices, pointers)
+        return Launcher(kernel, names, integers, indices, pointers, boxes)
 
     return decorate

@@ -34,16 +34,21 @@ from backends.triton_gpu.prefill_order import RECORD, Items
 from backends.triton_gpu.splits import Grid, find_parts
 
 WARPS = 2
+MANY_WARPS = 4
+"""Where there are many sequences, of which one may have most of the parts."""
 PIECE_WARPS = 4
-PIECE_ROWS = 4
-"""Of a tile of prefill, a program."""
+PIECE_ROWS = 16
+"""Of a tile of prefill, a program, at most."""
+MOST_PIECES = 16
+"""Of a row, loaded together."""
 MANY_SEQS = 64
-MANY_PROGRAMS = 1800
+MANY_PROGRAMS = 2100
 """More would start one after the other; then a program takes several heads."""
 WIDEST = 256
 PIECE = 64
-"""Numbers of a row that a program merges, if it has more than WIDEST and programs are few."""
-FEW_PARTS = 32
+"""Numbers of a row that a program merges, if it has more than WIDEST; twice as many where there are
+many sequences."""
+FEW_PARTS = 64
 """Loaded together where there are many sequences, most of which have few."""
 
 
@@ -189,7 +194,7 @@ def plan_merge(
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
     width = power_of_two(head_dim)
     if head_dim > WIDEST:
-        width = PIECE if grid.vector < MANY_SEQS else WIDEST
+        width = PIECE if grid.vector < MANY_SEQS else 2 * PIECE
     at_once = parts_at_once(parts, width)
     step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
     chained = place.can_chain(out.device)
@@ -200,8 +205,9 @@ def plan_merge(
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(
-        place, out.device, (out.dtype,), constants, num_warps=WARPS, **options
-    )
+        place, out.device, (out.dtype,), constants,
+        num_warps=WARPS if grid.vector < MANY_SEQS else MANY_WARPS, **options,
+    )  # fmt: skip
     numbers = (out.stride(0), batch.num_seqs, most, grid.items)
     shape = (most * num_heads // heads, batch.num_seqs, ceil_div(head_dim, width))
     return Plan(variant, shape, numbers, grid.target)
@@ -261,15 +267,14 @@ def _merge_pieces(
     if CHAINED:
         gdc_wait()
     tile = tl.program_id(1)
-    if not PLANNED:  # then there is a record for each tile of the only sequence
-        query_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
-        if tile * TOKENS >= query_len:
-            return
     record = work + records + tile * RECORD
     rank = tl.load(record)
     pieces = tl.load(record + 1)
     start = tl.load(record + 2)
     tokens = tl.load(record + 3)
+    if not PLANNED:  # then there is a record for each tile of the only sequence
+        query_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
+        pieces = tl.where(tile * TOKENS < query_len, pieces, 0)
     chunks: tl.constexpr = PACK * TOKENS // ROWS
     begin = tl.program_id(0) % chunks * ROWS
     if (pieces <= 1) | (begin // PACK >= tokens):
@@ -289,11 +294,11 @@ def _merge_pieces(
         lse = tl.load(
             partial + items * (PACK * TOKENS * HEAD_DIM) + entry, mask=there, other=float("-inf")
         )
+        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
+        parts = tl.load(at, mask=there[:, :, None] & inside, other=0.0)
         now = tl.maximum(highest, tl.max(lse, 0))
         weight = tl.exp2(lse - now[None, :])
         rescale = tl.exp2(highest - now)
-        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
-        parts = tl.load(at, mask=there[:, :, None] & inside, other=0.0)
         sums = sums * rescale[:, None] + tl.sum(parts * weight[:, :, None], 0)
         total = total * rescale + tl.sum(weight, 0)
         highest = now
@@ -303,30 +308,38 @@ def _merge_pieces(
     tl.store(out + to[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-def merge_pieces(
-    place: Place,
-    partial: Tensor,
-    work: Tensor,
-    batch: PagedBatch,
-    out: Tensor,
-    items: Items,
-    *,
-    pack: int,
-) -> None:
-    """Write the rows of prefill's tiles whose keys were cut; one launch."""
-    head_dim = out.shape[2]
-    chained = place.can_chain(out.device)
+@dataclass(frozen=True, slots=True)
+class PieceMerge:
+    """All of a launch but the tensors."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+
+
+def plan_pieces(place: Place, out: Tensor, items: Items, *, pack: int, planned: bool) -> PieceMerge:
+    """How prefill's tiles whose keys were cut are merged."""
+    head_dim, chained = out.shape[2], place.can_chain(out.device)
     width = power_of_two(head_dim)
-    rows = min(PIECE_ROWS, pack * items.tokens)
+    most = max(1, out.shape[0] // items.tokens) * items.slices
+    step = min(MOST_PIECES, power_of_two(max(2, items.programs // most)))
+    rows = min(PIECE_ROWS, pack * items.tokens, max(1, 64 * 128 // (step * max(64, width))))
     constants = (
-        out.stride(1), head_dim, items.slices, pack, items.tokens, batch.num_seqs > 1,
-        rows, max(1, 128 * 32 * PIECE_WARPS // (2 * rows * width)), width, chained,
+        out.stride(1), head_dim, items.slices, pack, items.tokens, planned, rows, step, width,
+        chained,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_pieces.variant(
         place, out.device, (out.dtype,), constants, num_warps=PIECE_WARPS, **options
     )
-    tensors = (partial, work, out, batch.query_start_loc)
     numbers = (out.stride(0), items.records, items.ranks * items.slices)
-    grid = (items.slices * (pack * items.tokens // rows), items.tiles, 1)
-    variant.launch(grid, tensors, numbers)
+    return PieceMerge(
+        variant, (items.slices * (pack * items.tokens // rows), items.tiles, 1), numbers
+    )
+
+
+def merge_pieces(
+    plan: PieceMerge, partial: Tensor, work: Tensor, batch: PagedBatch, out: Tensor
+) -> None:
+    """Write the rows of prefill's tiles whose keys were cut; one launch."""
+    plan.variant.launch(plan.grid, (partial, work, out, batch.query_start_loc), plan.numbers)

@@ -30,7 +30,8 @@ from backends.triton_gpu import hopper_prefill, latent
 from backends.triton_gpu.cascade import cascade
 from backends.triton_gpu.decode import Plan, decode, plan_decode, rows_a_program
 from backends.triton_gpu.place import Place, ceil_div, sign
-from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.prefill import Plan as PrefillPlan
+from backends.triton_gpu.prefill import plan_prefill, prefill
 from backends.triton_gpu.splits import MAX_PLANNED
 
 MOST_ROWS = 128
@@ -56,11 +57,15 @@ def paged_attention(
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
     alike = terms.batch_invariant
+    addresses = query.data_ptr() | cache.k.data_ptr() | cache.v.data_ptr()
+    if out is not None:
+        addresses |= out.data_ptr()
     signature = (
         "attention", sign(query), sign(cache.k), sign(cache.v), sign(out), sign(batch.block_table),
         batch.num_tokens, min(batch.max_query_len, LONGEST), terms.window is None,
         terms.soft_cap is None, sign(terms.sinks), sign(cache.k_scale), sign(cache.v_scale),
-        batch.max_seq_len if alike else -1, cache.is_latent,
+        batch.max_seq_len if alike else batch.max_seq_len >= hopper_prefill.LONG,
+        cache.is_latent, terms.scale > 0, terms.scale < 0, addresses & 15,
     )  # fmt: skip
     known = cast("_Known | latent.Plan | None", place.plan(signature))
     if known is None or batch.max_seq_len > known.room:
@@ -86,7 +91,7 @@ def paged_attention(
         plan = plan_decode(place, query, cache, batch, out, terms, shared=shared)
         decode(plan, query, cache, batch, out, terms, shared)
     if batch.max_query_len > known.most or not decodes:
-        prefill(place, query, cache, batch, out, terms, shortest=2 if decodes else 1)
+        prefill(known.prefill, query, cache, batch, out, terms, shortest=2 if decodes else 1)
     return out
 
 
@@ -98,6 +103,7 @@ class _Known(NamedTuple):
     most: int
     """Query tokens of a sequence that decode takes."""
     plan: Plan
+    prefill: PrefillPlan | hopper_prefill.Plan
 
 
 def _know(
@@ -113,7 +119,10 @@ def _know(
     if not terms.batch_invariant and batch.shared_prefix is None:
         most = longest_decoded(place, query, cache, out, batch, terms)
     plan = plan_decode(place, query, cache, batch, out, terms, most=most)
-    return _Known(batch.block_table.shape[1] * cache.k.shape[1], most, plan)
+    return _Known(
+        batch.block_table.shape[1] * cache.k.shape[1], most, plan,
+        plan_prefill(place, query, cache, batch, out, terms),
+    )  # fmt: skip
 
 
 def longest_decoded(

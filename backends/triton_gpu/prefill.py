@@ -26,15 +26,16 @@ int64. Values are the caller's duty.
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
 import math
+from dataclasses import dataclass
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import hopper_prefill
-from backends.triton_gpu.e4m3 import as_kernels_see, scale_step, widen
-from backends.triton_gpu.place import Place, device_function, jit, power_of_two
+from backends.triton_gpu.e4m3 import scale_step, widen
+from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.place import Place, device_function, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 
@@ -52,7 +53,7 @@ def _start_rows(
     highest = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=live, other=0.0) * LOG2E
+        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2E
         highest = tl.maximum(highest, sink)
         total = tl.exp2(sink - highest)
     return highest, total
@@ -132,12 +133,11 @@ def _walk_keys(
     return highest, total, sums
 
 
-@jit(
-    do_not_specialize=["num_seqs", "table_stride", "window", "shortest"],
-    do_not_specialize_on_alignment=[
-        "query_start_loc", "seq_lens", "tables", "sinks", "k_scale", "v_scale",
-    ],
-)  # fmt: skip
+@launcher(
+    integers=("num_seqs", "table_stride", "window", "shortest"),
+    indices=("query_start_loc", "seq_lens", "tables", "k_scale", "v_scale"),
+    pointers=("query", "k_cache", "v_cache", "out", "sinks"),
+)
 def _attend(
     query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], bytes if E4M3
@@ -146,7 +146,7 @@ def _attend(
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
-    sinks: tl.tensor,  # float32 [num_q_heads], read if HAS_SINKS
+    sinks: tl.tensor,  # [num_q_heads], read if HAS_SINKS
     k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
     v_scale: tl.tensor,  # likewise, V_SCALE
     num_seqs: tl.tensor,
@@ -228,8 +228,49 @@ def _attend(
     tl.store(out + offsets[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-def prefill(
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All of the portable kernel's launch but tensors and the numbers that calls differ in."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+
+
+def plan_prefill(
     place: Place,
+    query: Tensor,
+    cache: KVCache,
+    batch: PagedBatch,
+    out: Tensor,
+    terms: AttentionTerms,
+) -> Plan | hopper_prefill.Plan:
+    """How to prefill a batch of this shape."""
+    num_kv_heads, head_dim = cache.k.shape[2:]
+    group = query.shape[1] // num_kv_heads
+    longest = LONG if terms.batch_invariant else batch.max_query_len
+    if longest * group > FEW and hopper_prefill.can_attend(place, query, cache, out, terms):
+        return hopper_prefill.plan_attend(place, query, cache, batch, out, terms)
+    width = max(16, power_of_two(head_dim))
+    size, room = query.element_size(), place.shared_bytes(query.device)
+    rows, keys, warps, stages = shape_of_tiles(width * size, size, group, longest, room)
+    tokens = rows // group
+    k_strides, v_strides = cache.k.stride()[:3], cache.v.stride()[:3]
+    constants = (
+        query.stride()[:2], k_strides, v_strides, out.stride()[:2], cache.k.shape[1], group,
+        head_dim, terms.scale < 0, terms.soft_cap is not None, terms.window is not None,
+        terms.sinks is not None, cache.k.element_size() == 1, place.has_e4m3(query.device),
+        scale_step(cache.k_scale), scale_step(cache.v_scale), rows, tokens,
+        math.gcd(16, *k_strides, *v_strides), keys, width,
+    )  # fmt: skip
+    dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
+    variant = _attend.variant(
+        place, query.device, dtypes, constants, num_warps=warps, num_stages=stages
+    )
+    return Plan(variant, (num_kv_heads, batch.num_tokens // tokens + batch.num_seqs, 1))
+
+
+def prefill(
+    plan: Plan | hopper_prefill.Plan,
     query: Tensor,
     cache: KVCache,
     batch: PagedBatch,
@@ -238,41 +279,23 @@ def prefill(
     *,
     shortest: int,
 ) -> None:
-    """Write the rows of the sequences that `decode` leaves alone."""
-    num_kv_heads, head_dim = cache.k.shape[2:]
-    group = query.shape[1] // num_kv_heads
-    longest = LONG if terms.batch_invariant else batch.max_query_len
-    if longest * group > FEW and hopper_prefill.can_attend(place, query, cache, out, terms):
-        hopper_prefill.attend(place, query, cache, batch, out, terms, shortest=shortest)
+    """Write the rows of the sequences with `shortest` query tokens or more."""
+    if isinstance(plan, hopper_prefill.Plan):
+        hopper_prefill.attend(plan, query, cache, batch, out, terms, shortest=shortest)
         return
-    k_cache, v_cache = as_kernels_see(cache.k), as_kernels_see(cache.v)
-    k_scale, v_scale, soft_cap = cache.k_scale, cache.v_scale, terms.soft_cap
-    sinks = None if terms.sinks is None else terms.sinks.float().contiguous()
-    scale, window = float(terms.scale), min(terms.window or 0, batch.max_seq_len + 1)
-    width = max(16, power_of_two(head_dim))
-    size, room = query.element_size(), place.shared_bytes(query.device)
-    rows, keys, warps, stages = shape_of_tiles(width * size, size, group, longest, room)
-    tokens = rows // group
-    with place.guard(query.device):
-        _attend[num_kv_heads, batch.num_tokens // tokens + batch.num_seqs](
-            query, k_cache, v_cache, out,
-            batch.query_start_loc, batch.seq_lens, batch.block_table,
-            out if sinks is None else sinks,
-            out if k_scale is None else k_scale,
-            out if v_scale is None else v_scale,
-            batch.num_seqs, batch.block_table.stride(0), scale,
-            1.0 if soft_cap is None else soft_cap,
-            window,
-            shortest,
-            query.stride()[:2], k_cache.stride()[:3], v_cache.stride()[:3], out.stride()[:2],
-            k_cache.shape[1], group, head_dim,
-            scale < 0, soft_cap is not None, terms.window is not None, sinks is not None,
-            k_cache.dtype == torch.uint8, place.has_e4m3(query.device),
-            scale_step(k_scale), scale_step(v_scale),
-            rows, tokens, math.gcd(16, *k_cache.stride()[:3], *v_cache.stride()[:3]),
-            keys, width,
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    lens = batch.seq_lens
+    tensors = (
+        query, cache.k, cache.v, out, batch.query_start_loc, lens, batch.block_table,
+        out if terms.sinks is None else terms.sinks,
+        lens if cache.k_scale is None else cache.k_scale,
+        lens if cache.v_scale is None else cache.v_scale,
+    )  # fmt: skip
+    numbers = (
+        batch.num_seqs, batch.block_table.stride(0),
+        float(terms.scale), float(terms.soft_cap or 1.0),
+        min(terms.window or 0, batch.max_seq_len + 1), shortest,
+    )  # fmt: skip
+    plan.variant.launch(plan.grid, tensors, numbers)
 
 
 def shape_of_tiles(

@@ -28,13 +28,14 @@ numbering is vLLM's). Knows lengths alone: neither caches nor tables.
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.launch import launcher
+from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, device_function
 
 ENTRY = tl.constexpr(8)
@@ -254,16 +255,38 @@ class Items:
         """Where they begin in the list of work."""
         return int(ENTRY.value) * (1 + self.ranks)
 
+    @property
+    def size(self) -> int:
+        """int32 numbers of the list of work."""
+        return self.records + self.split * int(RECORD.value) * self.tiles
+
+
+def plan_order(place: Place, device: torch.device, items: Items, *, has_window: bool) -> Variant:
+    """What `order_tiles` launches for batches that are cut like this."""
+    constants = (items.tokens, SEQS, items.slices, items.tile, has_window, items.split)
+    return _rank.variant(place, device, (), constants, num_warps=1)
+
+
+def keep_order(
+    variant: Variant, batch: PagedBatch, items: Items, *, shortest: int, window: int
+) -> Tensor:
+    """The list of work: made once for all layers that are cut alike, where the batch keeps it."""
+    if batch.kept is None:
+        return order_tiles(variant, batch, items, shortest=shortest, window=window)
+    key = (variant, items, shortest, window)
+    work = batch.kept.get(key)
+    if work is None:
+        work = order_tiles(variant, batch, items, shortest=shortest, window=window)
+        batch.kept[key] = work
+    return cast("Tensor", work)
+
 
 def order_tiles(
-    place: Place, batch: PagedBatch, items: Items, *, shortest: int, window: int | None
+    variant: Variant, batch: PagedBatch, items: Items, *, shortest: int, window: int
 ) -> Tensor:
     """The list of work; one launch, no synchronisation."""
-    size = items.records + items.split * RECORD.value * items.tiles
-    work = torch.empty(size, dtype=torch.int32, device=batch.device)
-    constants = (items.tokens, SEQS, items.slices, items.tile, window is not None, items.split)
-    variant = _rank.variant(place, batch.device, (), constants, num_warps=1)
-    numbers = (batch.num_seqs, shortest, window or 0, items.programs, items.records)
+    work = torch.empty(items.size, dtype=torch.int32, device=batch.device)
+    numbers = (batch.num_seqs, shortest, window, items.programs, items.records)
     tensors = (batch.query_start_loc, batch.seq_lens, work)
     variant.launch((items.tiles, 1, 1), tensors, numbers)
     return work

@@ -13,13 +13,10 @@ import torch
 
 from backends.contract import Backend, LayerCall, PagedBatch, SharedPrefix
 from backends.triton_gpu import cascade, decode
-from backends.triton_gpu.hopper_prefill import LONG_ENOUGH
+from backends.triton_gpu.hopper_prefill import LONG
 from backends.triton_gpu.paged_attention import MOST_ROWS
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
-
-LONG = LONG_ENOUGH * 128
-"""Positions from which keys of prefill may be cut."""
 
 
 def warm_up(

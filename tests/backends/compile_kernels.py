@@ -186,7 +186,7 @@ def check_decode(case, capability):
     if case.vector == 1:
         pieces = {
             "O_HEAD": head_dim, "HEAD_DIM": head_dim, "SLICES": 8, "PACK": 4, "TOKENS": 32,
-            "PLANNED": True, "ROWS": merge.PIECE_ROWS, "STEP": 16, "WIDTH": width,
+            "PLANNED": True, "ROWS": 4, "STEP": merge.MOST_PIECES, "WIDTH": width,
             "CHAINED": capability >= 90,
         }  # fmt: skip
         made = make(

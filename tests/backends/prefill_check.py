@@ -31,6 +31,21 @@ PLACE = Place(interpreting=True)
 TILE = 128
 
 
+def order(batch, items, shortest, window):
+    """The list of work; made once for a batch that keeps it, and the same for one that does not."""
+    plan = prefill_order.plan_order(PLACE, batch.device, items, has_window=window is not None)
+    numbers = {"shortest": shortest, "window": window or 0}
+    batch = replace(batch, kept={})
+    work = prefill_order.keep_order(plan, batch, items, **numbers)
+    assert prefill_order.keep_order(plan, batch, items, **numbers) is work
+    other = prefill_order.keep_order(plan, batch, items, shortest=shortest + 1, window=window or 0)
+    assert other is not work
+    anew = prefill_order.keep_order(plan, replace(batch, kept=None), items, **numbers)
+    assert anew is not work
+    assert anew[0] == work[0]
+    return work
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=9),
     st.sampled_from((1, 8, 16)),
@@ -54,7 +69,7 @@ def check_order(seqs, tokens, shortest, at_once, padding):
     )
     prefill_order.SEQS = at_once
     items = Items(tokens, 1, 128, rows // tokens + len(seqs), 4, split=False)
-    work = prefill_order.order_tiles(PLACE, batch, items, shortest=shortest, window=None).tolist()
+    work = order(batch, items, shortest, None).tolist()
     wanted, live = [], [s for s in range(len(seqs)) if counts[s] >= shortest]
     for s in sorted(live, key=lambda s: (lengths[s], -s)):  # the last first, from the end
         before, own = lengths[s] - counts[s], []
@@ -84,7 +99,7 @@ def check_pieces(seqs, tokens, programs, slices, window):
     table = torch.zeros(len(seqs), 1, dtype=torch.int32)
     batch = backends.PagedBatch(starts, lengths, table, rows, 40, 9040)
     items = Items(tokens, slices, TILE, len(rows) // tokens + len(seqs), programs, split=True)
-    work = prefill_order.order_tiles(PLACE, batch, items, shortest=1, window=window).tolist()
+    work = order(batch, items, 1, window).tolist()
     entry, record = prefill_order.ENTRY.value, prefill_order.RECORD.value
     ranks = [tuple(work[entry * (1 + i) :][:entry]) for i in range(work[0])]
     assert len(ranks) <= items.ranks
@@ -114,7 +129,8 @@ def check_merge(batch, items, work, found, pack=2, head_dim=8):
     parts, lses = torch.randn(most, size, head_dim), torch.randn(most, size) * 9
     out = torch.full((batch.num_tokens, items.slices * pack, head_dim), torch.nan)
     partial = torch.cat([parts.flatten(), lses.flatten()])
-    merge.merge_pieces(PLACE, partial, work, batch, out, items, pack=pack)
+    plan = merge.plan_pieces(PLACE, out, items, pack=pack, planned=batch.num_seqs > 1)
+    merge.merge_pieces(plan, partial, work, batch, out)
     for (_, row, count, pieces), ranks in found.items():
         if pieces == 1 or batch.num_seqs == 1:
             continue

@@ -43,6 +43,12 @@ CASES = {
     "everything": BASE.with_(window=100, soft_cap=5.0, sinks=True, strided=True, head_dim=64),
     "wide heads, one sequence": BASE.with_(seqs=((300, 300),), head_dim=256, group=1),
     "more items than programs": BASE.with_(seqs=((700, 900),), num_kv_heads=8, group=3),
+    "heads in two parts": BASE.with_(head_dim=96, group=3),
+    "pieces": BASE.with_(seqs=((40, 1500), (17, 2100), (1, 90))),
+    "e4m3": BASE.with_(cache_dtype=torch.float8_e4m3fn, scales="head"),
+    "e4m3, pieces": BASE.with_(
+        seqs=((40, 1500),), cache_dtype=torch.float8_e4m3fn, scales="tensor", window=900
+    ),
     "portable": BASE.with_(sinks=True),
 }
 WAIT, RACE = "a wait and nothing else", "a race of its own"
@@ -94,7 +100,7 @@ def run(name):
         if name == "portable":
             hopper_prefill.can_attend = lambda *_: False
         build(CASES[name], backend.device).run(backend)
-        kernel = prefill._attend if name == "portable" else hopper_prefill._attend
+        kernel = (prefill if name == "portable" else hopper_prefill)._attend.kernel
     else:
         out = torch.zeros(384, dtype=torch.int64, device="cuda")
         _parts[1 if name == RACE else 132,](out, name == RACE, num_warps=4, maxnreg=168)

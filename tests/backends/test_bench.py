@@ -9,7 +9,7 @@ import torch
 
 import backends
 from backends.bench.cpu import DENSE, GATHER
-from backends.bench.measured import DecodeCase, row_of
+from backends.bench.measured import DecodeCase, ragged, row_of
 
 
 def _bench(*arguments):
@@ -53,6 +53,26 @@ def test_bytes_and_bandwidth_by_hand():
     assert latents.inputs(torch.device("cpu"))[1].layout == latents.layout
     row = row_of("x", [3.0, 1.0, 2.0], 4000, {}, {})
     assert (row.median_us, row.low_us, row.high_us, row.gb_per_s) == (2.0, 1.0, 3.0, 2.0)
+
+
+def test_a_mixed_step_counts_each_sequence_and_lays_it_out():
+    case = DecodeCase(2, 40, 4, 2, 16, others=((8, 20),), what="mixed")
+    assert case.name == "mixed, 4/2 heads d16, bfloat16"
+    assert case.kv_bytes == 2 * (40 + 40 + 20) * 2 * 16 * 2
+    assert case.flop == 4 * (40 + 40 + 8 * 12 + 36) * 4 * 16
+    query, cache, batch = case.inputs(torch.device("cpu"))
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 10]
+    assert batch.seq_lens.tolist() == [40, 40, 20]
+    assert (len(query), batch.max_query_len, batch.max_seq_len) == (10, 8, 40)
+    blocks = sorted(batch.block_table.flatten().tolist())
+    assert blocks == [0, *range(1, len(cache.k))]  # the third sequence has two of three
+
+
+def test_ragged_lengths_are_the_same_in_every_run():
+    first, again = ragged(9, 30, 5000, 700), ragged(9, 30, 5000, 700)
+    assert first == again
+    assert len(first.seqs) == 9
+    assert all(30 <= length <= 5000 for _, length in first.seqs)
 
 
 @pytest.mark.parametrize("new", [1, 5])

@@ -114,3 +114,39 @@ def test_items_are_read_from_blocks_as_they_were_written(runs, size, num_blocks)
         first += gap + length
     encoded = encode_items(items, 0, num_blocks, size)
     assert decode_items(encoded, size) == cut_items(tuple(items), num_blocks * size)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3])
+@pytest.mark.parametrize("sound", [0, 1, 2, 3])
+def test_a_copy_with_the_same_image_is_taken_along_and_one_with_another_is_not(start, sound):
+    """Wherever in the block the image begins, and wherever in it the KV stops being sound."""
+    kv = kvcore.KVCacheManager(16, 4)
+    images = [(kvcore.Item(content, start, 2),) for content in (b"a cat", b"a dog")]
+    loader, copy, other = [
+        kv.open(range(9), items=items, skip_reading=True)
+        for items in (images[0], images[0], images[1])
+    ]
+    for seq in (loader, copy, other):
+        kv.reserve(seq, 9)
+        kv.commit(seq, 9)
+    kv.close(copy)
+    kv.close(other)
+    assert kv.fail_load(loader, sound) == (loader,)
+    kv.close(loader)
+    assert kv.plan(range(9), items=images[0]).num_cached_tokens == 0
+    is_seen = start <= sound  # before it the two prompts are one
+    assert kv.plan(range(9), items=images[1]).num_cached_tokens == (8 if is_seen else 0)
+    kvcore.check(kv)
+
+
+def test_blocks_under_many_leases_are_deferred_until_the_last_ends():
+    """More than CPython keeps small integers for."""
+    kv = kvcore.KVCacheManager(4, 4)
+    seq = filled(kv, [1, 2, 3])
+    leases = [kv.lease(seq) for _ in range(300)]
+    assert kv.leases.num_deferred_blocks() == 0
+    kv.close(seq)
+    assert kv.leases.num_deferred_blocks() == 1
+    for lease in leases:
+        lease.end()
+    assert (kv.leases.num_deferred_blocks(), kv.num_free_blocks) == (0, 3)
