@@ -455,19 +455,20 @@ class AsyncEngine:
         if stopped:
             self._abort_requests(stopped)
         if self._held and self._timer is None:
-            self._tell_held()
+            wait_s = self._pace.wait_s()
+            if wait_s > 0:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._tell_round)
+            else:
+                self._tell_round()
 
-    def _tell_held(self) -> None:
-        """Hand out what is held, or come again when that is due."""
-        wait_s = self._pace.wait_s()
-        if wait_s > 0:
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._tell_held)
-            return
+    def _tell_round(self) -> None:
+        """Hand out what is held, and see what that costs: readers run before what is next here."""
         self._timer = None
         self._pace.begin()
-        self._tell_all_held()
+        self._tell_held()
+        asyncio.get_running_loop().call_soon(self._pace.end)
 
-    def _tell_all_held(self) -> None:
+    def _tell_held(self) -> None:
         held, self._held = self._held, {}
         for stream, sample in held.values():
             stream.tell(sample)
@@ -491,7 +492,7 @@ class AsyncEngine:
         return True
 
     def _fail_all(self, error: Exception) -> None:
-        self._tell_all_held()
+        self._tell_held()
         for stream, sample in list(self._open.values()):
             self._forget(sample, FinishReason.ERROR)
             stream.end(error)

@@ -12,6 +12,9 @@ from collections.abc import Callable
 STREAM_SHARE = 0.1
 """The most of the time that telling may take, unless said otherwise."""
 
+LONGEST_S = 0.1
+"""Nobody rests longer, whatever a round has cost: a reader sees no pause of a tenth of a second."""
+
 
 class Pace:
     """When the next round of telling is due. It belongs to one thread.
@@ -32,17 +35,20 @@ class Pace:
         self._share = share
         self._now = now
         self._worked = worked
-        self._began_s: float | None = None  # None: nothing was told yet
-        self._before_s = 0.0
+        self._began_s = self._before_s = 0.0
+        self._due_s = -1.0
 
     def wait_s(self) -> float:
-        """How long the next round has to wait; 0: it is due. O(1)."""
-        if self._began_s is None or self._share >= 1:
-            return 0.0
-        rest_s = (self._worked() - self._before_s) / self._share
-        return max(self._began_s + rest_s - self._now(), 0.0)
+        """How long the next round has to wait, at most `LONGEST_S`; 0: it is due. O(1)."""
+        return max(self._due_s - self._now(), 0.0)
 
     def begin(self) -> None:
-        """A round begins: from here its cost is counted. O(1)."""
+        """A round begins. O(1)."""
         self._began_s = self._now()
         self._before_s = self._worked()
+
+    def end(self) -> None:
+        """It is over: what this thread has done since `begin` is its cost. O(1)."""
+        cost_s = self._worked() - self._before_s
+        rest_s = cost_s / self._share if self._share < 1 else 0.0
+        self._due_s = self._began_s + min(rest_s, LONGEST_S)

@@ -58,7 +58,7 @@ def test_in_the_interpreter_attention_over_latents_is_right():
 
 
 class TestOnAGpu:
-    pytestmark = on_a_gpu
+    pytestmark = [*on_a_gpu]
 
     @pytest.fixture(scope="class")
     def triton(self):
