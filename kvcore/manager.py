@@ -772,8 +772,9 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: no such group.
         """
-        table = seq.tables[as_int("group", group, 0, len(self.groups) - 1)]
+        number = as_int("group", group, 0, len(self.groups) - 1)
         self._check_open(seq)
+        table = seq.tables[number]
         count = 0
         for block in table.blocks[table.num_null :]:
             if block.ref_count < 2:

@@ -96,11 +96,11 @@ def _walk(
             table + ahead // BLOCK_SIZE, mask=(ahead >= begin) & (ahead < end), other=0
         )
         if E4M3:
-            c = widen(c, NATIVE)
+            c = widen(c, NATIVE).to(q.dtype)
         logits = tl.dot(c, q, input_precision="ieee")
         if REST_DIM:
             if E4M3:
-                c_rest = widen(c_rest, NATIVE)
+                c_rest = widen(c_rest, NATIVE).to(q.dtype)
             logits = tl.dot(c_rest, q_rest, logits, input_precision="ieee")
         if HAS_CAP:
             logits = cap_logits(logits * scale, soft_cap) * LOG2E
@@ -141,8 +141,8 @@ def _attend_rows(
     if REST_DIM:
         mask = live[None, :] & (rest < REST_DIM)
         q_rest = tl.load(query + q_at + (VALUE_DIM + rest), mask=mask, other=0.0)
-    if E4M3:
-        q = q.to(tl.float16)
+    if E4M3 and query.dtype.element_ty == tl.bfloat16:
+        q = q.to(tl.float16)  # whose fraction holds what the cache holds
         q_rest = q_rest.to(tl.float16)
     each = scale
     if SCALE >= 0:

@@ -100,9 +100,13 @@ class PagedPool:
         """
         padding = _padding(input_ids, attention_mask)
         rows: list[_Row] = []
-        for ids, left in zip(input_ids.tolist(), padding, strict=True):
-            seq = self.kv.open(ids[left:], namespace=namespace)
-            rows.append(_Row(seq, left))
+        try:
+            for ids, left in zip(input_ids.tolist(), padding, strict=True):
+                rows.append(_Row(self.kv.open(ids[left:], namespace=namespace), left))
+        except BaseException:
+            for row in rows:
+                self.kv.close(row.seq)
+            raise
         return PagedCache(self, rows, input_ids.shape[1])
 
     def layers(self, cache: PagedCache, length: int) -> list[PagedLayer | DummyLayer]:
@@ -413,9 +417,11 @@ class PagedCache(Cache):
         copies = 0
         for row, keep in zip(self._rows, keeps, strict=True):
             full = row.seq.num_computed_tokens // size
-            copies += len(self.pool.windows) if keep // size < full and keep % size else 0
+            is_inside = keep // size < full and keep % size > 0  # a block that others may read
+            copies += len(self.pool.windows) if is_inside else 0
+            stays = keep - keep % size if is_inside else keep
             for window, table in zip(self.pool.windows, row.seq.tables, strict=True):
-                if window and keep and (keep - window + 1) // size < table.num_null:
+                if window and keep and max(0, stays - window + 1) // size < table.num_null:
                     raise kvcore.InvalidArgumentError(
                         f"tokens_to_remove: the window has left what is before {keep}"
                     )

@@ -46,14 +46,15 @@ class Plugin:
     Attributes:
         own_manager: vLLM's class of managers.
         own_hasher: vLLM's maker of hashers.
-        has_connector: whether the engine that is being made has a KV connector.
+        left: why the engine that is being made keeps vLLM's own manager, if its configuration
+            says so.
         serves: whether the engine that was made last is served by kvcore.
     """
 
     def __init__(self) -> None:
         self.own_manager: Callable[..., Any] = scheduler.KVCacheManager
         self.own_hasher: Callable[..., Any] = core.get_request_block_hasher
-        self.has_connector = False
+        self.left: str | None = None
         self.serves = False
 
     def install(self) -> None:
@@ -62,11 +63,11 @@ class Plugin:
 
         @wraps(begin)
         def noted(self_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-            self.has_connector = vllm_config.kv_transfer_config is not None
+            self.left = left_by(vllm_config)
             try:
                 begin(self_, vllm_config, *args, **kwargs)
             finally:
-                self.has_connector = False
+                self.left = None
 
         Scheduler.__init__ = noted
         scheduler.KVCacheManager = self.manager
@@ -74,8 +75,7 @@ class Plugin:
 
     def manager(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """Make the manager of an engine: kvcore's, or vLLM's own."""
-        reason = "a KV connector" if self.has_connector else None
-        made = reason or settings_of(kv_cache_config, *args, **kwargs)
+        made = self.left or settings_of(kv_cache_config, *args, **kwargs)
         self.serves = isinstance(made, Settings)
         if isinstance(made, Settings):
             how = "Python" if isinstance(kvcore.KVCacheManager.open, FunctionType) else "compiled"
@@ -91,6 +91,17 @@ class Plugin:
 
 def _no_hashes(request: Any) -> list[Any]:  # noqa: ANN401, ARG001
     return []
+
+
+def left_by(vllm_config: Any) -> str | None:  # noqa: ANN401
+    """Return why an engine of this configuration keeps vLLM's own manager; None: it need not."""
+    if vllm_config.kv_transfer_config is not None:
+        return "a KV connector"
+    if vllm_config.scheduler_config.policy == "priority":
+        # Who gives way in the pass that scheduled it has published what is never computed; to take
+        # that back would take it from a twin as well, whose table the worker has already.
+        return "priorities"
+    return None
 
 
 def settings_of(

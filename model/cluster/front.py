@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # torch is loaded on a thread, when the face has begun
 
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _LOST = (RayError, RayServeException, ConnectionError)
+_TRIES, _PAUSE_S = 10, 1.0  # asking the replicas what they are, before that is an error
 
 
 class ReplicaLostError(EngineFaultError):
@@ -116,6 +117,7 @@ class ReplicatedEngine(Collector):
         self._facts = replicas.options(method_name="facts")
         self._load_codec = load_codec
         self._state = EngineState.STARTING
+        self._fault: str | None = None
         self._known: _Known | None = None
         self._starting: asyncio.Task[None] | None = None
         self._open: dict[TokenStream, list[_Call]] = {}
@@ -127,7 +129,7 @@ class ReplicatedEngine(Collector):
     @property
     def health(self) -> Health:
         """How it is. O(1)."""
-        return Health(self._state, 0, None)
+        return Health(self._state, 0, self._fault)
 
     @property
     def engine(self) -> _Known:
@@ -176,12 +178,10 @@ class ReplicatedEngine(Collector):
             async with asyncio.TaskGroup() as group:
                 for call in calls:
                     group.create_task(call.begin())
-        except* ModelError as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            if not all(call.is_taken for call in calls):
-                for call in calls:
-                    call.end()
+        except BaseException as error:  # noqa: BLE001  # a cancelled wait too
+            for call in calls:
+                call.end()
+            raise _cause(error) from None
         self._open[stream] = calls
         for call in calls:
             task = asyncio.get_running_loop().create_task(call.pump(stream))
@@ -237,10 +237,28 @@ class ReplicatedEngine(Collector):
         stream.end(NotServingError("request: it was aborted"))
 
     async def _learn(self) -> None:
-        codec = await asyncio.to_thread(self._load_codec)
-        facts: Facts = await self._facts.remote()
+        try:
+            codec = await asyncio.to_thread(self._load_codec)
+            facts = await self._ask_facts()
+        except Exception as error:
+            self._fault = f"{type(error).__name__}: {error}"
+            self._state = EngineState.STOPPED
+            raise
         self._known = _Known(_Model(codec), facts)
         self._state = EngineState.READY
+
+    async def _ask_facts(self) -> Facts:
+        """What a replica says, of those that are not lost meanwhile."""
+        for left in reversed(range(_TRIES)):
+            try:
+                facts: Facts = await self._facts.remote()
+            except _LOST:
+                if not left:
+                    raise
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                return facts
+        raise AssertionError("a loop that raises at its end")
 
     async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
         encode = self.engine.model.codec.encode
@@ -284,6 +302,7 @@ class _Call:
             ModelError: what the replica says, or that there is none.
         """
         while True:
+            self._check_wanted()
             try:
                 async with asyncio.timeout(self._engine.config.replica_timeout_s):
                     self._engine.num_sent += 1
@@ -296,8 +315,10 @@ class _Call:
                 self.end()
                 raise NotServingError("engine: no replica takes requests now") from None
             except (*_LOST, StopAsyncIteration) as error:
+                self._check_wanted()
                 self._again(error)
                 continue
+            self._check_wanted()
             if not isinstance(first, Refusal):
                 self.is_taken = True
                 return
@@ -333,10 +354,16 @@ class _Call:
             if all(sample.finish_reason is not None for sample in stream.samples):
                 self._engine.closed(stream)
 
+    def _check_wanted(self) -> None:
+        """Raise where nobody wants it any more; what was sent meanwhile is called back."""
+        if self._is_over:
+            self.end()
+            raise NotServingError("request: it was aborted")
+
     def end(self) -> None:
         """Want no more of it. O(1)."""
         self._is_over = True
-        self._sent.end()
+        self._sent.give_up()
         if self._coming is not None:
             self._coming.cancel()
 
@@ -394,3 +421,10 @@ class _Call:
             if isinstance(error, ModelError):
                 raise error
             raise ReplicaLostError("the replicas that took the request were lost") from error
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What to raise of what tasks together raised: what a replica says, if one says something."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    return next((one for one in error.exceptions if isinstance(one, ModelError)), error)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import traceback
 from collections.abc import AsyncIterator, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,8 @@ from model.errors import ModelError
 
 if TYPE_CHECKING:  # torch is not loaded where a replica is only named
     from model.engine import Engine
+
+_FAILED = 3  # the exit code of a run that was lost, as `model.cli.exits` has it
 
 REFUSED = "kvcore-refused: "
 """Stands before the one line that says why a replica cannot be."""
@@ -53,7 +57,10 @@ class Replica:
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
         self._engine = AsyncEngine(
-            engine, max_waiting=options.serve.max_waiting, announce=self._announce
+            engine,
+            max_waiting=options.serve.max_waiting,
+            stream_share=options.serve.stream_share,
+            announce=self._announce,
         )
 
     async def generate(self, sent: Sent) -> AsyncIterator[Message]:
@@ -122,8 +129,17 @@ class _Follower:
         os.environ.update(environment)
 
     def follow(self) -> int:
-        """Do what the replica does, until it ends."""
-        code: int = import_module("model.start").follow(self._options.model, self._options.engine)
+        """Do what the replica does, until it ends; an error ends this process, and so the replica.
+
+        An actor outlives what its methods raise, and those it shares a network with would wait.
+        """
+        try:
+            start = import_module("model.start")
+            code: int = start.follow(self._options.model, self._options.engine)
+        except BaseException:  # noqa: BLE001  # whatever it is
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(_FAILED)
         return code
 
 

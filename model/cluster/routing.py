@@ -82,8 +82,7 @@ class EventRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
             ticket = self._choice.choose(sent.asked.prompt, sent.asked.namespace)
         except NoReplicaError:
             return [candidate_replicas]
-        sent.decision_ns = time.thread_time_ns() - began
-        sent.ticket = ticket
+        sent.take(ticket, time.thread_time_ns() - began)
         return [[self._known[ticket.replica]]]
 
     def _match(self, tokens: Sequence[int], namespace: kvcore.Namespace) -> Mapping[str, int]:

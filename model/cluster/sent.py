@@ -26,14 +26,16 @@ class Sent:
         asked: what is asked; its prompt is tokens.
         ticket: of the router, which sets it in this process; None: no router of ours has chosen.
         decision_ns: the processor's time for the choice.
+        is_given_up: nobody wants it any more, so a ticket that comes now is given back at once.
     """
 
-    __slots__ = ("asked", "decision_ns", "ticket")
+    __slots__ = ("asked", "decision_ns", "is_given_up", "ticket")
 
     def __init__(self, asked: Submission) -> None:
         self.asked = asked
         self.ticket: Ticket | None = None
         self.decision_ns = 0
+        self.is_given_up = False
 
     def __reduce__(self) -> tuple[type["Sent"], tuple[Submission]]:
         """Travel without the ticket."""
@@ -51,10 +53,21 @@ class Sent:
             self.ticket.has_begun()
 
     def end(self) -> None:
-        """It is over. O(1)."""
+        """It is over there; it may be sent again. O(1)."""
         if self.ticket is not None:
             self.ticket.end()
             self.ticket = None
+
+    def take(self, ticket: Ticket, decision_ns: int) -> None:
+        """A router has chosen, in so much of the processor's time. O(1)."""
+        self.ticket, self.decision_ns = ticket, decision_ns
+        if self.is_given_up:  # while it was choosing, on its own thread
+            self.end()
+
+    def give_up(self) -> None:
+        """It is over for good. O(1)."""
+        self.is_given_up = True
+        self.end()
 
 
 class Taken(NamedTuple):

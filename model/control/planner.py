@@ -143,7 +143,8 @@ class StepPlanner:
     def _plan_drafts(self, drafter: Drafter) -> None:
         """Let decodes bring drafts, as far as budget and blocks are left when all else is planned.
 
-        So nobody starts later, waits or gives way because of them.
+        So nobody gives way because of them; only a follower that would fork after this step may
+        find no block left, and begins as others do.
         """
         wanted = [
             (chunk.request, most)

@@ -253,6 +253,37 @@ def test_a_full_pool_is_an_error_that_changes_nothing():
     pool.close()
 
 
+def test_a_batch_with_a_row_that_is_refused_leaves_nothing_open(pool, model):
+    ids, _ = padded(9)
+    with pool.open(ids) as cache, torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    with pytest.raises(kvcore.InvalidArgumentError, match="token"):
+        pool.open(torch.cat([ids, torch.full((1, 9), -100)]))
+    assert pool.kv.sequences == {}
+    assert at_rest(pool)
+
+
+@pytest.mark.parametrize("length", [28, 32])
+@pytest.mark.parametrize("back", range(1, 6))
+def test_a_cut_that_does_not_fit_behind_a_window_changes_no_row(length, back):
+    model = MODELS["hybrid"]
+    ids = torch.tensor([draw_tokens(seed, length) for seed in (1, 2)])
+    for spare in range(4, 9):
+        pool = PagedPool(model, num_blocks=64, block_size=BLOCK)
+        with pool.open(ids) as cache, torch.no_grad():
+            model(input_ids=ids, past_key_values=cache)
+            model(input_ids=torch.tensor([[5], [5]]), past_key_values=cache)
+            hog = pool.kv.open([1], namespace=None)
+            pool.kv.reserve_to(hog, (pool.kv.num_free_blocks - spare) // 2 * BLOCK)
+            before = [(s.num_tokens, s.num_blocks) for s in pool.kv.sequences.values()]
+            try:
+                cache.crop(-back)
+            except (kvcore.OutOfBlocksError, kvcore.InvalidArgumentError):
+                assert [(s.num_tokens, s.num_blocks) for s in pool.kv.sequences.values()] == before
+            pool.kv.close(hog)
+        pool.close()
+
+
 def test_a_failed_forward_pass_publishes_nothing(monkeypatch):
     model = MODELS["full"]
     pool = PagedPool(model, num_blocks=20, block_size=BLOCK)

@@ -119,13 +119,23 @@ def test_what_is_not_served_is_said(options, why):
     assert why in adapter.settings_of(config(FULL), 2048, 16, 16, **options)
 
 
+@pytest.mark.parametrize(
+    ("connector", "policy", "why"),
+    [(None, "fcfs", None), (object(), "fcfs", "a KV connector"), (None, "priority", "priorities")],
+)
+def test_what_an_engine_is_left_for_is_said(connector, policy, why):
+    scheduler_config = SimpleNamespace(policy=policy)
+    asked = SimpleNamespace(kv_transfer_config=connector, scheduler_config=scheduler_config)
+    assert adapter.left_by(asked) == why
+
+
 def test_an_engine_with_a_connector_keeps_vllms_manager_and_its_hashes():
     plugin = adapter.Plugin()
-    plugin.has_connector = True
+    plugin.left = "a KV connector"
     made = plugin.manager(config(FULL), 2048, 16, 16)
     assert not isinstance(made, Manager)
     assert plugin.hasher(16, sha256) is not adapter._no_hashes
-    plugin.has_connector = False
+    plugin.left = None
     assert isinstance(plugin.manager(config(FULL), 2048, 16, 16), Manager)
     assert plugin.hasher(16, sha256) is adapter._no_hashes
 

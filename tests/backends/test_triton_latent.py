@@ -19,10 +19,10 @@ from tests.backends.ahead import compile_ahead
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed here"
 )
-on_a_gpu = (
+ON_A_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-)
+]
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 MLA = AttentionCase(
     "", ((1, 1700), (0, 40), (1, 1), (1, 33)), num_kv_heads=1, head_dim=576, value_dim=512,
@@ -58,7 +58,7 @@ def test_in_the_interpreter_attention_over_latents_is_right():
 
 
 class TestOnAGpu:
-    pytestmark = [*on_a_gpu]
+    pytestmark = ON_A_GPU
 
     @pytest.fixture(scope="class")
     def triton(self):

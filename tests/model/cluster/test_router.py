@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 import kvcore
 from model.cluster.router import NoReplicaError, Router
+from model.cluster.sent import Sent
 from model.cluster.simulate import Load, main, simulate
+from model.control.submission import Submission
 from model.errors import InvalidArgumentError
 
 
@@ -52,6 +54,18 @@ def test_what_comes_for_one_tenant_is_nothing_to_another():
     assert second.replica != first.replica
     assert (second.num_expected, third.num_expected) == (0, 100)
     assert third.replica == first.replica
+
+
+def test_what_is_given_up_while_a_router_chooses_counts_nowhere():
+    made = router(running_weight=1)
+    sent = Sent(Submission(list(range(100))))
+    sent.take(made.choose(sent.asked.prompt), 5)
+    sent.end()  # its replica is gone; it is sent again
+    again = made.choose(sent.asked.prompt)
+    sent.give_up()
+    sent.take(again, 5)
+    assert [made.load(name) for name in "abc"] == [0, 0, 0]
+    assert sent.ticket is None
 
 
 def test_equals_take_turns():
