@@ -22,8 +22,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = AttentionCase("mixed", ((1, 300), (40, 70), (1, 5), (0, 0), (9, 9)), num_kv_heads=3)
 
 
-def test_it_passes_the_conformance_kit():
-    report = conformance.run(NUMBA)
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_passes_the_conformance_kit(quick):
+    report = conformance.run(NUMBA, quick=quick)
     assert report.passed, report.as_text()
 
 

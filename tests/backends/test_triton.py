@@ -46,6 +46,7 @@ def test_in_the_interpreter_it_agrees_with_numba_and_the_oracle():
     assert done.stdout == "triton and numba agree\n"
 
 
+@pytest.mark.slow
 @needs_triton
 def test_after_a_warm_up_no_call_needs_a_kernel_that_has_not_been_met():
     done = _python("-m", "tests.backends.warm_up_check", interpret=True)
@@ -74,6 +75,7 @@ def test_the_interpreter_refuses_bfloat16_which_it_computes_wrongly():
     )
 
 
+@pytest.mark.slow
 @needs_triton
 def test_every_kernel_compiles_within_its_bounds_for_sm_80_and_sm_90_without_a_gpu():
     done = _python("-m", "tests.backends.compile_kernels", interpret=False)
