@@ -471,7 +471,8 @@ class AsyncEngine:
     def _tell_held(self) -> None:
         held, self._held = self._held, {}
         for stream, sample in held.values():
-            stream.tell(sample)
+            if sample.has_news:  # else a reader that was late has taken them with what came before
+                stream.tell(sample)
 
     def _abort_requests(self, requests: Sequence[Request]) -> None:
         def run(engine: Engine) -> Callable[[], None]:

@@ -105,6 +105,11 @@ class Sample:
             self._text.close()
         return is_stopped and reason is None
 
+    @property
+    def has_news(self) -> bool:
+        """Whether tokens have come that nobody has taken. O(1)."""
+        return len(self.tokens) > self._num_taken
+
     def take(self) -> Delta:
         """What is new. O(tokens since)."""
         tokens = tuple(self.tokens[self._num_taken :])

@@ -95,6 +95,7 @@ def test_every_token_is_handed_out_once_however_long_a_round_waits(network, wait
 
     found = asyncio.run(main())
     assert [[t.token_id for d in deltas for t in d.tokens] for deltas in found] == wanted
+    assert all(delta.tokens for deltas in found for delta in deltas)
     if waits_s > DEADLINE_S:  # a first token and an end do not wait for a round
         assert all(len(deltas) <= 2 for deltas in found)
 
