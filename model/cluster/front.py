@@ -249,16 +249,17 @@ class ReplicatedEngine(Collector):
 
     async def _ask_facts(self) -> Facts:
         """What a replica says, of those that are not lost meanwhile."""
-        for left in reversed(range(_TRIES)):
+        num_left = _TRIES
+        while True:
             try:
                 facts: Facts = await self._facts.remote()
             except _LOST:
-                if not left:
+                num_left -= 1
+                if not num_left:
                     raise
                 await asyncio.sleep(_PAUSE_S)
             else:
                 return facts
-        raise AssertionError("a loop that raises at its end")
 
     async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
         encode = self.engine.model.codec.encode

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from kvcore.wire import Publisher
 from model.async_engine import AsyncEngine, EngineState, NotServingError
+from model.cli.exits import FAILED
 from model.cluster.config import ClusterOptions
 from model.cluster.routing import EVENTS, REPLAY
 from model.cluster.scaling import WAITING
@@ -33,8 +34,6 @@ from model.errors import ModelError
 
 if TYPE_CHECKING:  # torch is not loaded where a replica is only named
     from model.engine import Engine
-
-_FAILED = 3  # the exit code of a run that was lost, as `model.cli.exits` has it
 
 REFUSED = "kvcore-refused: "
 """Stands before the one line that says why a replica cannot be."""
@@ -139,7 +138,7 @@ class _Follower:
         except BaseException:  # noqa: BLE001  # whatever it is
             traceback.print_exc()
             sys.stderr.flush()
-            os._exit(_FAILED)
+            os._exit(FAILED)
         return code
 
 

@@ -1,0 +1,170 @@
+"""The face beside replicas that are lost and clients that go away, without Ray: handles are played.
+
+So are its errors, whether or not it is installed.
+"""
+
+import asyncio
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from model.async_engine import EngineState
+from model.cluster.config import ClusterConfig
+from model.cluster.sent import Facts, Taken
+from model.control.submission import Submission
+
+DEADLINE_S = 30
+ASKED = Submission([1, 2, 3])
+
+
+@pytest.fixture
+def front(monkeypatch):
+    for name, error in (
+        ("ray", None),
+        ("ray.exceptions", "RayError"),
+        ("ray.serve", None),
+        ("ray.serve.exceptions", "RayServeException"),
+    ):
+        monkeypatch.setitem(sys.modules, name, played(name, error))
+    monkeypatch.delitem(sys.modules, "model.cluster.front", raising=False)
+    found = importlib.import_module("model.cluster.front")
+    monkeypatch.setattr(found, "_PAUSE_S", 0)
+    yield found
+    sys.modules.pop("model.cluster.front", None)
+
+
+def played(name, error):
+    made = ModuleType(name)
+    if error is not None:
+        setattr(made, error, type(error, (Exception,), {}))
+    return made
+
+
+class Answer:
+    """What a replica sends: messages, errors, or WAIT for a time without end."""
+
+    WAIT = object()
+
+    def __init__(self, script, cancelled):
+        self._script = list(script)
+        self._cancelled = cancelled
+        self._is_over = asyncio.Event()
+
+    @property
+    def is_called_back(self):
+        return self._is_over.is_set()
+
+    def cancel(self):
+        self._is_over.set()
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        if not self._script:
+            raise StopAsyncIteration
+        step = self._script.pop(0)
+        if step is self.WAIT:
+            await self._is_over.wait()
+            raise self._cancelled
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+class Handle:
+    """Replicas: each request gets the next script, each question for facts the next error."""
+
+    def __init__(self, front, scripts=(), errors=()):
+        self._scripts, self._errors = list(scripts), list(errors)
+        self._cancelled = front.RayServeException("cancelled")
+        self.answers = []
+        self.num_asked = 0
+        self.was_sent_again = asyncio.Event()
+
+    def options(self, method_name, **_):
+        return SimpleNamespace(remote=self._tell if method_name == "facts" else self._generate)
+
+    async def _tell(self):
+        self.num_asked += 1
+        if self._errors:
+            raise self._errors.pop(0)
+        return Facts(100, 100, 16, 8)
+
+    def _generate(self, _):
+        self.answers.append(Answer(self._scripts.pop(0), self._cancelled))
+        if len(self.answers) > 1:
+            self.was_sent_again.set()
+        return self.answers[-1]
+
+
+def run(front, handle, then):
+    async def main():
+        async with asyncio.timeout(DEADLINE_S):
+            codec = SimpleNamespace(encode=list)
+            engine = front.ReplicatedEngine(handle, lambda: codec, ClusterConfig())
+            engine.start()
+            await asyncio.wait([engine._starting])
+            await then(engine)
+            await engine.stop()
+
+    asyncio.run(main())
+
+
+def test_what_there_is_to_know_is_asked_again_where_a_replica_is_lost(front):
+    handle = Handle(front, errors=[front.RayError("gone"), ConnectionError("gone")])
+
+    async def then(engine):
+        assert engine.health.state is EngineState.READY
+        assert handle.num_asked == 3
+
+    run(front, handle, then)
+
+
+@pytest.mark.parametrize("kind", ["lost", "other"])
+def test_a_face_that_cannot_learn_says_so(front, kind):
+    errors = [front.RayError("gone")] * 20 if kind == "lost" else [ValueError("no such file")]
+
+    async def then(engine):
+        assert engine.health.state is EngineState.STOPPED
+        assert str(errors[-1]) in engine.health.last_fault
+        with pytest.raises(type(errors[-1])):
+            await engine._starting
+
+    run(front, Handle(front, errors=errors), then)
+
+
+def test_who_goes_away_while_it_is_sent_again_is_not_sent_once_more(front):
+    lost = [Taken(), front.RayError("gone")]
+    handle = Handle(front, [lost, [Answer.WAIT], [Answer.WAIT]])
+
+    async def then(engine):
+        stream = await engine.submit(ASKED)
+        await handle.was_sent_again.wait()
+        stream.close()
+        await asyncio.gather(*engine._tasks)
+        assert len(handle.answers) == 2
+        assert handle.answers[1].is_called_back
+
+    run(front, handle, then)
+
+
+def test_a_wait_that_is_cancelled_as_the_request_is_taken_leaves_nothing(front, monkeypatch):
+    handle = Handle(front, [[Taken(), Answer.WAIT]])
+    begin = front._Call.begin
+
+    async def then(engine):
+        async def goes_at_once(call):
+            await begin(call)
+            asyncio.get_running_loop().call_soon(waiting.cancel)
+
+        monkeypatch.setattr(front._Call, "begin", goes_at_once)
+        waiting = asyncio.create_task(engine.submit(ASKED))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert handle.answers[0].is_called_back
+        assert not engine._open
+
+    run(front, handle, then)
