@@ -111,7 +111,7 @@ MODEL_LAYERS = (
         "device/swap",
     ),
     ("device/request_sampler",),
-    ("device/fx_trace", "device/probes"),
+    ("device/few_rows", "device/fx_trace", "device/probes", "device/small_products"),
     ("device/piecewise",),
     ("architectures",),
     ("device/parallel",),

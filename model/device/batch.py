@@ -40,7 +40,7 @@ class StepTensors:
             each request that samples from it; then each draft, chunk by chunk.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
             the group is the same tensor in all of them. For a group with chunks a sequence there is
-            a piece of one (`chunks.py`).
+            a piece of one (`chunks.py`). A backend keeps with it what serves all layers of a step.
         sources: int64 [1, num_tokens]; where it is not negative, the token is that entry of what
             the step before has drawn, and `input_ids` has another; None: it is negative everywhere.
         is_long: bool [1, num_tokens], whether the token's request is long; None: none is.
@@ -77,6 +77,7 @@ class StepTensors:
                     max_query_len=batch.max_query_len,
                     max_seq_len=batch.max_seq_len,
                     shared_prefix=batch.shared_prefix,
+                    kept={},
                 )
                 for batch in self.paged
             ),
@@ -329,6 +330,7 @@ class BatchBuilder:
                     max_query_len=max_query_len,
                     max_seq_len=max_seq_len,
                     shared_prefix=None if worth is None else tables.shared_prefix(starts, worth),
+                    kept={},
                 )
             )
         self._expire_drafts(step.chunks if any(drafts) else ())

@@ -242,6 +242,7 @@ class StepGraphs:
                 shared_prefix=backends.SharedPrefix(0, rows, max_seq_len - 1, now)
                 if shares and worth is not None
                 else None,
+                kept={},
             )
             for table, slots, max_seq_len, now, worth in zip(
                 self._tables,

@@ -10,6 +10,9 @@ Products of one input with several weights (queries, keys and values; gate and u
 product, which keeps a GPU busier: their weights are laid one after the other in one tensor, and the
 network's own become views of it, so nothing is held twice.
 
+Steps of two or four tokens may have pieces of their own, in which products do what stands around
+them (`few_rows.py`).
+
 Decides: where the cuts are, and which pieces are alike: those whose operations read the same, word
 for word, once their tensors are numbered.
 
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.device.attention import Attending
+from model.device.few_rows import FEW, LEAST_WEIGHT, Multiply, with_small_products
 from model.device.fx_trace import Captured
 from model.errors import UnsupportedModelError
 
@@ -79,27 +83,45 @@ class Segmented(Captured):
 
     A size of one would be compiled apart: a single token goes through the network as it was, and of
     fewer than two rows there are two.
+
+    Args:
+        module: the pieces.
+        plain: the network as it was captured.
+        few: those of steps of `FEW` tokens; None: they have none of their own.
     """
 
-    def __init__(self, module: fx.GraphModule, plain: Captured) -> None:
+    def __init__(
+        self, module: fx.GraphModule, plain: Captured, few: fx.GraphModule | None = None
+    ) -> None:
         super().__init__(module, plain.terms)
         self._plain = plain
+        self._few = None if few is None else Captured(few, plain.terms)
 
     def logits(
         self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
     ) -> Tensor:
         """See `Captured.logits`; near it."""
-        if input_ids.shape[1] == 1:
+        num_tokens = input_ids.shape[1]
+        if num_tokens == 1:
             return self._plain.logits(input_ids, position_ids, rows, paged)
         count = len(rows)
         if count < _LEAST:
             rows = nn.functional.pad(rows, (0, _LEAST - count))
+        if self._few is not None and num_tokens in FEW:
+            return self._few.logits(input_ids, position_ids, rows, paged)[:count]
         return super().logits(input_ids, position_ids, rows, paged)[:count]
+
+    @property
+    def has_few(self) -> bool:
+        """Whether steps of `FEW` tokens have pieces of their own. O(1)."""
+        return self._few is not None
 
     @property
     def pieces(self) -> list[_Piece]:
         """Those that are compiled, each once. O(pieces)."""
-        return [child for child in self.module.children() if isinstance(child, _Piece)]
+        modules = [self.module] if self._few is None else [self.module, self._few.module]
+        children = (child for module in modules for child in module.children())
+        return [child for child in children if isinstance(child, _Piece)]
 
     def settle(self) -> None:
         """What has been run so far has compiled all there is. O(pieces)."""
@@ -107,24 +129,42 @@ class Segmented(Captured):
             piece.settle()
 
 
-def compile_segments(captured: Captured, backend: str = "inductor") -> Segmented:
+def compile_segments(
+    captured: Captured,
+    backend: str = "inductor",
+    multiply: Multiply | None = None,
+    least: int | None = None,
+) -> Segmented:
     """Cut a captured network and prepare its pieces; they are compiled when they are first run.
 
     Run it first with more than one token, and another number of rows: a size of one, and two sizes
-    that are equal, would each be taken for a rule.
+    that are equal, would each be taken for a rule. With `multiply` once more with 4 tokens.
 
     Args:
         captured: stays as it is.
         backend: of `torch.compile`.
+        multiply: computes the products of steps of few tokens; None: pieces are alike for all.
+        least: numbers of a weight from where on it does; None: from where on it gains.
 
     Raises:
         UnsupportedModelError: a piece would depend on a number that none of its tensors shows.
     """
     source = _joined(captured.module)
-    cutter = _Cutter(source, backend)
+    few = (
+        None
+        if multiply is None
+        else with_small_products(source, multiply, LEAST_WEIGHT if least is None else least)
+    )
+    whole = _cut(source, backend, ())
+    cuts = () if multiply is None else (multiply,)
+    return Segmented(whole, captured, None if few is None else _cut(few, backend, cuts))
+
+
+def _cut(source: fx.GraphModule, backend: str, cuts: Sequence[Multiply]) -> fx.GraphModule:
+    cutter = _Cutter(source, backend, cuts)
     for node in source.graph.nodes:
         cutter.take(node)
-    return Segmented(cutter.finished(), captured)
+    return cutter.finished()
 
 
 def _joined(source: fx.GraphModule) -> fx.GraphModule:
@@ -173,10 +213,11 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
 
 
 class _Cutter:
-    """Makes the graph of pieces, node by node."""
+    """Makes the graph of pieces, node by node; attention and calls of `cuts` stand between them."""
 
-    def __init__(self, source: fx.GraphModule, backend: str) -> None:
+    def __init__(self, source: fx.GraphModule, backend: str, cuts: Sequence[Multiply]) -> None:
         self._source = source
+        self._between = {operator.call, *cuts}
         self._backend = backend
         self._root = nn.Module()
         self._graph = fx.Graph()
@@ -190,7 +231,7 @@ class _Cutter:
         if node.op == "call_function" and node.target is operator.mul and self._is_number(node):
             size, factor = node.args
             self._numbers[node] = self._numbers[size][0], factor  # type: ignore[index,assignment]
-        elif node.op == "call_function" and node.target is not operator.call:
+        elif node.op == "call_function" and node.target not in self._between:
             self._cut.append(node)
             return
         elif node.op in ("call_function", "output"):

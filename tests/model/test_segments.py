@@ -104,7 +104,7 @@ def test_a_planted_wrong_cut_is_seen():
 def test_a_network_that_was_not_captured_or_whose_compiler_fails_runs_as_before(monkeypatch):
     engine = Engine(build("qwen3"), ReferenceBackend(), EngineConfig(num_blocks=20))
     with pytest.raises(UnsupportedModelError, match="wanted a network that was captured first"):
-        engine.network.compile(None)
+        engine.network.compile(None, None)
     engine.network.capture()
 
     def fails(step):
@@ -112,7 +112,7 @@ def test_a_network_that_was_not_captured_or_whose_compiler_fails_runs_as_before(
 
     monkeypatch.setattr(engine.network, "logits", fails)
     with pytest.raises(UnsupportedModelError, match=r"be compiled: no compiler here$"):
-        engine.network.compile(None)
+        engine.network.compile(None, None)
     monkeypatch.undo()
     assert len(engine.generate(["x"], SamplingParams(max_tokens=2))) == 1
 
