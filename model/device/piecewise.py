@@ -25,6 +25,7 @@ Does not know: what the operations are; who calls them with what.
 
 import operator
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -44,6 +45,12 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
     """
     options: dict[str, Any] | None = {"combo_kernels": True} if backend == "inductor" else None
     return torch.compile(function, backend=backend, options=options, fullgraph=True)
+
+
+def start_compiler() -> None:
+    """Load PyTorch's compiler and start the processes that it compiles in. Seconds, once."""
+    import_module("torch._inductor.compile_fx")
+    import_module("torch._inductor.async_compile").maybe_warm_pool()
 
 
 _LEAST = 2

@@ -26,6 +26,7 @@ from model.device.cuda_graphs import StepGraphs
 from model.device.draw_graphs import DrawGraphs
 from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
+from model.device.piecewise import start_compiler
 from model.device.profile import largest_step
 from model.errors import InvalidArgumentError, UnsupportedModelError
 
@@ -71,7 +72,9 @@ def prepare_network(
     """
     # No module is called beside a trace, which changes what calling one does.
     calls = network.layer_calls()
-    with ThreadPoolExecutor(max_workers=1) as side:
+    with ThreadPoolExecutor(max_workers=2) as side:
+        if config.compile and network.device.type == "cuda":
+            side.submit(start_compiler)  # takes seconds, most of them in processes of its own
         kernels = side.submit(
             network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens
         )
