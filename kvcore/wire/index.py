@@ -497,13 +497,11 @@ def _served(runs: Sequence[tuple[int, int]], window: int, size: int, length: int
 def _in_order(batch: Batch) -> Sequence[WireEvent]:
     """Return a batch's events; of a snapshot windows last, which follow what others have told."""
     events = batch.events
-    if not batch.begins_anew or any(isinstance(event, Removed) for event in events):
+    stored = [event for event in events if isinstance(event, Stored)]
+    if not batch.begins_anew or len(stored) != len(events) - 1:
         return events
-    return sorted(events, key=lambda event: isinstance(event, Stored) and _has_window(event))
-
-
-def _has_window(event: Stored) -> bool:
-    return event.kv_cache_spec_kind in WINDOW_KINDS
+    stored.sort(key=lambda event: event.kv_cache_spec_kind in WINDOW_KINDS)
+    return (events[0], *stored)
 
 
 def _read(event: Stored) -> tuple[bytes, list[bytes]]:
