@@ -280,8 +280,7 @@ class BatchBuilder:
         Raises:
             NotReservedError: a sequence has no room for its tokens.
         """
-        # Columns of the step, at the price of one pass over it.
-        columns = zip(*step.chunks, strict=True)
+        columns = zip(*step.chunks, strict=True)  # at the price of one pass over the step
         requests, first_positions, counted, samples, followers, drafts = columns
         sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
