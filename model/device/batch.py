@@ -304,7 +304,6 @@ class BatchBuilder:
         sampled = ends - 1 if is_plain else _sampled_rows(step.chunks, ends)
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
-        seq_lens = self._seq_lens.shaped(num_seqs)
         max_seq_len = int(lengths.max())
         paged = []
         for group, tables in enumerate(self._tables):
@@ -323,7 +322,7 @@ class BatchBuilder:
             paged.append(
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
-                    seq_lens=seq_lens,
+                    seq_lens=self._seq_lens.shaped(num_seqs),
                     block_table=tables.shaped(),
                     slot_mapping=slots.shaped(num_tokens),
                     max_query_len=max_query_len,
