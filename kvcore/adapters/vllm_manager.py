@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvcore import (
     Event,
+    EventsLost,
     FullAttention,
     InvalidArgumentError,
     KVCacheManager,
@@ -268,7 +269,7 @@ class Manager:
         if seq is not None and self._is_plain:
             total = request.num_computed_tokens + num_new_tokens
             room = min(total + num_lookahead_tokens, self.max_model_len)
-            if room > len(seq.tables[0].block_ids) * self._size:
+            if room > len(seq.tables[0].blocks) * self._size:
                 appended = self._grow(seq, room, self._spare(request, reserved_blocks))
             if appended is not None and total >= seq.num_computed_tokens + self._size:
                 self._settle(seq, request, min(total, request.num_tokens))
@@ -313,10 +314,7 @@ class Manager:
         seq = self._running.pop(request_id, None)
         if seq is None:
             return
-        if seq.num_computed_tokens > request.num_computed_tokens and _runs(request):
-            # It gives way in the pass that scheduled it: what it published is never computed.
-            self.kv.fail_load(seq, request.num_computed_tokens)
-        elif not self._is_plain:
+        if not self._is_plain:
             self._settle(seq, request, self._processed(request))
         for _, lease in self._flying.pop(request_id, ()):
             lease.end()
@@ -326,6 +324,8 @@ class Manager:
         """End a request whose blocks a step in flight may write: `free_blocks` gives them back."""
         seq = self._running.get(request.request_id)
         leases = [] if seq is None else [self.kv.lease(seq, "step")]
+        while flying := self._flying.get(request.request_id):
+            leases.append(flying.pop()[1])
         self.free(request)
         return leases
 
@@ -390,10 +390,16 @@ class Manager:
         return {}
 
     def take_events(self) -> list[Any]:
-        """Return what was stored and removed since the last call, as vLLM says it."""
+        """Return what was stored and removed since the last call, as vLLM says it.
+
+        Where too much has happened to be kept, all that is cached is told anew.
+        """
         if self.kv.events is None:
             return []
-        return self.settings.spell(self.kv.events.take())
+        events = self.kv.events.take()
+        if events and isinstance(events[0], EventsLost):
+            events = (events[0], *self.kv.snapshot().stored)
+        return self.settings.spell(events)
 
     # Inside.
 
@@ -411,18 +417,23 @@ class Manager:
         )
 
     def _admissible(self, request: Request, num_cached_tokens: int) -> KVSequence:
-        """Return a new sequence that has so many tokens of what was found."""
+        """Return a new sequence that has all that was found, or nothing of it."""
         seq = self._found.pop(request.request_id, None)
-        if seq is not None and seq.num_tokens != request.num_tokens:
+        if seq is not None and (
+            seq.num_tokens != request.num_tokens
+            or (seq.num_computed_tokens and not num_cached_tokens)
+        ):
             self.kv.close(seq)
             seq = None
         if seq is None:
             seq = self._open(request, skip_reading=not num_cached_tokens)
-        if seq.num_computed_tokens > num_cached_tokens:
-            rest = seq.packed[num_cached_tokens:]
-            items = [item for item in seq.items if item.start >= num_cached_tokens]
-            self.kv.truncate(seq, num_cached_tokens)
-            self.kv.extend(seq, rest, items=items)
+        found = seq.num_computed_tokens
+        if found != num_cached_tokens:
+            self.kv.close(seq)
+            raise InvalidArgumentError(
+                f"num_new_computed_tokens: wanted the {found} that are found for "
+                f"{request.request_id}, or 0, got {num_cached_tokens}"
+            )
         return seq
 
     def _admit(self, seq: KVSequence, request: Request, total: int) -> None:
@@ -447,10 +458,8 @@ class Manager:
         total = request.num_computed_tokens + num_tokens
         room = min(total + num_lookahead, self.max_model_len)
         appended: Blocks | None = self.empty_kv_cache_blocks
-        for table in seq.tables:
-            if room > len(table.block_ids) * table.block_size:
-                appended = self._grow(seq, room, spare)
-                break
+        if any([table.num_missing(room) for table in seq.tables]):
+            appended = self._grow(seq, room, spare)
         if appended is not None and num_tokens > 1:
             self._publish(seq, request, total)
         return appended
@@ -458,9 +467,15 @@ class Manager:
     def _publish(self, seq: KVSequence, request: Request, total: int) -> None:
         """Let others hit what this step computes; what only this step sees is held by a lease."""
         stop = min(total, request.num_tokens)
-        if not self._is_plain and stop > seq.num_computed_tokens:
+        passed = [
+            block
+            for table in seq.tables
+            if table.forgets
+            for block in table.before(table.first_kept(stop))
+        ]
+        if passed:
             flying = self._flying.setdefault(request.request_id, deque())
-            flying.append((stop, self.kv.lease(seq, "step")))
+            flying.append((stop, self.kv.leases.begin(passed, "step", "", None)))
         self._settle(seq, request, stop)
 
     def _settle(self, seq: KVSequence, request: Request, stop: int) -> None:
@@ -501,7 +516,7 @@ class Manager:
             blocks = -(-length // table.block_size)
             if cap is not None:
                 blocks = min(blocks, cap)
-            missing += max(0, blocks - len(table.block_ids))
+            missing += max(0, blocks - len(table.blocks))
         return missing <= self.kv.num_free_blocks or (
             self._let_all_go() and missing <= self.kv.num_free_blocks
         )
