@@ -169,7 +169,7 @@ class PoolFace:
 
 
 class Manager:
-    """Keeps the KV cache of one vLLM engine, version 0.32, in a `kvcore.KVCacheManager`.
+    """Keeps the KV cache of one vLLM engine in a `kvcore.KVCacheManager`, for vLLM 0.32.
 
     The names and signatures of its methods are vLLM's; what they mean is said there.
     """
@@ -339,14 +339,6 @@ class Manager:
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the ids of all blocks of a request."""
         return self.get_blocks(request_id).get_block_ids() or ()
-
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:  # noqa: ARG002
-        """Return how many leading blocks all requests share, for each group."""
-        running = list(self._running.values())
-        return [
-            self.kv.num_common_blocks(running, group=group) if running else 0
-            for group in range(self.num_kv_cache_groups)
-        ]
 
     @property
     def usage(self) -> float:
@@ -567,6 +559,32 @@ class Manager:
     @staticmethod
     def _blocks_of(seq: KVSequence) -> Blocks:
         return Blocks(tuple([table.block_ids.tolist() for table in seq.tables]))
+
+
+class Manager022(Manager):
+    """The same for vLLM 0.22: all in which it differs.
+
+    There a step may be handed what the one before reads, because the device runs them in order.
+    """
+
+    def get_computed_blocks(self, request: Request) -> tuple[Blocks, int]:  # type: ignore[override]
+        """Find a request's longest cached prefix, and count that it was looked for."""
+        blocks, num_hits, _ = super().get_computed_blocks(request)
+        self.record_prefix_cache_stats(request, num_hits)
+        return blocks, num_hits
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Return how many leading blocks all requests share, for each group."""
+        running = list(self._running.values())
+        counts: list[int] = []
+        for group, table in enumerate(self._running[running_request_id].tables):
+            # Others may hold the first block as well, but none of these does where too few do.
+            is_common = table.blocks[0].ref_count >= len(running)
+            counts.append(self.kv.num_common_blocks(running, group=group) if is_common else 0)
+        return counts
+
+    def _processed(self, request: Request) -> int:
+        return min(request.num_computed_tokens, request.num_tokens)
 
 
 def _runs(request: Request) -> bool:

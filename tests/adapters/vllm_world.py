@@ -135,7 +135,7 @@ class World:
                 place += 1
         while self.waiting and budget and not gave_way:
             one = self.waiting[0]
-            blocks, hits, _ = self.manager.get_computed_blocks(one)
+            blocks, hits, *_ = self.manager.get_computed_blocks(one)
             count = min(one.num_tokens - hits, budget)
             if self.manager.allocate_slots(
                 one, count, hits, blocks, full_sequence_must_fit=True,
