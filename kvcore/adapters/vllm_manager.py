@@ -450,8 +450,10 @@ class Manager:
         total = request.num_computed_tokens + num_tokens
         room = min(total + num_lookahead, self.max_model_len)
         appended: Blocks | None = self.empty_kv_cache_blocks
-        if any([table.num_missing(room) for table in seq.tables]):
-            appended = self._grow(seq, room, spare)
+        for table in seq.tables:
+            if room > len(table.blocks) * table.block_size:
+                appended = self._grow(seq, room, spare)
+                break
         if appended is not None and num_tokens > 1:
             self._publish(seq, request, total)
         return appended

@@ -87,10 +87,11 @@ class World:
         self.free(request)
 
     def free(self, one):
-        if not self.defers or not one.num_in_flight_tokens:
-            return self.manager.free(one)
-        self.num_deferred += 1
-        self.deferred.append((self.num_sent, self.manager.pop_blocks_for_free(one)))
+        if self.defers and one.num_in_flight_tokens:
+            self.num_deferred += 1
+            self.deferred.append((self.num_sent, self.manager.pop_blocks_for_free(one)))
+        else:
+            self.manager.free(one)
 
     def step(self):
         """Schedule a step; process it, or the one before."""
