@@ -8,9 +8,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed: docs/adapters.md says how to run these")
 
+import random
 from inspect import signature
 from types import SimpleNamespace
 
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -83,6 +87,64 @@ def tokens_hit_after_giving_way(hasher):
     return output.scheduled_cached_reqs.num_computed_tokens[0]
 
 
+def whose(dice):
+    """Draw all but its tokens that a request's KV may depend on, in vLLM's own objects."""
+    told = {"cache_salt": dice.choice([None, "red", "blue"])}
+    if adapter_name := dice.choice([None, None, "sql", "chat"]):
+        number = 1 + (adapter_name == "chat")
+        told["lora_request"] = LoRARequest(adapter_name, number, f"/{adapter_name}")
+    places = [PlaceholderRange(offset=3, length=20)]
+    mask = torch.tensor([one % 3 > 0 for one in range(12)])
+    places.append(PlaceholderRange(offset=40, length=12, is_embed=mask))
+    told["mm_features"] = [
+        MultiModalFeatureSpec(
+            data=None, modality="image", identifier=dice.choice(["cat", "dog"]), mm_position=place
+        )
+        for place in places[: dice.choice([0, 0, 1, 2])]
+    ]
+    return told
+
+
+def embedded(dice, count):
+    """Draw a prompt of embeddings: rows that are the same for the same first tokens."""
+    kind = dice.randrange(2)
+    return torch.arange(count * 4, dtype=torch.float32).reshape(count, 4) + 0.5 * kind
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_vllms_requests_hit_what_they_hit_in_vllm_whatever_they_depend_on(seed):
+    dice = random.Random(seed)
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(16, sha256)
+    own, ours = (
+        PLUGIN.own_manager(**config(FULL, blocks=2_000)),
+        PLUGIN.manager(**config(FULL, blocks=2_000)),
+    )
+    begins = [[dice.randrange(2) for _ in range(60)] for _ in range(2)]
+    in_all = 0
+    for number in range(60):
+        begin = dice.choice(begins)[: dice.randrange(20, 61)]
+        tokens = begin + [dice.randrange(2) for _ in range(dice.randrange(40, 60))]
+        told = whose(dice)
+        if dice.random() < 0.2:
+            told = {"cache_salt": told["cache_salt"], "prompt_embeds": embedded(dice, len(tokens))}
+            tokens = None
+        found = []
+        for manager, block_hasher in ((own, hasher), (ours, None)):
+            request = Request(
+                str(number), tokens, SamplingParams(max_tokens=9), None,
+                block_hasher=block_hasher, **told,
+            )  # fmt: skip
+            blocks, hits, *_ = manager.get_computed_blocks(request)
+            assert manager.allocate_slots(request, request.num_tokens - hits, hits, blocks)
+            request.num_computed_tokens = request.num_tokens
+            manager.free(request)
+            found.append(hits)
+        assert found[0] == found[1], told
+        in_all += found[0]
+    assert in_all > 200
+
+
 @pytest.mark.parametrize("names", ["", "other", "kvcores"])
 def test_nothing_happens_unless_the_variable_names_kvcore(names, monkeypatch, as_it_was):
     monkeypatch.setenv("VLLM_PLUGINS", names)
@@ -106,11 +168,11 @@ def test_another_version_is_left_alone(monkeypatch, as_it_was):
     assert module.KVCacheManager is PLUGIN.own_manager
 
 
-def config(*specs):
+def config(*specs, blocks=50):
     """What every version wants to be told, by name."""
     groups = [KVCacheGroupSpec(["layer"], spec) for spec in specs]
     told = {
-        "kv_cache_config": KVCacheConfig(50, [], groups), "max_model_len": 2048,
+        "kv_cache_config": KVCacheConfig(blocks, [], groups), "max_model_len": 2048,
         "hash_block_size": 16, "scheduler_block_size": 16,
     }  # fmt: skip
     return {name: told[name] for name in PARAMETERS if name in told}

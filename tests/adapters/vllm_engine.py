@@ -158,6 +158,8 @@ def run(side, blocks, options, folder):
         env=os.environ | {
             "VLLM_PLUGINS": "kvcore" if side == "kvcore" else "",
             "VLLM_LOGGING_LEVEL": "WARNING",
+            "OMP_NUM_THREADS": "1",  # small matrices are no work for two
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
