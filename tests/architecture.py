@@ -153,7 +153,7 @@ MODEL_LAYERS = (
     ("serve/__main__", "serve/cost"),
     ("cluster/__init__", "cluster/config", "cluster/router", "cluster/scaling"),
     ("cluster/args", "cluster/sent", "cluster/simulate"),
-    ("cluster/routing",),
+    ("cluster/rays", "cluster/routing"),
     ("cluster/front", "cluster/replica"),
     ("cluster/app",),
     ("cluster/session",),
