@@ -101,7 +101,11 @@ def warm_up(engine: Engine) -> str:
 
 
 def make_engine(
-    options: ModelOptions, config: EngineConfig, tell: Callable[[str], None] = lambda _: None
+    options: ModelOptions,
+    config: EngineConfig,
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    load: Load = load_model,
 ) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
@@ -109,12 +113,15 @@ def make_engine(
         options: which model on what.
         config: sizes.
         tell: is told what came about, a line each.
+        load: what loads it.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
     with input_errors():
-        model, backend = start(options.path, options.backend, options.dtype, num_ranks=options.tp)
+        model, backend = start(
+            options.path, options.backend, options.dtype, num_ranks=options.tp, load=load
+        )
         engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
         tell(engine.memory.describe(engine.network.layout))
         tell(f"network: {warm_up(engine)}")

@@ -93,6 +93,15 @@ def test_a_number_of_processes_that_does_not_divide_the_heads_is_one_line():
     assert [each for each in ended.stderr.splitlines() if each == line]
 
 
+@pytest.mark.slow
+def test_a_prompt_that_one_process_refuses_ends_those_that_already_compute():
+    ended = torchrun(2, "-m", "model.run", "--tp", "2", "--prompt", "a", "--max-tokens", "9999")
+    said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert "the model has positions for 2048 tokens" in said[0]
+    assert said[1:] in ([], ["error: another of the processes that share the network is gone"])
+    assert "This is a bug" not in ended.stderr
+
+
 def test_a_number_of_processes_that_is_not_there_is_one_line():
     ended = subprocess.run(
         [sys.executable, "-m", "model.run", "--tp", "2"],
