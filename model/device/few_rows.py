@@ -2,16 +2,17 @@
 
 With a token or two a layer is its weights, read once, and kernels that are too short to be worth
 their launches. So the norm before a product, the gate between two and the sum after one go into the
-product (`small_products.py`): of a layer's dozen kernels four products, attention, and what is
-between the first product and attention are left.
+product (`small_products.py`), and norms and rotation of queries and keys are one kernel
+(`small_heads.py`): of a layer's dozen kernels four products, that one and attention are left.
 
-Decides: which nodes of a graph belong to a product, by what they compute; a norm or a gate of
-another kind stays where it is. Invariants: what a node does not show is not assumed; the graph that
-comes out computes what went in, but for where it rounds.
+Decides: which nodes of a graph belong to a product or a rotation, by what they compute; a norm or a
+gate of another kind stays where it is. Invariants: what a node does not show is not assumed; the
+graph that comes out computes what went in, but for where it rounds.
 
 Does not know: which architecture it is.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -19,7 +20,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-Multiply = Callable[..., Tensor]
+
+class Kernels(NamedTuple):
+    """What computes in place of nodes.
+
+    Attributes:
+        multiply: as `small_products.multiply`.
+        attend_rotated: as `small_heads.attend_rotated`.
+    """
+
+    multiply: Callable[..., Tensor]
+    attend_rotated: Callable[..., Tensor]
+
 
 _VIEWS = (
     torch.ops.aten.alias.default,
@@ -35,17 +47,19 @@ LEAST_WEIGHT = 1 << 18
 """Numbers of a weight that is worth a cut."""
 
 
-def multiply_for(device: torch.device, dtype: torch.dtype) -> Multiply | None:
-    """The kernel of a device, which is loaded when it is first asked for; None: it has none.
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """Those of a device, which are loaded when they are first asked for; None: it has none.
 
-    Only GPUs on which it was measured to gain have one, for numbers of two bytes.
+    Only GPUs on which they were measured to gain have some, for numbers of two bytes.
     """
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None
-    multiply: Multiply = import_module("model.device.small_products").multiply
-    return multiply
+    return Kernels(
+        import_module("model.device.small_products").multiply,
+        import_module("model.device.small_heads").attend_rotated,
+    )
 
 
 class _Norm(NamedTuple):
@@ -57,13 +71,13 @@ class _Norm(NamedTuple):
 
 
 def with_small_products(
-    source: fx.GraphModule, multiply: Multiply, least: int = LEAST_WEIGHT
+    source: fx.GraphModule, kernels: Kernels, least: int = LEAST_WEIGHT
 ) -> fx.GraphModule | None:
-    """A copy in which products of the tokens are calls of `multiply`. O(nodes).
+    """A copy in which products of the tokens, and what stands around them, are kernels. O(nodes).
 
     Args:
         source: captured, its products of one input joined.
-        multiply: as `small_products.multiply`, for x of any shape: [1, num_tokens, count].
+        kernels: are called.
         least: numbers of a weight that is worth it.
 
     Returns:
@@ -76,9 +90,12 @@ def with_small_products(
     module = fx.GraphModule(source, graph)
     products = [node for node in graph.nodes if _is_product(module, node, least)]
     for product in products:
-        _replace(module, product, multiply)
+        _replace(module, product, kernels.multiply)
     if not products:
         return None
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.call:
+            _replace_rotation(module, node, kernels)
     graph.eliminate_dead_code()
     module.recompile()
     return module
@@ -104,7 +121,7 @@ def _is_product(module: fx.GraphModule, node: fx.Node, least: int) -> bool:
     )
 
 
-def _replace(module: fx.GraphModule, product: fx.Node, multiply: Multiply) -> None:
+def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., Tensor]) -> None:
     """Put a call of `multiply` in the place of a product and of what belongs to it."""
     graph = module.graph
     x, weight, *rest = product.args
@@ -191,6 +208,93 @@ def _norm(module: fx.GraphModule, node: Any) -> _Norm | None:  # noqa: ANN401
 def _uncast(node: Any) -> Any:  # noqa: ANN401
     """What a node is in another dtype; itself, if it is no cast."""
     return node.args[0] if _is_call(node, torch.ops.aten.to.dtype) else node
+
+
+class _Heads(NamedTuple):
+    """Queries or keys: part of a product, normed perhaps, and rotated."""
+
+    product: fx.Node
+    start: int
+    size: int
+    norm: _Norm | None
+    cos: fx.Node
+    sin: fx.Node
+
+
+def _replace_rotation(module: fx.GraphModule, call: fx.Node, kernels: Kernels) -> None:
+    """Have attention rotate its queries and keys itself, if they are rotated as usual."""
+    attend, layer, query, key, value = call.args
+    q, k = _heads(module, query), _heads(module, key)
+    v = _part(_untransposed(_heads_last(value)))
+    if q is None or k is None or v is None:
+        return
+    dim = q.cos.meta["val"].shape[-1]
+    norms = {None if one.norm is None else one.norm.eps for one in (q, k)}
+    sizes = (q.start, k.start, v[1], v[2])
+    if (
+        {q.product, k.product} != {v[0]}
+        or v[0].target is not kernels.multiply
+        or sizes != (0, q.size, q.size + k.size, k.size)
+        or (q.cos, q.sin) != (k.cos, k.sin)
+        or len(norms) != 1
+        or dim != query.meta["val"].shape[-1]  # type: ignore[union-attr]
+    ):
+        return
+    scales = [None if one.norm is None else one.norm.scale for one in (q, k)]
+    [eps] = norms
+    given = (v[0], q.cos, q.sin, *scales, eps or 0.0, q.size // dim, k.size // dim)
+    with module.graph.inserting_before(call):
+        made = module.graph.call_function(kernels.attend_rotated, (attend, layer, *given))
+    made.meta = dict(call.meta)
+    call.replace_all_uses_with(made)
+    module.graph.erase_node(call)
+
+
+def _heads(module: fx.GraphModule, node: Any) -> _Heads | None:  # noqa: ANN401
+    """Which part of a product is rotated: `h * cos + cat(-h[half:], h[:half]) * sin`."""
+    straight, turned = _arguments(_heads_last(node), torch.add)
+    h, cos = _arguments(straight, torch.mul)
+    both, sin = _arguments(turned, torch.mul)
+    if not isinstance(h, fx.Node) or not _is_call(both, torch.cat) or both.kwargs:
+        return None
+    dim = h.meta["val"].shape[-1]
+    halves, *axis = both.args
+    if axis != [-1] or len(halves) != 2 or dim % 2:
+        return None
+    high, low = _argument(halves[0], torch.neg), halves[1]
+    places = [one.args if _is_call(one, torch.narrow) else None for one in (low, high)]
+    if places != [(h, 3, 0, dim // 2), (h, 3, dim // 2, dim // 2)]:
+        return None
+    factors = [one.args for one in (cos, sin) if _is_call(one, torch.unsqueeze)]
+    if len(factors) != 2 or any(one[1] != 1 for one in factors):
+        return None
+    inner = _untransposed(h)
+    norm = _norm(module, inner)
+    part = _part(inner if norm is None else norm.x)
+    if part is None or any(one[0].meta["val"].shape[-1] != dim for one in factors):
+        return None
+    return _Heads(*part, norm, factors[0][0], factors[1][0])
+
+
+def _heads_last(node: Any) -> Any:  # noqa: ANN401
+    """[1, heads, tokens, dim] of what attention is given as [tokens, heads, dim]."""
+    if not _is_call(node, torch.transpose) or node.args[1:] != (0, 1):
+        return None
+    select: Any = node.args[0]
+    return select.args[0] if _is_call(select, torch.select) and select.args[1:] == (0, 0) else None
+
+
+def _untransposed(node: Any) -> Any:  # noqa: ANN401
+    """[1, tokens, heads, dim] of [1, heads, tokens, dim]."""
+    return node.args[0] if _is_call(node, torch.transpose) and node.args[1:] == (1, 2) else None
+
+
+def _part(node: Any) -> tuple[fx.Node, int, int] | None:  # noqa: ANN401
+    """Which part of which product a view of heads is: where it begins, how many numbers."""
+    if not _is_call(node, Tensor.view) or not _is_call(node.args[0], torch.narrow):
+        return None
+    product, axis, start, size = node.args[0].args
+    return (product, start, size) if axis == -1 else None
 
 
 def _unviewed(x: Any) -> Any:  # noqa: ANN401

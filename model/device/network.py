@@ -19,7 +19,7 @@ from torch import Tensor
 import backends
 from model.device.attention import PagedPass
 from model.device.batch import StepTensors
-from model.device.few_rows import multiply_for
+from model.device.few_rows import kernels_for
 from model.device.fx_trace import Captured, capture
 from model.device.kv_caches import KVCaches, Scales
 from model.device.latents import absorb
@@ -176,8 +176,8 @@ class PagedNetwork:
         if before is None:
             raise UnsupportedModelError("compile: wanted a network that was captured first")
         try:
-            multiply = multiply_for(self.device, self._network.dtype)
-            self._captured = pieces = compile_segments(before, multiply=multiply)
+            kernels = kernels_for(self.device, self._network.dtype)
+            self._captured = pieces = compile_segments(before, kernels=kernels)
             with warnings.catch_warnings(action="ignore"):  # what a compiler warns of is its own
                 logits = self.logits(step)
                 if pieces.has_few:

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.device.attention import Attending
-from model.device.few_rows import FEW, LEAST_WEIGHT, Multiply, with_small_products
+from model.device.few_rows import FEW, LEAST_WEIGHT, Kernels, with_small_products
 from model.device.fx_trace import Captured
 from model.errors import UnsupportedModelError
 
@@ -139,19 +139,19 @@ class Segmented(Captured):
 def compile_segments(
     captured: Captured,
     backend: str = "inductor",
-    multiply: Multiply | None = None,
+    kernels: Kernels | None = None,
     least: int | None = None,
 ) -> Segmented:
     """Cut a captured network and prepare its pieces; they are compiled when they are first run.
 
     Run it first with more than one token, and another number of rows: a size of one, and two sizes
-    that are equal, would each be taken for a rule. With `multiply` once more with 4 tokens.
+    that are equal, would each be taken for a rule. With `kernels` once more with `FEW` tokens.
 
     Args:
         captured: stays as it is.
         backend: of `torch.compile`.
-        multiply: computes the products of steps of few tokens; None: pieces are alike for all.
-        least: numbers of a weight from where on it does; None: from where on it gains.
+        kernels: of steps of few tokens; None: pieces are alike for all.
+        least: numbers of a weight from where on they compute its products; None: where they gain.
 
     Raises:
         UnsupportedModelError: a piece would depend on a number that none of its tensors shows.
@@ -159,15 +159,17 @@ def compile_segments(
     source = _joined(captured.module)
     few = (
         None
-        if multiply is None
-        else with_small_products(source, multiply, LEAST_WEIGHT if least is None else least)
+        if kernels is None
+        else with_small_products(source, kernels, LEAST_WEIGHT if least is None else least)
     )
     whole = _cut(source, backend, ())
-    cuts = () if multiply is None else (multiply,)
+    cuts = () if kernels is None else tuple(kernels)
     return Segmented(whole, captured, None if few is None else _cut(few, backend, cuts))
 
 
-def _cut(source: fx.GraphModule, backend: str, cuts: Sequence[Multiply]) -> fx.GraphModule:
+def _cut(
+    source: fx.GraphModule, backend: str, cuts: Sequence[Callable[..., Tensor]]
+) -> fx.GraphModule:
     cutter = _Cutter(source, backend, cuts)
     for node in source.graph.nodes:
         cutter.take(node)
@@ -222,7 +224,9 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
 class _Cutter:
     """Makes the graph of pieces, node by node; attention and calls of `cuts` stand between them."""
 
-    def __init__(self, source: fx.GraphModule, backend: str, cuts: Sequence[Multiply]) -> None:
+    def __init__(
+        self, source: fx.GraphModule, backend: str, cuts: Sequence[Callable[..., Tensor]]
+    ) -> None:
         self._source = source
         self._between = {operator.call, *cuts}
         self._backend = backend

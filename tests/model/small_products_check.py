@@ -1,4 +1,4 @@
-"""Products of few rows beside float64, in Triton's interpreter or on a GPU.
+"""Products of few rows, and rotated heads, beside float64, in Triton's interpreter or on a GPU.
 
 A program of its own, because TRITON_INTERPRET has to be set before triton is first imported.
 """
@@ -9,6 +9,7 @@ import sys
 import torch
 from torch.nn import functional
 
+from model.device.small_heads import rotate
 from model.device.small_products import Cut, multiply
 
 SHAPES = (  # width, count, cut
@@ -66,6 +67,46 @@ def check(device, dtypes, product=multiply):
     return count
 
 
+def rotated(product, cos, sin, q_scale, k_scale, eps, num_q_heads, num_kv_heads):
+    """What `rotate` gives, from operators."""
+    dim = cos.shape[-1]
+    heads = product[0].view(product.shape[1], -1, dim)
+    parts = heads.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
+    out = []
+    for part, scale in zip(parts[:2], (q_scale, k_scale), strict=True):
+        h = part
+        if scale is not None:
+            h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * scale
+        low, high = h.chunk(2, -1)
+        out.append(h * cos[0, :, None] + torch.cat([-high, low], -1) * sin[0, :, None])
+    return *out, parts[2]
+
+
+def check_heads(device, dtypes):
+    """Compare rotated heads; how many kinds there were.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    torch.manual_seed(1)
+    count = 0
+    for dtype, dim, normed, tokens in itertools.product(
+        dtypes, (16, 48, 128), (False, True), (2, 4)
+    ):
+        product = (torch.randn(1, tokens, (6 + 2 + 2) * dim) * 3).to(dtype)
+        angles = torch.rand(1, tokens, dim) * 6
+        scales = [(torch.rand(dim) + 0.5).to(dtype) if normed else None for _ in range(2)]
+        given = (product, angles.cos().to(dtype), angles.sin().to(dtype), *scales, 0.01, 6, 2)
+        exact = rotated(*[one.double() if isinstance(one, torch.Tensor) else one for one in given])
+        sent = [one.to(device) if isinstance(one, torch.Tensor) else one for one in given]
+        for got, want in zip(rotate(*sent), exact, strict=True):
+            assert got.shape == want.shape
+            error = (got.cpu().double() - want).norm() / want.norm()
+            assert error < max(1e-6, torch.finfo(dtype).eps), f"{dtype} {dim}: {error}"
+        count += 1
+    return count
+
+
 def without_the_last(*given, **how):
     """A planted bug: the last number of each row of the weight is not read."""
     x, weight, *rest = given
@@ -76,7 +117,7 @@ def without_the_last(*given, **how):
 
 def main() -> None:
     """As it is, then with the bug."""
-    count = check("cpu", (torch.float32,))
+    count = check("cpu", (torch.float32,)) + check_heads("cpu", (torch.float32,))
     try:
         check("cpu", (torch.float32,), without_the_last)
     except AssertionError:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from model.device.few_rows import with_small_products
+from model.device.few_rows import Kernels, with_small_products
 from model.device.fx_trace import Captured, capture
 from model.device.piecewise import _joined, compile_segments
 from tests.model.networks import build
-from tests.model.small_products_check import wanted
+from tests.model.small_products_check import rotated, wanted
 from tests.model.test_capture import CPU, switched
 from tests.model.test_segments import TRACED, agree, inputs
 
@@ -20,10 +20,18 @@ STEPS = [(4, [0, 2, 3]), (2, [0, 1]), (4, [1]), (2, [0])]
 
 
 class Told:
-    """Computes as `multiply` does, and notes what it was asked for."""
+    """Computes as the kernels do, and notes what it was asked for."""
 
     def __init__(self):
         self.asked = []
+
+    @property
+    def kernels(self):
+        return Kernels(self.multiply, self.attend_rotated)
+
+    def attend_rotated(self, call, layer, *given):
+        self.asked.append(("rotates", given[3] is not None))
+        return call(layer, *rotated(*given))
 
     def multiply(self, x, weight, bias, scale, eps, residual, *, is_gated):
         self.asked.append((scale is not None, residual is not None, is_gated))
@@ -34,21 +42,22 @@ class Told:
 def test_a_network_with_small_products_gives_what_it_gave(architecture):
     captured = capture(switched(build(architecture, 3)), CPU)
     told = Told()
-    few = Captured(with_small_products(captured.module, told.multiply, least=0), captured.terms)
+    few = Captured(with_small_products(captured.module, told.kernels, least=0), captured.terms)
     for step in STEPS:
         assert agree(captured, few, inputs(*step))
     assert len(told.asked) >= 8 * len(STEPS)
 
 
-def test_a_layer_is_four_products_with_what_stands_around_them():
+def test_a_layer_is_four_products_and_a_rotation_with_what_stands_around_them():
     torch._dynamo.reset()
     captured = capture(switched(build("qwen2", 3)), CPU)
     told = Told()
-    pieces = compile_segments(captured, "eager", told.multiply, least=0)
+    pieces = compile_segments(captured, "eager", told.kernels, least=0)
     assert pieces.has_few
     assert agree(captured, pieces, inputs(4, [0, 1, 3]))
     layer = [
         (True, False, False),  # norm, queries and keys and values
+        ("rotates", False),
         (False, True, False),  # what attention gave, added
         (True, False, True),  # norm, gate and up
         (False, True, False),  # down, added
@@ -72,11 +81,12 @@ def test_another_norm_gate_or_sum_stays_where_it_is():
     added.args = (after_attention, after_attention)
     module.recompile()
     told = Told()
-    few = Captured(with_small_products(module, told.multiply, least=0), captured.terms)
+    few = Captured(with_small_products(module, told.kernels, least=0), captured.terms)
     for step in STEPS:
         assert agree(Captured(module, captured.terms), few, inputs(*step))
-    assert told.asked[:4] == [
+    assert told.asked[:5] == [
         (False, False, False),
+        ("rotates", True),
         (False, False, False),
         (True, False, False),
         (False, True, False),
@@ -85,7 +95,7 @@ def test_another_norm_gate_or_sum_stays_where_it_is():
 
 def test_a_network_without_large_weights_has_no_steps_of_its_own():
     captured = capture(switched(build("qwen3", 3)), CPU)
-    assert not compile_segments(captured, "eager", Told().multiply).has_few
+    assert not compile_segments(captured, "eager", Told().kernels).has_few
 
 
 def test_a_planted_wrong_half_is_seen():
@@ -98,7 +108,7 @@ def test_a_planted_wrong_half_is_seen():
     captured = capture(switched(build("llama", 3)), CPU)
     for told, same in ((Told(), True), (Swaps(), False)):
         few = Captured(
-            with_small_products(_joined(captured.module), told.multiply, 0), captured.terms
+            with_small_products(_joined(captured.module), told.kernels, 0), captured.terms
         )
         assert agree(captured, few, inputs(4, [0, 1, 3])) == same
 
@@ -112,4 +122,4 @@ def test_the_kernel_gives_in_the_interpreter_what_operators_give():
         timeout=300,
         check=False,
     )
-    assert run.stdout.split() == ["96", "caught"], run.stderr
+    assert run.stdout.split() == ["108", "caught"], run.stderr

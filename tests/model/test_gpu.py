@@ -267,6 +267,7 @@ def test_the_kernels_of_a_draw_give_on_a_gpu_what_operators_give():
 def test_the_kernel_of_small_products_gives_on_a_gpu_what_operators_give():
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     assert small_products_check.check("cuda", dtypes) == 288
+    assert small_products_check.check_heads("cuda", dtypes) == 36
     with pytest.raises(AssertionError):
         small_products_check.check("cuda", dtypes, small_products_check.without_the_last)
 
