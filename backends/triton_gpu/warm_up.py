@@ -5,8 +5,8 @@ so that kernels start and return. Variants differ by the layer, by the length of
 vector, by whether decode takes several tokens a sequence, and prefill's by whether there are
 several sequences and contexts long enough to be cut.
 
-Compilers leave Python's lock for most of their time, so several threads call at once; a variant
-that two of them ask for is compiled twice.
+Compilers leave Python's lock for half of their time, so a few threads call at once (more would keep
+it from the caller's own work); a variant that two of them ask for is compiled twice.
 """
 
 import os
@@ -24,7 +24,7 @@ from backends.triton_gpu.paged_attention import MOST_ROWS
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
 
-_MOST_THREADS = 8
+_MOST_THREADS = 3
 
 
 def warm_up(

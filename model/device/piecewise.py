@@ -51,6 +51,7 @@ def start_compiler() -> None:
     """Load PyTorch's compiler and start the processes that it compiles in. Seconds, once."""
     import_module("torch._inductor.compile_fx")
     import_module("torch._inductor.async_compile").maybe_warm_pool()
+    import_module("torch._inductor.codecache").torch_key()  # reads all of PyTorch's sources
 
 
 _LEAST = 2
