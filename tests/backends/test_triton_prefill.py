@@ -31,6 +31,7 @@ MIXED = AttentionCase(
 CUT = MIXED.with_(
     seqs=((40, 5000), (128, 3000), (0, 0), (5, 4000), (1, 700), (90, 90)), group=4, head_dim=128
 )
+QUANTISED = {"cache_dtype": torch.float8_e4m3fn, "scales": "head"}
 SHAPES = [
     *(MIXED.with_(name=f"group {g}", group=g, head_dim=128) for g in (1, 2, 3, 4, 5, 8, 12, 16)),
     *(MIXED.with_(name=f"head_dim {d}", head_dim=d) for d in (40, 64, 80, 96, 128, 192, 256)),
@@ -52,6 +53,19 @@ SHAPES = [
     MIXED.with_(name="strided", strided=True, head_dim=80),
     MIXED.with_(name="all", window=100, soft_cap=5.0, sinks=True, strided=True, group=4),
     MIXED.with_(name="all, float16", window=33, sinks=True, dtype=torch.float16, head_dim=256),
+    *(
+        MIXED.with_(name=f"e4m3, {d}, {dtype}", head_dim=d, dtype=dtype, group=4, **QUANTISED)
+        for d, dtype in ((64, BF16), (96, BF16), (128, BF16), (128, torch.float16), (256, BF16))
+    ),
+    MIXED.with_(
+        name="e4m3, all",
+        window=100,
+        soft_cap=5.0,
+        sinks=True,
+        strided=True,
+        head_dim=128,
+        **QUANTISED,
+    ),
     MIXED.with_(name="all logits equal", values="equal"),
     MIXED.with_(name="one huge logit", values="huge"),
     MIXED.with_(name="one huge logit, capped", values="huge", soft_cap=30.0),
@@ -63,6 +77,8 @@ SHAPES = [
     *(CUT.with_(name=f"cut, head_dim {d}", head_dim=d) for d in (64, 80, 256)),
     *(CUT.with_(name=f"cut, window {w}", window=w) for w in (1, 130, 1500)),
     CUT.with_(name="cut, block size 64", block_size=64),
+    CUT.with_(name="cut, e4m3", **QUANTISED),
+    CUT.with_(name="cut, e4m3, alone", seqs=((20, 4000),), sinks=True, **QUANTISED),
     CUT.with_(name="cut, one huge logit", values="huge"),
     CUT.with_(name="cut, sinks, alone", seqs=((20, 4000),), sinks=True),
     CUT.with_(name="cut, all", window=2000, soft_cap=5.0, sinks=True, strided=True),
