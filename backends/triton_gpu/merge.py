@@ -48,19 +48,23 @@ WIDEST = 256
 PIECE = 64
 """Numbers of a row that a program merges, if it has more than WIDEST; twice as many where there are
 many sequences."""
-FEW_PARTS = 64
-"""Loaded together where there are many sequences, most of which have few."""
+FEW_PARTS = 16
+"""Loaded together where there are many sequences, such that many programs find room."""
+STAGES = 4
+"""So often, ahead."""
+FEWEST_PARTS = tl.constexpr(4)
+"""Loaded together of a sequence that has no more."""
 
 
 @device_function
 def _add_parts(
     parts: tl.tensor, lses: tl.tensor, first: tl.tensor, count: tl.tensor, step: tl.tensor,
     row: tl.tensor, rows: tl.tensor, piece: tl.tensor, top: tl.tensor, sums: tl.tensor,
-    HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, WIDTH: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The sum of a row's parts, `step` apart, weighted: WIDTH numbers from `piece` on."""
     dim = piece + tl.arange(0, WIDTH)
-    for begin in range(0, count, STEP):
+    for begin in tl.range(0, count, STEP, num_stages=STAGES):
         index = begin + tl.arange(0, STEP)
         entry = (first + index * step) * rows + row
         live = index < count
@@ -105,6 +109,7 @@ def _merge_parts(
     HEADS: tl.constexpr,  # a program
     MOST: tl.constexpr,  # parts a sequence at most, as a power of two
     STEP: tl.constexpr,  # parts loaded at once
+    STAGES: tl.constexpr,  # so often, ahead
     WIDTH: tl.constexpr,  # numbers of a row that a program merges
     CHAINED: tl.constexpr,
     KEYS: tl.constexpr,  # a part of what is shared, as the next two
@@ -149,15 +154,22 @@ def _merge_parts(
             lse_too = tl.load(shared_lses + index, mask=part < parts_too, other=float("-inf"))
             top = tl.maximum(top, tl.max(lse_too, 0))
         total = tl.sum(tl.exp2(lse - top), 0)
-        sums = _add_parts(
-            partial, lses, first, count, 1, row, rows, piece, top, tl.zeros([WIDTH], tl.float32),
-            HEAD_DIM, STEP, WIDTH,
-        )  # fmt: skip
+        sums = tl.zeros([WIDTH], tl.float32)
+        if count <= FEWEST_PARTS:
+            sums = _add_parts(
+                partial, lses, first, count, 1, row, rows, piece, top, sums,
+                HEAD_DIM, FEWEST_PARTS, 1, WIDTH,
+            )  # fmt: skip
+        else:
+            sums = _add_parts(
+                partial, lses, first, count, 1, row, rows, piece, top, sums,
+                HEAD_DIM, STEP, STAGES, WIDTH,
+            )  # fmt: skip
         if HAS_SHARED:
             total += tl.sum(tl.exp2(lse_too - top), 0)
             sums = _add_parts(
                 shared_partial, shared_lses, s - shared[0], parts_too, sharing,
-                head, NUM_HEADS, piece, top, sums, HEAD_DIM, STEP, WIDTH,
+                head, NUM_HEADS, piece, top, sums, HEAD_DIM, STEP, STAGES, WIDTH,
             )  # fmt: skip
         to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
         tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
@@ -188,19 +200,21 @@ def plan_merge(
 ) -> Plan:
     """How the sequences in several parts are merged; a tile is as many keys as in `decode`."""
     num_heads, head_dim = out.shape[1:]
-    heads = 1
-    if not (grid.alike or shared.chunks):
-        heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
     width = power_of_two(head_dim)
     if head_dim > WIDEST:
         width = PIECE if grid.vector < MANY_SEQS else 2 * PIECE
+    heads, pieces = 1, ceil_div(head_dim, width)
+    if not (grid.alike or shared.chunks):
+        heads = heads_a_program(grid.vector * pieces, num_heads, group, many=most > 1)
     at_once = parts_at_once(parts, width)
-    step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
+    step, stages = at_once, 1
+    if grid.vector >= MANY_SEQS or shared.chunks:
+        step, stages = min(parts, FEW_PARTS), STAGES
     chained = place.can_chain(out.device)
     constants = (
         out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
-        grid.vector, grid.alike, heads, parts, step, width, chained,
+        grid.vector, grid.alike, heads, parts, step, stages, width, chained,
         KEYS_A_CHUNK, shared.tile, WHOLE,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
@@ -209,15 +223,15 @@ def plan_merge(
         num_warps=WARPS if grid.vector < MANY_SEQS else MANY_WARPS, **options,
     )  # fmt: skip
     numbers = (out.stride(0), batch.num_seqs, most, grid.items)
-    shape = (most * num_heads // heads, batch.num_seqs, ceil_div(head_dim, width))
+    shape = (most * num_heads // heads, batch.num_seqs, pieces)
     return Plan(variant, shape, numbers, grid.target)
 
 
-def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> int:
+def heads_a_program(tokens: int, num_heads: int, group: int, *, many: bool) -> int:
     """Heads that a program merges one after the other: few where programs are few."""
     if many:
-        return 1 if vector < MANY_SEQS else group
-    fits = (n for n in range(1, group + 1) if vector * num_heads // n <= MANY_PROGRAMS)
+        return 1 if tokens < MANY_SEQS else group
+    fits = (n for n in range(1, group + 1) if tokens * num_heads // n <= MANY_PROGRAMS)
     return next((n for n in fits if group % n == 0), group)
 
 
