@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.backends.strategies import attention_cases
 has_triton = importlib.util.find_spec("triton") is not None
 if has_triton:
     hopper_prefill = importlib.import_module("backends.triton_gpu.hopper_prefill")
+    launch = importlib.import_module("backends.triton_gpu.launch")
     Place = importlib.import_module("backends.triton_gpu.place").Place
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -124,6 +126,51 @@ def test_a_step_whose_exponentials_wait_for_the_product_is_refused():
     for broken in (late, spilled, waited):
         with pytest.raises(AssertionError):
             check_overlap(broken, products=8)
+
+
+@needs_triton
+def test_what_the_copy_engine_is_told_is_made_once_for_each_address(monkeypatch):
+    made = []
+    monkeypatch.setattr(launch, "make_tensordesc_arg", lambda *told: made.append(told) or [*told])
+    box = launch.Box((4, 2, 64), (128, 64, 1), (4, 1, 64), hopper_prefill.layout_of(64, 2))
+    first, second = torch.zeros(2, 4, 2, 64, dtype=BF16)
+    for tensor in (first, second, first, second):
+        (boxes, kind) = box.told(tensor, "kind")
+        assert (boxes.base.data_ptr(), kind) == (tensor.data_ptr(), "kind")
+    assert len(made) == 2
+    memory = torch.zeros(launch.MOST_KEPT + 600, dtype=BF16)
+    for i in range(launch.MOST_KEPT + 50):
+        box.told(memory[i : i + 512].view(4, 2, 64), "kind")
+    assert len(box.kept) <= launch.MOST_KEPT
+
+
+@needs_triton
+def test_the_short_way_to_launch_is_taken_where_the_launcher_is_known(monkeypatch):
+    def compiled_launch(*_):
+        pass
+
+    def wrap(launcher, tensordesc_meta):  # as Triton does for boxes
+        def inner(*arguments):
+            return launcher(*arguments, tensordesc_meta)
+
+        return inner
+
+    plain = SimpleNamespace(
+        launch=torch.empty, launch_cooperative_grid=False, launch_pdl=True,
+        global_scratch_size=0, profile_scratch_size=0,
+    )  # fmt: skip
+    boxed = SimpleNamespace(**{**vars(plain), "launch": wrap(compiled_launch, ["a", "b"])})
+    kernels = [
+        SimpleNamespace(run=r, function=5, packed_metadata=(4, 1, 0)) for r in (plain, boxed)
+    ]
+    monkeypatch.setattr(launch, "_known_format", "of another Triton")
+    assert launch.shorten(kernels[0]) is None
+    monkeypatch.setattr(launch, "_known_format", launch.KNOWN_FORMAT)
+    head = (5, False, True, None, None, (4, 1, 0), None, None, None)
+    assert launch.shorten(kernels[0]) == (torch.empty, head, ())
+    assert launch.shorten(kernels[1]) == (compiled_launch, head, ("a", "b"))
+    plain.global_scratch_size = 16
+    assert launch.shorten(kernels[0]) is None
 
 
 @needs_triton
