@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu.e4m3 import scale_step
@@ -180,8 +179,6 @@ def _attend(
     SLICES: gl.constexpr = NUM_HEADS // PACK
     HAS_TAIL: gl.constexpr = q_tail is not None
     E4M3: gl.constexpr = LANDS > 0
-    if SPLIT:  # the merge, whose programs wait
-        gdc_launch_dependents()
     given = (
         out, partial, query_start_loc, seq_lens, work, most_items, records,
         sinks, scale, soft_cap, window, k_scale, v_scale,

@@ -180,13 +180,13 @@ def check_decode(case, capability):
         parts |= {"KEYS": cascade.KEYS_A_CHUNK, "PREFIX_TILE": cascade.keys_a_tile(head_dim)}
         many = case.vector >= merge.MANY_SEQS or case.shared
         parts["STEP"] = merge.FEW_PARTS if many else merge.parts_at_once(64, head_dim)
-        parts["STAGES"] = merge.STAGES if many else 1
+        parts["WHOLE_WIDTH"] = width
+        parts["TOGETHER"] = min(1 << (group - 1).bit_length(), merge.AT_ONCE // width)
         made = make(
             merge._merge_parts, capability, case.element, plan | parts,
             num_warps=merge.MANY_WARPS if case.vector >= merge.MANY_SEQS else merge.WARPS,
         )  # fmt: skip
-        few = many and not case.shared and head_dim <= 128
-        bound(made, registers=80 if few else 255, shared=(64 if many else 8) << 10)
+        bound(made, registers=255, shared=16 << 10)
     if case.vector == 1:
         pieces = {
             "O_HEAD": head_dim, "HEAD_DIM": head_dim, "SLICES": 8, "PACK": 4, "TOKENS": 32,
