@@ -57,6 +57,7 @@ def start(
     dtype_name: str,
     *,
     num_ranks: int | None = None,
+    expert_parallel: bool = False,
     is_exact: bool = False,
     load: Load = load_model,
 ) -> tuple[LoadedModel, backends.Backend]:
@@ -67,6 +68,7 @@ def start(
         backend_name: its name, or "auto".
         dtype_name: its name, or "auto": bfloat16 on a GPU, else float32.
         num_ranks: processes that share the network; None: it is whole here.
+        expert_parallel: each of them has some experts whole.
         is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
             without near ties.
         load: what loads it.
@@ -76,7 +78,9 @@ def start(
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    ranks = None if num_ranks is None else join_ranks(num_ranks)
+    ranks = None
+    if num_ranks is not None:
+        ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
     backend = backends.get_backend(backend_name)
     if dtype_name == "auto":
         is_half = backend.device.type == "cuda" and not is_exact
@@ -120,7 +124,12 @@ def make_engine(
     """
     with input_errors():
         model, backend = start(
-            options.path, options.backend, options.dtype, num_ranks=options.tp, load=load
+            options.path,
+            options.backend,
+            options.dtype,
+            num_ranks=options.tp,
+            expert_parallel=options.expert_parallel,
+            load=load,
         )
         engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
         tell(engine.memory.describe(engine.network.layout))
