@@ -25,6 +25,8 @@ from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
 
 _MOST_THREADS = 3
+CUT = (16, 32, 64, 128, 256, 512)
+"""Query tokens of long contexts, for every number of pieces that merges load at once."""
 
 
 def warm_up(
@@ -69,7 +71,8 @@ def _calls(
             idle = _idle(device, num_seqs, query_len, query_len)
             yield partial(_attend, backend, layer, idle)
         query_len = min(max_query_len, MOST_ROWS + 1)
-        yield partial(_attend, backend, layer, _idle(device, num_seqs, query_len, query_len, LONG))
+        for length in {query_len, *(n for n in CUT if n <= max_query_len)}:
+            yield partial(_attend, backend, layer, _idle(device, num_seqs, length, length, LONG))
     for num_seqs in batch_sizes(max_num_seqs):
         batch = _idle(device, num_seqs, num_seqs, 1)
         yield partial(_attend, backend, layer, batch)
