@@ -21,6 +21,7 @@ from typing import NoReturn, SupportsIndex, final
 from kvcore import forward
 from kvcore.arguments import Flag, as_bool, as_counts, as_int, check_lengths, check_sum
 from kvcore.block import Block, BlockId
+from kvcore.block_table import BlockTable
 from kvcore.errors import (
     ForeignSequenceError,
     InvalidArgumentError,
@@ -103,6 +104,7 @@ class KVCacheManager:
         )
         self.leases = LeaseBook(self.pool)
         self.sequences: dict[int, KVSequence] = {}
+        self._shapes = tuple([BlockTable(group) for group in self.groups])  # always empty
         self._no_growth: tuple[tuple[BlockId, ...], ...] = ((),) * len(sizes)
         self._last_step: list[KVSequence] = []
         self._next_seq_id = 0
@@ -170,7 +172,7 @@ class KVCacheManager:
         if key is None or is_blind:
             self._admit(seq, [])
             return seq
-        self._admit(seq, share_cached(self.pool, self.groups, seq))
+        self._admit(seq, share_cached(self.pool, seq))
         if is_resumed:
             self._num_resumed_tokens += len(packed)
             self._num_resumed_hit_tokens += seq.num_cached_tokens
@@ -210,7 +212,7 @@ class KVCacheManager:
         cached = 0
         hits: list[list[Block]] = []
         if key is not None and self.enable_caching and not is_blind:
-            cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
+            cached, hits = find_prefix(self.pool, self._shapes, key, packed, checked)
         return Plan(
             num_cached_tokens=cached,
             num_new_blocks=blocks_to_take(self.groups, hits, cached, len(packed), width),
