@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import is_
 from typing import NoReturn, SupportsIndex, final
 
 from kvcore import forward
@@ -894,14 +895,15 @@ class KVCacheManager:
             )
         if self._last_step == running:  # ours compare by identity; none has been closed since
             return running
-        known = self.sequences
         try:
-            strangers = [seq for seq in running if known.get(seq.seq_id) is not seq]
+            ids = [seq.seq_id for seq in running]
+            are_known = all(map(is_, map(self.sequences.get, ids), running))
         except (AttributeError, TypeError):
-            strangers = running
-        for seq in strangers:
-            self._check_open(seq)
-        if len({seq.seq_id for seq in running}) != len(running):
+            ids, are_known = [], False
+        if not are_known:
+            for seq in running:
+                self._check_open(seq)
+        if len(set(ids)) != len(running):
             raise InvalidArgumentError("seqs: wanted each once, got one twice")
         self._last_step = running
         return running
