@@ -130,7 +130,7 @@ def find_prefix(
     needed: list[list[Block]] = []
     for index, table in enumerate(tables):
         seen = paths[index][table.first_kept(longest) : longest // table.block_size]
-        needed.append(cast("list[Block]", seen))  # without a gap
+        needed.append([block for block in seen if block is not None])
     return longest, needed
 
 
