@@ -134,6 +134,7 @@ def _prepare(options: BenchOptions) -> _Bench:
         what.path,
         what.backend,
         what.dtype,
+        draft_name=options.engine.draft_model,
         num_ranks=what.tp,
         load=partial(load, dummy_weights=options.work.dummy_weights),
     )
