@@ -364,11 +364,11 @@ class Engine:
         """
         watch = self._watch
         watch.begin()
-        step = self._scheduler.schedule()
-        watch.scheduled(step)
-        before = self._unread
+        before, step = self._unread, Step(())
         outputs: list[Output] = []
         try:
+            step = self._scheduler.schedule()
+            watch.scheduled(step)
             flight = self._send(step, before)
             landing = before if self._is_late else flight
             tokens = {} if landing is None else landing.read()
@@ -517,7 +517,7 @@ class Engine:
         """End everything: what a pass has written is unknown, so nothing of it may be found."""
         for request in (*self._scheduler.running, *self._scheduler.waiting):
             self.abort(request)
-        self._scheduler.advance(step)
+        self._scheduler.drop(step)
         if self._unread is not None:
             self._unread = None
             self.kv.reset()
