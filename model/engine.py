@@ -83,14 +83,11 @@ class Engine:
         if caches_of is None:
             own = backend if self._sanitizer is None else cast("backends.Backend", self._sanitizer)
             self.network = _network(model, own, self.config)
-            draft_network = _draft_network(model, backend, self.config)
-            self.memory = _plan_memory(model, self.network, draft_network, self.config)
-            for network in (self.network, draft_network):
-                if network is not None:
-                    network.allocate(self.memory.num_blocks, self.config.block_size)
+            ahead = _draft_network(model, backend, self.config)
+            self.memory = _allocate(model, self.network, ahead, self.config)
         else:
             self.network, self.memory = caches_of.network, caches_of.memory
-            draft_network = None if caches_of.draft is None else caches_of.draft.network
+            ahead = None if caches_of.draft is None else caches_of.draft.network
             if self.config.block_size != self.memory.block_size:
                 raise InvalidArgumentError(
                     f"block_size: wanted {self.memory.block_size}, which the caches have, "
@@ -117,16 +114,8 @@ class Engine:
             self._is_late = backend.device.type == "cuda" and not self.config.guesses
         self._mover = BlockMover(self.network.backend, self.network.caches)
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
-        self.draft: DraftModel | None = None
-        if draft_network is not None and model.draft is not None:
-            self.draft = DraftModel(
-                draft_network,
-                self.config,
-                self._vocab_size,
-                model.draft.max_positions,
-                ranks=model.ranks,
-                beside=None if caches_of is None else caches_of.draft,
-            )
+        beside = None if caches_of is None else caches_of.draft
+        self.draft = None if ahead is None else DraftModel(model, ahead, self.config, beside=beside)
         drafter: Drafter | None = NgramDrafts() if self.config.drafts == "ngram" else self.draft
         self._scheduler = Scheduler(self.kv, self._limits(model.max_positions), drafter)
         self._grammars = Grammars(model.codec.describe, self._vocab_size, model.eos_token_ids)
@@ -572,19 +561,21 @@ def _draft_network(
     return _network(model.draft, backend, config)
 
 
-def _plan_memory(
-    model: LoadedModel,
-    network: PagedNetwork,
-    draft_network: PagedNetwork | None,
-    config: EngineConfig,
+def _allocate(
+    model: LoadedModel, network: PagedNetwork, ahead: PagedNetwork | None, config: EngineConfig
 ) -> MemoryPlan:
-    """How many blocks there are: on several ranks as many as the one with the least memory has."""
-    found = [free_bytes(each, config) for each in (network, draft_network) if each is not None]
+    """Have the caches; on several ranks as many blocks as the one with the least memory has."""
+    networks = [network] if ahead is None else [network, ahead]
+    found = [free_bytes(each, config) for each in networks]
     plan = plan_memory(
         config,
         network.layout,
         is_gpu=network.device.type == "cuda",
         free_bytes=min([each for each in found if each is not None], default=None),
-        beside=None if draft_network is None else draft_network.layout,
+        beside=None if ahead is None else ahead.layout,
     )
-    return plan if model.ranks is None else plan.limited(model.ranks.least(plan.num_blocks))
+    if model.ranks is not None:
+        plan = plan.limited(model.ranks.least(plan.num_blocks))
+    for each in networks:
+        each.allocate(plan.num_blocks, config.block_size)
+    return plan

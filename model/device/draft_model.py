@@ -31,11 +31,11 @@ from model.control.step import Chunk, Step
 from model.device.grammars import Grammars
 from model.device.network import PagedNetwork
 from model.device.prepare import Prepared, prepare_network
-from model.device.ranks import Ranks
 from model.device.request_sampler import RequestSampler
 from model.device.sanitized import SanitizedBackend
 from model.device.step_runner import Flight, StepPasses
 from model.device.swap import BlockMover
+from model.loader import LoadedModel
 from model.trace import Unwatched
 
 
@@ -59,27 +59,24 @@ class DraftModel:
     """Guesses by running another network; a `Drafter`.
 
     Args:
-        network: the second one; its caches are allocated.
-        config: of the engine that it guesses for.
-        vocab_size: of both networks.
-        max_positions: the most tokens that the second one has positions for; None: unknown.
-        ranks: processes that do the same; the first one's drafts count. None: there are none.
+        model: the one that it guesses for, with its draft model.
+        network: of the latter; its caches are allocated.
+        config: of the engine.
         beside: another one of the same network, which runs nothing yet.
     """
 
     def __init__(
         self,
+        model: LoadedModel,
         network: PagedNetwork,
         config: EngineConfig,
-        vocab_size: int,
-        max_positions: int | None,
         *,
-        ranks: Ranks | None = None,
         beside: "DraftModel | None" = None,
     ) -> None:
         self.network = network
         self._config = config
-        edges = [max_positions, None if network.rope is None else network.rope.num_tokens]
+        own = model.draft or model
+        edges = [own.max_positions, None if network.rope is None else network.rope.num_tokens]
         self._max_positions = min([edge for edge in edges if edge is not None], default=None)
         self._kv = kvcore.KVCacheManager(
             network.num_blocks,
@@ -87,8 +84,11 @@ class DraftModel:
             groups=network.layout.groups(config.block_size),
             enable_caching=config.enable_prefix_caching,
         )
+        vocab_size: int = own.network.config.get_text_config().vocab_size
         grammars = Grammars(lambda: None, vocab_size, frozenset())  # who has one brings no drafts
-        self._sampler = RequestSampler(vocab_size, network.device, config.seed, grammars, ranks)
+        self._sampler = RequestSampler(
+            vocab_size, network.device, config.seed, grammars, model.ranks
+        )
         watch: object = network.backend
         self._passes = StepPasses(
             network,
