@@ -64,10 +64,15 @@ class Engine:
         caches_of: an engine of the same model whose caches this one overwrites, in place of its
             own; it must have run nothing yet. Its number of blocks is this one's too.
 
+    Attributes:
+        draft: what guesses by another network; None: there is none.
+
     Raises:
         InvalidArgumentError: a size is out of range, or memory is too small for it.
         UnsupportedModelError: the model cannot run with a paged cache, or not on this backend.
     """
+
+    draft: DraftModel | None
 
     def __init__(
         self,
@@ -81,17 +86,17 @@ class Engine:
         self._backend = backend
         self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
         if caches_of is None:
-            own = backend if self._sanitizer is None else cast("backends.Backend", self._sanitizer)
-            self.network = _network(model, own, self.config)
+            watched = cast("backends.Backend", self._sanitizer or backend)
+            self.network = _network(model, watched, self.config)
             ahead = _draft_network(model, backend, self.config)
             self.memory = _allocate(model, self.network, ahead, self.config)
         else:
             self.network, self.memory = caches_of.network, caches_of.memory
             ahead = None if caches_of.draft is None else caches_of.draft.network
-            if self.config.block_size != self.memory.block_size:
+            size, wanted = self.config.block_size, self.memory.block_size
+            if size != wanted:
                 raise InvalidArgumentError(
-                    f"block_size: wanted {self.memory.block_size}, which the caches have, "
-                    f"got {self.config.block_size}"
+                    f"block_size: wanted {wanted}, which the caches have, got {size}"
                 )
         # Whoever runs holds a block: more seats than blocks would be buffers for nobody.
         seats = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))
@@ -109,14 +114,14 @@ class Engine:
         )
         if model.ranks is not None:
             self.num_host_blocks = model.ranks.least(self.num_host_blocks)
-        self._is_late = self.config.async_scheduling
-        if self._is_late is None:
-            self._is_late = backend.device.type == "cuda" and not self.config.guesses
+        by_default = backend.device.type == "cuda" and not self.config.guesses
+        is_asked = self.config.async_scheduling
+        self._is_late = by_default if is_asked is None else is_asked
         self._mover = BlockMover(self.network.backend, self.network.caches)
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
         beside = None if caches_of is None else caches_of.draft
-        self.draft = None if ahead is None else DraftModel(model, ahead, self.config, beside=beside)
-        drafter: Drafter | None = NgramDrafts() if self.config.drafts == "ngram" else self.draft
+        draft = None if ahead is None else DraftModel(model, ahead, self.config, beside=beside)
+        drafter: Drafter | None = NgramDrafts() if self.config.drafts == "ngram" else draft
         self._scheduler = Scheduler(self.kv, self._limits(model.max_positions), drafter)
         self._grammars = Grammars(model.codec.describe, self._vocab_size, model.eos_token_ids)
         self._sampler = RequestSampler(
@@ -133,7 +138,7 @@ class Engine:
             drawn=None if caches_of is None else caches_of._passes.drawn,  # noqa: SLF001
         )
         self._unread: Flight | None = None
-        self._model = model
+        self._model, self.draft = model, draft
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
         self._watch: StepWatch = Unwatched()

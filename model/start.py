@@ -58,6 +58,7 @@ def start(
     *,
     draft_name: str | None = None,
     num_ranks: int | None = None,
+    expert_parallel: bool = False,
     is_exact: bool = False,
     load: Load = load_model,
 ) -> tuple[LoadedModel, backends.Backend]:
@@ -70,6 +71,7 @@ def start(
         draft_name: of a second model that guesses for it; None: there is none. Each of several
             processes has it whole.
         num_ranks: processes that share the network; None: it is whole here.
+        expert_parallel: each of them has some experts whole.
         is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
             without near ties.
         load: what loads it.
@@ -79,7 +81,9 @@ def start(
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    ranks = None if num_ranks is None else join_ranks(num_ranks)
+    ranks = None
+    if num_ranks is not None:
+        ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
     backend = backends.get_backend(backend_name)
     if dtype_name == "auto":
         is_half = backend.device.type == "cuda" and not is_exact
@@ -110,7 +114,11 @@ def warm_up(engine: Engine) -> str:
 
 
 def make_engine(
-    options: ModelOptions, config: EngineConfig, tell: Callable[[str], None] = lambda _: None
+    options: ModelOptions,
+    config: EngineConfig,
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    load: Load = load_model,
 ) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
@@ -118,6 +126,7 @@ def make_engine(
         options: which model on what.
         config: sizes.
         tell: is told what came about, a line each.
+        load: what loads it.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
@@ -129,6 +138,8 @@ def make_engine(
             options.dtype,
             draft_name=config.draft_model,
             num_ranks=options.tp,
+            expert_parallel=options.expert_parallel,
+            load=load,
         )
         engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
         tell(engine.describe_memory())

@@ -71,6 +71,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
             what.dtype,
             draft_name=options.engine.draft_model,
             num_ranks=what.tp,
+            expert_parallel=what.expert_parallel,
             is_exact=options.output.verify,
         )
     prompts = _encode(model, specs)
