@@ -42,13 +42,13 @@ def call(checkpoint, capsys, monkeypatch):
     return run
 
 
-def test_what_is_to_be_kept_is_found_later_than_what_is_not(call):
-    one, two = TWO[1], "z" * 50
-    prompts = [part for text in (one, two, two + "y" * 9, one) for part in ("--prompt", text)]
-    found = []
-    for kept in ([], ["--retain", "0:24"]):
-        sizes = ["--num-blocks", "20", "--max-num-seqs", "1", "--max-tokens", "2"]
-        code, out, _ = call(*prompts, *kept, *sizes, "--json")
+def test_what_is_to_be_kept_is_found_later_than_what_is_not(call, tmp_path):
+    file, found = tmp_path / "prompts.jsonl", []
+    sizes = ["--num-blocks", "20", "--max-num-seqs", "1", "--max-tokens", "2"]
+    for kept in ([], ["0:24"]):
+        lines = [{"prompt": TWO[1], "retain": kept}, {"prompt": "z" * 50}, {"prompt": "y" * 50}]
+        file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": TWO[1]}])))
+        code, out, _ = call("--prompts-file", str(file), *sizes, "--json")
         assert code == 0
         found.append(json.loads(out)["requests"][-1]["num_cached_tokens"])
     assert found == [0, 24]
