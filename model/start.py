@@ -57,6 +57,7 @@ def start(
     dtype_name: str,
     *,
     num_ranks: int | None = None,
+    expert_parallel: bool = False,
     is_exact: bool = False,
     load: Load = load_model,
 ) -> tuple[LoadedModel, backends.Backend]:
@@ -67,6 +68,7 @@ def start(
         backend_name: its name, or "auto".
         dtype_name: its name, or "auto": bfloat16 on a GPU, else float32.
         num_ranks: processes that share the network; None: it is whole here.
+        expert_parallel: each of them has some experts whole.
         is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
             without near ties.
         load: what loads it.
@@ -76,7 +78,9 @@ def start(
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    ranks = None if num_ranks is None else join_ranks(num_ranks)
+    ranks = None
+    if num_ranks is not None:
+        ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
     backend = backends.get_backend(backend_name)
     if dtype_name == "auto":
         is_half = backend.device.type == "cuda" and not is_exact
@@ -101,7 +105,11 @@ def warm_up(engine: Engine) -> str:
 
 
 def make_engine(
-    options: ModelOptions, config: EngineConfig, tell: Callable[[str], None] = lambda _: None
+    options: ModelOptions,
+    config: EngineConfig,
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    load: Load = load_model,
 ) -> Engine:
     """Load a model and prepare an engine for it. Seconds to minutes.
 
@@ -109,12 +117,20 @@ def make_engine(
         options: which model on what.
         config: sizes.
         tell: is told what came about, a line each.
+        load: what loads it.
 
     Raises:
         ModelError: there is no such model, or it does not run here.
     """
     with input_errors():
-        model, backend = start(options.path, options.backend, options.dtype, num_ranks=options.tp)
+        model, backend = start(
+            options.path,
+            options.backend,
+            options.dtype,
+            num_ranks=options.tp,
+            expert_parallel=options.expert_parallel,
+            load=load,
+        )
         engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
         tell(engine.memory.describe(engine.network.layout))
         tell(f"network: {warm_up(engine)}")

@@ -30,6 +30,9 @@ class ModelOptions:
     tp: int = setting(
         1, help="processes that share the network, as many as torchrun starts", least=1, most=1024
     )
+    expert_parallel: bool = setting(
+        False, help="with --tp: each process has some of the experts whole, not a part of each"
+    )
     check_ranks: bool = setting(
         False, help="with --tp: compare the block tables of all processes after every step"
     )

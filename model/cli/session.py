@@ -70,6 +70,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
             what.backend,
             what.dtype,
             num_ranks=what.tp,
+            expert_parallel=what.expert_parallel,
             is_exact=options.output.verify,
         )
     prompts = _encode(model, specs)

@@ -32,7 +32,7 @@ _MANY = 1_000_000  # requests at once: the engine says itself when too many wait
 _OURS = "model.cluster.routing:EventRouter"
 _RAYS = {
     "ray-power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "ray-prefix": "ray.serve.llm.request_router:PrefixCacheAffinityRouter",
+    "ray-prefix": "model.cluster.rays:PrefixRouter",
 }
 
 

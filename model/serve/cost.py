@@ -17,10 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import uvicorn
 
 from model.async_engine import AsyncEngine
+from model.bench.networks import load
+from model.bench.options import WeightOptions
 from model.bench.serve import Arrivals, Served
 from model.bench.serve import serve as run_alone
 from model.bench.workloads import BenchRequest
@@ -160,10 +163,12 @@ def _run() -> None:
     flags = Flags("python -m model.serve.cost", "What the server costs beside the engine.", "")
     flags.add("what is sent", CostOptions)
     flags.add("what runs", ModelOptions)
+    flags.add("what runs", WeightOptions)
     flags.add("how large the cache and a step are, and how it runs", EngineConfig)
     said = flags.parse()
     options = said.of(CostOptions)
-    engine = make_engine(said.of(ModelOptions), said.of(EngineConfig))
+    of_weights = partial(load, dummy_weights=said.of(WeightOptions).dummy_weights)
+    engine = make_engine(said.of(ModelOptions), said.of(EngineConfig), load=of_weights)
     tokens = options.num_requests * options.output_len
     if math.isfinite(options.request_rate):
         print("ms to the first token, mean, median, 99th percentile: engine alone | served")

@@ -4,9 +4,7 @@ So are its errors, whether or not it is installed.
 """
 
 import asyncio
-import importlib
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,26 +18,17 @@ ASKED = Submission([1, 2, 3])
 
 
 @pytest.fixture
-def front(monkeypatch):
-    for name, error in (
-        ("ray", None),
-        ("ray.exceptions", "RayError"),
-        ("ray.serve", None),
-        ("ray.serve.exceptions", "RayServeException"),
-    ):
-        monkeypatch.setitem(sys.modules, name, played(name, error))
-    monkeypatch.delitem(sys.modules, "model.cluster.front", raising=False)
-    found = importlib.import_module("model.cluster.front")
+def front(played, monkeypatch):
+    found = played(
+        "model.cluster.front",
+        {
+            "ray.exceptions": ["RayError"],
+            "ray.serve": [],
+            "ray.serve.exceptions": ["RayServeException"],
+        },
+    )
     monkeypatch.setattr(found, "_PAUSE_S", 0)
-    yield found
-    sys.modules.pop("model.cluster.front", None)
-
-
-def played(name, error):
-    made = ModuleType(name)
-    if error is not None:
-        setattr(made, error, type(error, (Exception,), {}))
-    return made
+    return found
 
 
 class Answer:
