@@ -79,6 +79,15 @@ class TwinEngine(Engine):
         """Whether this rank has the requests. O(1)."""
         return self._ranks.leads
 
+    def prepare(self) -> str:
+        """As an engine's, on all ranks.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        with noticing():
+            return super().prepare()
+
     def submit(self, asked: Submission) -> list[Request]:
         """As an engine's; the other ranks do it before their next step. O(samples * prompt)."""
         requests = super().submit(asked)

@@ -481,7 +481,8 @@ def _variant(
     chained = grid is not None and place.can_chain(device)
     if on_hopper:
         is_shared = shape.rows > FEW_ROWS
-        own = (shape.tile, shape.rows, shape.heads, *plan, chained, is_shared)
+        vector = hopper_latent.plan_vector(plan[0])
+        own = (shape.tile, shape.rows, shape.heads, vector, plan[1], chained, is_shared)
         registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
         return hopper_latent.attend_rows.variant(
             place, device, dtypes, (*constants, *own, *registers), num_warps=shape.warps

@@ -1,8 +1,9 @@
 """Transformers' continuous batching with kvcore in the place of its ledger of blocks.
 
 Decides which blocks of the cache that Transformers has made hold which tokens of which request;
-the tensor, the scheduler, the indices and the attention stay theirs. `install` gives a model this
-cache; `generate_batch`, `init_continuous_batching` and the context manager are called as ever.
+the tensor, the scheduler and, unless a backend is named, the indices and the attention stay theirs.
+`install` gives a model this cache; `generate_batch`, `init_continuous_batching` and the context
+manager are called as ever.
 
 What is different from the stock cache:
 
@@ -22,10 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
+from copy import copy
+from importlib import import_module
 from math import ceil, gcd
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
@@ -36,8 +41,14 @@ from transformers.generation.continuous_batching.cache_allocators import (
 
 import kvcore
 
+if TYPE_CHECKING:
+    from kvcore.adapters.transformers_attention import Attention, Installed
+
 # Whether the cache that is being made is to be kvcore's.
 _WANTED: ContextVar[bool] = ContextVar("kvcore_cache_is_wanted", default=False)
+
+# What a generation config may have of continuous batching.
+_CONFIG = "continuous_batching_config"
 
 # Where `FutureRequestState.complete_blocks` says how many tokens are computed after its batch.
 _COMPUTED = "computed tokens"
@@ -47,39 +58,81 @@ def install(
     model: Any,  # noqa: ANN401  # a mixin without types
     *,
     namespace: kvcore.Namespace | None = kvcore.DEFAULT_NAMESPACE,
+    backend: str | None = None,
 ) -> None:
     """Let kvcore look after the cache of this model's continuous batching, from now on.
 
     Args:
         model: a model of Transformers.
         namespace: with whom its prompts share; None for nobody, not even each other.
+        backend: whose attention runs over the blocks: "numba" on a CPU, "triton" on a GPU, "auto",
+            or one that is registered; None: the model's own attention.
 
     Raises:
-        InvalidArgumentError: the model has no continuous batching.
+        InvalidArgumentError: the model has no continuous batching, or a backend is named and the
+            package `backends` is not here.
+        BackendError: of `backends`: it knows no such backend, or that one cannot run here.
     """
     if not hasattr(type(model), "init_continuous_batching"):
         name = type(model).__name__
         raise kvcore.InvalidArgumentError(f"model: wanted one that can generate, got {name}")
+    installed = None if backend is None else _attending(model, backend)
+    uninstall(model)
     model.destroy_cached_continuous_batching_manager()
     vars(continuous_api)["PagedAttentionCache"] = _new_cache  # the name that managers make it by
     model._kvcore_namespace = namespace  # noqa: SLF001  # ours, on their object
+    model._kvcore_attention = installed  # noqa: SLF001  # likewise
     model.init_continuous_batching = MethodType(_init_continuous_batching, model)
 
 
 def uninstall(model: Any) -> None:  # noqa: ANN401  # a mixin without types
-    """Give the model its stock cache back."""
+    """Give the model its stock cache, and its attention, back."""
     if "init_continuous_batching" in vars(model):
         model.destroy_cached_continuous_batching_manager()
-        del model.init_continuous_batching, model._kvcore_namespace  # noqa: SLF001
+        if model._kvcore_attention is not None:  # noqa: SLF001
+            model._kvcore_attention.leave()  # noqa: SLF001
+        del model.init_continuous_batching
+        del model._kvcore_namespace, model._kvcore_attention  # noqa: SLF001
+
+
+def _attending(model: Any, backend: str) -> Installed:  # noqa: ANN401
+    try:
+        attention = import_module("kvcore.adapters.transformers_attention")
+    except ModuleNotFoundError as error:
+        if error.name != "backends":
+            raise
+        raise kvcore.InvalidArgumentError(
+            f"backend: wanted None where the package `backends` is not installed (a checkout has "
+            f"it: pip install -e '.[cpu]'), got {backend!r}"
+        ) from None
+    installed: Installed = attention.Installed(model, backend)
+    return installed
 
 
 def _new_cache(*args: Any, **kwargs: Any) -> PagedAttentionCache:  # noqa: ANN401
     return (KVCoreCache if _WANTED.get() else PagedAttentionCache)(*args, **kwargs)
 
 
-def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    manager = type(model).init_continuous_batching(model, *args, **kwargs)
+def _init_continuous_batching(
+    model: Any,  # noqa: ANN401
+    generation_config: Any = None,  # noqa: ANN401
+    continuous_batching_config: Any = None,  # noqa: ANN401
+    workload_hints: Any = None,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    attention = model._kvcore_attention  # noqa: SLF001
+    if attention is not None:
+        own = getattr(generation_config or model.generation_config, _CONFIG, None)
+        config = copy(continuous_batching_config or own or ContinuousBatchingConfig())
+        attention.check(config)
+        config.auto_switch_to_flash = False
+        continuous_batching_config = config
+        attention.leave()  # Transformers knows the stock ones alone
+    manager = type(model).init_continuous_batching(
+        model, generation_config, continuous_batching_config, workload_hints
+    )
     manager._create_batch_processor = MethodType(_create_batch_processor, manager)  # noqa: SLF001
+    if attention is not None:
+        attention.enter(manager)
     return manager
 
 
@@ -90,6 +143,8 @@ def _create_batch_processor(manager: Any) -> Any:  # noqa: ANN401
     finally:
         _WANTED.reset(token)
     processor.cache.namespace = manager.model._kvcore_namespace  # noqa: SLF001
+    if manager.model._kvcore_attention is not None:  # noqa: SLF001
+        manager.model._kvcore_attention.tell(processor)  # noqa: SLF001
     return processor
 
 
@@ -113,6 +168,7 @@ class _WindowAllocator(SlidingAttentionCacheAllocator):
         return [blocks[at // size] * stride + at % size for at in range(first, last)]
 
     update = FullAttentionCacheAllocator.update  # writes first, then reads
+    get_cache_for_block_table = FullAttentionCacheAllocator.get_cache_for_block_table
     _compute_blocks_needed = FullAttentionCacheAllocator._compute_blocks_needed  # noqa: SLF001
 
 
@@ -122,25 +178,25 @@ class _Tables(Mapping[str, list[int]]):
     def __init__(self, cache: KVCoreCache, group: int, pages: int, first: int) -> None:
         self._cache = cache
         self._group = group
-        self._pages = pages
-        self._first = first
+        self.pages = pages
+        self.first = first
 
     def __getitem__(self, request_id: str) -> list[int]:
         """The request's blocks; O(blocks)."""
         seq = self._cache.sequences[request_id]
         ids = seq.tables[self._group].block_ids
-        if self._pages == 1:
+        if self.pages == 1:
             return [self.first_of(block_id) for block_id in ids]
         return [page for block_id in ids for page in self.pages_of(block_id)]
 
     def pages_of(self, block_id: int) -> range:
         """Transformers' blocks that make up one of kvcore's."""
         first = self.first_of(block_id)
-        return range(first, first + self._pages)
+        return range(first, first + self.pages)
 
     def first_of(self, block_id: int) -> int:
         """The first of them; the null block is their trash, which nobody writes."""
-        return self._first + block_id * self._pages if block_id else 0
+        return self.first + block_id * self.pages if block_id else 0
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._cache.sequences)
@@ -159,11 +215,13 @@ class KVCoreCache(PagedAttentionCache):
         kv: the manager, for its numbers and events.
         sequences: what is open, by the id of the request.
         namespace: with whom what is opened from now on shares.
+        attention: the backend that attends, or None: Transformers does.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  # as theirs
         super().__init__(*args, **kwargs)
         self.namespace: kvcore.Namespace | None = kvcore.DEFAULT_NAMESPACE
+        self.attention: Attention | None = None
         self.sequences: dict[str, kvcore.KVSequence] = {}
         for name, allocator in self.cache_allocators.items():
             if type(allocator) is SlidingAttentionCacheAllocator:
@@ -211,6 +269,39 @@ class KVCoreCache(PagedAttentionCache):
         )
         self.cache_allocators[name] = taken
         self.layer_to_allocator |= dict.fromkeys(allocator.layer_indices, taken)
+
+    # --- what a batch is told ------------------------------------------------------------------
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        """Say where a request's tokens are read and written: to the backend, if there is one."""
+        if self.attention is not None:
+            self.attention.add(request_id, past_length, query_length)
+        else:
+            super().extend_read_and_write_indices(
+                request_id, past_length, query_length, read_index, write_index
+            )
+
+    def layer_memory(self, layer: int) -> tuple[int, int, torch.Tensor, torch.Tensor]:
+        """Where a layer's keys and values lie, both [pages, page_size, num_kv_heads, head_dim].
+
+        Returns:
+            The layer's group; how many pages make up a block of kvcore: the block `b` is the pages
+            from `b` times as many on, and block 0 their trash; keys; values.
+        """
+        group = self.layer_to_allocator[layer].index
+        allocator = list(self.cache_allocators.values())[group]
+        table = self._tables[group]
+        stride = allocator.block_physical_stride // allocator.tokens_per_page
+        keys, values = allocator.get_cache_for_block_table(layer)
+        first = table.first * stride
+        return group, table.pages, keys[first::stride], values[first::stride]
 
     # --- what the scheduler asks ---------------------------------------------------------------
 

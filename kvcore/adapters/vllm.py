@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import wraps
+from inspect import signature
 from types import FunctionType
 from typing import Any, Final
 
 import vllm
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched import scheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
@@ -31,11 +33,11 @@ from vllm.v1.utils import tensor_data
 
 import kvcore
 from kvcore.adapters.vllm_events import Speller
-from kvcore.adapters.vllm_manager import Manager, Settings
+from kvcore.adapters.vllm_manager import Manager, Manager022, Settings
 from kvcore.adapters.vllm_prompts import group_of
 
-VERSIONS: Final = ("0.32",)
-"""The minor versions of vLLM that this adapter was tried with."""
+VERSIONS: Final[dict[str, type[Manager]]] = {"0.22": Manager022, "0.32": Manager}
+"""The minor versions of vLLM that this adapter was tried with, and what serves each."""
 
 logger = init_logger("vllm.plugins.kvcore")
 
@@ -46,6 +48,7 @@ class Plugin:
     Attributes:
         own_manager: vLLM's class of managers.
         own_hasher: vLLM's maker of hashers.
+        made: the manager that kvcore puts in its place.
         left: why the engine that is being made keeps vLLM's own manager, if its configuration
             says so.
         serves: whether the engine that was made last is served by kvcore.
@@ -54,6 +57,7 @@ class Plugin:
     def __init__(self) -> None:
         self.own_manager: Callable[..., Any] = scheduler.KVCacheManager
         self.own_hasher: Callable[..., Any] = core.get_request_block_hasher
+        self.made = VERSIONS[minor_version()]
         self.left: str | None = None
         self.serves = False
 
@@ -80,7 +84,7 @@ class Plugin:
         if isinstance(made, Settings):
             how = "Python" if isinstance(kvcore.KVCacheManager.open, FunctionType) else "compiled"
             logger.info("kvcore %s (%s) is the KV cache manager", kvcore.__version__, how)
-            return Manager(made)
+            return self.made(made)
         logger.warning("kvcore leaves the KV cache to vLLM's own manager: %s", made)
         return self.own_manager(kv_cache_config, *args, **kwargs)
 
@@ -104,28 +108,15 @@ def left_by(vllm_config: Any) -> str | None:  # noqa: ANN401
     return None
 
 
-def settings_of(
-    kv_cache_config: Any,  # noqa: ANN401
-    max_model_len: int,
-    scheduler_block_size: int,
-    hash_block_size: int,
-    max_in_flight_tokens: int | None = None,
-    enable_caching: bool = True,  # noqa: FBT001, FBT002  # vLLM's signature
-    use_eagle: bool = False,  # noqa: FBT001, FBT002
-    num_prefill_lookahead: int = 0,
-    log_stats: bool = False,  # noqa: FBT001, FBT002
-    enable_kv_cache_events: bool = False,  # noqa: FBT001, FBT002
-    dcp_world_size: int = 1,
-    pcp_world_size: int = 1,
-    metrics_collector: Any = None,  # noqa: ANN401
-    watermark: float = 0.0,
-    **_: object,
-) -> Settings | str:
+def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
     """Return what the manager of an engine is to be, or why kvcore does not serve it.
 
     The arguments are those of vLLM's `KVCacheManager`.
     """
-    del scheduler_block_size, hash_block_size  # kvcore takes them from the layers
+    bound = signature(KVCacheManager).bind(*args, **kwargs)
+    bound.apply_defaults()
+    told = bound.arguments
+    kv_cache_config, max_model_len = told["kv_cache_config"], told["max_model_len"]
     specs = tuple(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
     if not specs:
         return "a model without a KV cache"
@@ -136,8 +127,8 @@ def settings_of(
             return group
         groups.append(group)
     refused = {
-        "EAGLE or MTP drafts": use_eagle or num_prefill_lookahead,
-        "context parallelism": dcp_world_size > 1 or pcp_world_size > 1,
+        "EAGLE or MTP drafts": told["use_eagle"] or told.get("num_prefill_lookahead"),
+        "context parallelism": told["dcp_world_size"] > 1 or told["pcp_world_size"] > 1,
         "an interval at which windows are retained": getattr(
             kv_cache_config, "prefix_cache_retention_interval", None
         ),
@@ -151,7 +142,8 @@ def settings_of(
     for reason, applies in refused.items():
         if applies:
             return reason
-    in_flight = max_in_flight_tokens or max_model_len
+    in_flight = told.get("max_in_flight_tokens", told.get("max_num_batched_tokens"))
+    in_flight = in_flight or max_model_len
     caps = [
         spec.max_admission_blocks_per_request(in_flight, max_model_len)
         if hasattr(spec, "max_admission_blocks_per_request")
@@ -168,15 +160,20 @@ def settings_of(
         specs=specs,
         caps=tuple(caps),
         max_model_len=max_model_len,
-        enable_caching=enable_caching,
-        watermark_blocks=int(watermark * kv_cache_config.num_blocks),
-        event_names="sha256" if enable_kv_cache_events else None,
+        enable_caching=told["enable_caching"],
+        watermark_blocks=int(told.get("watermark", 0.0) * kv_cache_config.num_blocks),
+        event_names="sha256" if told["enable_kv_cache_events"] else None,
         keep_fresh=kv_cache_config.needs_kv_cache_zeroing,
         bytes_of=tensor_data,
-        new_stats=PrefixCacheStats if log_stats else None,
+        new_stats=PrefixCacheStats if told["log_stats"] else None,
         spell=Speller(kinds),
-        collector=metrics_collector,
+        collector=told["metrics_collector"],
     )
+
+
+def minor_version() -> str:
+    """Return which vLLM this is, as `VERSIONS` names it."""
+    return ".".join(vllm.__version__.split(".")[:2])
 
 
 def register() -> None:
@@ -185,7 +182,7 @@ def register() -> None:
         return
     if isinstance(getattr(scheduler.KVCacheManager, "__self__", None), Plugin):
         return
-    if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
+    if minor_version() not in VERSIONS:
         logger.warning(
             "kvcore leaves the KV cache to vLLM's own manager: vLLM %s, wanted %s",
             vllm.__version__,

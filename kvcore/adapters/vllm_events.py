@@ -20,7 +20,6 @@ from kvcore import (
     BlocksRemoved,
     BlocksStored,
     Event,
-    EventsLost,
     Namespace,
     decode_namespace,
 )
@@ -51,9 +50,7 @@ class Speller:
                         block_hashes=_spelled(event.names), medium=_MEDIUM, group_idx=event.group
                     )
                 )
-            elif isinstance(event, EventsLost):
-                continue  # nobody waits: the scheduler takes them in every step
-            else:
+            else:  # all is gone, or what happened is lost and what is cached is told anew
                 told.append(AllBlocksCleared())
         return told
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Protocol
 
 from kvcore import (
     Event,
+    EventsLost,
     FullAttention,
     InvalidArgumentError,
     KVCacheManager,
@@ -168,7 +169,7 @@ class PoolFace:
 
 
 class Manager:
-    """Keeps the KV cache of one vLLM engine, version 0.32, in a `kvcore.KVCacheManager`.
+    """Keeps the KV cache of one vLLM engine in a `kvcore.KVCacheManager`, for vLLM 0.32.
 
     The names and signatures of its methods are vLLM's; what they mean is said there.
     """
@@ -268,7 +269,7 @@ class Manager:
         if seq is not None and self._is_plain:
             total = request.num_computed_tokens + num_new_tokens
             room = min(total + num_lookahead_tokens, self.max_model_len)
-            if room > len(seq.tables[0].block_ids) * self._size:
+            if room > len(seq.tables[0].blocks) * self._size:
                 appended = self._grow(seq, room, self._spare(request, reserved_blocks))
             if appended is not None and total >= seq.num_computed_tokens + self._size:
                 self._settle(seq, request, min(total, request.num_tokens))
@@ -313,10 +314,7 @@ class Manager:
         seq = self._running.pop(request_id, None)
         if seq is None:
             return
-        if seq.num_computed_tokens > request.num_computed_tokens and _runs(request):
-            # It gives way in the pass that scheduled it: what it published is never computed.
-            self.kv.fail_load(seq, request.num_computed_tokens)
-        elif not self._is_plain:
+        if not self._is_plain:
             self._settle(seq, request, self._processed(request))
         for _, lease in self._flying.pop(request_id, ()):
             lease.end()
@@ -326,6 +324,8 @@ class Manager:
         """End a request whose blocks a step in flight may write: `free_blocks` gives them back."""
         seq = self._running.get(request.request_id)
         leases = [] if seq is None else [self.kv.lease(seq, "step")]
+        while flying := self._flying.get(request.request_id):
+            leases.append(flying.pop()[1])
         self.free(request)
         return leases
 
@@ -339,14 +339,6 @@ class Manager:
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the ids of all blocks of a request."""
         return self.get_blocks(request_id).get_block_ids() or ()
-
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:  # noqa: ARG002
-        """Return how many leading blocks all requests share, for each group."""
-        running = list(self._running.values())
-        return [
-            self.kv.num_common_blocks(running, group=group) if running else 0
-            for group in range(self.num_kv_cache_groups)
-        ]
 
     @property
     def usage(self) -> float:
@@ -390,10 +382,16 @@ class Manager:
         return {}
 
     def take_events(self) -> list[Any]:
-        """Return what was stored and removed since the last call, as vLLM says it."""
+        """Return what was stored and removed since the last call, as vLLM says it.
+
+        Where too much has happened to be kept, all that is cached is told anew.
+        """
         if self.kv.events is None:
             return []
-        return self.settings.spell(self.kv.events.take())
+        events = self.kv.events.take()
+        if events and isinstance(events[0], EventsLost):
+            events = (events[0], *self.kv.snapshot().stored)
+        return self.settings.spell(events)
 
     # Inside.
 
@@ -411,18 +409,23 @@ class Manager:
         )
 
     def _admissible(self, request: Request, num_cached_tokens: int) -> KVSequence:
-        """Return a new sequence that has so many tokens of what was found."""
+        """Return a new sequence that has all that was found, or nothing of it."""
         seq = self._found.pop(request.request_id, None)
-        if seq is not None and seq.num_tokens != request.num_tokens:
+        if seq is not None and (
+            seq.num_tokens != request.num_tokens
+            or (seq.num_computed_tokens and not num_cached_tokens)
+        ):
             self.kv.close(seq)
             seq = None
         if seq is None:
             seq = self._open(request, skip_reading=not num_cached_tokens)
-        if seq.num_computed_tokens > num_cached_tokens:
-            rest = seq.packed[num_cached_tokens:]
-            items = [item for item in seq.items if item.start >= num_cached_tokens]
-            self.kv.truncate(seq, num_cached_tokens)
-            self.kv.extend(seq, rest, items=items)
+        found = seq.num_computed_tokens
+        if found != num_cached_tokens:
+            self.kv.close(seq)
+            raise InvalidArgumentError(
+                f"num_new_computed_tokens: wanted the {found} that are found for "
+                f"{request.request_id}, or 0, got {num_cached_tokens}"
+            )
         return seq
 
     def _admit(self, seq: KVSequence, request: Request, total: int) -> None:
@@ -448,7 +451,7 @@ class Manager:
         room = min(total + num_lookahead, self.max_model_len)
         appended: Blocks | None = self.empty_kv_cache_blocks
         for table in seq.tables:
-            if room > len(table.block_ids) * table.block_size:
+            if room > len(table.blocks) * table.block_size:
                 appended = self._grow(seq, room, spare)
                 break
         if appended is not None and num_tokens > 1:
@@ -458,9 +461,15 @@ class Manager:
     def _publish(self, seq: KVSequence, request: Request, total: int) -> None:
         """Let others hit what this step computes; what only this step sees is held by a lease."""
         stop = min(total, request.num_tokens)
-        if not self._is_plain and stop > seq.num_computed_tokens:
+        passed = [
+            block
+            for table in seq.tables
+            if table.forgets
+            for block in table.before(table.first_kept(stop))
+        ]
+        if passed:
             flying = self._flying.setdefault(request.request_id, deque())
-            flying.append((stop, self.kv.lease(seq, "step")))
+            flying.append((stop, self.kv.leases.begin(passed, "step", "", None)))
         self._settle(seq, request, stop)
 
     def _settle(self, seq: KVSequence, request: Request, stop: int) -> None:
@@ -501,7 +510,7 @@ class Manager:
             blocks = -(-length // table.block_size)
             if cap is not None:
                 blocks = min(blocks, cap)
-            missing += max(0, blocks - len(table.block_ids))
+            missing += max(0, blocks - len(table.blocks))
         return missing <= self.kv.num_free_blocks or (
             self._let_all_go() and missing <= self.kv.num_free_blocks
         )
@@ -552,6 +561,32 @@ class Manager:
     @staticmethod
     def _blocks_of(seq: KVSequence) -> Blocks:
         return Blocks(tuple([table.block_ids.tolist() for table in seq.tables]))
+
+
+class Manager022(Manager):
+    """The same for vLLM 0.22: all in which it differs.
+
+    There a step may be handed what the one before reads, because the device runs them in order.
+    """
+
+    def get_computed_blocks(self, request: Request) -> tuple[Blocks, int]:  # type: ignore[override]
+        """Find a request's longest cached prefix, and count that it was looked for."""
+        blocks, num_hits, _ = super().get_computed_blocks(request)
+        self.record_prefix_cache_stats(request, num_hits)
+        return blocks, num_hits
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Return how many leading blocks all requests share, for each group."""
+        running = list(self._running.values())
+        counts: list[int] = []
+        for group, table in enumerate(self._running[running_request_id].tables):
+            # Others may hold the first block as well, but none of these does where too few do.
+            is_common = table.blocks[0].ref_count >= len(running)
+            counts.append(self.kv.num_common_blocks(running, group=group) if is_common else 0)
+        return counts
+
+    def _processed(self, request: Request) -> int:
+        return min(request.num_computed_tokens, request.num_tokens)
 
 
 def _runs(request: Request) -> bool:

@@ -6,10 +6,16 @@ walk for all publishers, and a name decides nothing: it only says which node an 
 event can cost speed, and never a match that the tokens do not have.
 
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
-that), on the GPU. What a sliding window still holds is not, so for a model with windows the answer
-is the longest prefix that its cache may serve. A publisher with several such groups serves what all
-of them hold; a group is known once something was stored in it, and until everything is cleared: who
-comes after that may be a publisher that has started again, with other groups.
+that) and those with a sliding window, on the GPU. What everything follows is held with it; a window
+holds what it holds, and a prefix can be served if all is there that can be seen from its end. What
+a chunk still holds is not indexed, so for a model with chunks the answer is the longest prefix that
+its cache may serve. A publisher with several groups serves what all of them can; a group is known
+once something was stored in it, and until everything is cleared: who comes after that may be a
+publisher that has started again, with other groups.
+
+What a block follows is known by a name alone. So where nobody has told of what is before it (only
+windows have such blocks, and only a snapshot tells of them: their beginning was gone by then) it is
+passed over, unless a group of full attention with blocks of that size has it.
 
 Memory is about 300 bytes for each block of 16 tokens, once for all publishers that hold it
 (`python -m kvcore.wire.bench` measures it). Calls may come from any thread.
@@ -21,18 +27,32 @@ import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from math import lcm
+from typing import Final, NamedTuple
 
 import msgspec
 
-from kvcore import DEFAULT_NAMESPACE, Item, Namespace, Tokens, encode_namespace, pack
+from kvcore import (
+    DEFAULT_NAMESPACE,
+    Item,
+    Namespace,
+    Tokens,
+    encode_namespace,
+    pack,
+)
 from kvcore.items import as_items, check_items
 from kvcore.names import block_contents
 from kvcore.tokens import BYTES_PER_TOKEN
 from kvcore.wire.encoder import MARK_ITEMS, MARK_NAMESPACE
 from kvcore.wire.messages import Batch, Cleared, Removed, Stored, WireEvent, WireName
 
-INDEXED_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+FULL_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""The kinds of layer groups that see everything."""
+
+WINDOW_KINDS: Final = frozenset({"sliding_window", "sliding_window_mla"})
+"""The kinds of layer groups that see a number of tokens, which is said with them."""
+
+INDEXED_KINDS: Final = FULL_KINDS | WINDOW_KINDS
 """The kinds of layer groups whose blocks are indexed."""
 
 _MEDIA: Final = frozenset({None, "GPU"})
@@ -65,7 +85,8 @@ class _Node:
         parent: what it follows; None: it is a root.
         content: its tokens and what else it depends on.
         name: what the first publisher that told of it calls it.
-        holders: one bit for each publisher's group that has it, and all that it follows.
+        holders: one bit for each publisher's group that has it; one that sees everything has also
+            all that it follows. None: others follow it.
         only: its child, while there is one.
         children: its children by content, while there are more.
     """
@@ -115,21 +136,45 @@ class _Node:
         return () if self.only is None else (self.only,)
 
 
+class _Group(NamedTuple):
+    """A layer group that is indexed.
+
+    Attributes:
+        bit: its.
+        window: how many tokens it sees; 0: all.
+        block_size: tokens a block.
+    """
+
+    bit: int
+    window: int
+    block_size: int
+
+
 class _Publisher:
     """What is known of one publisher.
 
     Attributes:
         bits: its bit for each layer group that is indexed.
         mask: all of them.
+        groups: what each of them is, in no order.
+        step: what the blocks of all groups divide.
+        apart: what groups with a window hold.
         aliases: nodes by names that others give to something else, or by a second name.
     """
 
-    __slots__ = ("aliases", "bits", "mask")
+    __slots__ = ("aliases", "apart", "bits", "groups", "mask", "step")
 
     def __init__(self) -> None:
+        self.aliases: dict[WireName, _Node] = {}
+        self.apart: set[_Node] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        """Have no groups. O(1)."""
         self.bits: dict[int | None, int] = {}
         self.mask = 0
-        self.aliases: dict[WireName, _Node] = {}
+        self.groups: tuple[_Group, ...] = ()
+        self.step = 1
 
 
 class Index:
@@ -145,6 +190,7 @@ class Index:
         self._owners: dict[int, str] = {}  # by bit
         self._free_bits: list[int] = []
         self._num_bits = 0
+        self._windows = 0  # the bits of groups that have one
         self._roots: dict[tuple[int, bytes], _Node] = {}
         self._sizes: tuple[int, ...] = ()
         self._names: dict[WireName, _Node] = {}
@@ -156,7 +202,7 @@ class Index:
             known = self._publishers.get(publisher)
             if known is None:
                 known = self._publishers[publisher] = _Publisher()
-            for event in batch.events:
+            for event in _in_order(batch):
                 self._apply(publisher, known, event)
 
     def forget(self, publisher: str) -> None:
@@ -183,21 +229,21 @@ class Index:
         packed = pack(tokens)
         checked = check_items(as_items(items), 0, len(packed))
         key = encode_namespace(namespace)
-        lengths: dict[int, int] = {}
+        met = _Met()
         for size in self._sizes:
             root = self._roots.get((size, key))
             if root is not None:
-                self._walk(root, packed, checked, size, lengths)
+                self._walk(root, packed, checked, size, met)
         found: dict[str, int] = {}
-        for bit, length in lengths.items():
+        for bit in [*met.lengths, *met.runs]:
             name = self._owners.get(bit, "")
             known = self._publishers.get(name)
             if known is None:
                 continue  # it is being forgotten
             bits = known.bits
-            if len(bits) == 1:
-                found[name] = length
-            elif shared := min([lengths.get(each, 0) for each in [*bits.values()]], default=0):
+            if bit not in met.runs and len(bits) == 1:
+                found[name] = met.lengths[bit]
+            elif name not in found and (shared := met.servable(known)):
                 found[name] = shared
         return found
 
@@ -208,7 +254,7 @@ class Index:
             if known is None:
                 return frozenset()
             second = {node: name for name, node in known.aliases.items()}
-            held = self._held(self._roots.values(), known.mask)
+            held = {*self._held(self._roots.values(), known.mask), *known.apart}
             return frozenset([second.get(node, node.name or 0) for node in held])
 
     def publishers(self) -> tuple[str, ...]:
@@ -233,8 +279,11 @@ class Index:
         elif event.medium not in _MEDIA:
             self._num_passed_over += 1
         elif isinstance(event, Stored):
-            if event.kv_cache_spec_kind in INDEXED_KINDS:
-                self._store(publisher, known, event)
+            kind, window = event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window or 0
+            if kind in FULL_KINDS:
+                self._store(publisher, known, event, 0)
+            elif kind in WINDOW_KINDS and window > 0:
+                self._store(publisher, known, event, window)
             else:
                 self._num_passed_over += 1
         elif event.group_idx in known.bits:
@@ -242,14 +291,15 @@ class Index:
         else:
             self._num_passed_over += 1
 
-    def _store(self, publisher: str, known: _Publisher, event: Stored) -> None:
-        bit = known.bits.get(event.group_idx) or self._new_bit(publisher, known, event.group_idx)
+    def _store(self, publisher: str, known: _Publisher, event: Stored, window: int) -> None:
+        bit = known.bits.get(event.group_idx) or self._new_bit(publisher, known, event, window)
+        is_apart = bool(bit & self._windows)
         namespace, contents = _read(event)
         if event.parent_block_hash is None:
             node = self._root(event.block_size, namespace)
         else:
             above = self._named(known, event.parent_block_hash)
-            if above is None or not above.holders & bit:
+            if above is None or not (is_apart or above.holders & bit):
                 self._num_orphans += len(contents)
                 return
             node = above
@@ -257,7 +307,6 @@ class Index:
             child = node.child(content)
             if child is None:
                 child = _Node(node, content)
-                self._num_contents += 1
                 node.add(child)
             if self._named(known, name) is not child:
                 if child.name is None and name not in self._names:
@@ -266,8 +315,11 @@ class Index:
                 else:
                     known.aliases[name] = child
             if not child.holders & bit:
+                self._num_contents += not child.holders
                 child.holders |= bit
                 self._num_held += 1
+                if is_apart:
+                    known.apart.add(child)
             node = child
 
     def _named(self, known: _Publisher, name: WireName) -> _Node | None:
@@ -275,43 +327,53 @@ class Index:
         return known.aliases.get(name) or self._names.get(name)
 
     def _remove(self, known: _Publisher, bit: int, event: Removed) -> None:
-        """Take contents from a publisher's group, with what follows them: nothing can hit that."""
+        """Take contents from a publisher's group; what follows them too: nothing can hit that.
+
+        A window looks past what is gone.
+        """
         for name in event.block_hashes:
             node = self._named(known, name)
             if node is None:
                 continue
             if node.holders & bit:
-                for held in reversed(self._held([node], bit)):
-                    self._take(held, bit)
+                if not bit & self._windows:
+                    for held in reversed(self._held([node], bit)):
+                        self._take(held, bit)
                 self._take(node, bit)
+                if not node.holders & self._windows & known.mask:
+                    known.apart.discard(node)
             if not node.holders & known.mask:
                 known.aliases.pop(name, None)
 
     def _clear(self, known: _Publisher) -> None:
         """Take all from a publisher, and its groups. O(what it holds)."""
-        bits, mask = known.bits, known.mask
+        bits, mask, apart = known.bits, known.mask, known.apart
         for bit in bits.values():
             del self._owners[bit]
-        known.bits, known.mask = {}, 0
+        known.begin()
         known.aliases.clear()
-        for node in reversed(self._held(self._roots.values(), mask)):
+        known.apart = set()
+        for node in [*reversed(self._held(self._roots.values(), mask)), *apart]:
             self._take(node, mask)
+        self._windows &= ~mask
         self._free_bits += bits.values()
 
     def _take(self, node: _Node, mask: int) -> None:
-        """Take a node from those that hold it by these bits; out of the tree if nobody does."""
+        """Take a node from those that hold it by these bits; out of the tree if nobody needs it."""
         held = node.holders & mask
+        if not held:
+            return
         node.holders ^= held
         self._num_held -= held.bit_count()
-        above = node.parent
-        if node.holders or above is None:
-            return
-        above.drop(node)
-        self._num_contents -= 1
-        if node.name is not None and self._names.get(node.name) is node:
-            del self._names[node.name]
-        if above.parent is None and above.only is None and above.children is None:
-            self._roots = {key: root for key, root in self._roots.items() if root is not above}
+        self._num_contents -= not node.holders
+        below, above = node, node.parent
+        while above is not None and not below.holders and not below.below():
+            above.drop(below)
+            if below.name is not None and self._names.get(below.name) is below:
+                del self._names[below.name]
+            below, above = above, above.parent
+        if above is None and not below.below():
+            self._roots = {key: root for key, root in self._roots.items() if root is not below}
             self._count_sizes()
 
     @staticmethod
@@ -334,30 +396,30 @@ class Index:
     def _count_sizes(self) -> None:
         self._sizes = tuple(dict.fromkeys([size for size, _ in self._roots]))
 
-    def _new_bit(self, publisher: str, known: _Publisher, group: int | None) -> int:
+    def _new_bit(self, publisher: str, known: _Publisher, event: Stored, window: int) -> int:
         if self._free_bits:
             bit = self._free_bits.pop()
         else:
             bit = 1 << self._num_bits
             self._num_bits += 1
-        self._owners[bit] = publisher
-        known.bits[group] = bit
+        if window:
+            self._windows |= bit
+        known.groups = (*known.groups, _Group(bit, window, event.block_size))
+        known.step = lcm(known.step, event.block_size)
+        known.bits[event.group_idx] = bit
         known.mask |= bit
+        self._owners[bit] = publisher
         return bit
 
     def _walk(
-        self,
-        root: _Node,
-        packed: array[int],
-        items: tuple[Item, ...],
-        size: int,
-        lengths: dict[int, int],
+        self, root: _Node, packed: array[int], items: tuple[Item, ...], size: int, met: _Met
     ) -> None:
-        """Note for each bit how many tokens it holds from a root on."""
+        """Note what each bit holds from a root on."""
         data = packed.tobytes()
         width = size * BYTES_PER_TOKEN
         extended = block_contents(packed, items, 0, len(packed) // size, size) if items else None
-        node, alive, depth = root, -1, 0
+        windows = self._windows
+        node, alive, depth = root, ~windows, 0
         for start in range(0, len(data) - width + 1, width):
             content = data[start : start + width] if extended is None else extended[depth]
             child = node.only
@@ -365,24 +427,105 @@ class Index:
                 child = node.child(content)
                 if child is None:
                     break
-            held = child.holders & alive
+            holders = child.holders
+            if windows:
+                met.see(holders & windows, depth)
+            held = holders & alive
             if held != alive:
                 if depth:
-                    _note(alive & ~held, depth * size, lengths)
+                    met.note(alive & ~held, depth * size)
                 alive = held
-                if not held:
+                if not held and not windows:
                     return
             node = child
             depth += 1
         if depth:
-            _note(alive, depth * size, lengths)
+            met.note(alive, depth * size)
+        met.see(0, depth)
 
 
-def _note(mask: int, length: int, lengths: dict[int, int]) -> None:
-    while mask:
-        bit = mask & -mask
-        lengths[bit] = length
-        mask ^= bit
+class _Met:
+    """What one question has met on its way.
+
+    Attributes:
+        lengths: by bit, how many tokens a group holds from the beginning on.
+        runs: by bit of a window, where what it holds begins and ends, in blocks.
+    """
+
+    __slots__ = ("_begun", "_seen", "lengths", "runs")
+
+    def __init__(self) -> None:
+        self.lengths: dict[int, int] = {}
+        self.runs: dict[int, list[tuple[int, int]]] = {}
+        self._begun: dict[int, int] = {}
+        self._seen = 0
+
+    def note(self, mask: int, length: int) -> None:
+        """Groups hold so many tokens, and not more. O(groups)."""
+        while mask:
+            bit = mask & -mask
+            self.lengths[bit] = length
+            mask ^= bit
+
+    def see(self, mask: int, depth: int) -> None:
+        """Windows hold the block at this place. O(those that did not hold the one before it)."""
+        changed, self._seen = mask ^ self._seen, mask
+        while changed:
+            bit = changed & -changed
+            if mask & bit:
+                self._begun[bit] = depth
+            else:
+                self.runs.setdefault(bit, []).append((self._begun[bit], depth))
+            changed ^= bit
+
+    def servable(self, known: _Publisher) -> int:
+        """Return the longest prefix of which each group has what can be seen from its end.
+
+        O(groups + runs).
+        """
+        groups, step = known.groups, known.step
+        wanted = -1
+        for group in groups:
+            limit = self.lengths.get(group.bit, 0)
+            if group.window:
+                runs = self.runs.get(group.bit)
+                limit = runs[-1][1] * group.block_size if runs else 0
+            if limit < wanted or wanted < 0:
+                wanted = limit
+        length = 0
+        while wanted > 0 and wanted != length:
+            length = wanted = wanted - wanted % step
+            for group in groups:
+                if group.window:
+                    wanted = min(wanted, _served(self.runs.get(group.bit, ()), group, length))
+        return max(0, wanted)
+
+
+def _served(runs: Sequence[tuple[int, int]], group: _Group, length: int) -> int:
+    """Return a length, in tokens, if a window has what is seen from there; else where it may.
+
+    What is seen is as `kvcore.SlidingWindow` says, and at least the last block.
+    """
+    size = group.block_size
+    num_blocks = length // size
+    first = min(max(0, length - group.window + 1) // size, num_blocks - 1)
+    for begin, end in reversed(runs):
+        if end >= num_blocks > begin:
+            if begin <= first:
+                return length
+        elif end < num_blocks:
+            return end * size
+    return 0
+
+
+def _in_order(batch: Batch) -> Sequence[WireEvent]:
+    """Return a batch's events; of a snapshot windows last, which follow what others have told."""
+    events = batch.events
+    stored = [event for event in events if isinstance(event, Stored)]
+    if not batch.begins_anew or len(stored) != len(events) - 1:
+        return events
+    stored.sort(key=lambda event: event.kv_cache_spec_kind in WINDOW_KINDS)
+    return (events[0], *stored)
 
 
 def _read(event: Stored) -> tuple[bytes, list[bytes]]:

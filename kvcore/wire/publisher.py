@@ -72,7 +72,7 @@ class Publisher:
         manager: made with `record_events`; nobody else takes its events.
         endpoint: where to publish, such as "tcp://*:5557"; with ":*" the system picks a port.
         replay: where to answer requests for what was missed; None: nowhere.
-        topic: the first frame of every message.
+        topic: the first frame of every message, and in form "map" of every answer.
         rank: the data-parallel rank.
         form: how events are spelled: "map", as engines do now, or "array", as they did before.
         names: "u64": the low 64 bits of a block's name; "bytes": all of it.
@@ -121,6 +121,7 @@ class Publisher:
         self._manager = manager
         self._log = manager.events
         self._topic = topic.encode()
+        self._tells_topic = form == "map"
         self._encoder = Encoder(
             manager.groups, form=form, names=names, rank=dp_rank, lora_ids=lora_ids,
             publish_salted=publish_salted,
@@ -295,9 +296,10 @@ class Publisher:
         self._asking.clear()
 
     def _answer(self, router: zmq.Socket[bytes], client: bytes, found: list[Sent]) -> None:
-        for sent in found:
-            router.send_multipart((client, b"", sequence_bytes(sent.sequence), sent.payload))
-        router.send_multipart((client, b"", END, b""))
+        topic, none = ((self._topic,), (b"",)) if self._tells_topic else ((), ())
+        for sequence, payload in found:
+            router.send_multipart((client, b"", *topic, sequence_bytes(sequence), payload))
+        router.send_multipart((client, b"", *none, END, b""))
         self._num_replays += 1
 
 

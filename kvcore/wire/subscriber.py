@@ -343,9 +343,11 @@ class _Link:
     def _read_answer(self, asked: zmq.Socket[bytes]) -> None:
         while asked.poll(0):
             frames = asked.recv_multipart()
-            if len(frames) == 4:
-                del frames[1]  # newer engines repeat the topic
             self.heard_at = self._asked_at = time.monotonic()
+            if len(frames) == 4:  # newer engines repeat the topic; at the end it may be empty
+                topic = frames.pop(1)
+                if frames[1] != END and not topic.startswith(self._source.topic.encode()):
+                    continue
             try:
                 if frames[1:2] == [END]:
                     self._end(answered=True)

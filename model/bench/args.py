@@ -13,6 +13,7 @@ from model.bench.options import (
     HostOptions,
     PrintOptions,
     WasteOptions,
+    WeightOptions,
     WorkOptions,
 )
 from model.bench.workloads import SHAPES, Shape
@@ -34,6 +35,7 @@ def bench_flags() -> Flags:
     """The flags of `python -m model.bench`. O(flags)."""
     flags = Flags("python -m model.bench", "Serve a workload and time it.", _EPILOG)
     flags.add("what runs", WorkOptions)
+    flags.add("what runs", WeightOptions)
     flags.add("what runs", ModelOptions)
     flags.add("which requests (defaults: uniform's; the others have their own)", Shape)
     flags.add("when they come", ArrivalOptions)
@@ -62,6 +64,7 @@ def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
     shape = SHAPES[waste.trace_of if work.workload not in SHAPES else work.workload]
     options = BenchOptions(
         work=work,
+        weights=said.of(WeightOptions),
         model=said.of(ModelOptions),
         engine=said.of(EngineConfig, compile=not said.given(EngineConfig).get("eager", False)),
         shape=said.over(shape),

@@ -23,7 +23,7 @@ _SEED = 0
 
 
 class Wordless:
-    """A codec of a network without a tokenizer: tokens are numbers, and give no text."""
+    """A codec of a network without a tokenizer: the text of a token is its number."""
 
     def encode(self, text: str) -> list[int]:
         """Refuse: there are no words."""
@@ -41,15 +41,14 @@ class Wordless:
         raise UsageError(f"messages: wanted none, dummy weights have no words; got {messages!r}")
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """No text. O(1)."""
-        del tokens
-        return ""
+        """The numbers, a space before each. O(tokens)."""
+        return "".join(f" {token}" for token in tokens)
 
     def describe(self) -> None:
         """There is no tokenizer. O(1)."""
 
     def open_step(self) -> None:
-        """There are no pieces. O(1)."""
+        """No piece changes another, so nothing is kept between them. O(1)."""
 
 
 def load(

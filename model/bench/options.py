@@ -25,12 +25,18 @@ class WorkOptions:
     """What is measured."""
 
     workload: Literal[Workload, "waste", "host"] = setting("uniform", help="what is measured")
+    peer: tuple[Peer, ...] = setting((), help="what runs beside us")
+    rounds: int = setting(1, help="turns of each", least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightOptions:
+    """Whose weights are measured."""
+
     dummy_weights: bool = setting(
         False,
         help="random weights of the model's configuration; --model may be qwen3-0.6b or qwen3-8b",
     )
-    peer: tuple[Peer, ...] = setting((), help="what runs beside us")
-    rounds: int = setting(1, help="turns of each", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +101,7 @@ class BenchOptions:
 
     Attributes:
         work: what is measured.
+        weights: whose are measured.
         model: which runs, and on what.
         engine: sizes.
         shape: of the workload that is served or replayed, or of as many requests.
@@ -106,6 +113,7 @@ class BenchOptions:
     """
 
     work: WorkOptions
+    weights: WeightOptions
     model: ModelOptions
     engine: EngineConfig
     shape: Shape

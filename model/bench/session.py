@@ -134,8 +134,10 @@ def _prepare(options: BenchOptions) -> _Bench:
         what.path,
         what.backend,
         what.dtype,
+        draft_name=options.engine.draft_model,
         num_ranks=what.tp,
-        load=partial(load, dummy_weights=options.work.dummy_weights),
+        expert_parallel=what.expert_parallel,
+        load=partial(load, dummy_weights=options.weights.dummy_weights),
     )
     vocab_size: int = model.network.config.get_text_config().vocab_size
     requests = make_requests(options.shape, vocab_size=vocab_size, seed=options.arrivals.seed)
@@ -218,7 +220,7 @@ def _report(
         about={
             "workload": options.work.workload,
             "model": options.model.path,
-            "dummy_weights": options.work.dummy_weights,
+            "dummy_weights": options.weights.dummy_weights,
             "network": bench.network,
             "device": str(network.device),
             "dtype": str(network.dtype).removeprefix("torch."),

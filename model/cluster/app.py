@@ -32,7 +32,7 @@ _MANY = 1_000_000  # requests at once: the engine says itself when too many wait
 _OURS = "model.cluster.routing:EventRouter"
 _RAYS = {
     "ray-power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "ray-prefix": "ray.serve.llm.request_router:PrefixCacheAffinityRouter",
+    "ray-prefix": "model.cluster.rays:PrefixRouter",
 }
 
 
@@ -53,6 +53,11 @@ class Face:
 
         self._engine = ReplicatedEngine(replicas, load_codec, options.cluster)
         self._config = options.serve
+
+    async def record_replica_metadata(self) -> Mapping[str, str]:
+        """Nothing; but Ray asks once, and until then this is not there for clients."""
+        await self._engine.ready()
+        return {}
 
     def __serve_build_asgi_app__(self) -> object:  # Ray asks for it
         """The application; Ray asks once."""

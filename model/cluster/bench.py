@@ -1,21 +1,20 @@
-"""What a router gives: `python -m model.cluster.bench --routers prefix power-of-two`.
+"""What a router gives: `python -m model.cluster.bench --routers prefix --routers ray-prefix`.
 
 Decides: the workload: prompts that begin alike, a few at once, more of them than the caches hold;
-each router gets replicas of its own, and the same prompts in the same order.
+each router gets replicas of its own, and the same prompts in the same order. Nothing is sent
+before: the first request counts.
 
 Does not know: how a replica is chosen.
 """
 
 import asyncio
-import json
 import random
 import re
 import statistics
 import sys
-import time
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 from model.cli.exits import leaves
 from model.cli.options import ModelOptions
@@ -25,8 +24,9 @@ from model.cluster.session import Asked, serving
 from model.control.config import EngineConfig
 from model.control.settings import check_settings, setting
 from model.serve.config import ServeConfig
+from model.serve.load import Job, run_load
 
-_DONE = b"data: [DONE]"
+_PATIENCE_S = 30
 _COUNTS = {
     "requests": "router_requests_total",
     "prompt": "prompt_tokens_total",
@@ -73,7 +73,7 @@ class Found:
     Attributes:
         hit_rate: tokens of prompts that were found in a cache, of all.
         ttft_ms, ttft_p95_ms: to the first token: median, and what one in 20 exceeds.
-        decision_us: the processor's time for a choice, the mean.
+        decision_us: for a choice, the mean, as `Sent.decision_ns` counts.
         num_failed: requests without a whole answer.
         duration_s: of all.
     """
@@ -86,66 +86,47 @@ class Found:
     duration_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sharing(Job):
+    """What the load sends: prompts that begin alike."""
+
+    work: Work
+
+    def prompts(self) -> list[list[int]]:
+        """The prompts of the work. O(tokens)."""
+        return self.work.prompts()
+
+
 async def send(address: str, work: Work) -> Found:
     """Send the work to a server, and look at its counts before and after."""
-    prompts, firsts, began_s = iter(work.prompts()), [], time.perf_counter()
-    before = await _counts(address)
-
-    async def one_by_one() -> None:
-        for prompt in prompts:
-            first_s = await _complete(address, prompt, work.new_tokens)
-            firsts.append(first_s)
-
-    await asyncio.gather(*[one_by_one() for _ in range(work.at_once)])
-    took_s = time.perf_counter() - began_s
-    after = await _counts(address)
+    where = urlsplit(address)
+    job = _Sharing(
+        host=str(where.hostname), port=where.port or 80, num_requests=work.num_requests,
+        concurrency=work.at_once, output_len=work.new_tokens, work=work,
+    )  # fmt: skip
+    before = _counts(address)
+    loaded = await run_load(job)
+    after = _counts(address)
     counts = {name: after[name] - before[name] for name in _COUNTS}
-    told = sorted(1e3 * first for first in firsts if first is not None) or [float("nan")]
+    told = sorted(1e3 * first for first in loaded.first_s) or [float("nan")]
     return Found(
         hit_rate=counts["cached"] / max(1, counts["prompt"]),
         ttft_ms=statistics.median(told),
         ttft_p95_ms=told[int(len(told) * 0.95)] if len(told) > 1 else told[0],
         decision_us=1e6 * counts["decision_s"] / max(1, counts["requests"]),
-        num_failed=firsts.count(None),
-        duration_s=took_s,
+        num_failed=loaded.num_failed,
+        duration_s=loaded.duration_s,
     )
 
 
-async def _complete(address: str, prompt: Sequence[int], max_tokens: int) -> float | None:
-    """Seconds to the first token of an answer; None: it was not whole."""
-    asked = {
-        "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
-        "stream": True,
-    }  # fmt: skip
-    first_s, seen, began_s = None, b"", time.perf_counter()
-    async for piece in _exchange(address, "POST /v1/completions", json.dumps(asked).encode()):
-        if first_s is None and b"data: " in piece:
-            first_s = time.perf_counter() - began_s
-        seen = (seen + piece)[-4096:]
-    return first_s if _DONE in seen and b'"error"' not in seen else None
-
-
-async def _counts(address: str) -> dict[str, float]:
-    page = b"".join([piece async for piece in _exchange(address, "GET /metrics", b"")]).decode()
+def _counts(address: str) -> dict[str, float]:
+    with urlopen(f"{address}/metrics", timeout=_PATIENCE_S) as answer:  # noqa: S310  # http, ours
+        page = answer.read().decode()
     found = {}
     for name, metric in _COUNTS.items():
         value = re.search(rf"^kvcore:{metric} (\S+)", page, re.MULTILINE)
         found[name] = 0.0 if value is None else float(value.group(1))
     return found
-
-
-async def _exchange(address: str, line: str, body: bytes) -> AsyncIterator[bytes]:
-    """Send a request, and yield what comes until the server closes."""
-    where = urlsplit(address)
-    reader, writer = await asyncio.open_connection(where.hostname, where.port)
-    head = f"{line} HTTP/1.1\r\nHost: {where.netloc}\r\nConnection: close\r\n"
-    kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    try:
-        writer.write((head + kind).encode() + body)
-        while piece := await reader.read(1 << 16):
-            yield piece
-    finally:
-        writer.close()
 
 
 def _run() -> None:
@@ -171,8 +152,6 @@ def _run() -> None:
         with serving(
             replace(options, cluster=replace(options.cluster, router=router)), asked
         ) as address:
-            few = replace(work, num_requests=work.at_once, prefixes=1, seed=work.seed + 1)
-            asyncio.run(send(address, few))  # connections are made, and whatever is made once
             found = asyncio.run(send(address, work))
         print(
             f"{router:<17}{found.hit_rate:>8.1%}{found.ttft_ms:>10.1f}{found.ttft_p95_ms:>10.1f}"

@@ -25,7 +25,7 @@ class Sent:
     Attributes:
         asked: what is asked; its prompt is tokens.
         ticket: of the router, which sets it in this process; None: no router of ours has chosen.
-        decision_ns: the processor's time for the choice.
+        decision_ns: for the choice: the processor's time, by Ray's own prefix router all time.
         is_given_up: nobody wants it any more, so a ticket that comes now is given back at once.
     """
 

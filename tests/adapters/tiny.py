@@ -28,9 +28,14 @@ def network(kind, seed=0):
             **SIZES, num_hidden_layers=3, sliding_window=WINDOW, layer_types=layers
         )
         made = Gemma3ForCausalLM(config)
+    return draw_weights(made, seed)
+
+
+def draw_weights(made, seed=0):
+    """The network with weights that set the best token far ahead of the second."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in made.parameters():
-        if parameter.dim() > 1:  # larger than usual: the best token is far ahead of the second
+        if parameter.dim() > 1:  # larger than usual
             torch.nn.init.normal_(parameter, std=0.5, generator=generator)
     made.generation_config.pad_token_id = 0
     made.generation_config.bos_token_id = made.generation_config.eos_token_id = None

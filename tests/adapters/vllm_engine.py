@@ -1,10 +1,12 @@
-"""vLLM's whole engine on the tiny model, with its own manager and with kvcore's: same tokens?
+"""vLLM's whole engine on a tiny network, with its own manager and with kvcore's: same tokens?
 
 `python -m tests.adapters.vllm_engine` in an environment with vLLM. Two hundred and forty requests:
 eight shared beginnings, four tenants by `cache_salt`, greedy, in chunks; once with
 room for all, once with so few blocks that requests give way. Each side runs in a process of its
 own, in turns; the time of `schedule()` is the least of the rounds. It exits with 1 where tokens
-differ.
+differ. `--network`: `tiny` is this project's model, `lora` the same with two adapters of random
+weights, `windows` random weights of which two layers in three see 96 tokens. kvcore is the one that
+is found first: a compiled one if the command runs where that lies.
 """
 
 import argparse
@@ -13,9 +15,14 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from hashlib import sha256
+from itertools import cycle
 from pathlib import Path
+from types import FunctionType
+
+import kvcore
 
 ROOT = Path(__file__).parents[2]
 SHARED = 8
@@ -44,10 +51,51 @@ def requests(count, seed):
         )
 
 
+def make_windows(folder):
+    """Write a network of random weights, so large that what is read decides what is written."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=2048, hidden_size=64, intermediate_size=128, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, num_hidden_layers=3, sliding_window=96,
+        max_position_embeddings=1024, query_pre_attn_scalar=32, dtype="float32",
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    made = Gemma3ForCausalLM(config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in made.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    made.save_pretrained(folder)
+
+
+def make_adapter(folder, seed):
+    """Write a LoRA adapter of random weights for the tiny model."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{side}.weight":
+            torch.randn(shape, generator=generator) * 0.1
+        for layer in range(4)
+        for name, size in (("q_proj", 256), ("v_proj", 128))
+        for side, shape in (("A", (8, 192)), ("B", (size, 8)))
+    }  # fmt: skip
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    told = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none",
+            "target_modules": ["q_proj", "v_proj"]}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(told))
+
+
 def serve(options):
     """Run one engine in this process and print what came of it."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.scheduler import Scheduler
 
     spent = []
@@ -60,17 +108,24 @@ def serve(options):
         return output
 
     Scheduler.schedule = timed
+    has_adapters = options.network == "lora"
+    model = options.folder if options.network == "windows" else ROOT / "model" / "tiny"
     llm = LLM(
-        str(ROOT / "model" / "tiny"), dtype="float32", block_size=32, enforce_eager=True,
+        str(model), dtype="float32", block_size=32, enforce_eager=True,
         num_gpu_blocks_override=options.blocks, max_num_seqs=64, max_num_batched_tokens=512,
         max_model_len=1024, disable_log_stats=False,
         gpu_memory_utilization=0.2, async_scheduling=options.ahead, seed=0,
+        skip_tokenizer_init=True, enable_lora=has_adapters, max_loras=3 if has_adapters else 1,
     )  # fmt: skip
+    adapters = [None]
+    if has_adapters:
+        adapters += [LoRARequest(f"a{n}", n, str(options.folder / f"a{n}")) for n in (1, 2)]
     work = list(requests(options.requests, seed=7))
     spent.clear()
     answers = llm.generate(
         [prompt for prompt, _ in work],
-        [SamplingParams(**params) for _, params in work],
+        [SamplingParams(**params, detokenize=False) for _, params in work],
+        lora_request=[one for one, _ in zip(cycle(adapters), work, strict=False)],
         use_tqdm=False,
     )
     tokens = [list(answer.outputs[0].token_ids) for answer in answers]
@@ -78,6 +133,9 @@ def serve(options):
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     print("RESULT", json.dumps({
         "manager": type(scheduler.kv_cache_manager).__module__.split(".")[0],
+        "compiled": not isinstance(kvcore.KVCacheManager.open, FunctionType),
+        "groups": len(scheduler.kv_cache_config.kv_cache_groups),
+        "different": len(set(map(tuple, tokens))),
         "tokens": sha256(json.dumps(tokens).encode()).hexdigest()[:12],
         "written": sum(map(len, tokens)),
         "queried": metrics["vllm:prefix_cache_queries"],
@@ -89,9 +147,10 @@ def serve(options):
     }))  # fmt: skip
 
 
-def run(side, blocks, options):
+def run(side, blocks, options, folder):
     """Run one side in a process of its own, and return what it has printed."""
     arguments = ["--serve", "--blocks", str(blocks), "--requests", str(options.requests)]
+    arguments += ["--network", options.network, "--folder", str(folder)]
     arguments += ["--ahead"] if options.ahead else []
     done = subprocess.run(
         [sys.executable, "-m", "tests.adapters.vllm_engine", *arguments],
@@ -99,6 +158,8 @@ def run(side, blocks, options):
         env=os.environ | {
             "VLLM_PLUGINS": "kvcore" if side == "kvcore" else "",
             "VLLM_LOGGING_LEVEL": "WARNING",
+            "OMP_NUM_THREADS": "1",  # small matrices are no work for two
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         },
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -111,19 +172,32 @@ def main():
     made = argparse.ArgumentParser(prog="python -m tests.adapters.vllm_engine", description=__doc__)
     made.add_argument("--blocks", type=int, nargs="+", default=[600, 70])
     made.add_argument("--requests", type=int, default=240)
-    made.add_argument("--rounds", type=int, default=2)
+    made.add_argument("--rounds", type=int, default=1)
     made.add_argument("--ahead", action="store_true", help="vLLM's asynchronous scheduling")
+    made.add_argument("--network", default="tiny", choices=["tiny", "lora", "windows"])
     made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()
     if options.serve:
         options.blocks = options.blocks[0]
         return serve(options)
+    with tempfile.TemporaryDirectory() as folder:
+        return compare(options, Path(folder))
+
+
+def compare(options, folder):
+    """Run both sides in turns; return whether their tokens differ."""
+    if options.network == "windows":
+        make_windows(folder)
+    elif options.network == "lora":
+        make_adapter(folder / "a1", 1)
+        make_adapter(folder / "a2", 2)
     differ = False
     for blocks in options.blocks:
         found = {}
         for _ in range(options.rounds):
             for side in ("vllm", "kvcore"):
-                result = run(side, blocks, options)
+                result = run(side, blocks, options, folder)
                 before = found.get(side, result)
                 result["schedule_us"] = min(result["schedule_us"], before["schedule_us"])
                 found[side] = result

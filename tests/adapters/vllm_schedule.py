@@ -17,11 +17,11 @@ import torch
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core import single_type_kv_cache_manager as kinds
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched import scheduler as module
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -80,7 +80,8 @@ def make(specs, num_blocks, budget, at_once, *, ahead, policy="fcfs", chunk=0):
             long_prefill_token_threshold=chunk,
         ),
     )
-    register_all_kvcache_specs(config)
+    if hasattr(kinds, "register_all_kvcache_specs"):  # not in 0.22
+        kinds.register_all_kvcache_specs(config)
     groups = [KVCacheGroupSpec([f"layer{n}"], spec) for n, spec in enumerate(specs)]
     return (AsyncScheduler if ahead else Scheduler)(
         vllm_config=config,

@@ -59,15 +59,18 @@ class World:
         manager: what is tested.
         ahead: steps are scheduled before the one before is processed.
         budget: tokens a step.
-        from_front: who gives way is the first of those that run, who may be scheduled already.
+        defers: what a step reads must stay until it has been processed, also where its request
+            has ended; otherwise until the next one is executed.
     """
 
-    def __init__(self, manager, *, ahead=False, budget=16, from_front=False):
+    def __init__(self, manager, *, ahead=False, budget=16, defers=False):
         self.manager = manager
         self.ahead = ahead
         self.budget = budget
-        self.from_front = from_front
+        self.defers = defers
         self.waiting, self.running, self.flying = [], [], []
+        self.deferred = []
+        self.num_sent = self.num_processed = self.num_deferred = 0
         self.memory, self.tables = {}, {}
         self.finished = {}
         self.num_hits = 0
@@ -81,13 +84,21 @@ class World:
             if request in queue:
                 queue.remove(request)
         request.status.name = "FINISHED_ABORTED"
-        self.manager.free(request)
+        self.free(request)
+
+    def free(self, one):
+        if self.defers and one.num_in_flight_tokens:
+            self.num_deferred += 1
+            self.deferred.append((self.num_sent, self.manager.pop_blocks_for_free(one)))
+        else:
+            self.manager.free(one)
 
     def step(self):
         """Schedule a step; process it, or the one before."""
         scheduled = self.schedule()
-        self.flying.append([(one, count, self.execute_later(one)) for one, count in scheduled])
-        self.execute(self.flying[-1])
+        step = [(one, count, self.execute_later(one)) for one, count in scheduled]
+        self.num_sent += 1
+        self.flying.append((step, self.execute(step)))
         for one, count in scheduled:
             one.num_computed_tokens += count
             one.num_in_flight_tokens += count
@@ -97,7 +108,7 @@ class World:
             ):
                 one.num_output_placeholders += 1
         while len(self.flying) > (1 if self.ahead and scheduled else 0):
-            self.process(self.flying.pop(0))
+            self.process(*self.flying.pop(0))
 
     def schedule(self):
         self.manager.new_step_starts()
@@ -112,11 +123,7 @@ class World:
                 place += 1
                 continue
             while (appended := self.manager.allocate_slots(one, count)) is None:
-                victim = self.running[0 if self.from_front else -1]
-                index = self.running.index(victim)
-                self.running.remove(victim)
-                place -= index < place
-                budget += scheduled.pop(victim, 0)
+                victim = self.running.pop()
                 self.preempt(victim)
                 gave_way = True
                 if victim is one:
@@ -129,7 +136,7 @@ class World:
                 place += 1
         while self.waiting and budget and not gave_way:
             one = self.waiting[0]
-            blocks, hits, _ = self.manager.get_computed_blocks(one)
+            blocks, hits, *_ = self.manager.get_computed_blocks(one)
             count = min(one.num_tokens - hits, budget)
             if self.manager.allocate_slots(
                 one, count, hits, blocks, full_sequence_must_fit=True,
@@ -147,7 +154,7 @@ class World:
         return list(scheduled.items())
 
     def preempt(self, one):
-        self.manager.free(one)
+        self.free(one)
         one.status.name = "PREEMPTED"
         one.num_computed_tokens = one.num_output_placeholders = 0
         one.stale = one.num_in_flight_tokens
@@ -159,7 +166,8 @@ class World:
         return one.num_computed_tokens, self.tables[one]
 
     def execute(self, step):
-        """Write all KV of a step, and then read what its queries see."""
+        """Write all KV of a step, and then read what its queries see; return what that was."""
+        seen_there = {}
         groups = self.manager.settings.groups
         for one, count, (start, tables) in step:
             while one.num_tokens < start + count:  # what the device has sampled already
@@ -172,7 +180,8 @@ class World:
             for number, group in enumerate(groups):
                 for position in range(start, start + count):
                     for seen in range(group.first_visible(position), position + 1):
-                        found = self.memory.get((number, slot(group, tables[number], seen)))
+                        place = number, slot(group, tables[number], seen)
+                        found = seen_there[place] = self.memory.get(place)
                         assert found == one.value(seen), (
                             f"{one.request_id} reads at {seen} of group {number}: {found}"
                         )
@@ -180,26 +189,33 @@ class World:
             if unread:
                 del one.all_token_ids[-unread:]
                 one.unread = 0
+        return seen_there
 
-    def process(self, step):
+    def process(self, step, seen):
+        if self.defers:
+            for place, value in seen.items():
+                assert self.memory[place] == value, f"{place} is written while a step reads it"
+        self.num_processed += 1
         for one, count, (start, _) in step:
             one.num_in_flight_tokens -= count
-            if one.stale:
+            was_stale = one.stale > 0  # it gave way since: its token counts, its counts do not
+            if was_stale:
                 one.stale -= count
-                continue
-            if one.status.name != "RUNNING" or start + count < one.num_tokens:
+            if one.status.name.startswith("FINISHED") or start + count < one.num_tokens:
                 continue
             one.all_token_ids.append(sampled(one, one.num_tokens))
-            if self.ahead:
+            if self.ahead and not was_stale:
                 one.num_output_placeholders -= 1
                 self.manager.cache_blocks(
                     one, one.num_computed_tokens - one.num_output_placeholders
                 )
             if one.num_tokens >= one.stop:
                 one.status.name = "FINISHED_STOPPED"
-                self.running.remove(one)
+                (self.waiting if was_stale else self.running).remove(one)
                 self.finished[one.request_id] = tuple(one.all_token_ids)
-                self.manager.free(one)
+                self.free(one)
+        while self.deferred and self.deferred[0][0] <= self.num_processed:
+            self.manager.block_pool.free_blocks(reversed(self.deferred.pop(0)[1]))
 
 
 def slot(group, table, position):

@@ -223,6 +223,7 @@ class Latents:
 
 LATENTS = (
     Latents(16),
+    Latents(16, vector=16),
     Latents(16, vector=0, block_size=5, features=True),
     Latents(128, spills=(60, 60)),
     Latents(16, spills=(200, 200), e4m3=True),
@@ -266,6 +267,7 @@ def check_hopper_latents(case, constants, room):
         "REGISTERS": hopper_latent.CONSUMER_REGISTERS,
         "LOADER_REGISTERS": hopper_latent.LOADER_REGISTERS,
     }  # fmt: skip
+    sizes["VECTOR"] = hopper_latent.plan_vector(constants["VECTOR"])
     made = make(
         hopper_latent.attend_rows, 90, case.element, constants | sizes,
         source=GluonASTSource, num_warps=shape.warps,

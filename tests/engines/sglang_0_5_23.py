@@ -3,10 +3,13 @@
 `Scheduled` does what its scheduler does with a request: the longest prefix is matched and locked,
 whole pages are allocated (the tree evicts leaves for them), and `checkpoint` publishes what a chunk
 has computed: it gives back pages that the tree has already, and the request's row takes the tree's.
-It is the Python tree (`RadixCache`); what the engine builds by default is its twin in Rust.
+`Scheduled` has the Python tree (`RadixCache`), `Rust` what the engine builds by default
+(`UnifiedRadixCache` over its tree in Rust, which is in the wheel), and `Python` the same over the
+tree in Python that stands in for it where Rust is not served.
 """
 
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +17,8 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from kvcore.testing import Promise
 
@@ -40,10 +45,13 @@ class Scheduled:
             slots, block_size, torch.float32, "cpu", None, False
         )
         self.rows = Rows()
-        self.tree = RadixCache(CacheInitParams(False, self.rows, self.pool, block_size))
+        self.tree = self.make_tree(CacheInitParams(False, self.rows, self.pool, block_size))
         self.live = 0
         self.count = 0
         return range(1, num_blocks)
+
+    def make_tree(self, params):
+        return RadixCache(params)
 
     def begin(self, tokens, tenant):
         key = RadixKey(array("q", tokens[:-1]), cache_salt=tenant or None)
@@ -56,7 +64,8 @@ class Scheduled:
         request = SimpleNamespace(
             kv=kv, tokens=list(tokens), computed=len(found), room=len(found), last_node=node,
             lock=self.tree.lock(node), extra_key=None, cache_salt=tenant or None, priority=0,
-            origin_input_ids=array("q", tokens),
+            origin_input_ids=array("q", tokens), session=None, session_id=None,
+            kv_rotation_base=None, finished=lambda: False,
         )  # fmt: skip
         self.rows.write((self.count, slice(0, len(found))), found)
         self.count, self.live = self.count + 1, self.live + 1
@@ -115,3 +124,22 @@ class Unguarded(Scheduled):
 
     def finish(self, request):
         self.release(request)
+
+
+class Rust(Scheduled):
+    core = "rust"
+
+    def make_tree(self, params):
+        params = replace(params, tree_components=(ComponentType.FULL,), tree_core_backend=self.core)
+        tree = UnifiedRadixCache(params)
+        if tree._tree_core_backend != self.core:
+            raise RuntimeError(f"wanted its tree in {self.core}, got {tree._tree_core_backend}")
+        return tree
+
+
+class Python(Rust):
+    core = "python"
+
+
+class UnguardedRust(Unguarded, Rust):
+    """The same over the tree in Rust."""

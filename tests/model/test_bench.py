@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from model import EngineConfig, InvalidArgumentError, RequestTooLongError
 from model.bench import host, peers
 from model.bench.args import parse_args
-from model.bench.networks import load
+from model.bench.networks import Wordless, load
 from model.bench.report import Versus
 from model.bench.serve import Arrivals, serve
 from model.bench.session import execute, measure
@@ -20,6 +22,7 @@ from model.bench.workloads import BenchRequest, Shape, Span, make_requests
 from model.device.attention import IMPLEMENTATION
 from model.engine import Engine
 from model.errors import ModelError, UsageError
+from model.text import TextStream
 from tests.model.networks import build, greedy_and_margin
 from tests.model.reference import ReferenceBackend
 
@@ -217,6 +220,16 @@ def test_dummy_weights_repeat(checkpoint):
     )
     assert first.keys() == second.keys()
     assert all((value == second[name]).all() for name, value in first.items())
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=20))
+def test_without_a_tokenizer_each_token_is_text_at_once(tokens):
+    stream = TextStream(Wordless().decode)
+    for token in tokens:
+        stream.add(token)
+        assert stream.take() == f" {token}"
+    stream.close()
+    assert stream.text == Wordless().decode(tokens)
 
 
 def test_a_configuration_by_name_wants_dummy_weights():

@@ -5,6 +5,7 @@ stands a fold of the decoded events by their names alone, for every layer group.
 """
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -23,6 +24,10 @@ SIZE = 2
 LAYOUTS = {
     "full": None,
     "window": (kvcore.FullAttention(), kvcore.SlidingWindow(3)),
+    "windows first": (kvcore.SlidingWindow(2), kvcore.SlidingWindow(6), kvcore.FullAttention()),
+    "larger blocks": (kvcore.FullAttention(), kvcore.SlidingWindow(5, 2 * SIZE)),
+    "window alone": (kvcore.SlidingWindow(4),),
+    "chunks": (kvcore.FullAttention(), kvcore.ChunkedLocal(4)),
     "two full": (kvcore.FullAttention(), kvcore.FullAttention(2 * SIZE)),
 }
 PROMPTS = st.builds(
@@ -207,7 +212,10 @@ class StreamMachine(RuleBasedStateMachine):
     @rule(who=WHO)
     def ask(self, who):
         """As a subscriber does when it has heard nothing, or no answer, for a while."""
+        known = self.followers[who].next
         self.wanted[who] = self.followers[who].ask()
+        from_where = 0 if known is None else max(0, known - 1)
+        self.expect(self.wanted[who] == from_where, who, "asked from", (self.wanted[who], known))
         self.answers.pop(who, None)  # it comes too late, and meets nobody
 
     @precondition(lambda self: self.wanted)
@@ -300,32 +308,49 @@ class StreamMachine(RuleBasedStateMachine):
             if life.salted or not kvcore.decode_namespace(run.namespace_key).salt:
                 true.update((run.group, name) for name in form(run.names))
         told = self.names.held.get(who, set())
-        full = [g for g, kind in enumerate(life.kv.groups)
-                if isinstance(kind, kvcore.FullAttention)]  # fmt: skip
+        indexed = [g for g, kind in enumerate(life.kv.groups)
+                   if not isinstance(kind, kvcore.ChunkedLocal)]  # fmt: skip
         held = self.index.held_names(who)
-        truly = {name for group, name in true if group in full}
+        truly = {name for group, name in true if group in indexed}
         if life.plain:
             self.expect(told <= true, who, "names that it does not hold", told - true)
-            self.expect(held <= truly, who, "contents that it does not hold", held - truly)
         else:
             self.expect(told == true, who, "other names", told ^ true)
+        if life.plain or not self.is_rooted(life):
+            self.expect(held <= truly, who, "contents that it does not hold", held - truly)
+        else:
             self.expect(held == truly, who, "other contents", held ^ truly)
-        full = [group for group in full if group in self.names.groups.get(who, ())]
+        indexed = [group for group in indexed if group in self.names.groups.get(who, ())]
         for tokens, space in self.prompts:
-            longest = self.truth(life, true, full, tokens, space)
+            longest = self.truth(life, true, indexed, tokens, space)
             found = self.index.match(tokens, namespace=space).get(who, 0)
-            right = found <= longest if life.plain else found == longest
+            is_less = life.plain or not self.is_rooted(life)
+            right = found <= longest if is_less else found == longest
             self.expect(right, who, f"a prefix of {tokens} in {space}", (found, longest))
 
-    def truth(self, life, true, full, tokens, space):
-        """The longest prefix that every group of full attention holds, by names alone."""
-        lengths = []
-        for group in full:
-            size = life.kv.groups[group].block_size
-            names = life.encoder._spell(kvcore.block_names(tokens, size, namespace=space))
-            run = itertools.takewhile(lambda name: (group, name) in true, names)  # noqa: B023
-            lengths.append(size * len(list(run)))
-        return min(lengths, default=0)
+    @staticmethod
+    def is_rooted(life):
+        """Whether a group of full attention says what each block of a window follows."""
+        sizes = {True: set(), False: set()}
+        for group in life.kv.groups:
+            sizes[isinstance(group, kvcore.FullAttention)].add(group.block_size)
+        return sizes[False] <= sizes[True]
+
+    def truth(self, life, true, indexed, tokens, space):
+        """The longest prefix of which every group holds what it still sees, by names alone."""
+        groups = [life.kv.groups[group] for group in indexed]
+        step = math.lcm(*[group.block_size for group in groups])
+        for length in range(len(tokens) // step * step, 0, -step):
+            seen = []
+            for number, group in zip(indexed, groups, strict=True):
+                names = life.encoder._spell(
+                    kvcore.block_names(tokens[:length], group.block_size, namespace=space)
+                )
+                first = min(group.first_visible(length) // group.block_size, len(names) - 1)
+                seen += [(number, name) in true for name in names[first:]]
+            if seen and all(seen):
+                return length
+        return 0
 
     @staticmethod
     def expect(holds, who, what, seen):

@@ -98,7 +98,83 @@ def what_may_have_gone_since_is_forgotten(machine):
     serve(machine, [0, 0], "lost")
 
 
+def a_window_looks_past_what_is_gone(machine, layout="window"):
+    machine.start(Life(layout=layout, kept=10**6))
+    serve(machine, [0] * 8)
+    machine.finish("a")
+    for tokens in ([1, 1, 1, 1], [1, 0], [0, 0, 0, 0, 1, 1]):
+        serve(machine, tokens)
+        machine.finish("a")
+
+
+def a_window_that_is_alone_is_known_too(machine):
+    a_window_looks_past_what_is_gone(machine, "window alone")
+
+
+def a_window_sees_all_that_it_says(machine):
+    machine.start(Life(layout="window alone", kept=10**6))
+    serve(machine, [1] * 6)
+    machine.finish("a")
+    serve(machine, [0] * 8 + [1] * 4)
+    machine.finish("a")
+
+
+def a_snapshot_may_tell_of_windows_first(machine):
+    machine.start(Life(layout="windows first"))
+    serve(machine, [0] * 4, "lost")
+    serve(machine, [0] * 4 + [1] * 2, "lost")
+
+
+def a_batch_that_clears_twice_is_no_snapshot(machine):
+    machine.start(Life(layout="window"))
+    machine.reset("a")
+    serve(machine, [0] * 4, "not sent")
+    machine.reset("a")
+
+
+def what_is_lost_while_an_answer_is_made_is_in_neither(machine):
+    machine.start(Life())
+    serve(machine, [0] * 4)
+    serve(machine, [0, 0, 1, 1], "waits")
+    machine.compose("a")
+    serve(machine, [1, 1], "lost")
+
+
+def a_snapshot_after_a_clearing_that_was_lost_clears(machine):
+    machine.start(Life())
+    serve(machine, [0, 0])
+    machine.finish("a")
+    machine.settle()
+    machine.reset("a")
+    serve(machine, [1] * 4, "lost")
+
+
+def a_snapshot_is_as_old_as_its_number(machine):
+    machine.start(Life())
+    serve(machine, [1, 1])
+    serve(machine, [0, 0])
+
+
+def what_is_salted_goes_unsaid_and_the_rest_does_not(machine):
+    machine.start(Life(kept=10**6))
+    machine.serve("a", [0, 0], SPACES[2], close=False, fate="arrives")
+    serve(machine, [0] * 6)
+    running = machine.lives["a"].running
+    running.reverse()
+    machine.finish("a")
+    serve(machine, [1] * 8)
+
+
 PROGRAMS = (
+    what_is_lost_while_an_answer_is_made_is_in_neither,
+    a_snapshot_after_a_clearing_that_was_lost_clears,
+    a_snapshot_is_as_old_as_its_number,
+    what_is_salted_goes_unsaid_and_the_rest_does_not,
+    a_batch_that_clears_twice_is_no_snapshot,
+    a_window_looks_past_what_is_gone,
+    a_window_that_is_alone_is_known_too,
+    a_window_sees_all_that_it_says,
+    a_snapshot_may_tell_of_windows_first,
     a_group_of_a_life_before_is_not_waited_for,
     what_comes_late_from_a_life_before_is_asked_for_once,
     a_number_from_the_time_is_no_newer_for_being_higher,

@@ -185,6 +185,47 @@ class UnionIndex(wire.Index):
         return super().match(tokens, **options)
 
 
+class BlindIndex(wire.Index):
+    """Passes windows over."""
+
+    def _store(self, publisher, known, event, window):
+        if not window:
+            super()._store(publisher, known, event, window)
+
+
+class ShortSightedIndex(wire.Index):
+    """Takes a window for a token shorter than it is."""
+
+    def _store(self, publisher, known, event, window):
+        super()._store(publisher, known, event, window - 1 if window > 1 else window)
+
+
+class HereditaryIndex(wire.Index):
+    """Takes from a window what follows a block that is gone."""
+
+    def _remove(self, known, bit, event):
+        windows, self._windows = self._windows, 0
+        super()._remove(known, bit, event)
+        self._windows = windows
+
+
+class HastyIndex(wire.Index):
+    """Forgets a block that nobody holds, though others follow it."""
+
+    def _take(self, node, mask):
+        super()._take(node, mask)
+        if not node.holders and node.parent is not None and node.parent.child(node.content) is node:
+            node.parent.drop(node)
+
+
+class TimidFollower(wire.Follower):
+    """Asks for everything, whatever it knows."""
+
+    def ask(self):
+        super().ask()
+        return 0
+
+
 def replaced(event, **changes):
     fields = {name: getattr(event, name) for name in wire.Stored.__struct_fields__}
     return wire.Stored(**{**fields, **changes})
@@ -193,9 +234,12 @@ def replaced(event, **changes):
 SABOTAGES = {
     "make_follower": (
         DeafFollower, GaplessFollower, TrustingFollower, TimelessFollower, HoardingFollower,
-        ImpatientFollower, GrudgingFollower, CredulousFollower,
+        ImpatientFollower, GrudgingFollower, CredulousFollower, TimidFollower,
     ),
     "make_history": (ShortHistory, StaleHistory, EarlyHistory),
     "make_encoder": (TalkativeEncoder, BlindEncoder, SilentEncoder, OpenEncoder),
-    "make_index": (HashIndex, OneSpaceIndex, KeepingIndex, LoyalIndex, GreedyIndex, UnionIndex),
+    "make_index": (
+        HashIndex, OneSpaceIndex, KeepingIndex, LoyalIndex, GreedyIndex, UnionIndex, BlindIndex,
+        ShortSightedIndex, HereditaryIndex, HastyIndex,
+    ),
 }  # fmt: skip

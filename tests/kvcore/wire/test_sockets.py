@@ -148,23 +148,27 @@ def test_the_start_and_a_snapshot_are_answered_alike(kv, publisher, context, wan
     until(lambda: publisher.stats().num_batches == 1)
     with raw(context, zmq.REQ, publisher.replay) as asking:
         asking.send(wanted)
-        sequence, payload = asking.recv_multipart()
+        _, sequence, payload = asking.recv_multipart()
         assert wire.decode(payload).begins_anew
         assert int.from_bytes(sequence, "big") == publisher.stats().last_sequence - 1
 
 
-def test_a_replay_is_what_was_sent_and_ends(kv, publisher, context):
-    for first in (0, 2, 4):
-        serve(kv, [first, first + 1])
-        publisher.publish()
-    last = until(lambda: publisher.stats().num_batches == 3 and publisher.stats().last_sequence)
-    with raw(context, zmq.DEALER, publisher.replay) as asking:
-        asking.send_multipart((b"", (last - 1).to_bytes(8, "big")))
-        answer = [asking.recv_multipart() for _ in range(3)]
-    assert [int.from_bytes(frames[1], "big", signed=True) for frames in answer] == [
-        last - 1, last, -1
-    ]  # fmt: skip
-    assert answer[2] == [b"", wire.END, b""]
+@pytest.mark.parametrize(("form", "topic"), [("map", [b"kv@me"]), ("array", [])])
+def test_a_replay_is_what_was_sent_under_its_topic_and_ends(kv, context, form, topic):
+    with wire.Publisher(kv, ANYWHERE, ANYWHERE, topic="kv@me", form=form) as publisher:
+        for first in (0, 2, 4):
+            serve(kv, [first, first + 1])
+            publisher.publish()
+        until(lambda: publisher.stats().num_batches == 3)
+        last = publisher.stats().last_sequence
+        with raw(context, zmq.DEALER, publisher.replay) as asking:
+            asking.send_multipart((b"", (last - 1).to_bytes(8, "big")))
+            answer = [asking.recv_multipart() for _ in range(3)]
+    numbers = [last - 1, last]
+    assert [frames[:-1] for frames in answer[:2]] == [
+        [b"", *topic, number.to_bytes(8, "big")] for number in numbers
+    ]
+    assert answer[2] == [b"", *[b"" for _ in topic], wire.END, b""]
 
 
 def test_requests_that_are_none_are_refused_and_the_next_is_answered(kv, publisher, context):
@@ -172,7 +176,7 @@ def test_requests_that_are_none_are_refused_and_the_next_is_answered(kv, publish
         for frames in ([b"x"], [b"", b"1234567"], [b"", bytes(8), b""], [b"x", bytes(8)]):
             asking.send_multipart(frames)
         asking.send_multipart((b"", bytes(8)))
-        assert len(asking.recv_multipart()) == 3
+        assert len(asking.recv_multipart()) == 4
     until(lambda: publisher.stats().num_refused == 4)
 
 
@@ -184,7 +188,7 @@ def test_an_oversized_request_cuts_off_who_sent_it_and_nobody_else(kv, publisher
             assert asking.recv_multipart()
 
 
-@pytest.mark.parametrize("topic", [[], [b"kv"]])
+@pytest.mark.parametrize("topic", [[], [b"kv@me"]])
 def test_an_engines_own_answers_are_read_with_a_topic_and_without(context, topic):
     batches = [
         wire.encode(1.0 + number, [wire.Stored([number], parent, [number, 7], 2)], 0, "map")
@@ -195,12 +199,13 @@ def test_an_engines_own_answers_are_read_with_a_topic_and_without(context, topic
             each.linger = 0
             each.rcvtimeo = PATIENCE_S * 1000
             each.bind(ANYWHERE)
-        source = wire.Source(*[each.last_endpoint.decode() for each in (live, answers)])
+        source = wire.Source(*[each.last_endpoint.decode() for each in (live, answers)], "kv@")
         with wire.Subscriber({"e": source}) as follower:
             client, _, wanted = answers.recv_multipart()
             assert wanted == bytes(8)
             for number, payload in enumerate(batches):
                 sequence = number.to_bytes(8, "big")
+                answers.send_multipart([client, b"", b"other", sequence, batches[0]])
                 answers.send_multipart([client, b"", *topic, sequence, payload])
             answers.send_multipart([client, b"", *[b"" for _ in topic], wire.END, b""])
             assert until(lambda: follower.match([0, 7, 1, 7, 2, 7]).get("e") == 6)
@@ -343,6 +348,15 @@ def test_the_command_follows_and_ends(kv, publisher):
     assert re.search(
         r"^known, silent for .* s: 2 contents; 2 batches, 0 gaps, 0 lost", out, re.MULTILINE
     )
+
+
+def test_the_command_says_that_nobody_serves_an_endpoint():
+    command = [sys.executable, "-m", "kvcore.wire", "ipc:///nowhere/at-all", "--lines", "1"]
+    done = subprocess.run(
+        [*command, "--every", "0.1"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert re.fullmatch("nothing heard from ipc:///nowhere/at-all for 0.. s\n", done.stdout)
 
 
 def test_the_command_refuses_an_address_that_is_none():

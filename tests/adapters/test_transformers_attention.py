@@ -1,0 +1,158 @@
+import sys
+
+import pytest
+import torch
+from transformers import (
+    ContinuousBatchingConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
+
+import backends
+import kvcore
+from kvcore.adapters.transformers import install, uninstall
+from kvcore.adapters.transformers_attention import IMPLEMENTATION, Attention
+from tests.adapters.test_transformers_batching import at_rest
+from tests.adapters.tiny import SIZES, WINDOW, draw_tokens, draw_weights, network
+from tests.adapters.transformers_runs import Run, both, greedy, prompts_that_share, sizes
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore"),  # Transformers' own, of its next versions
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_blocks"), [("full", 200), ("full", 16), ("hybrid", 200), ("hybrid", 8)]
+)
+def test_the_tokens_are_those_of_the_stock_attention(kind, num_blocks):
+    stock, ours = both(kind, prompts_that_share(14), num_blocks, backend="numba")
+    assert ours.cache.attention.backend.name == "numba"
+    assert ours.tokens == stock.tokens
+    assert bool(ours.starved) == (num_blocks == 16)  # then some gave way
+    assert ours.cache.kv.stats().num_hit_tokens
+    assert at_rest(ours.cache)
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_forked_requests_write_the_tokens_of_the_stock_attention(kind):
+    prompts = prompts_that_share(5)
+    stock, ours = both(kind, prompts, 30, generation=greedy(3), backend="numba")
+    assert ours.tokens == stock.tokens
+    assert len(ours.tokens) == 15
+
+
+def gemma_2():
+    """Caps its logits, which neither of the stock attentions of continuous batching does."""
+    layers = ["sliding_attention", "full_attention"]
+    more = {"sliding_window": WINDOW, "attn_logit_softcapping": 1.5, "layer_types": layers}
+    return Gemma2ForCausalLM(Gemma2Config(**SIZES, num_hidden_layers=2, **more))
+
+
+def gpt_oss():
+    """Has sinks."""
+    layers = ["sliding_attention", "full_attention"]
+    more = {"sliding_window": WINDOW, "layer_types": layers, "num_local_experts": 2}
+    more["num_experts_per_tok"] = 1
+    return GptOssForCausalLM(GptOssConfig(**SIZES, num_hidden_layers=2, **more))
+
+
+@pytest.mark.parametrize("make", [gemma_2, gpt_oss])
+def test_caps_and_sinks_are_those_of_plain_generate(make):
+    model = draw_weights(make())
+    model.set_attn_implementation("eager")
+    prompts = prompts_that_share(4)
+    alone = [
+        model.generate(torch.tensor([prompt]), generation_config=greedy())[0, len(prompt) :]
+        for prompt in prompts
+    ]
+    install(model, backend="numba")
+    made = Run(model, prompts, sizes(60))
+    assert sorted(made.tokens.values()) == sorted(tokens.tolist() for tokens in alone)
+
+
+def test_a_wrong_table_shows_in_the_tokens(monkeypatch):
+    table = Attention._table
+    monkeypatch.setattr(Attention, "_table", lambda told, group: table(told, group).flip(0))
+    stock, ours = both("full", prompts_that_share(6), 60, backend="numba")
+    assert ours.tokens != stock.tokens
+
+
+def test_the_model_has_its_own_attention_again_when_the_manager_has_stopped():
+    model = network("full")
+    own = model.config._attn_implementation
+    install(model, backend="numba")
+    config = sizes(60)
+    manager = model.init_continuous_batching(greedy(), config)
+    assert model.config._attn_implementation == IMPLEMENTATION
+    model.init_continuous_batching(greedy(), config)  # the first one was never stopped
+    assert config.auto_switch_to_flash  # the caller's is left as it was
+    manager.start()
+    manager.stop()
+    assert model.config._attn_implementation == own
+    model.init_continuous_batching(greedy(), sizes(60))
+    uninstall(model)
+    assert model.config._attn_implementation == own
+
+
+def test_a_kept_manager_attends_with_the_backend_in_the_next_call_too(monkeypatch):
+    called = []
+    attend = Attention.attend
+    monkeypatch.setattr(Attention, "attend", lambda *args: called.append(args[1]) or attend(*args))
+    model = network("full")
+    install(model, backend="numba")
+    found = []
+    for _ in range(2):
+        called.clear()
+        made = model.generate_batch(
+            [draw_tokens(0, 17)],
+            generation_config=greedy(),
+            continuous_batching_config=sizes(60),
+            persistent_manager=True,
+        )
+        found.append([output.generated_tokens for output in made.values()])
+        assert set(called) == {0, 1}
+    cache = model._cached_continuous_batching_manager.batch_processor.cache
+    assert cache.kv.stats().num_hit_tokens == 16
+    assert found[0] == found[1]
+    uninstall(model)
+
+
+def test_what_cannot_run_here_is_refused_before_anything_is_installed():
+    model = network("full")
+    with pytest.raises(backends.UnknownBackendError, match="numbat"):
+        install(model, backend="numbat")
+    if not torch.cuda.is_available():
+        with pytest.raises(backends.BackendUnavailableError, match="triton"):
+            install(model, backend="triton")
+    assert not hasattr(model, "_kvcore_attention")
+
+
+@pytest.mark.parametrize("field", ["use_cuda_graph", "varlen_compile_config"])
+def test_recorded_and_compiled_passes_are_refused(field):
+    model = network("full")
+    install(model, backend="numba")
+    config = ContinuousBatchingConfig(num_blocks=60, page_size=4)
+    setattr(config, field, True)
+    with pytest.raises(kvcore.InvalidArgumentError, match=f"{field}: wanted none .* got True"):
+        model.init_continuous_batching(greedy(), config)
+
+
+def test_a_call_that_is_no_batch_is_refused_by_name():
+    model = network("full")
+    install(model, backend="numba")
+    manager = model.init_continuous_batching(greedy(), sizes(60))
+    with pytest.raises(kvcore.InvalidArgumentError, match="Qwen3Attention is called without one"):
+        model(torch.tensor([[1, 2, 3]]))
+    manager.destroy()
+    uninstall(model)
+    model(torch.tensor([[1, 2, 3]]))
+
+
+def test_without_the_package_backends_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "backends", None)
+    monkeypatch.delitem(sys.modules, "kvcore.adapters.transformers_attention")
+    with pytest.raises(kvcore.InvalidArgumentError, match=r"not installed .*'numba'"):
+        install(network("full"), backend="numba")
