@@ -43,6 +43,9 @@ _VIEWS = (
 FEW = (2, 4)
 """Tokens of steps that are such."""
 
+_WIDEST = 4096
+"""Numbers of a weight's row up to which four tokens gain: of longer ones they keep too much."""
+
 LEAST_WEIGHT = 1 << 18
 """Numbers of a weight that is worth a cut."""
 
@@ -60,6 +63,12 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
         import_module("model.device.small_products").multiply,
         import_module("model.device.small_heads").attend_rotated,
     )
+
+
+def few_of(module: fx.GraphModule) -> tuple[int, ...]:
+    """For how many tokens what `with_small_products` has made of a network gains. O(nodes)."""
+    calls = [node for node in module.graph.nodes if "widest" in node.meta]
+    return FEW if max(node.meta["widest"] for node in calls) <= _WIDEST else FEW[:1]
 
 
 class _Norm(NamedTuple):
@@ -142,7 +151,7 @@ def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., T
             (_unviewed(x if norm is None else norm.x), weight, bias, scale, eps, residual),
             {"is_gated": is_gated},
         )
-    call.meta = {"sized": {1: 0}}
+    call.meta = {"sized": {1: 0}, "widest": _tensor(module, weight).shape[1]}  # type: ignore[union-attr]
     if "val" in last.meta:
         call.meta["val"] = last.meta["val"]
     last.replace_all_uses_with(call)

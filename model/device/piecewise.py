@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.device.attention import Attending
-from model.device.few_rows import FEW, LEAST_WEIGHT, Kernels, with_small_products
+from model.device.few_rows import FEW, LEAST_WEIGHT, Kernels, few_of, with_small_products
 from model.device.fx_trace import Captured
 from model.errors import UnsupportedModelError
 
@@ -95,15 +95,22 @@ class Segmented(Captured):
     Args:
         module: the pieces.
         plain: the network as it was captured.
-        few: those of steps of `FEW` tokens; None: they have none of their own.
+        few: those of steps of few tokens; None: they have none of their own.
+        sizes: how many tokens those have, once all is compiled; before that `FEW`.
     """
 
     def __init__(
-        self, module: fx.GraphModule, plain: Captured, few: fx.GraphModule | None = None
+        self,
+        module: fx.GraphModule,
+        plain: Captured,
+        few: fx.GraphModule | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         super().__init__(module, plain.terms)
         self._plain = plain
         self._few = None if few is None else Captured(few, plain.terms)
+        self._sizes: tuple[int, ...] = FEW
+        self._settled_sizes = sizes
 
     def logits(
         self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
@@ -115,13 +122,13 @@ class Segmented(Captured):
         count = len(rows)
         if count < _LEAST:
             rows = nn.functional.pad(rows, (0, _LEAST - count))
-        if self._few is not None and num_tokens in FEW:
+        if self._few is not None and num_tokens in self._sizes:
             return self._few.logits(input_ids, position_ids, rows, paged)[:count]
         return super().logits(input_ids, position_ids, rows, paged)[:count]
 
     @property
     def has_few(self) -> bool:
-        """Whether steps of `FEW` tokens have pieces of their own. O(1)."""
+        """Whether steps of few tokens have pieces of their own. O(1)."""
         return self._few is not None
 
     @property
@@ -133,6 +140,7 @@ class Segmented(Captured):
 
     def settle(self) -> None:
         """What has been run so far has compiled all there is. O(pieces)."""
+        self._sizes = self._settled_sizes
         for piece in self.pieces:
             piece.settle()
 
@@ -165,7 +173,9 @@ def compile_segments(
     )
     whole = _cut(source, backend, ())
     cuts = () if kernels is None else tuple(kernels)
-    return Segmented(whole, captured, None if few is None else _cut(few, backend, cuts))
+    if few is None:
+        return Segmented(whole, captured)
+    return Segmented(whole, captured, _cut(few, backend, cuts), few_of(few))
 
 
 def _cut(

@@ -162,7 +162,7 @@ def cut_of(width: int, count: int, *, is_gated: bool) -> Cut:
     if whole > _WHOLE:
         return Cut(tile=4 if is_gated else 8, step=512, stages=4, warps=4)
     if whole == _WHOLE and count >= _MANY:
-        return Cut(tile=2 if is_gated else 4, step=whole, stages=1, warps=8)
+        return Cut(tile=2 if is_gated else 4, step=whole, stages=1, warps=4)
     if whole == _WHOLE:
         return Cut(tile=1 if is_gated else 2, step=whole, stages=1, warps=4)
     tile = max(1, min(16, 4096 // whole))
