@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from model.device.few_rows import Kernels, with_small_products
+from model.device import few_rows
+from model.device.few_rows import FEW, Kernels, few_of, with_small_products
 from model.device.fx_trace import Captured, capture
 from model.device.piecewise import _joined, compile_segments
 from tests.model.networks import build
@@ -91,6 +92,23 @@ def test_another_norm_gate_or_sum_stays_where_it_is():
         (True, False, False),
         (False, True, False),
     ]
+
+
+def test_four_tokens_have_pieces_of_their_own_only_where_rows_are_short(monkeypatch):
+    torch._dynamo.reset()
+    captured = capture(switched(build("llama", 3)), CPU)
+    told = Told()
+    for widest, sizes in ((64, FEW), (63, FEW[:1])):  # down's rows have 64 numbers
+        monkeypatch.setattr(few_rows, "_WIDEST", widest)
+        assert few_of(with_small_products(captured.module, told.kernels, least=0)) == sizes
+    pieces = compile_segments(captured, "eager", told.kernels, least=0)
+    for settled in (False, True):
+        told.asked.clear()
+        assert agree(captured, pieces, inputs(4, [0, 1, 3]))
+        assert bool(told.asked) != settled
+        pieces.settle()
+    assert agree(captured, pieces, inputs(2, [0, 1]))
+    assert told.asked
 
 
 def test_a_network_without_large_weights_has_no_steps_of_its_own():
