@@ -34,15 +34,24 @@ def wanted(x, weight, bias, scale, eps, residual, *, is_gated):
     return out if residual is None else out + residual
 
 
-def check(device, dtypes, product=multiply):
-    """Compare all kinds of product; how many there were.
+ALL = tuple(itertools.product((False, True), repeat=4))
+"""Gated, normed, with a bias, added."""
+IN_LAYERS = (
+    (False, True, False, False),
+    (False, False, False, True),
+    (True, True, False, False),
+    (True, True, True, True),
+)
+
+
+def check(device, dtypes, product=multiply, kinds=ALL):
+    """Compare kinds of product; how many there were.
 
     Raises:
         AssertionError: they differ.
     """
     torch.manual_seed(0)
     count = 0
-    kinds = itertools.product((False, True), repeat=4)
     for dtype, (is_gated, normed, biased, added), (width, rows_out, cut) in itertools.product(
         dtypes, kinds, SHAPES
     ):
