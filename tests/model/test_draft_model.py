@@ -424,6 +424,18 @@ def test_a_guess_drawn_by_the_same_number_holds_more_often_than_the_most_likely_
     assert 1 > shares[0] > 2 * shares[1]
 
 
+@pytest.mark.parametrize("num_blocks", [2, 3, 4, 12])
+def test_an_engine_is_prepared_by_guesses_too_as_far_as_there_is_room(num_blocks):
+    config = EngineConfig(num_blocks=num_blocks, block_size=4, draft_model="same", draft_tokens=6)
+    engine = Engine(guided("same"), get_backend("numba"), config)
+    counts = computed(engine)
+    assert engine.prepare() == "eager; draft model: eager"
+    assert (sum(counts) > 32 + 5) == (num_blocks == 12)
+    assert engine.stats.num_steps == 0
+    assert is_empty(engine.draft.kv)
+    assert tokens_of(engine.generate(["x"], greedy(4))) == [wanted_of(4, greedy(4), 0)]
+
+
 def test_settings_that_exclude_a_draft_model_or_lack_it_are_told():
     for fields, message in (
         ({"drafts": "ngram"}, "draft_model: wanted this or drafts, got both"),
