@@ -316,7 +316,9 @@ class Manager:
         if seq is None:
             return
         if not self._is_plain:
-            self._settle(seq, request, self._processed(request))
+            stop = self._processed(request)
+            if stop - stop % self.kv.block_size > seq.num_computed_tokens:
+                self._settle(seq, request, stop)
         for _, lease in self._flying.pop(request_id, ()):
             lease.end()
         self.kv.close(seq)
