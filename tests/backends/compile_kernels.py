@@ -241,7 +241,8 @@ def check_latents(case, capability):
         "BLOCK_SIZE": case.block_size, "NUM_HEADS": case.heads, "VALUE_DIM": 512, "REST_DIM": 64,
         "HAS_CAP": case.features, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
     }  # fmt: skip
-    plan = {"VECTOR": case.vector, "ALIKE": False, "CHAINED": capability >= 90}
+    vector = latent.plan_vector(case.vector)
+    plan = {"VECTOR": vector, "ALIKE": False, "CHAINED": capability >= 90}
     room = 227 << 10 if capability >= 90 else 163 << 10
     kernels = ((latent._attend_part, 1), (latent._attend_tile, 64))
     for (kernel, tokens), spills in zip(kernels, case.spills, strict=True):
@@ -271,7 +272,6 @@ def check_hopper_latents(case, constants, room):
         "REGISTERS": hopper_latent.CONSUMER_REGISTERS,
         "LOADER_REGISTERS": hopper_latent.LOADER_REGISTERS,
     }  # fmt: skip
-    sizes["VECTOR"] = hopper_latent.plan_vector(constants["VECTOR"])
     made = make(
         hopper_latent.attend_rows, 90, case.element, constants | sizes,
         source=GluonASTSource, num_warps=shape.warps,
