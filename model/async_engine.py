@@ -27,7 +27,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
@@ -92,8 +92,8 @@ class Health:
 class Observer(Protocol):
     """Is told on the loop what happens to requests; times in seconds."""
 
-    def token_came(self, waited_s: float, *, is_first: bool) -> None:
-        """A token came so long after the one before it, the first after its request."""
+    def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
+        """So many tokens came so long after the one before each, the first after its request."""
         ...
 
     def sample_ended(self, sample: Sample) -> None:
@@ -116,7 +116,7 @@ class Announcer(Protocol):
 class Unobserved:
     """An observer that takes note of nothing."""
 
-    def token_came(self, waited_s: float, *, is_first: bool) -> None:
+    def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
         """Nothing. O(1)."""
 
     def sample_ended(self, sample: Sample) -> None:
@@ -433,27 +433,40 @@ class AsyncEngine:
     def _deliver(self, now_s: float, given: Sequence[_Given]) -> None:
         """Hand out what a step gave."""
         stopped: list[Request] = []
+        waits: dict[tuple[float, bool], int] = {}  # since when, for a first token: how many
+        num_at_once = 0  # behind the first of one step
         for number, tokens, reason in given:
             place = self._open.get(number)
             if place is None:  # aborted, or ended here by a stop string
                 continue
             stream, sample = place
-            before_s, num_before = sample.last_s, len(sample.tokens)
-            is_first = not num_before
-            ended_here = sample.add(tokens, reason, now_s)
-            for nth in range(len(sample.tokens) - num_before):  # of several the first has waited
-                waited_s = 0.0 if nth else now_s - before_s
-                self.observer.token_came(waited_s, is_first=is_first and not nth)
-            if ended_here:
+            num_before, wait = len(sample.tokens), (sample.last_s, not sample.tokens)
+            if sample.add(tokens, reason, now_s):
                 stopped.append(sample.request)
+            if len(sample.tokens) > num_before:
+                waits[wait] = waits.get(wait, 0) + 1
+                num_at_once += len(sample.tokens) - num_before - 1
             if sample.finish_reason is not None:
                 self._forget(sample, sample.finish_reason)
-            if is_first or sample.finish_reason is not None:
                 stream.tell(sample)
-            else:
+            elif num_before:
                 self._held[number] = place
+            else:
+                stream.tell(sample)
         if stopped:
             self._abort_requests(stopped)
+        self._observe(now_s, waits, num_at_once)
+        self._plan_round()
+
+    def _observe(
+        self, now_s: float, waits: Mapping[tuple[float, bool], int], num_at_once: int
+    ) -> None:
+        for (since_s, is_first), count in waits.items():
+            self.observer.token_came(now_s - since_s, is_first=is_first, count=count)
+        if num_at_once:
+            self.observer.token_came(0.0, is_first=False, count=num_at_once)
+
+    def _plan_round(self) -> None:
         if self._held and self._timer is None:
             wait_s = self._pace.wait_s()
             if wait_s > 0:

@@ -134,6 +134,7 @@ def _prepare(options: BenchOptions) -> _Bench:
         what.path,
         what.backend,
         what.dtype,
+        draft_name=options.engine.draft_model,
         num_ranks=what.tp,
         expert_parallel=what.expert_parallel,
         load=partial(load, dummy_weights=options.weights.dummy_weights),

@@ -62,7 +62,7 @@ class Gate:
         request_id = given if _ID.fullmatch(given) else uuid.uuid4().hex
         passage = _Passage(request_id, send)
         body = _Body(receive, self._config)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, send=send)
         try:
             if self._is_open(scope) or self._has_key(headers):
                 await self._app(scope, body.receive, passage.send)
