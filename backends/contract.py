@@ -25,6 +25,7 @@ What is the same in every call of a layer is a record that travels whole: `KVCac
 Knows nothing of allocation, prefix caching or requests: whoever filled the tables answers for them.
 """
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,22 @@ import torch
 from torch import Tensor
 
 from backends.errors import InvalidArgumentError
+
+_FORMS: dict[Hashable, int] = {}
+_NUMBERS = itertools.count()
+
+
+def _number(form: Hashable) -> int:
+    """The same for equal forms; there are as many as layers look different."""
+    found = _FORMS.get(form)
+    return _FORMS.setdefault(form, next(_NUMBERS)) if found is None else found
+
+
+def _form(tensor: Tensor | None) -> Hashable:
+    """All of a tensor but values and address."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +101,8 @@ class PagedBatch:
     """Where a backend may keep what it has worked out from this batch for other layers of the step:
     {} from a caller whose tensors hold the same values until the step's last call, and whose CUDA
     graph, if there is one, records the step from its first call on. None: nowhere."""
+    form: tuple[object, ...] = field(init=False, repr=False, compare=False)
+    """What plans depend on but the two numbers: equal for batches that look alike."""
 
     def __post_init__(self) -> None:
         num_seqs = self.seq_lens.shape[0] if self.seq_lens.dim() == 1 else -1
@@ -103,6 +122,12 @@ class PagedBatch:
                 raise InvalidArgumentError(name, "at least 0", str(limit))
         if self.shared_prefix is not None:
             self._check_shared(self.shared_prefix)
+        table = self.block_table
+        form = (
+            self.slot_mapping.shape[0], *table.shape, *table.stride(), table.device,
+            self.shared_prefix is None,
+        )  # fmt: skip
+        object.__setattr__(self, "form", form)
 
     def _check_shared(self, prefix: SharedPrefix) -> None:
         first, last = prefix.first_seq, prefix.first_seq + prefix.num_seqs
@@ -176,7 +201,8 @@ class KVLayout:
 class KVCache:
     """A layer's keys and values as they lie in memory; made once, given in every call.
 
-    A kernel that reads `k` and `v` serves both layouts; of latents it may read each row once.
+    Its tensors keep their shapes, strides and places as long as it is used. A kernel that reads `k`
+    and `v` serves both layouts; of latents it may read each row once.
 
     Raises:
         InvalidArgumentError: the tensors do not make a cache.
@@ -191,9 +217,15 @@ class KVCache:
     v_scale: Tensor | None = None
     """Likewise; of latents the same as `k_scale`."""
     is_latent: bool = field(default=False, kw_only=True)
+    form: int = field(init=False, repr=False, compare=False)
+    """Equal for caches that look alike, down to whether they begin on 16 bytes."""
 
     def __post_init__(self) -> None:
         self.check()
+        tensors = (self.k, self.v, self.k_scale, self.v_scale)
+        loose = (self.k.data_ptr() | self.v.data_ptr()) & 15
+        form = (*map(_form, tensors), self.is_latent, loose)
+        object.__setattr__(self, "form", _number(form))
 
     def check(self) -> None:
         """Raise unless the tensors make a cache; they may have changed since. O(1).
@@ -256,6 +288,8 @@ class AttentionTerms:
     batch_invariant: bool = False
     """A sequence's rows are bitwise what they are in any other batch that gives it as many query
     tokens; slower where the batch is small."""
+    form: int = field(init=False, repr=False, compare=False)
+    """Equal for terms that are alike but for the values of their numbers."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.scale):
@@ -270,6 +304,11 @@ class AttentionTerms:
             if not self.sinks.is_floating_point():
                 came = str(self.sinks.dtype)
                 raise InvalidArgumentError("terms.sinks", "a floating dtype", came)
+        form = (
+            self.window is None, self.soft_cap is None, _form(self.sinks), self.batch_invariant,
+            self.scale > 0, self.scale < 0,
+        )  # fmt: skip
+        object.__setattr__(self, "form", _number(form))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,14 @@ from typing import cast
 import backends
 import kvcore
 from model.control.config import EngineConfig, SchedulerConfig
-from model.control.drafts import NgramDrafts, held
+from model.control.drafts import Drafter, NgramDrafts, held
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
 from model.control.submission import Prompt, Submission
+from model.device.draft_model import DraftModel
 from model.device.grammars import Grammars
 from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
@@ -63,10 +64,15 @@ class Engine:
         caches_of: an engine of the same model whose caches this one overwrites, in place of its
             own; it must have run nothing yet. Its number of blocks is this one's too.
 
+    Attributes:
+        draft: what guesses by another network; None: there is none.
+
     Raises:
         InvalidArgumentError: a size is out of range, or memory is too small for it.
         UnsupportedModelError: the model cannot run with a paged cache, or not on this backend.
     """
+
+    draft: DraftModel | None
 
     def __init__(
         self,
@@ -79,18 +85,18 @@ class Engine:
         self.config = config or EngineConfig()
         self._backend = backend
         self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
-        if self._sanitizer is not None:
-            backend = cast("backends.Backend", self._sanitizer)
         if caches_of is None:
-            self.network = _network(model, backend, self.config)
-            self.memory = _plan_memory(model, self.network, self.config)
-            self.network.allocate(self.memory.num_blocks, self.config.block_size)
+            watched = cast("backends.Backend", self._sanitizer or backend)
+            self.network = _network(model, watched, self.config)
+            ahead = _draft_network(model, backend, self.config)
+            self.memory = _allocate(model, self.network, ahead, self.config)
         else:
             self.network, self.memory = caches_of.network, caches_of.memory
-            if self.config.block_size != self.memory.block_size:
+            ahead = None if caches_of.draft is None else caches_of.draft.network
+            size, wanted = self.config.block_size, self.memory.block_size
+            if size != wanted:
                 raise InvalidArgumentError(
-                    f"block_size: wanted {self.memory.block_size}, which the caches have, "
-                    f"got {self.config.block_size}"
+                    f"block_size: wanted {wanted}, which the caches have, got {size}"
                 )
         # Whoever runs holds a block: more seats than blocks would be buffers for nobody.
         seats = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))
@@ -108,13 +114,15 @@ class Engine:
         )
         if model.ranks is not None:
             self.num_host_blocks = model.ranks.least(self.num_host_blocks)
-        self._is_late = self.config.async_scheduling
-        if self._is_late is None:
-            self._is_late = backend.device.type == "cuda" and self.config.drafts is None
-        self._mover = BlockMover(backend, self.network.caches)
-        drafter = NgramDrafts() if self.config.drafts == "ngram" else None
-        self._scheduler = Scheduler(self.kv, self._limits(model.max_positions), drafter)
+        by_default = backend.device.type == "cuda" and not self.config.guesses
+        is_asked = self.config.async_scheduling
+        self._is_late = by_default if is_asked is None else is_asked
+        self._mover = BlockMover(self.network.backend, self.network.caches)
         self._vocab_size: int = model.network.config.get_text_config().vocab_size
+        beside = None if caches_of is None else caches_of.draft
+        draft = None if ahead is None else DraftModel(model, ahead, self.config, beside=beside)
+        drafter: Drafter | None = NgramDrafts() if self.config.drafts == "ngram" else draft
+        self._scheduler = Scheduler(self.kv, self._limits(model.max_positions), drafter)
         self._grammars = Grammars(model.codec.describe, self._vocab_size, model.eos_token_ids)
         self._sampler = RequestSampler(
             self._vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
@@ -130,7 +138,7 @@ class Engine:
             drawn=None if caches_of is None else caches_of._passes.drawn,  # noqa: SLF001
         )
         self._unread: Flight | None = None
-        self._model = model
+        self._model, self.draft = model, draft
         self._streams: dict[int, TextStream] = {}
         self._next_id = 0
         self._watch: StepWatch = Unwatched()
@@ -207,11 +215,14 @@ class Engine:
             self.network, self.config, self._passes.drawn, self._model.max_positions
         )
         self._passes.use(prepared)
+        ahead = None if self.draft is None else self.draft.prepare()
         sizes = dataclasses.replace(
             self.config, enable_prefix_caching=False, record_events=False, record_lifetimes=False
         )
         trial = Engine(self._model, self._backend, sizes, caches_of=self)
         trial._passes.use(prepared)
+        if trial.draft is not None and ahead is not None:
+            trial.draft.use(ahead)
         room = self.max_model_len - 1
         answer = min(2, room)
         if answer > 0:
@@ -222,7 +233,12 @@ class Engine:
         if self.network.device.type == "cuda" and answer > 0:  # where a long step takes no time
             longest = min(self.config.max_num_batched_tokens, room)
             trial.generate([[0] * longest], SamplingParams(max_tokens=1, ignore_eos=True))
-        return prepared.how
+        return prepared.how if ahead is None else f"{prepared.how}; draft model: {ahead.how}"
+
+    def describe_memory(self) -> str:
+        """What the caches take, and why; one line. O(num_layers)."""
+        beside = None if self.draft is None else self.draft.network.layout
+        return self.memory.describe(self.network.layout, beside)
 
     def empty_cache(self, *, enable_caching: bool) -> None:
         """Let nothing that was computed be found any more; whether what comes may be. O(contents).
@@ -232,6 +248,8 @@ class Engine:
         """
         self.kv.reset()
         self.kv.enable_caching = enable_caching
+        if self.draft is not None:
+            self.draft.empty_cache(enable_caching=enable_caching)
 
     def end(self, *, goes_on: bool = False) -> None:
         """Say that no more steps come; only several ranks need to be told. O(1).
@@ -340,11 +358,11 @@ class Engine:
         """
         watch = self._watch
         watch.begin()
-        step = self._scheduler.schedule()
-        watch.scheduled(step)
-        before = self._unread
+        before, step = self._unread, Step(())
         outputs: list[Output] = []
         try:
+            step = self._scheduler.schedule()
+            watch.scheduled(step)
             flight = self._send(step, before)
             landing = before if self._is_late else flight
             tokens = {} if landing is None else landing.read()
@@ -493,7 +511,7 @@ class Engine:
         """End everything: what a pass has written is unknown, so nothing of it may be found."""
         for request in (*self._scheduler.running, *self._scheduler.waiting):
             self.abort(request)
-        self._scheduler.advance(step)
+        self._scheduler.drop(step)
         if self._unread is not None:
             self._unread = None
             self.kv.reset()
@@ -528,12 +546,41 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
     return network
 
 
-def _plan_memory(model: LoadedModel, network: PagedNetwork, config: EngineConfig) -> MemoryPlan:
-    """How many blocks there are: on several ranks as many as the one with the least memory has."""
+def _draft_network(
+    model: LoadedModel, backend: backends.Backend, config: EngineConfig
+) -> PagedNetwork | None:
+    """The draft model's network likewise, checked by a sanitizer of its own; None: there is none.
+
+    Raises:
+        InvalidArgumentError: the model was loaded without its draft model.
+    """
+    if config.draft_model is None:
+        return None
+    if model.draft is None:
+        raise InvalidArgumentError(
+            f"draft_model: wanted a model that was loaded with it (model.loader.with_draft), "
+            f"{model.name!r} was loaded alone"
+        )
+    if config.sanitize:
+        backend = cast("backends.Backend", SanitizedBackend(backend))
+    return _network(model.draft, backend, config)
+
+
+def _allocate(
+    model: LoadedModel, network: PagedNetwork, ahead: PagedNetwork | None, config: EngineConfig
+) -> MemoryPlan:
+    """Have the caches; on several ranks as many blocks as the one with the least memory has."""
+    networks = [network] if ahead is None else [network, ahead]
+    found = [free_bytes(each, config) for each in networks]
     plan = plan_memory(
         config,
         network.layout,
         is_gpu=network.device.type == "cuda",
-        free_bytes=free_bytes(network, config),
+        free_bytes=min([each for each in found if each is not None], default=None),
+        beside=None if ahead is None else ahead.layout,
     )
-    return plan if model.ranks is None else plan.limited(model.ranks.least(plan.num_blocks))
+    if model.ranks is not None:
+        plan = plan.limited(model.ranks.least(plan.num_blocks))
+    for each in networks:
+        each.allocate(plan.num_blocks, config.block_size)
+    return plan

@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -134,6 +134,7 @@ class LoadedModel:
         dense_implementation: the attention it came with, or an exact one where that leaves
             something out; what the paged one is compared with.
         ranks: the processes that share the network, each with its part; None: it is whole.
+        draft: a smaller model of the same vocabulary that may guess what this one says.
     """
 
     name: str
@@ -143,6 +144,7 @@ class LoadedModel:
     max_positions: int | None
     dense_implementation: str
     ranks: Ranks | None = None
+    draft: "LoadedModel | None" = None
 
     def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Begin a text that this model writes. O(1)."""
@@ -267,6 +269,36 @@ def load_model(
         check_cut(network, ranks)
     codec = _load_codec(source, _max_positions(config))
     return wrap_network(name, network, codec, ranks)
+
+
+def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
+    """A model with another one that guesses what it says. O(vocabulary).
+
+    Raises:
+        UnsupportedModelError: a token of one is not the same of the other.
+    """
+    sizes = [one.network.config.get_text_config().vocab_size for one in (model, draft)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModelError(
+            f"draft_model: wanted the vocabulary of {model.name!r}, {sizes[0]:,} tokens, "
+            f"{draft.name!r} has {sizes[1]:,}"
+        )
+    spelled, other = (_vocabulary(one.codec) for one in (model, draft))
+    for token in sorted(spelled.keys() & other.keys()):
+        if spelled[token] != other[token]:
+            raise UnsupportedModelError(
+                f"draft_model: wanted the vocabulary of {model.name!r}, where token {token} is "
+                f"{shown(spelled[token])}: {draft.name!r} has {shown(other[token])} there"
+            )
+    return replace(model, draft=draft)
+
+
+def _vocabulary(codec: TextCodec) -> Mapping[int, str]:
+    """Each token's spelling; nothing where the tokenizer does not tell."""
+    described = codec.describe()
+    if described is None:
+        return {}
+    return {token: word for word, token in Tokenizer.from_str(described).get_vocab().items()}
 
 
 def load_codec(name: str) -> TextCodec:

@@ -23,8 +23,8 @@ from model.control.config import EngineConfig
 from model.device.prepare import is_small
 from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
-from model.errors import UsageError
-from model.loader import LoadedModel, load_model
+from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError
+from model.loader import LoadedModel, load_model, with_draft
 from model.twins import TwinEngine, engine_of
 
 _BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
@@ -56,7 +56,9 @@ def start(
     backend_name: str,
     dtype_name: str,
     *,
+    draft_name: str | None = None,
     num_ranks: int | None = None,
+    expert_parallel: bool = False,
     is_exact: bool = False,
     load: Load = load_model,
 ) -> tuple[LoadedModel, backends.Backend]:
@@ -66,7 +68,10 @@ def start(
         name: a folder, or an id on the hub.
         backend_name: its name, or "auto".
         dtype_name: its name, or "auto": bfloat16 on a GPU, else float32.
+        draft_name: of a second model that guesses for it; None: there is none. Each of several
+            processes has it whole.
         num_ranks: processes that share the network; None: it is whole here.
+        expert_parallel: each of them has some experts whole.
         is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
             without near ties.
         load: what loads it.
@@ -76,13 +81,21 @@ def start(
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    ranks = None if num_ranks is None else join_ranks(num_ranks)
+    ranks = None
+    if num_ranks is not None:
+        ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
     backend = backends.get_backend(backend_name)
     if dtype_name == "auto":
         is_half = backend.device.type == "cuda" and not is_exact
         dtype_name = "bfloat16" if is_half else "float32"
     dtype: torch.dtype = getattr(torch, dtype_name)
     model = load(name, backend.device, dtype, ranks)
+    if draft_name is not None:
+        try:
+            draft = load(draft_name, backend.device, dtype, None)
+        except (ModelNotFoundError, UnsupportedModelError) as error:
+            raise type(error)(f"draft_model: {str(error).removeprefix('model: ')}") from error
+        model = with_draft(model, draft)
     _choose_threads(model)
     return model, backend
 
@@ -120,10 +133,16 @@ def make_engine(
     """
     with input_errors():
         model, backend = start(
-            options.path, options.backend, options.dtype, num_ranks=options.tp, load=load
+            options.path,
+            options.backend,
+            options.dtype,
+            draft_name=config.draft_model,
+            num_ranks=options.tp,
+            expert_parallel=options.expert_parallel,
+            load=load,
         )
         engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
-        tell(engine.memory.describe(engine.network.layout))
+        tell(engine.describe_memory())
         tell(f"network: {warm_up(engine)}")
         return engine
 

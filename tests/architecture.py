@@ -121,6 +121,7 @@ MODEL_LAYERS = (
     ("device/prepare",),
     ("device/sanitized",),
     ("device/step_runner",),
+    ("device/draft_model",),
     ("engine",),
     ("async_engine", "twins"),
     ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),

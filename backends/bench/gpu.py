@@ -1,8 +1,9 @@
 """GPU cases: steps replayed from CUDA graphs, over buffer sets larger than L2, beside ceilings.
 
 The ceilings are measured in the same run: a read-only sum and an elementwise copy of 1 GiB, and for
-prefill a bfloat16 matrix product of 8192^3. A ratio is the time at the ceiling over ours. What a
-call costs the host is measured without a graph.
+prefill a bfloat16 matrix product of 8192^3. A ratio is the time at the ceiling over ours. Beside
+attention over latents, which reads little for long contexts, also a sum over the same memory: it
+starts and ends as a kernel does. What a call costs the host is measured without a graph.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from backends.bench.graphs import against, buffer_sets, time_graph
 from backends.bench.measured import DecodeCase, Row, ragged
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
 
-READ, COPY, FLAT = "read", "copy", "unshared"
+READ, COPY, FLAT, AS_MANY = "read", "copy", "unshared", "a sum of as many bytes"
 MATMUL = prefill.MATMUL
 
 _QUICK = (DecodeCase(1, 1024), DecodeCase(1, 8192), DecodeCase(8, 1024))
@@ -89,14 +90,16 @@ def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
     latents = _LATENTS if backend.capabilities.max_latent_dim >= LATENT_DIM else ()
     cases = (*_DECODE, *_RAGGED, *_quantised(backend), *_SHARED, *latents)
     for case in _QUICK if quick else cases:
-        sets = range(buffer_sets(case.kv_bytes))
-        steps = [_attention_step(backend, *case.inputs(device)) for _ in sets]
+        sets = [case.inputs(device) for _ in range(buffer_sets(case.kv_bytes))]
+        steps = [_attention_step(backend, *each) for each in sets]
         row = time_graph(case.name, steps, case.kv_bytes)
         at_ceiling = {name: case.kv_bytes / speed[name] / 1e3 for name in (READ, COPY)}
         if case.shared:
             at_ceiling[FLAT] = _without_sharing(backend, case)
         if case.value_dim:  # whose products may take longer than reading
             row = replace(row, tflop_per_s=case.flop / row.median_us / 1e6)
+            sums = [cache.k.view(torch.float32).sum for _, cache, _ in sets]
+            at_ceiling[AS_MANY] = time_graph(AS_MANY, sums, case.kv_bytes).median_us
         rows.append(against(row, at_ceiling))
     if not quick:
         rows += prefill.bench_prefill(backend, speed[MATMUL])

@@ -1,7 +1,12 @@
-"""What a call costs the host: arguments checked, kernels launched, nothing waited for."""
+"""What a call costs the host: arguments checked, kernels launched, nothing waited for.
+
+Of several sequences also what it costs the later layers of a step, which find the first one's list
+of work in `PagedBatch.kept`.
+"""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -26,6 +31,8 @@ def bench_host(backend: Backend) -> Iterator[Row]:
             yield _time_host(f"host: {name}", call)
     for case in PREFILL:
         yield _time_host(f"host: {case.name}", _attend(backend, case))
+        if len(case.seqs) > 1:
+            yield _time_host(f"host: {case.name}, a later layer", _attend(backend, case, {}))
 
 
 def _calls(backend: Backend, case: DecodeCase) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -41,9 +48,12 @@ def _calls(backend: Backend, case: DecodeCase) -> Iterator[tuple[str, Callable[[
     yield f"compute_slot_mapping, {case.batch} x 1", fill
 
 
-def _attend(backend: Backend, case: DecodeCase) -> Callable[[], object]:
+def _attend(
+    backend: Backend, case: DecodeCase, kept: dict[Hashable, object] | None = None
+) -> Callable[[], object]:
     query, cache, batch = case.inputs(backend.device)
     out, terms = torch.empty_like(query), AttentionTerms(0.1)
+    batch = replace(batch, kept=kept)
     return partial(backend.paged_attention, query, cache, batch, terms, out=out)
 
 

@@ -315,10 +315,8 @@ def decode(
         lens if cache.k_scale is None else cache.k_scale,
         lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
-    window = min(terms.window or 0, batch.max_seq_len + 1)
-    numbers = (
-        *plan.numbers, window, plan.target, float(terms.scale), terms.soft_cap or 1.0,
-    )  # fmt: skip
+    window = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
+    numbers = (*plan.numbers, window, plan.target, float(terms.scale), terms.soft_cap or 1.0)
     plan.variant.launch(plan.grid, tensors, numbers)
     if plan.merge is not None:
         merging.merge(plan.merge, partial, batch, out, window, shared)

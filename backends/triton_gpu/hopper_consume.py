@@ -11,8 +11,8 @@ A head_dim that is no power of two lies in two parts, 96 as 64 and 32: q.k is th
 products, and p.v has a result for each part (`extra` is the smaller one's).
 
 Of an e4m3 cache the keys are multiplied as they are stored, which goes at twice the speed, with q
-as a sum of e4m3 numbers: two are exactly a bfloat16, three a float16 (`_divide_rows`). Each row of
-q is scaled by a power of two first. The values come widened (`hopper_widen`).
+as a sum of two e4m3 numbers, which are exactly a bfloat16 (`_divide_rows`). Each row of q is scaled
+by a power of two first. The values come widened (`hopper_widen`).
 
 Four things here are as they are for the assembler's sake:
 - The wait for the next tile's values stands between the exponentials and the wait for p.v, because

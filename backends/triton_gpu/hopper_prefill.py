@@ -26,7 +26,6 @@ FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +38,10 @@ from backends.triton_gpu.hopper_consume import consume
 from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function
 from backends.triton_gpu.hopper_load import load_tiles
 from backends.triton_gpu.hopper_widen import widen_values
-from backends.triton_gpu.launch import Boxes, Variant, launcher
+from backends.triton_gpu.launch import Box, Variant, launcher
 from backends.triton_gpu.merge import PieceMerge, merge_pieces, plan_pieces
 from backends.triton_gpu.place import Place, ceil_div
-from backends.triton_gpu.prefill_order import Items, keep_order, plan_order
+from backends.triton_gpu.prefill_order import Items, Order, keep_order, plan_order
 
 ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
@@ -109,9 +108,8 @@ def _allocate_e4m3(
     """Likewise; beside q its e4m3 parts, and values land before they are widened."""
     q_desc, k_desc, v_desc = descs[:3]
     WIDTH: gl.constexpr = q_desc.block_shape[2]
-    PARTS: gl.constexpr = 2 if q_desc.dtype == gl.bfloat16 else 3
     q_tiles = _rows(q_desc, GROUPS * BUFFERS)
-    parts = _tiles(k_desc, GROUPS * PARTS, HALF)
+    parts = _tiles(k_desc, GROUPS * 2, HALF)
     k_tiles, landed = _tiles(k_desc, K_DEPTH, TILE), _tiles(v_desc, LANDS, TILE)
     v_tiles = gl.allocate_shared_memory(gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout)
     rows = (q_tiles, parts, _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS))
@@ -304,17 +302,17 @@ def can_attend(
 ) -> bool:
     """Whether this path serves the call; `prefill`'s portable kernel serves every other.
 
-    It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or of
-    e4m3; head_dim 40 to 256, of e4m3 to 128, in steps of 16 bytes; block_size a power of two from
-    8; a scale above 0; and what the copy engine asks for: addresses and strides in steps of 16
-    bytes, blocks of a cache a whole number of slots apart, and fewer than 2^31 slots.
+    It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or, of
+    bfloat16 queries, of e4m3; head_dim 40 to 256, of e4m3 to 128, in steps of 16 bytes; block_size
+    a power of two from 8; a scale above 0; and what the copy engine asks for: addresses and strides
+    in steps of 16 bytes, blocks of a cache a whole number of slots apart, and fewer than 2^31.
     """
     block_size, _, head_dim = cache.k.shape[1:]
     return (
         not place.interpreting
         and _is_hopper(query.device)
         and query.element_size() == 2
-        and (cache.k.dtype == query.dtype or (cache.k.element_size() == 1 and head_dim <= 128))
+        and (cache.k.dtype == query.dtype or _can_divide(query, cache))
         and 40 <= head_dim <= 256
         and head_dim * cache.k.element_size() % 16 == 0
         and block_size >= 8
@@ -322,6 +320,15 @@ def can_attend(
         and terms.scale > 0
         and all(_can_copy(tensor) for tensor in (query, out, cache.k, cache.v))
         and all(_slots(tensor) < 1 << 31 for tensor in (cache.k, cache.v))
+    )
+
+
+def _can_divide(query: Tensor, cache: KVCache) -> bool:
+    """Whether e4m3 products serve: float16 wants sharper sums than the matrix unit's over e4m3."""
+    return (
+        cache.k.dtype == torch.float8_e4m3fn
+        and query.dtype == torch.bfloat16
+        and query.shape[2] <= 128
     )
 
 
@@ -346,30 +353,21 @@ def _slots(cache: Tensor) -> int:
     return (cache.shape[0] - 1) * (cache.stride(0) // cache.stride(1)) + cache.shape[1]
 
 
-class Box(NamedTuple):
-    """What the copy engine needs to know of a tensor beside its address."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
-    layout: gl.NVMMASharedLayout
-
-    def of(self, tensor: Tensor) -> Boxes:
-        """The tensor in such boxes."""
-        return Boxes(tensor, *self)
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """All of a call's launches but tensors and the numbers that calls differ in."""
 
     variant: Variant
-    items: Items
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    """Those that come first: stride of the tables, items at most, records."""
     boxes: tuple[Box | None, ...]
     """Of query, keys and values; then of their smaller parts."""
+    work_size: int
+    """int32 numbers that the only sequence's list of work needs."""
     partial_size: int
     """float32 numbers that the parts need."""
-    order: Variant | None
+    order: Order | None
     merge: PieceMerge | None
 
 
@@ -405,12 +403,14 @@ def plan_attend(
         shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
     )  # fmt: skip
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
-    has_window = terms.window is not None
+    has_window, most_items = terms.window is not None, items.ranks * items.slices
     return Plan(
         _attend.variant(place, device, dtypes, constants, num_warps=4),
-        items,
+        (programs, 1, 1),
+        (batch.block_table.stride(0), most_items, items.records),
         boxes_of(shape, query, cache, pack),
-        items.ranks * items.slices * ROWS * (head_dim + 1) if split else 0,
+        items.size if split and not planned else 0,
+        most_items * ROWS * (head_dim + 1) if split else 0,
         plan_order(place, device, items, has_window=has_window) if planned else None,
         plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
     )
@@ -446,27 +446,24 @@ def attend(
 
     One launch, one more where there are several sequences, and one where keys may be cut.
     """
-    items, lens, device = plan.items, batch.seq_lens, out.device
+    lens, device = batch.seq_lens, out.device
     window = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
     work, partial = lens, out
     if plan.order is not None:
-        work = keep_order(plan.order, batch, items, shortest=shortest, window=window)
-    elif items.split:
-        work = torch.empty(items.size, dtype=torch.int32, device=device)
+        work = keep_order(plan.order, batch, shortest=shortest, window=window)
+    elif plan.work_size:
+        work = torch.empty(plan.work_size, dtype=torch.int32, device=device)
     if plan.partial_size:
         partial = torch.empty(plan.partial_size, dtype=torch.float32, device=device)
-    given = (query, cache.k, cache.v) * 2
-    boxes = tuple(box and box.of(each) for box, each in zip(plan.boxes, given, strict=True))
+    k, v = cache.k, cache.v
     tensors = (
         out, partial, batch.query_start_loc, lens, batch.block_table, work,
         out if terms.sinks is None else terms.sinks,
         lens if cache.k_scale is None else cache.k_scale,
         lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
-    numbers = (
-        batch.block_table.stride(0), items.ranks * items.slices, items.records,
-        float(terms.scale), float(terms.soft_cap or 1.0), window,
-    )  # fmt: skip
-    plan.variant.launch((items.programs, 1, 1), tensors, numbers, boxes)
+    numbers = (*plan.numbers, float(terms.scale), float(terms.soft_cap or 1.0), window)
+    boxed = (query, k, v, query, k, v)
+    plan.variant.launch(plan.grid, tensors, numbers, plan.boxes, boxed)
     if plan.merge is not None:
         merge_pieces(plan.merge, partial, work, batch, out)

@@ -436,6 +436,11 @@ def plan_latents(
     )  # fmt: skip
 
 
+def plan_vector(length: int) -> int:
+    """A planning vector's length here: one of half a warp makes the compiler spill in the walk."""
+    return 32 if length == 16 else length
+
+
 def _constants(
     query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
 ) -> tuple[Hashable, ...]:
@@ -477,7 +482,7 @@ def _variant(
     """The kernel for parts that are planned so; without a plan the one for tiles."""
     device, dtypes = out.device, _dtypes(query, cache, terms)
     constants = _constants(query, cache, out, terms)
-    plan = (0, False) if grid is None else (grid.vector, grid.alike)
+    plan = (0, False) if grid is None else (plan_vector(grid.vector), grid.alike)
     chained = grid is not None and place.can_chain(device)
     if on_hopper:
         is_shared = shape.rows > FEW_ROWS

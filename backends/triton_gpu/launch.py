@@ -9,8 +9,9 @@ specialised by value (those not declared as integers are refused), index tensors
 the contract and are not specialised by alignment, and floats never are. Kernels see tensors of
 float8_e4m3fn as bytes.
 
-What Hopper's copy engine reads is given as `Boxes`: a tensor, seen in some shape, in boxes of some
-size. Triton's own record of that checks itself at length; it is made for first launches alone.
+What Hopper's copy engine reads is given as a `Box`: how a tensor is seen, in boxes of some size.
+What the driver makes of that is kept by the tensor's address. Where Triton's launcher is one that
+is known (`shorten`), the compiled function in it is called, without the Python around it.
 
 In the interpreter nothing is compiled, but the same variants are counted, so that tests without a
 GPU see which ones calls need. Triton's launch hooks (for profilers) see first launches only.
@@ -18,11 +19,14 @@ GPU see which ones calls need. Triton's launch hooks (for profilers) see first l
 
 import inspect
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
 import torch
 import triton
 from torch import Tensor
+from triton.backends.nvidia import driver
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental import gluon
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -30,12 +34,31 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from backends.triton_gpu.place import Kernel, Place
 
 Number = int | float
+MOST_KEPT = 256
+"""Addresses of one tensor that the copy engine's description is kept for."""
+KNOWN_FORMAT = "iiiKKppOOOOOO"
+"""What the compiled launchers of Triton 3.6 take before a kernel's own arguments."""
+_address = Tensor.data_ptr
+_known_format = getattr(driver, "_BASE_ARGS_FORMAT", None)
+
+
+class Run(Protocol):
+    """Triton's way to launch a compiled kernel, and what it was made from."""
+
+    launch: Callable[..., object]
+    launch_cooperative_grid: bool
+    launch_pdl: bool
+    global_scratch_size: int
+    profile_scratch_size: int
+
+    def __call__(self, *args: object) -> None:
+        """Launch."""
 
 
 class Compiled(Protocol):
-    """What Triton's launch returns: a kernel in the GPU, whose `run` takes no detours."""
+    """What Triton's launch returns: a kernel in the GPU, whose `run` takes fewer detours."""
 
-    run: Callable[..., object]
+    run: Run
     function: int
     packed_metadata: object
 
@@ -46,11 +69,8 @@ class Boxes(NamedTuple):
     base: Tensor
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """Of the last dimension 1, of the others multiples of 16 bytes."""
     block_shape: tuple[int, ...]
-    """Of one copy; what lies outside of `shape` is read as 0."""
     layout: NVMMASharedLayout
-    """In shared memory."""
     padding: str = "zero"
     round_f32_to_tf32: bool = False
 
@@ -60,10 +80,71 @@ class Boxes(NamedTuple):
         return TensorDescriptor(self.base, *sizes, self.layout)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Box:
+    """What the copy engine needs to know of a tensor beside its address."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Of the last dimension 1, of the others multiples of 16 bytes."""
+    block_shape: tuple[int, ...]
+    """Of one copy; what lies outside of `shape` is read as 0."""
+    layout: NVMMASharedLayout
+    """In shared memory."""
+    kept: dict[int, list[object]] = field(default_factory=dict, repr=False)
+    """By address: what kernels are launched with, which the driver has made."""
+
+    def of(self, tensor: Tensor) -> Boxes:
+        """The tensor in such boxes."""
+        return Boxes(tensor, self.shape, self.strides, self.block_shape, self.layout)
+
+    def told(self, tensor: Tensor, kind: object) -> list[object]:
+        """The arguments that stand for the tensor, in a kernel that wants boxes of this kind."""
+        address = tensor.data_ptr()
+        found = self.kept.get(address)
+        if found is None:
+            if len(self.kept) >= MOST_KEPT:
+                self.kept.clear()
+            found = self.kept[address] = make_tensordesc_arg(self.of(tensor), kind)
+        return found
+
+
+class Short(NamedTuple):
+    """The compiled function that launches a kernel, and what it takes after grid and stream."""
+
+    launch: Callable[..., object]
+    head: tuple[object, ...]
+    kinds: tuple[object, ...]
+    """Of the boxes."""
+
+
+def shorten(compiled: Compiled) -> Short | None:
+    """Past all Python of Triton's own, where this is the Triton whose launcher is known.
+
+    `CudaLauncher` makes closures and asks for scratch memory at each launch, and has the driver
+    describe each tensor of boxes anew.
+    """
+    run = compiled.run
+    if _known_format != KNOWN_FORMAT or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch, kinds = run.launch, ()
+    if inspect.isfunction(launch):  # around the compiled one, for boxes
+        inside = inspect.getclosurevars(launch).nonlocals
+        launch, kinds = inside["launcher"], tuple(inside["tensordesc_meta"])
+    head = (
+        compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
+        compiled.packed_metadata, None, None, None,
+    )  # fmt: skip
+    return Short(launch, head, kinds)
+
+
 class Variant:
     """A kernel for one set of compile-time values; compiled for each alignment that calls bring."""
 
-    __slots__ = ("_compiled", "_constants", "_device", "_launcher", "_options", "_place")
+    __slots__ = (
+        "_compiled", "_constants", "_device", "_index", "_launcher", "_options", "_place",
+        "_pointers", "_short",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -74,49 +155,79 @@ class Variant:
         options: dict[str, int | bool],
     ) -> None:
         self._launcher = launcher
+        self._pointers = launcher.pointers
         self._place = place
         self._device = device
+        self._index = device.index
         self._constants = constants
         self._options = options
         self._compiled: dict[tuple[bool, ...], Compiled] = {}
+        self._short: Short | None = None
 
     def launch(
         self,
         grid: tuple[int, int, int],
         tensors: Sequence[Tensor],
         numbers: Sequence[Number],
-        boxes: tuple[Boxes | None, ...] = (),
+        boxes: Sequence[Box | None] = (),
+        boxed: Sequence[Tensor] = (),
     ) -> None:
-        """Run the kernel on the current stream: `boxes`, `tensors`, `numbers`, in its own order.
+        """Run the kernel on the current stream: `boxed`, `tensors`, `numbers`, in its own order.
 
         Compiles where data is aligned as never before (seconds), else takes a few us.
 
         Raises:
             TypeError: an integer is not declared as one.
         """
-        addresses = [tensor.data_ptr() for tensor in tensors]
+        addresses = [*map(_address, tensors)]
         loose = 0
-        for index in self._launcher.pointers:
+        for index in self._pointers:
             loose |= addresses[index]
+        short = self._short
+        if short is None or loose & 15 or not self._place.is_current(self._index):
+            self._launch(grid, tensors, addresses, numbers, boxes, boxed)
+            return
+        told: list[object] = []
+        if boxes:
+            kinds = iter(short.kinds)
+            for box, tensor in zip(boxes, boxed, strict=True):
+                told += (None,) if box is None else box.told(tensor, next(kinds))
+        short.launch(
+            *grid, self._place.stream(self._index), *short.head,
+            *told, *addresses, *numbers, *self._constants,
+        )  # fmt: skip
+
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor],
+        addresses: Sequence[int],
+        numbers: Sequence[Number],
+        boxes: Sequence[Box | None],
+        boxed: Sequence[Tensor],
+    ) -> None:
+        """Likewise, whatever the alignment, and as Triton does it."""
         alignment: tuple[bool, ...] = ()  # all data on 16 bytes
-        if loose & 15:
-            alignment = tuple(addresses[index] & 15 == 0 for index in self._launcher.pointers)
+        if any(addresses[index] & 15 for index in self._pointers):
+            alignment = tuple(addresses[index] & 15 == 0 for index in self._pointers)
+        pairs = zip(boxes, boxed, strict=True)
+        seen = tuple(None if box is None else box.of(each) for box, each in pairs)
         with self._place.guard(self._device):
             compiled = self._compiled.get(alignment)
             if compiled is None or self._place.interpreting:
-                self._first(grid, alignment, boxes, tensors, numbers)
+                self._first(grid, alignment, seen, tensors, numbers)
                 return
-            stream = self._place.stream(self._device)
             compiled.run(
-                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
-                *boxes, *addresses, *numbers, *self._constants,
+                *grid, self._place.stream(self._index), compiled.function,
+                compiled.packed_metadata, None, None, None,
+                *seen, *addresses, *numbers, *self._constants,
             )  # fmt: skip
 
     def _first(
         self,
         grid: tuple[int, int, int],
         alignment: tuple[bool, ...],
-        boxes: tuple[Boxes | None, ...],
+        boxes: Sequence[Boxes | None],
         tensors: Sequence[Tensor],
         numbers: Sequence[Number],
     ) -> None:
@@ -127,8 +238,10 @@ class Variant:
         launch = self._launcher.kernel[grid]
         seen = (t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in tensors)
         described = (each and each.described() for each in boxes)
-        compiled = launch(*described, *seen, *numbers, *self._constants, **self._options)
-        self._compiled[alignment] = cast("Compiled", compiled)
+        made = launch(*described, *seen, *numbers, *self._constants, **self._options)
+        compiled = self._compiled[alignment] = cast("Compiled", made)
+        if not alignment and not self._place.interpreting:
+            self._short = shorten(compiled)
 
     @property
     def alignments(self) -> frozenset[tuple[bool, ...]]:

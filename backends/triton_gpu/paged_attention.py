@@ -40,6 +40,8 @@ LONGEST = max(MOST_ROWS, latent.MOST_ROWS) + 1
 """Query tokens from which calls are planned alike."""
 FEW_SLICES = 4
 """Programs that they take at most where prefill does not cut keys."""
+FEW_SEQS = 16
+"""Up to which prefill may take a whole batch."""
 
 
 def paged_attention(
@@ -56,42 +58,39 @@ def paged_attention(
     Raises:
         InvalidArgumentError: a shape, dtype or device breaks the contract; nothing written.
     """
-    alike = terms.batch_invariant
-    addresses = query.data_ptr() | cache.k.data_ptr() | cache.v.data_ptr()
+    alike, reach = terms.batch_invariant, batch.max_seq_len
+    addresses = query.data_ptr()
     if out is not None:
         addresses |= out.data_ptr()
     signature = (
-        "attention", sign(query), sign(cache.k), sign(cache.v), sign(out), sign(batch.block_table),
-        batch.num_tokens, min(batch.max_query_len, LONGEST), terms.window is None,
-        terms.soft_cap is None, sign(terms.sinks), sign(cache.k_scale), sign(cache.v_scale),
-        batch.max_seq_len if alike else batch.max_seq_len >= hopper_prefill.LONG,
-        cache.is_latent, terms.scale > 0, terms.scale < 0, addresses & 15,
+        "attention", sign(query), sign(out), cache.form, batch.form, terms.form,
+        min(batch.max_query_len, LONGEST), reach if alike else reach >= hopper_prefill.LONG,
+        addresses & 15,
     )  # fmt: skip
     known = cast("_Known | latent.Plan | None", place.plan(signature))
-    if known is None or batch.max_seq_len > known.room:
+    if known is None or reach > known.room:
         check_paged_attention(backend, query, cache, batch, terms, out)
     if out is None:
         shape = (*query.shape[:2], cache.v.shape[3])
         out = torch.empty(shape, dtype=query.dtype, device=query.device)
-    if batch.num_seqs == 0 or batch.num_tokens == 0:
-        return out
     if known is None:
+        if batch.num_seqs == 0 or batch.num_tokens == 0:
+            return out
         know = latent.plan_latents if cache.is_latent else _know
         known = know(place, query, cache, batch, out, terms)
         place.keep(signature, known)
     if isinstance(known, latent.Plan):
         latent.attend_latents(known, query, cache, batch, out, terms)
         return out
-    alone = batch.num_seqs == 1 and not alike
-    decodes = query.element_size() == 2 and (batch.max_query_len <= known.most or not alone)
-    if decodes and (batch.shared_prefix is None or alike):
-        decode(known.plan, query, cache, batch, out, terms)
-    elif decodes:
-        shared = cascade(place, query, cache, batch, terms)
-        plan = plan_decode(place, query, cache, batch, out, terms, shared=shared)
-        decode(plan, query, cache, batch, out, terms, shared)
-    if batch.max_query_len > known.most or not decodes:
-        prefill(known.prefill, query, cache, batch, out, terms, shortest=2 if decodes else 1)
+    if known.decode is not None:
+        if batch.shared_prefix is None or alike:
+            decode(known.decode, query, cache, batch, out, terms)
+        else:
+            shared = cascade(place, query, cache, batch, terms)
+            plan = plan_decode(place, query, cache, batch, out, terms, shared=shared)
+            decode(plan, query, cache, batch, out, terms, shared)
+    if known.prefill is not None:
+        prefill(known.prefill, query, cache, batch, out, terms, shortest=known.shortest)
     return out
 
 
@@ -100,10 +99,10 @@ class _Known(NamedTuple):
 
     room: int
     """Positions that a row of the block table has entries for."""
-    most: int
-    """Query tokens of a sequence that decode takes."""
-    plan: Plan
-    prefill: PrefillPlan | hopper_prefill.Plan
+    decode: Plan | None
+    prefill: PrefillPlan | hopper_prefill.Plan | None
+    shortest: int
+    """Query tokens of a sequence from which on prefill takes it."""
 
 
 def _know(
@@ -115,14 +114,29 @@ def _know(
     terms: AttentionTerms,
 ) -> _Known:
     """Plan a call whose arguments have been checked."""
-    most = 1
-    if not terms.batch_invariant and batch.shared_prefix is None:
-        most = longest_decoded(place, query, cache, out, batch, terms)
-    plan = plan_decode(place, query, cache, batch, out, terms, most=most)
-    return _Known(
-        batch.block_table.shape[1] * cache.k.shape[1], most, plan,
-        plan_prefill(place, query, cache, batch, out, terms),
-    )  # fmt: skip
+    room, longest = batch.block_table.shape[1] * cache.k.shape[1], batch.max_query_len
+    plain = not terms.batch_invariant and batch.shared_prefix is None
+    most = longest_decoded(place, query, cache, out, batch, terms) if plain else 1
+    if query.element_size() == 2 and longest <= most:
+        plan = plan_decode(place, query, cache, batch, out, terms, most=most)
+        return _Known(room, plan, None, 0)
+    rest = plan_prefill(place, query, cache, batch, out, terms)
+    alone = batch.num_seqs == 1 and not terms.batch_invariant
+    if query.element_size() != 2 or alone or (plain and cuts_keys(rest, batch)):
+        return _Known(room, None, rest, 1)
+    return _Known(room, plan_decode(place, query, cache, batch, out, terms), rest, 2)
+
+
+def cuts_keys(plan: PrefillPlan | hopper_prefill.Plan, batch: PagedBatch) -> bool:
+    """Whether prefill takes sequences of one query token too, so that decode is not launched.
+
+    Where it may cut the keys of a few sequences, most of which have several query tokens, as the
+    mean of their lengths says: the keys of one token alone it reads more slowly than decode does.
+    """
+    is_cut = isinstance(plan, hopper_prefill.Plan) and plan.merge is not None
+    longest = min(batch.max_query_len, LONGEST)
+    is_even = 2 * batch.num_tokens >= batch.num_seqs * longest
+    return is_cut and is_even and batch.num_seqs <= FEW_SEQS
 
 
 def longest_decoded(

@@ -45,7 +45,7 @@ else:
 class Place:
     """A device type and the guard that a launch needs there."""
 
-    __slots__ = ("_alone", "_plans", "_turns", "device", "interpreting")
+    __slots__ = ("_alone", "_plans", "_turns", "device", "interpreting", "stream")
 
     def __init__(self, *, interpreting: bool) -> None:
         self.interpreting = interpreting
@@ -54,6 +54,8 @@ class Place:
         self._turns = threading.Lock()
         self._alone = interpreting or torch.cuda.device_count() == 1
         self._plans: dict[Hashable, object] = {}
+        self.stream = _stream
+        """The handle of a device's current stream, by the device's index."""
 
     def plan(self, key: Hashable) -> object:
         """What `keep` has kept under this key; None: nothing."""
@@ -64,10 +66,6 @@ class Place:
         if len(self._plans) >= MOST_PLANS:
             self._plans.clear()
         self._plans[key] = plan
-
-    def stream(self, device: torch.device) -> int:
-        """The current stream's handle."""
-        return _raw_stream(device.index)
 
     def num_multiprocessors(self, device: torch.device) -> int:
         """Of a GPU; the interpreter counts as a small one."""
@@ -89,6 +87,10 @@ class Place:
         """Shared memory that a program may have; the interpreter counts as a small GPU."""
         return 99 << 10 if self.interpreting else _shared_bytes(device)
 
+    def is_current(self, index: int | None) -> bool:
+        """Whether launches on this GPU need no guard."""
+        return self._alone or index == torch.cuda.current_device()
+
     def guard(self, device: torch.device) -> AbstractContextManager[object]:
         """Hold this around a launch on tensors of this device."""
         if self.interpreting:
@@ -101,9 +103,13 @@ class Place:
 _NO_GUARD = nullcontext()
 
 
-def _raw_stream(index: int) -> int:
+def _raw_stream(index: int | None) -> int:
     stream: int = triton.runtime.driver.active.get_current_stream(index)
     return stream
+
+
+_torch = torch._C  # noqa: SLF001 - whom Triton itself asks
+_stream: Callable[[int | None], int] = getattr(_torch, "_cuda_getCurrentRawStream", _raw_stream)
 
 
 def sign(tensor: Tensor | None) -> Hashable:

@@ -261,32 +261,44 @@ class Items:
         return self.records + self.split * int(RECORD.value) * self.tiles
 
 
-def plan_order(place: Place, device: torch.device, items: Items, *, has_window: bool) -> Variant:
-    """What `order_tiles` launches for batches that are cut like this."""
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What makes the list of work for batches of one shape that are cut alike."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    size: int
+    """int32 numbers of the list."""
+    numbers: tuple[int, ...]
+    """Those that come last: programs, records."""
+    kept_as: tuple[int, Items]
+    """Equal for plans that make the same list."""
+
+
+def plan_order(place: Place, device: torch.device, items: Items, *, has_window: bool) -> Order:
+    """How to order batches that are cut like this."""
     constants = (items.tokens, SEQS, items.slices, items.tile, has_window, items.split)
-    return _rank.variant(place, device, (), constants, num_warps=1)
+    variant = _rank.variant(place, device, (), constants, num_warps=1)
+    numbers = (items.programs, items.records)
+    return Order(variant, (items.tiles, 1, 1), items.size, numbers, (id(variant), items))
 
 
-def keep_order(
-    variant: Variant, batch: PagedBatch, items: Items, *, shortest: int, window: int
-) -> Tensor:
+def keep_order(order: Order, batch: PagedBatch, *, shortest: int, window: int) -> Tensor:
     """The list of work: made once for all layers that are cut alike, where the batch keeps it."""
-    if batch.kept is None:
-        return order_tiles(variant, batch, items, shortest=shortest, window=window)
-    key = (variant, items, shortest, window)
-    work = batch.kept.get(key)
+    kept = batch.kept
+    if kept is None:
+        return order_tiles(order, batch, shortest=shortest, window=window)
+    key = (*order.kept_as, shortest, window)
+    work = kept.get(key)
     if work is None:
-        work = order_tiles(variant, batch, items, shortest=shortest, window=window)
-        batch.kept[key] = work
+        work = kept[key] = order_tiles(order, batch, shortest=shortest, window=window)
     return cast("Tensor", work)
 
 
-def order_tiles(
-    variant: Variant, batch: PagedBatch, items: Items, *, shortest: int, window: int
-) -> Tensor:
+def order_tiles(order: Order, batch: PagedBatch, *, shortest: int, window: int) -> Tensor:
     """The list of work; one launch, no synchronisation."""
-    work = torch.empty(items.size, dtype=torch.int32, device=batch.device)
-    numbers = (batch.num_seqs, shortest, window, items.programs, items.records)
-    tensors = (batch.query_start_loc, batch.seq_lens, work)
-    variant.launch((items.tiles, 1, 1), tensors, numbers)
+    lens = batch.seq_lens
+    work = torch.empty(order.size, dtype=torch.int32, device=lens.device)
+    numbers = (lens.shape[0], shortest, window, *order.numbers)
+    order.variant.launch(order.grid, (batch.query_start_loc, lens, work), numbers)
     return work

@@ -18,6 +18,9 @@ from backends.triton_gpu.paged_attention import MOST_ROWS
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
 
+CUT = (16, 32, 64, 128, 256, 512)
+"""Query tokens of long contexts, for every number of pieces that merges load at once."""
+
 
 def warm_up(
     backend: Backend,
@@ -40,7 +43,8 @@ def warm_up(
             for query_len in sorted({2, max_query_len}):
                 _attend(backend, layer, _idle(device, num_seqs, query_len, query_len))
             query_len = min(max_query_len, MOST_ROWS + 1)
-            _attend(backend, layer, _idle(device, num_seqs, query_len, query_len, LONG))
+            for length in {query_len, *(n for n in CUT if n <= max_query_len)}:
+                _attend(backend, layer, _idle(device, num_seqs, length, length, LONG))
         batch = _idle(device, 1, 1, 1)
         block_size, num_kv_heads, head_dim = layer.cache.k.shape[1:]
         rows = torch.zeros(1, num_kv_heads, head_dim, dtype=layer.dtype, device=device)

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "kvcore_continuous"
 
-_TOLD_OTHERWISE = frozenset(PagedAttentionArgs.__annotations__) | {"sliding_window"}
-_HARMLESS = frozenset({"cache_position", "output_attentions", "output_hidden_states"})
+# What else a layer may be given: the batch says the same, or attention has nothing to do with it.
+_PASSED_OVER = frozenset(PagedAttentionArgs.__annotations__) | {
+    "sliding_window", "cache_position", "output_attentions", "output_hidden_states",
+}  # fmt: skip
 
 
 class Installed:
@@ -225,7 +227,7 @@ def attend(
         )
     asked: dict[str, object] = {"a mask": attention_mask, "dropout": dropout or None, **others}
     for argument, what in asked.items():
-        if what is not None and what is not False and argument not in _TOLD_OTHERWISE | _HARMLESS:
+        if what is not None and what is not False and argument not in _PASSED_OVER:
             raise kvcore.InvalidArgumentError(
                 f"attention: {name} is given {argument}, which a paged cache does nothing with"
             )

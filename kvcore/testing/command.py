@@ -39,7 +39,7 @@ def main(arguments: Sequence[str], out: TextIO | None = None) -> int:
     show = out or sys.stdout
     try:
         make = load(options.adapter)
-        machines = _chosen(options.machine, machines_for(check_adapter(make())))
+        machines = _chosen(options.machine, machines_for(check_adapter(_made(make))))
         result = hunt(
             make,
             machines,
@@ -66,7 +66,8 @@ def load(name: str) -> Callable[[], object]:
     """Return what MODULE:FACTORY names. The current directory is looked through first.
 
     Raises:
-        AdapterError: there is no such module, or nothing in it that can be called.
+        AdapterError: there is no such module, importing it raises, or nothing in it that can be
+            called.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -80,9 +81,18 @@ def load(name: str) -> Callable[[], object]:
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
         raise AdapterError(f"adapter: {error}") from error
+    except Exception as error:
+        raise AdapterError(f"adapter: importing it raised {error!r}") from error
     if not callable(found):
         raise AdapterError(f"adapter: wanted something to call, got {found!r}")
     return cast("Callable[[], object]", found)
+
+
+def _made(make: Callable[[], object]) -> object:
+    try:
+        return make()
+    except Exception as error:
+        raise AdapterError(f"adapter: making it raised {error!r}") from error
 
 
 def _chosen(

@@ -134,7 +134,9 @@ def _prepare(options: BenchOptions) -> _Bench:
         what.path,
         what.backend,
         what.dtype,
+        draft_name=options.engine.draft_model,
         num_ranks=what.tp,
+        expert_parallel=what.expert_parallel,
         load=partial(load, dummy_weights=options.weights.dummy_weights),
     )
     vocab_size: int = model.network.config.get_text_config().vocab_size

@@ -69,7 +69,9 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
             what.path,
             what.backend,
             what.dtype,
+            draft_name=options.engine.draft_model,
             num_ranks=what.tp,
+            expert_parallel=what.expert_parallel,
             is_exact=options.output.verify,
         )
     prompts = _encode(model, specs)
@@ -84,7 +86,7 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
         "dtype": str(model.network.dtype).removeprefix("torch."),
     }
     say(f"{about['model']} in {about['dtype']}, {about['backend']} on {about['device']}")
-    say(engine.memory.describe(engine.network.layout))
+    say(engine.describe_memory())
     if not engine.memory.holds_all:
         say(_preemption(engine))
     with telling("compiling kernels: the first time on a machine takes longest"):
@@ -216,6 +218,7 @@ def _queue(
                     spec.params,
                     num_samples=spec.samples.n,
                     priority=spec.samples.priority,
+                    retain=[one.wish for one in spec.samples.retain],
                 )
             )
         except InvalidArgumentError as error:

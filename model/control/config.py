@@ -142,6 +142,13 @@ class EngineConfig(StepLimits):
         help="guess the next tokens of a request, and check all guesses in one pass; ngram: what "
         "followed the same tokens before (default: no guesses)",
     )
+    draft_model: str | None = setting(
+        None,
+        help="guess the next tokens with a second, smaller model of the same vocabulary: a folder "
+        "or owner/name on the hub; it has as many cache blocks beside those of the first",
+        least=1,
+        metavar="PATH_OR_ID",
+    )
     record_lifetimes: bool = setting(
         False,
         help="count for how many steps blocks live, lie idle and wait for a hit",
@@ -158,10 +165,24 @@ class EngineConfig(StepLimits):
             raise InvalidArgumentError(f"{given[0]}: wanted this or {given[1]}, got both")
         if self.eager and self.compile:
             raise InvalidArgumentError("eager: wanted this or compile, got both")
-        if self.drafts is not None and self.async_scheduling:
+        if self.drafts is not None and self.draft_model is not None:
+            raise InvalidArgumentError("draft_model: wanted this or drafts, got both")
+        if self.guesses and self.async_scheduling:
+            guess = "drafts" if self.draft_model is None else "draft_model"
             raise InvalidArgumentError(
-                "async_scheduling: wanted this or drafts, got both: what to guess is known when "
+                f"async_scheduling: wanted this or {guess}, got both: what to guess is known when "
                 "the last tokens are read"
             )
         if self.sanitize and self.compile:
             raise InvalidArgumentError("sanitize: wanted this or compile, got both")
+
+    @property
+    def guesses(self) -> bool:
+        """Whether requests bring drafts. O(1)."""
+        return self.drafts is not None or self.draft_model is not None
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows of logits of a step: of each request one, and one for each draft. O(1)."""
+        each = 1 + self.draft_tokens if self.guesses else 1
+        return min(self.max_num_batched_tokens, self.max_num_seqs * each)

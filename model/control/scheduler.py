@@ -206,6 +206,19 @@ class Scheduler(StepPlanner):
         self._drafts = _drafts(live)
         return tuple(orders)
 
+    def drop(self, step: Step) -> None:
+        """Let go of a step that was not carried out, or not even planned to its end.
+
+        Its requests have been aborted. O(transfers).
+
+        Args:
+            step: what `schedule` returned last, anything if it has raised.
+        """
+        if self._in_flight is not None:
+            self.advance(step)
+        else:
+            self._room.end_transfers(self._stores, self._loads)
+
     def accept(
         self, sampled: Mapping[int, int], further: Mapping[int, Sequence[int]] | None = None
     ) -> list[Request]:

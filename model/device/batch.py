@@ -244,6 +244,8 @@ class BatchBuilder:
         num_groups: the layer groups of the cache.
         chunks: for each group the chunk that its layers see; None: they have none.
         worth: for each from where on it is told what its sequences share; None: nowhere.
+        is_ahead: whether tokens are computed that may be taken back, with the blocks that they
+            have; those of a request's own are not.
     """
 
     def __init__(
@@ -252,7 +254,10 @@ class BatchBuilder:
         num_groups: int = 1,
         chunks: Sequence[int | None] | None = None,
         worth: Sequence[Worth | None] | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> None:
+        self._is_ahead = is_ahead
         self._chunks = chunks or [None] * num_groups
         self._worth = worth or [None] * num_groups
         self._input_ids = _Buffer(torch.int64, device)
@@ -331,7 +336,7 @@ class BatchBuilder:
                     shared_prefix=None if worth is None else tables.shared_prefix(starts, worth),
                 )
             )
-        self._expire_drafts(step.chunks if any(drafts) else ())
+        self._expire_drafts(step.chunks if self._is_ahead or any(drafts) else ())
         return StepTensors(
             input_ids=self._input_ids.shaped(1, num_tokens),
             position_ids=self._position_ids.shaped(1, num_tokens),
@@ -343,8 +348,8 @@ class BatchBuilder:
 
     def _expire_drafts(self, chunks: Sequence[Chunk]) -> None:
         for row, chunk in enumerate(chunks):
-            for tables in self._tables if chunk.drafts else ():
-                tables.expire(row, chunk.start + chunk.num_known)
+            for tables in self._tables if self._is_ahead or chunk.drafts else ():
+                tables.expire(row, len(chunk.request.tokens))
 
     def _write_sources(
         self,

@@ -58,15 +58,17 @@ class Buckets:
     """Those of a network.
 
     Args:
-        max_num_seqs: the most rows of a step.
+        max_num_seqs: the most sequences of a step.
         max_tokens: the most tokens of steps that are recorded, but for those of one a sequence;
             0: no others are.
+        max_rows: the most rows of a step, where sequences bring drafts; 0: one a sequence.
     """
 
-    def __init__(self, max_num_seqs: int, max_tokens: int) -> None:
+    def __init__(self, max_num_seqs: int, max_tokens: int, max_rows: int = 0) -> None:
         self._singles = bucket_sizes(max_num_seqs)
         self._tokens = token_sizes(max_tokens)
-        self._rows = (*[size for size in _ROWS if size < max_num_seqs], max_num_seqs)
+        most = max(max_num_seqs, max_rows)
+        self._rows = (*[size for size in _ROWS if size < most], most)
 
     @property
     def singles(self) -> tuple[Bucket, ...]:
@@ -132,9 +134,10 @@ class StepGraphs:
         drawn: int64 [max_num_seqs], where the tokens of the step before are.
         widths: for each layer group the most blocks that a sequence can have.
         block_size: tokens of a block, of all groups.
-        max_num_seqs: the most rows of a step.
-        max_tokens: as `Buckets` takes it.
+        max_num_seqs: as `Buckets` takes it.
+        max_tokens: likewise.
         draws: are recorded beside the steps, from where their logits lie.
+        max_rows: as `Buckets` takes it.
     """
 
     def __init__(
@@ -146,12 +149,13 @@ class StepGraphs:
         max_num_seqs: int,
         max_tokens: int,
         draws: DrawGraphs,
+        max_rows: int = 0,
     ) -> None:
         self._network = network
         self.draws = draws
         self._passes = passes_for(network.device.type)
         self._drawn = drawn
-        self.buckets = Buckets(max_num_seqs, max_tokens)
+        self.buckets = Buckets(max_num_seqs, max_tokens, max_rows)
         device = network.device
         self._inputs: dict[bool, _Inputs] = {}  # whether a sequence has one token
         for buckets in (self.buckets.singles, self.buckets.mixed):

@@ -12,7 +12,8 @@ and refuses, before anything is allocated, what would not fit.
 
 What is free on a GPU is what the network and the largest step leave (`profile.py`); elsewhere what
 the system and the process's control groups say. Where it is known how long all requests can become,
-the cache is never larger than they can use.
+the cache is never larger than they can use. A draft model has as many blocks beside, so a block
+costs what it takes in both.
 
 Invariants: never fewer than two blocks, the null block and one more; never more than is free.
 
@@ -69,17 +70,23 @@ class MemoryPlan:
         kv_bytes = self.kv_bytes // self.num_blocks * num_blocks
         return replace(self, num_blocks=num_blocks, kv_bytes=kv_bytes, reason=_LEAST)
 
-    def describe(self, layout: CacheLayout) -> str:
+    def describe(self, layout: CacheLayout, beside: CacheLayout | None = None) -> str:
         """One line for whoever started it. O(num_layers)."""
         free = "" if self.free_bytes is None else f" of {show_bytes(self.free_bytes)} free"
+        drafts = "" if beside is None else f"; of the draft model {_layers(beside)}"
         return (
             f"KV cache: {self.num_blocks:,} blocks of {self.block_size} tokens, "
-            f"{show_bytes(self.kv_bytes)}{free} ({self.reason}); {_layers(layout)}"
+            f"{show_bytes(self.kv_bytes)}{free} ({self.reason}); {_layers(layout)}{drafts}"
         )
 
 
 def plan_memory(
-    config: EngineConfig, layout: CacheLayout, *, is_gpu: bool, free_bytes: int | None
+    config: EngineConfig,
+    layout: CacheLayout,
+    *,
+    is_gpu: bool,
+    free_bytes: int | None,
+    beside: CacheLayout | None = None,
 ) -> MemoryPlan:
     """Decide how many blocks there are. O(num_layers + expected requests).
 
@@ -88,11 +95,12 @@ def plan_memory(
         layout: what a block costs.
         is_gpu: whether the caches are in a GPU's memory.
         free_bytes: what is free for them; None: nobody says, and nothing is refused for it.
+        beside: what a block of the draft model costs; None: there is none.
 
     Raises:
         InvalidArgumentError: it does not fit, or is too little for two blocks.
     """
-    block_bytes = layout.kv_bytes(1, config.block_size)
+    block_bytes = sum([one.kv_bytes(1, config.block_size) for one in (layout, beside) if one])
     most = None if free_bytes is None else free_bytes - free_bytes // _UNUSABLE
     if config.num_blocks is not None:
         num_blocks, reason = config.num_blocks, "as asked for"

@@ -38,7 +38,8 @@ _WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SUMMED = {"rowwise", "rowwise_rep", "rowwise_split_input"}
 _HOOKED = {"moe_tp_experts", "all_reduce", "moe_identity_expert"}
-_OF_PARAMETERS = {"colwise", "rowwise", "packed_colwise", "packed_rowwise"}
+_WHOLE_EXPERTS = "grouped_gemm"
+_OF_PARAMETERS = {"colwise", "rowwise", "packed_colwise", "packed_rowwise", _WHOLE_EXPERTS}
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _FUSED = {"qkv_proj", "query_key_value"}
 _GROUPS = "num_key_value_groups"
@@ -55,12 +56,23 @@ def shard_network(network: PreTrainedModel, ranks: Ranks, sums: "Sums") -> None:
     Raises:
         UnsupportedModelError: it has no plan, or one that the number of ranks does not fit.
     """
+    _Sharding(network, _plan_of(network, ranks), ranks, sums).run()
+
+
+def _plan_of(network: PreTrainedModel, ranks: Ranks) -> Mapping[str, str]:
+    """What Transformers cuts and how; its plan for experts stands above the one for tensors."""
     plan: Mapping[str, str] | None = getattr(network, "tp_plan", None)
+    experts: Mapping[str, str] | None = getattr(network, "ep_plan", None)
+    name = type(network).__name__
+    if ranks.expert_parallel:
+        if not experts:
+            raise UnsupportedModelError(
+                f"--expert-parallel: Transformers has no expert-parallel plan for {name}"
+            )
+        return {**(plan or {}), **experts}
     if not plan:
-        raise UnsupportedModelError(
-            f"--tp: Transformers has no tensor-parallel plan for {type(network).__name__}"
-        )
-    _Sharding(network, plan, ranks, sums).run()
+        raise UnsupportedModelError(f"--tp: Transformers has no tensor-parallel plan for {name}")
+    return plan
 
 
 def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
@@ -186,6 +198,8 @@ class _Sharding:
             return
         if style in _HOOKED:
             self._hook(module, style)
+        elif style == "ep_dispatch_experts" and hasattr(module, "num_experts"):
+            self._share_experts(name, module)
         elif isinstance(module, nn.Embedding) and style == "embedding_rowwise":
             self._replace(name, _RowwiseEmbedding(module, self._ranks, self._sums))
         elif isinstance(module, nn.Linear) and style in {"colwise", "packed_colwise"}:
@@ -221,12 +235,44 @@ class _Sharding:
         else:
             module.register_forward_hook(sum_up)
 
+    def _share_experts(self, name: str, module: nn.Module) -> None:
+        """Let a rank run its own experts, each of which is whole, on all tokens; sum what comes.
+
+        A token's choice of an expert elsewhere becomes one that `module` passes over, with weight
+        0, as in Transformers' `AllReduceEP`.
+        """
+        count, size = int(module.num_experts), self._ranks.size  # type: ignore[arg-type]
+        if count % size:
+            raise UnsupportedModelError(
+                f"--expert-parallel: wanted a divisor of the {count} experts of {name}, got {size}"
+            )
+        count //= size
+        start = self._ranks.rank * count
+        module.num_experts, module._is_expert_parallel = count, True  # type: ignore[assignment]  # noqa: SLF001
+
+        def choose(
+            _module: nn.Module, args: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            hidden, chosen, weights = args
+            own = chosen - start
+            is_elsewhere = (own < 0) | (own >= count)
+            return (
+                hidden,
+                own.masked_fill(is_elsewhere, count),
+                weights.masked_fill(is_elsewhere, 0),
+            )
+
+        module.register_forward_pre_hook(choose)
+        self._hook(module, "moe_tp_experts")
+
     def _part_of(self, name: str, tensor: Tensor, style: str) -> Tensor:
         """This rank's part of a parameter, as a style cuts one."""
         if style.endswith("rowwise"):
             if tensor.dim() == 1:
                 return tensor  # added once, after the sum
             return self._part(name, tensor, -1, pieces=2 if style == "packed_rowwise" else 1)
+        if style == _WHOLE_EXPERTS:
+            return self._part(name, tensor, 0)
         dim = max(tensor.dim() - 2, 0)
         if style == "packed_colwise":
             return self._part(name, tensor, dim, pieces=2 if tensor.dim() > 1 else 1)

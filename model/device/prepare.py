@@ -89,7 +89,8 @@ def prepare_network(
         config.block_size,
         config.max_num_seqs,
         recorded_tokens(network.num_parameters, len(network.layout.layers), config),
-        DrawGraphs(max(2, config.max_num_seqs), network.device),
+        DrawGraphs(max(2, config.max_num_seqs, config.max_rows), network.device),
+        config.max_rows,
     )
     try:
         num_graphs = graphs.record()

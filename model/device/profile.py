@@ -1,7 +1,7 @@
 """What a step takes beside the network and its caches, measured.
 
 Decides: what the largest step is: every token of the budget in one prompt, and as many rows sampled
-as requests may run.
+as requests may run, with the drafts that each may bring.
 
 Invariants: nothing of the profile stays allocated; no cache but one block exists meanwhile.
 
@@ -54,9 +54,8 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
     network.allocate(1, config.block_size)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    count = config.max_num_batched_tokens
-    rows = min(count, config.max_num_seqs)
-    step = largest_step(count, rows, config.block_size, len(network.layout.windows), device)
+    count, num_groups = config.max_num_batched_tokens, len(network.layout.windows)
+    step = largest_step(count, config.max_rows, config.block_size, num_groups, device)
     logits = network.logits(step)
     drawn = Draw(SamplingParams(temperature=1.0, top_p=0.5), stream=0, index=0)  # takes most
     sample(torch.zeros_like(logits), [drawn] * len(logits))

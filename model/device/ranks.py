@@ -35,12 +35,14 @@ class Ranks:
     Attributes:
         rank: this one's number, from 0.
         size: how many there are.
+        expert_parallel: whether each has some experts whole, not a part of each.
     """
 
     rank: int
     size: int
     _control: dist.ProcessGroup
     _lifeline: Lifeline
+    expert_parallel: bool = False
 
     @property
     def leads(self) -> bool:
@@ -122,14 +124,16 @@ class Ranks:
         self._lifeline.let_go()
 
 
-def join_ranks(size: int) -> Ranks | None:
+def join_ranks(size: int, *, expert_parallel: bool = False) -> Ranks | None:
     """Meet the other processes; None if there are none. Waits until all are there.
 
     Args:
         size: how many the user wants.
+        expert_parallel: how they share the network's experts.
 
     Raises:
-        UsageError: there are not as many processes, or fewer devices than that.
+        UsageError: there are not as many processes, or fewer devices than that, or only one to
+            share experts.
     """
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if found != size:
@@ -138,6 +142,8 @@ def join_ranks(size: int) -> Ranks | None:
             f"as torchrun --nproc-per-node {max(size, 2)} -m model.run --tp {max(size, 2)}"
         )
     if size == 1:
+        if expert_parallel:
+            raise UsageError("--expert-parallel: wanted --tp with several processes, got 1")
         return None
     backends = "cpu:gloo"
     if torch.cuda.is_available():
@@ -157,7 +163,7 @@ def join_ranks(size: int) -> Ranks | None:
         raise UsageError(f"--tp: the processes do not find each other: {line}") from error
     rank = dist.get_rank()
     lifeline = Lifeline(meet(rank, size, lambda said: _told(control, rank, said)))
-    return Ranks(rank, size, control, lifeline)
+    return Ranks(rank, size, control, lifeline, expert_parallel)
 
 
 def _told(control: dist.ProcessGroup, rank: int, message: object) -> object:

@@ -102,6 +102,7 @@ class StepPasses:
         is_late: whether that happens.
         sanitizer: the backend, if it is to check each step.
         drawn: where what a step draws is kept, if others do so too; None: in its own.
+        is_ahead: as `BatchBuilder` takes it.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class StepPasses:
         is_late: bool,
         sanitizer: SanitizedBackend | None = None,
         drawn: Tensor | None = None,
+        is_ahead: bool = False,
     ) -> None:
         self._network = network
         self._sanitizer = sanitizer
@@ -122,7 +124,8 @@ class StepPasses:
         self._sampler = sampler
         chunks, worth = network.layout.chunks, network.shared_worth()
         self._builders = [
-            BatchBuilder(network.device, len(groups), chunks, worth) for _ in range(1 + is_late)
+            BatchBuilder(network.device, len(groups), chunks, worth, is_ahead=is_ahead)
+            for _ in range(1 + is_late)
         ]
         self._is_late = is_late
         if drawn is None:

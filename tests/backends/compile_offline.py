@@ -136,7 +136,7 @@ ON_HOPPER = (
     Case(head_dim=256, group=1, block_size=128, split=True),
     Case(head_dim=96, group=3),
     Case(e4m3=True),
-    Case("fp16", 64, 8, e4m3=True, split=True, features=True),
+    Case(head_dim=64, group=8, e4m3=True, split=True, features=True),
 )
 
 
@@ -228,7 +228,7 @@ def count_products(case, shape):
     """Matrix instructions of a step: of a tile of keys, and of one of values."""
     keys = -(-shape.width // 16) + shape.tail // 16
     if case.e4m3:
-        keys = shape.width // 32 * (2 if case.element == "bf16" else 3)
+        keys = shape.width // 32 * 2
     return keys + shape.tile // 16 * (1 + (shape.tail > 0))
 
 

@@ -6,6 +6,8 @@ Run by test_triton_decode.
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+import dataclasses
+import math
 import sys
 
 import torch
@@ -197,11 +199,21 @@ def check_the_rule():
     cascade.attend_prefix = real
 
 
+def check_sharing_after_not_sharing():
+    """A batch that shares is planned anew, though one of its shapes that did not came before."""
+    case = BASE.with_(seqs=((2, 36), (2, 40), (1, 33)), shared=32)
+    inputs = build(case, torch.device("cpu"))
+    alone = dataclasses.replace(inputs.batch, shared_prefix=None)
+    dataclasses.replace(inputs, batch=alone).run(TRITON).fill_(math.nan)
+    assert inputs.expected().worst_ratio(inputs.run(TRITON)) <= 1
+
+
 if __name__ == "__main__":
     check_plan()
     check_equal_sequences()
     check_the_rule()
     cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
+    check_sharing_after_not_sharing()
     for one in CASES:
         check_case(one)
     splits.MAX_PLANNED = 2

@@ -36,11 +36,11 @@ def order(batch, items, shortest, window):
     plan = prefill_order.plan_order(PLACE, batch.device, items, has_window=window is not None)
     numbers = {"shortest": shortest, "window": window or 0}
     batch = replace(batch, kept={})
-    work = prefill_order.keep_order(plan, batch, items, **numbers)
-    assert prefill_order.keep_order(plan, batch, items, **numbers) is work
-    other = prefill_order.keep_order(plan, batch, items, shortest=shortest + 1, window=window or 0)
+    work = prefill_order.keep_order(plan, batch, **numbers)
+    assert prefill_order.keep_order(plan, batch, **numbers) is work
+    other = prefill_order.keep_order(plan, batch, shortest=shortest + 1, window=window or 0)
     assert other is not work
-    anew = prefill_order.keep_order(plan, replace(batch, kept=None), items, **numbers)
+    anew = prefill_order.keep_order(plan, replace(batch, kept=None), **numbers)
     assert anew is not work
     assert anew[0] == work[0]
     return work

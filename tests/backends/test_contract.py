@@ -308,3 +308,46 @@ def test_compute_slot_mapping_refuses_a_bad_argument_and_writes_nothing(numba, c
     with pytest.raises(InvalidArgumentError, match=name):
         numba.compute_slot_mapping(**arguments)
     assert not arguments["out"].any()
+
+
+def _caches():
+    k, v = torch.zeros(2, 9, 4, 2, 16)
+    scale = torch.ones(2)
+    stored = [each.to(torch.float8_e4m3fn) for each in (k, v)]
+    latents = torch.zeros(9, 4, 1, 16)
+    shifted = torch.zeros(k.numel() + 1)[1:].view(k.shape)
+    return {
+        "as it is": KVCache(k, v),
+        "fewer blocks": KVCache(k[:8], v[:8]),
+        "gaps": KVCache(k[:, :, :, :8], v[:, :, :, :8]),
+        "float16": KVCache(k.half(), v.half()),
+        "off 16 bytes": KVCache(k, shifted),
+        "e4m3": KVCache(*stored),
+        "e4m3, scaled": KVCache(*stored, scale, scale),
+        "e4m3, one scale": KVCache(*stored, scale[:1], scale),
+        "latents": KVLayout(1, 16, 16, torch.float32, is_latent=True).over([latents]),
+        "pairs in the same memory": KVCache(latents, latents),
+    }
+
+
+def test_forms_are_equal_for_what_looks_alike_and_for_nothing_else():
+    first, second = _caches(), _caches()
+    assert {name: each.form for name, each in first.items()} == {
+        name: each.form for name, each in second.items()
+    }
+    assert len({each.form for each in first.values()}) == len(first)
+    terms = (
+        AttentionTerms(0.1), AttentionTerms(-0.1), AttentionTerms(0.0), AttentionTerms(1, 5),
+        AttentionTerms(1, None, 2.0), AttentionTerms(1, sinks=torch.zeros(2)),
+        AttentionTerms(1, sinks=torch.zeros(2).half()), AttentionTerms(1, batch_invariant=True),
+    )  # fmt: skip
+    assert len({each.form for each in terms}) == len(terms)
+    assert AttentionTerms(0.1, 5).form == AttentionTerms(7.0, 9).form
+    batches = (
+        _batch(), _batch(shared_prefix=SharedPrefix(0, 2, 2)),
+        _batch(slot_mapping=torch.zeros(5).long()),
+        _batch(block_table=torch.zeros(2, 3).int()),
+        _batch(block_table=torch.zeros(2, 3).int()[:, :2]),
+    )  # fmt: skip
+    assert len({each.form for each in batches}) == len(batches)
+    assert _batch().form == _batch(seq_lens=_ints(4, 3), max_seq_len=4).form

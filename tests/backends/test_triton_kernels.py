@@ -122,7 +122,9 @@ def test_after_a_warm_up_decode_compiles_nothing(triton):
     hook = toolchain.knobs.runtime.jit_post_compile_hook
     toolchain.knobs.runtime.jit_post_compile_hook = lambda **options: compiled.append(options)
     try:
-        for seqs in (((1, 700),) * 3, ((1, 5),), ((1, 90),) * 33, ((1, 9),) * 70, ((20, 64),)):
+        long = (((40, 1500),), ((64, 3000),), ((17, 1200), (3, 9)), ((30, 1100), (1, 2000)))
+        short = (((1, 700),) * 3, ((1, 5),), ((1, 90),) * 33, ((1, 9),) * 70, ((20, 64),))
+        for seqs in (*short, *long):
             step = build(case.with_(seqs=seqs), triton.device)
             step.run(triton)
             rows = torch.zeros(5, 2, 128, dtype=torch.bfloat16, device=triton.device)

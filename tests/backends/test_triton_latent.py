@@ -57,13 +57,14 @@ def test_in_the_interpreter_attention_over_latents_is_right():
     assert done.stdout == "attention over latents is right\n"
 
 
+@pytest.fixture(scope="module")
+def triton():
+    compile_ahead(SHAPES)
+    return backends.get_backend("triton")
+
+
 class TestOnAGpu:
     pytestmark = ON_A_GPU
-
-    @pytest.fixture(scope="class")
-    def triton(self):
-        compile_ahead(SHAPES)
-        return backends.get_backend("triton")
 
     @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case.name)
     def test_latents_are_right_for_every_shape_and_feature(self, triton, case):

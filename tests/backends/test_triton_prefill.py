@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.backends.strategies import attention_cases
 has_triton = importlib.util.find_spec("triton") is not None
 if has_triton:
     hopper_prefill = importlib.import_module("backends.triton_gpu.hopper_prefill")
+    launch = importlib.import_module("backends.triton_gpu.launch")
     Place = importlib.import_module("backends.triton_gpu.place").Place
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -31,6 +33,7 @@ MIXED = AttentionCase(
 CUT = MIXED.with_(
     seqs=((40, 5000), (128, 3000), (0, 0), (5, 4000), (1, 700), (90, 90)), group=4, head_dim=128
 )
+QUANTISED = {"cache_dtype": torch.float8_e4m3fn, "scales": "head"}
 SHAPES = [
     *(MIXED.with_(name=f"group {g}", group=g, head_dim=128) for g in (1, 2, 3, 4, 5, 8, 12, 16)),
     *(MIXED.with_(name=f"head_dim {d}", head_dim=d) for d in (40, 64, 80, 96, 128, 192, 256)),
@@ -52,6 +55,19 @@ SHAPES = [
     MIXED.with_(name="strided", strided=True, head_dim=80),
     MIXED.with_(name="all", window=100, soft_cap=5.0, sinks=True, strided=True, group=4),
     MIXED.with_(name="all, float16", window=33, sinks=True, dtype=torch.float16, head_dim=256),
+    *(
+        MIXED.with_(name=f"e4m3, {d}, {dtype}", head_dim=d, dtype=dtype, group=4, **QUANTISED)
+        for d, dtype in ((64, BF16), (96, BF16), (128, BF16), (128, torch.float16), (256, BF16))
+    ),
+    MIXED.with_(
+        name="e4m3, all",
+        window=100,
+        soft_cap=5.0,
+        sinks=True,
+        strided=True,
+        head_dim=128,
+        **QUANTISED,
+    ),
     MIXED.with_(name="all logits equal", values="equal"),
     MIXED.with_(name="one huge logit", values="huge"),
     MIXED.with_(name="one huge logit, capped", values="huge", soft_cap=30.0),
@@ -63,6 +79,8 @@ SHAPES = [
     *(CUT.with_(name=f"cut, head_dim {d}", head_dim=d) for d in (64, 80, 256)),
     *(CUT.with_(name=f"cut, window {w}", window=w) for w in (1, 130, 1500)),
     CUT.with_(name="cut, block size 64", block_size=64),
+    CUT.with_(name="cut, e4m3", **QUANTISED),
+    CUT.with_(name="cut, e4m3, alone", seqs=((20, 4000),), sinks=True, **QUANTISED),
     CUT.with_(name="cut, one huge logit", values="huge"),
     CUT.with_(name="cut, sinks, alone", seqs=((20, 4000),), sinks=True),
     CUT.with_(name="cut, all", window=2000, soft_cap=5.0, sinks=True, strided=True),
@@ -108,6 +126,51 @@ def test_a_step_whose_exponentials_wait_for_the_product_is_refused():
     for broken in (late, spilled, waited):
         with pytest.raises(AssertionError):
             check_overlap(broken, products=8)
+
+
+@needs_triton
+def test_what_the_copy_engine_is_told_is_made_once_for_each_address(monkeypatch):
+    made = []
+    monkeypatch.setattr(launch, "make_tensordesc_arg", lambda *told: made.append(told) or [*told])
+    box = launch.Box((4, 2, 64), (128, 64, 1), (4, 1, 64), hopper_prefill.layout_of(64, 2))
+    first, second = torch.zeros(2, 4, 2, 64, dtype=BF16)
+    for tensor in (first, second, first, second):
+        (boxes, kind) = box.told(tensor, "kind")
+        assert (boxes.base.data_ptr(), kind) == (tensor.data_ptr(), "kind")
+    assert len(made) == 2
+    memory = torch.zeros(launch.MOST_KEPT + 600, dtype=BF16)
+    for i in range(launch.MOST_KEPT + 50):
+        box.told(memory[i : i + 512].view(4, 2, 64), "kind")
+    assert len(box.kept) <= launch.MOST_KEPT
+
+
+@needs_triton
+def test_the_short_way_to_launch_is_taken_where_the_launcher_is_known(monkeypatch):
+    def compiled_launch(*_):
+        pass
+
+    def wrap(launcher, tensordesc_meta):  # as Triton does for boxes
+        def inner(*arguments):
+            return launcher(*arguments, tensordesc_meta)
+
+        return inner
+
+    plain = SimpleNamespace(
+        launch=torch.empty, launch_cooperative_grid=False, launch_pdl=True,
+        global_scratch_size=0, profile_scratch_size=0,
+    )  # fmt: skip
+    boxed = SimpleNamespace(**{**vars(plain), "launch": wrap(compiled_launch, ["a", "b"])})
+    kernels = [
+        SimpleNamespace(run=r, function=5, packed_metadata=(4, 1, 0)) for r in (plain, boxed)
+    ]
+    monkeypatch.setattr(launch, "_known_format", "of another Triton")
+    assert launch.shorten(kernels[0]) is None
+    monkeypatch.setattr(launch, "_known_format", launch.KNOWN_FORMAT)
+    head = (5, False, True, None, None, (4, 1, 0), None, None, None)
+    assert launch.shorten(kernels[0]) == (torch.empty, head, ())
+    assert launch.shorten(kernels[1]) == (compiled_launch, head, ("a", "b"))
+    plain.global_scratch_size = 16
+    assert launch.shorten(kernels[0]) is None
 
 
 @needs_triton

@@ -87,6 +87,8 @@ def test_one_seed_finds_one_thing():
         (["no.such.module:Adapter"], "No module named 'no'"),
         (["kvcore:nothing"], "has no attribute 'nothing'"),
         (["kvcore:__version__"], "wanted something to call, got '"),
+        (["builtins:open"], "making it raised TypeError("),
+        (["tests.kvcore.engines.needs_an_engine:Adapter"], "importing it raised KeyError('AN_EN"),
         (["builtins:dict"], "promises: wanted a collection of Promise, got None"),
         ([TENANT, "--machine", "Tenant"], "--machine: wanted some of RequestMachine"),
     ],

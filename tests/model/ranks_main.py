@@ -1,6 +1,7 @@
 """What every rank of test_ranks.py runs: `ranks_main.py SCENARIO [CONFIG/VARIANT...]`.
 
 - `walk`: cut each configuration, and print how its logits compare with the whole network's.
+- `experts`: the same, but for experts, which stay whole, each on one rank.
 - `diverge`: one rank's manager is tampered with; the comparison must say so.
 - `die`: one rank leaves in the middle; the others must notice.
 - `odd`: one rank has other logits and less memory; all must take rank 0's tokens and the fewest
@@ -140,8 +141,8 @@ def odd(ranks: Ranks) -> None:
 def main() -> None:
     logging.set_verbosity_error()
     torch.set_num_threads(1)
-    ranks = join_ranks(int(os.environ["WORLD_SIZE"]))
-    if sys.argv[1] == "walk":
+    ranks = join_ranks(int(os.environ["WORLD_SIZE"]), expert_parallel=sys.argv[1] == "experts")
+    if sys.argv[1] in {"walk", "experts"}:
         walk(ranks, sys.argv[2:])
     else:
         {"diverge": diverge, "die": die, "odd": odd}[sys.argv[1]](ranks)

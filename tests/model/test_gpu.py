@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 
 import numpy as np
 import pytest
@@ -11,13 +12,14 @@ from torch._dynamo.utils import counters
 
 import backends
 from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
-from model.device import sampler
+from model.device import profile, sampler
 from model.device.draw_graphs import DrawGraphs, Place, Recorder, row_terms
 from model.device.draw_kernels import GpuPasses
 from model.device.grammars import Grammars
+from model.device.network import PagedNetwork
 from model.device.request_sampler import RequestSampler
 from model.engine import Engine
-from model.loader import wrap_network
+from model.loader import with_draft, wrap_network
 from tests.model.draw_kernels_check import check
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
@@ -271,3 +273,132 @@ def test_draws_on_a_gpu_repeat_with_their_seed():
         done.request.output_tokens for done in engine.generate([PROMPTS[0]] * 3, params)
     )
     assert first == twin != other
+
+
+def last_logits(model, tokens):
+    """What the dense network says behind a text, in float32."""
+    network = model.network
+    current = network.config._attn_implementation
+    network.set_attn_implementation(model.dense_implementation)
+    with torch.inference_mode():
+        logits = network(torch.tensor([tokens], device=network.device)).logits[0, -1].float()
+    network.set_attn_implementation(current)
+    return logits
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("how", ["ngram", "draft model"])
+def test_with_drafts_a_text_in_bfloat16_changes_only_where_two_tokens_are_as_likely(how, compiles):
+    """One token a sequence and several are other kernels, which round otherwise."""
+    backend = backends.get_backend("triton")
+    built = [build("llama", 5) for _ in range(3)]
+    model, draft, exact = (
+        wrap_network("llama", one.network.to(backend.device, torch.bfloat16), one.codec)
+        for one in built
+    )
+    exact.network.float()  # the same weights, computed without rounding
+    sizes = {"num_blocks": 200, "max_num_seqs": 8, "max_num_batched_tokens": 80}
+    sizes |= {"compile": compiles}
+    guess = {"drafts": "ngram"} if how == "ngram" else {"draft_model": "twin"}
+    prompts = [[number + 1, 2, 3] * 4 for number in range(8)]
+    texts = []
+    for drafts in ({}, guess):
+        engine = Engine(with_draft(model, draft), backend, EngineConfig(**sizes, **drafts))
+        engine.prepare()
+        done = engine.generate(prompts, SamplingParams(max_tokens=48))
+        texts.append([list(one.request.tokens) for one in done])
+        assert bool(drafts) == (engine.stats.num_accepted_tokens > 0)
+    differ = 0
+    for plain, drafted in zip(*texts, strict=True):
+        places = [place for place in range(len(plain)) if plain[place] != drafted[place]]
+        if places:
+            differ += 1
+            logits = last_logits(exact, plain[: places[0]])
+            rounding = float((last_logits(model, plain[: places[0]]) - logits).abs().max())
+            leads = [float(logits.max() - logits[text[places[0]]]) for text in (plain, drafted)]
+            sys.stdout.write(f"{how}: behind the best by {leads}, rounding {rounding}\n")
+            # Each of two logits is off by twice as much as the dense network's, at most.
+            assert max(leads) <= 4 * rounding
+    sys.stdout.write(f"{how}, compiled {compiles}: {differ} of {len(prompts)} texts differ\n")
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("prepares", [False, True])
+def test_a_twin_of_the_network_guesses_right_on_a_gpu_and_nothing_is_compiled(
+    architecture, prepares
+):
+    backend = backends.get_backend("triton")
+    model, dense = clear_case(architecture, backend)
+    for seed in range(20):  # the same network once more
+        twin = build(architecture, seed)
+        if torch.equal(next(twin.network.parameters()), next(model.network.parameters()).cpu()):
+            break
+    twin = wrap_network("twin", twin.network.to(backend.device), twin.codec)
+    config = EngineConfig(
+        num_blocks=80, max_num_seqs=6, max_num_batched_tokens=64, draft_model="t", draft_tokens=3
+    )
+    engine = Engine(with_draft(model, twin), backend, config)
+    if prepares:
+        assert engine.prepare().count("graphs") == 2
+    with compilations() as seen:
+        for _ in range(2):
+            done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
+            assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
+    assert seen == [] or not prepares
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 0
+    assert engine.draft.kv.num_free_blocks == engine.draft.kv.num_usable_blocks
+
+
+def test_a_full_step_with_drafts_is_replayed_and_its_memory_is_counted():
+    backend = backends.get_backend("triton")
+    built = build("qwen3")
+    model = wrap_network("qwen3", built.network.to(backend.device), built.codec)
+    sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 512, "kv_memory_fraction": 0.02}
+    config = EngineConfig(**sizes, drafts="ngram", draft_tokens=8)
+    engine = Engine(model, backend, config)
+    engine.prepare()
+    engine.network.logits = None  # whatever runs now is a replay
+    prompts = [[number + 1, 2, 3] * 6 for number in range(40)]
+    requests = engine.add_all(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
+    most = 0
+    while engine.has_unfinished:
+        before = engine.stats.num_draft_tokens
+        engine.step()
+        most = max(most, engine.stats.num_draft_tokens - before)
+    assert all(request.num_output_tokens == 40 for request in requests)
+    assert most > 64
+    peaks = []
+    for guess in (None, "ngram"):
+        network = PagedNetwork(model, backend)
+        limits = EngineConfig(max_num_seqs=64, max_num_batched_tokens=512, drafts=guess)
+        peaks.append(profile._peak_bytes(network, limits))
+        network.free()
+    # 320 rows in place of 64, of 320 float32 logits each, and what a draw makes of them
+    assert peaks[1] > peaks[0] + 256 * 320 * 4
+
+
+def test_a_cache_of_float8_changes_logits_little_on_a_gpu():
+    backend = backends.get_backend("triton")
+    for architecture in ("llama", "qwen3", "gemma2"):
+        built = build(architecture, 5)
+        model = wrap_network(
+            architecture, built.network.to(backend.device, torch.bfloat16), built.codec
+        )
+        rows = {}
+        for kv_dtype in ("auto", "fp8"):
+            config = EngineConfig(num_blocks=60, max_num_batched_tokens=64, kv_dtype=kv_dtype)
+            engine = Engine(model, backend, config)
+            done = engine.generate(PROMPTS, SamplingParams(max_tokens=1, logprobs=20))
+            again = engine.generate(PROMPTS, SamplingParams(max_tokens=1, logprobs=20))
+            rows[kv_dtype] = [dict(one.tokens[0].top_logprobs) for one in (*done, *again)]
+            rows[kv_dtype, "bytes"] = engine.network.layout.token_bytes
+        assert 2 * rows["fp8", "bytes"] == rows["auto", "bytes"]
+        apart = [
+            abs(value - other[token])
+            for one, other in zip(rows["auto"], rows["fp8"], strict=True)
+            for token, value in one.items()
+            if token in other
+        ]
+        far, mean = max(apart), sum(apart) / len(apart)
+        sys.stdout.write(f"{architecture}: log-probabilities apart by {far:.3f}, {mean:.3f} mean\n")
+        assert 0 < far < 1.0

@@ -181,12 +181,14 @@ def test_a_planted_bug_shows(bug):
     st.integers(1, 600), st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 700), st.data()
 )
 def test_a_step_has_the_smallest_bucket_with_room_for_it(most, max_tokens, tokens, rows, data):
-    buckets = Buckets(most, max_tokens)
+    max_rows = data.draw(st.sampled_from([0, most, 3 * most]))  # with two drafts each
+    buckets = Buckets(most, max_tokens, max_rows)
     longest = data.draw(st.sampled_from([1, min(2, tokens), tokens]))
     every = [*buckets.singles, *buckets.mixed]
     assert sorted(set(every[: len(buckets.singles)])) == list(buckets.singles)
     assert sorted(set(buckets.mixed)) == list(buckets.mixed)
-    assert all(size.rows <= min(size.tokens, max(2, most)) for size in every)
+    assert all(size.rows <= max(2, most) for size in buckets.singles)
+    assert all(size.rows <= min(size.tokens, max(2, most, max_rows)) for size in every)
     rooms = [
         size
         for size in every
@@ -195,6 +197,7 @@ def test_a_step_has_the_smallest_bucket_with_room_for_it(most, max_tokens, token
     found = buckets.smallest(tokens, rows, longest)
     if not rooms:
         assert found is None
+        assert max(tokens, rows) > max_tokens or rows > max(most, max_rows) or max_tokens < 2
     elif longest == 1 and rooms[0].longest == 1:
         assert found == rooms[0]
     else:

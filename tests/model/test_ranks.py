@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from model.device.ranks import join_ranks
+from model.errors import UsageError
 from tests.model.walk import DATA
 
 _ROOT = Path(__file__).parents[2]
@@ -58,6 +60,22 @@ def test_two_processes_write_what_one_writes(tmp_path):
     assert len(texts_of(alone.stdout)) == 5
     assert "network: captured" in shared.stderr
     assert json.loads(shared.stdout)["stats"]["num_preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_processes_with_a_draft_model_write_what_one_writes_without(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in _PROMPTS))
+    run = ["-m", "model.run", "--prompts-file", str(prompts), "--num-blocks", "30", "--json"]
+    alone = subprocess.run(
+        [sys.executable, *run], cwd=_ROOT, capture_output=True, text=True, check=True
+    )
+    guided = [*run, "--draft-model", str(_ROOT / "model/tiny"), "--tp", "2", "--check-ranks"]
+    shared = torchrun(2, *guided)
+    assert shared.returncode == 0, shared.stderr
+    assert texts_of(shared.stdout) == texts_of(alone.stdout)
+    stats = json.loads(shared.stdout)["stats"]
+    assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 50
 
 
 @pytest.mark.slow
@@ -116,17 +134,36 @@ def test_a_number_of_processes_that_is_not_there_is_one_line():
     )
 
 
+def test_experts_are_shared_by_several_processes_only():
+    with pytest.raises(UsageError, match="--expert-parallel: wanted --tp with several processes"):
+        join_ranks(1, expert_parallel=True)
+
+
+@pytest.mark.slow
+def test_experts_that_stay_whole_give_the_same_logits_and_what_has_none_is_refused():
+    equal = ["MixtralConfig/", "GptOssConfig/", "DeepseekV3Config/"]
+    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "experts", *equal, "LlamaConfig/")
+    line = "refused: --expert-parallel: Transformers has no expert-parallel plan for"
+    assert json.loads(ended.stdout) == {
+        **dict.fromkeys(equal, "equal"),
+        "LlamaConfig/": f"{line} LlamaForCausalLM",
+    }
+
+
 @pytest.mark.walk
-@pytest.mark.parametrize("size", [2, 4])
-def test_every_network_that_runs_is_cut_without_a_difference_or_refused(size):
+@pytest.mark.parametrize(
+    ("what", "size", "least"), [("walk", 2, 60), ("walk", 4, 60), ("experts", 2, 20)]
+)
+def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, size, least):
     walked = json.loads(DATA.read_text())["outcomes"]
     names = [f"{name}/{variant}" for name, variant, outcome in walked if outcome == "equal"]
-    ended = torchrun(size, str(_ROOT / "tests/model/ranks_main.py"), "walk", *names, timeout_s=1200)
+    ended = torchrun(size, str(_ROOT / "tests/model/ranks_main.py"), what, *names, timeout_s=1200)
     outcomes = json.loads(ended.stdout)
+    refusals = ("refused: --tp: ", "refused: --expert-parallel: ", "not dense: ")
     wrong = {
         name: outcome
         for name, outcome in outcomes.items()
-        if outcome != "equal" and not outcome.startswith(("refused: --tp: ", "not dense: "))
+        if outcome != "equal" and not outcome.startswith(refusals)
     }
     assert not wrong
-    assert sum(outcome == "equal" for outcome in outcomes.values()) > 60
+    assert sum(outcome == "equal" for outcome in outcomes.values()) > least

@@ -13,6 +13,7 @@ from model import EngineConfig, InvalidArgumentError, SamplingParams, Submission
 from model.device.batch import BatchBuilder
 from model.device.swap import BlockMover
 from model.engine import Engine
+from model.loader import wrap_network
 from tests.model.networks import build
 
 PROMPTS = ["a prompt that both begin with", "a prompt that both begin with, and", "another one"]
@@ -21,7 +22,10 @@ SIZES = {"num_blocks": 60, "block_size": 4, "sanitize": True}
 
 def make(architecture="qwen3", backend=None, **sizes):
     inner = backend or backends.get_backend("numba")
-    return Engine(build(architecture, 3), inner, EngineConfig(**{**SIZES, **sizes}))
+    model = build(architecture, 3)
+    if inner.device.type != "cpu":
+        model = wrap_network(architecture, model.network.to(inner.device), model.codec)
+    return Engine(model, inner, EngineConfig(**{**SIZES, **sizes}))
 
 
 def tokens(engine, max_tokens=20, num_samples=1):
@@ -68,10 +72,10 @@ def test_compiled_passes_are_refused():
 
 
 class Planted:
-    """The numba backend with a fault."""
+    """A backend with a fault."""
 
-    def __init__(self):
-        self.inner = backends.get_backend("numba")
+    def __init__(self, name="numba"):
+        self.inner = backends.get_backend(name)
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -125,8 +129,8 @@ class ReadsFromTheStartOfThePool(Planted):
     """As where a table is not looked at."""
 
     def paged_attention(self, query, cache, batch, terms):
-        rows = torch.arange(batch.block_table.shape[1], dtype=torch.int32)
-        table = rows.expand(batch.block_table.shape).contiguous()
+        table = torch.arange(batch.block_table.shape[1], dtype=torch.int32, device=batch.device)
+        table = table.expand(batch.block_table.shape).contiguous()
         return self.inner.paged_attention(query, cache, changed(batch, block_table=table), terms)
 
 
@@ -147,6 +151,32 @@ def test_a_planted_kernel_fault_is_found(kernel):
         tokens(make(backend=kernel()))
     assert caught.value.kind == "kernel"
     assert any(" writes " in call for call in caught.value.calls)
+
+
+ON_A_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here"),
+]
+
+
+@pytest.mark.parametrize("name", ["numba", pytest.param("triton", marks=ON_A_GPU)])
+@pytest.mark.parametrize("num_blocks", [60, 8])
+def test_nothing_is_found_with_larger_blocks_and_no_token_changes(name, num_blocks):
+    backend = backends.get_backend(name)
+    sizes = {"num_blocks": num_blocks, "block_size": 16, "swap_memory_bytes": 1 << 20}
+    sizes |= {"async_scheduling": True, "eager": True}
+    engine = make(backend=backend, **sizes)
+    assert tokens(engine) == tokens(make(backend=backend, **sizes, sanitize=False))
+    assert bool(engine.stats.num_preemptions) == (num_blocks == 8)
+
+
+@pytest.mark.parametrize(
+    "kernel", [pytest.param(kernel, marks=ON_A_GPU, id=kernel.__name__) for kernel in KERNELS]
+)
+def test_a_planted_kernel_fault_is_found_on_a_gpu(kernel):
+    with pytest.raises(SanitizerError, match=r"store_kv|paged_attention") as caught:
+        tokens(make(backend=kernel("triton"), block_size=16))
+    assert caught.value.kind == "kernel"
 
 
 def swaps_two_entries(table, slots):
