@@ -89,19 +89,27 @@ class ContentTree:
     ) -> list[Block | None]:
         """Return the block of every node along the prefix, None where it has none. O(nodes).
 
-        For groups that do not need every block of a prefix. Arguments as for `match`.
+        For groups that do not need every block of a prefix. Arguments as for `match`, which is the
+        same up to the first gap.
         """
         found: list[Block | None] = []
         node = self._roots.get(namespace_key)
-        size = self._key_bytes
+        if node is None:
+            return found
+        size, end = self._key_bytes, 0
         for index in range(max_blocks):
-            if node is None:
-                break
-            content = packed[index * size : (index + 1) * size]
-            node = self._child(node, content if items is None else content + items[index])
-            if node is None:
-                break
-            found.append(node.first_copy)
+            start, end = end, end + size
+            content = packed[start:end]
+            if items is not None:
+                content = content + items[index]
+            child = node.last_child
+            if child is None or child.tokens != content:
+                child = None if node.children is None else node.children.get(content)
+                if child is None:
+                    break
+            node.last_child = child
+            found.append(child.first_copy)
+            node = child
         return found
 
     def attach(

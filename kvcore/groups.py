@@ -15,11 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Final
 
 from kvcore.arguments import as_int
-from kvcore.block import Block
 from kvcore.errors import InvalidArgumentError
 
 
@@ -141,44 +139,3 @@ def resolve(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[Layer
     if not resolved:
         raise InvalidArgumentError("groups: wanted at least one layer group, got none")
     return tuple(resolved)
-
-
-def longest_servable(
-    groups: Sequence[LayerGroup], paths: Sequence[Sequence[Block | None]], max_tokens: int
-) -> int:
-    """Return the longest prefix, in tokens, that every group has the blocks for.
-
-    Candidates are tried from the longest down, so the answer is the greatest common one, and no
-    group can talk another out of a prefix that both could serve. O(groups * blocks).
-
-    Args:
-        groups: the layer groups, block sizes filled in.
-        paths: for each group, the block of every node along the prefix, None where it has none.
-        max_tokens: the longest prefix wanted.
-    """
-    step = lcm(*[group.block_size for group in groups])
-    longest = max_tokens
-    for group, path in zip(groups, paths, strict=True):
-        longest = min(longest, len(path) * group.block_size)
-    longest -= longest % step
-    if longest == 0:
-        return 0
-    runs = [_runs(path) for path in paths]
-    for num_tokens in range(longest, 0, -step):
-        for group, run in zip(groups, runs, strict=True):
-            end = num_tokens // group.block_size
-            if run[end - 1] < end - first_kept_block(group, group.block_size, num_tokens):
-                break
-        else:
-            return num_tokens
-    return 0
-
-
-def _runs(path: Sequence[Block | None]) -> list[int]:
-    """Return, for each place, how many blocks in a row end there."""
-    runs: list[int] = []
-    length = 0
-    for block in path:
-        length = 0 if block is None else length + 1
-        runs.append(length)
-    return runs

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from operator import is_
 from typing import NoReturn, SupportsIndex, final
 
 from kvcore import forward
 from kvcore.arguments import Flag, as_bool, as_counts, as_int, check_lengths, check_sum
 from kvcore.block import Block, BlockId
+from kvcore.block_table import BlockTable
 from kvcore.errors import (
     ForeignSequenceError,
     InvalidArgumentError,
@@ -103,6 +105,7 @@ class KVCacheManager:
         )
         self.leases = LeaseBook(self.pool)
         self.sequences: dict[int, KVSequence] = {}
+        self._shapes = tuple([BlockTable(group) for group in self.groups])  # always empty
         self._no_growth: tuple[tuple[BlockId, ...], ...] = ((),) * len(sizes)
         self._last_step: list[KVSequence] = []
         self._next_seq_id = 0
@@ -170,7 +173,7 @@ class KVCacheManager:
         if key is None or is_blind:
             self._admit(seq, [])
             return seq
-        self._admit(seq, share_cached(self.pool, self.groups, seq))
+        self._admit(seq, share_cached(self.pool, seq))
         if is_resumed:
             self._num_resumed_tokens += len(packed)
             self._num_resumed_hit_tokens += seq.num_cached_tokens
@@ -210,7 +213,7 @@ class KVCacheManager:
         cached = 0
         hits: list[list[Block]] = []
         if key is not None and self.enable_caching and not is_blind:
-            cached, hits = find_prefix(self.pool, self.groups, key, packed, checked)
+            cached, hits = find_prefix(self.pool, self._shapes, key, packed, checked)
         return Plan(
             num_cached_tokens=cached,
             num_new_blocks=blocks_to_take(self.groups, hits, cached, len(packed), width),
@@ -892,14 +895,15 @@ class KVCacheManager:
             )
         if self._last_step == running:  # ours compare by identity; none has been closed since
             return running
-        known = self.sequences
         try:
-            strangers = [seq for seq in running if known.get(seq.seq_id) is not seq]
+            ids = [seq.seq_id for seq in running]
+            are_known = all(map(is_, map(self.sequences.get, ids), running))
         except (AttributeError, TypeError):
-            strangers = running
-        for seq in strangers:
-            self._check_open(seq)
-        if len({seq.seq_id for seq in running}) != len(running):
+            ids, are_known = [], False
+        if not are_known:
+            for seq in running:
+                self._check_open(seq)
+        if len(set(ids)) != len(running):
             raise InvalidArgumentError("seqs: wanted each once, got one twice")
         self._last_step = running
         return running

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 from kvcore.block import Block
+from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError
 from kvcore.forward import check_length
-from kvcore.groups import FullAttention, LayerGroup, first_kept_block, longest_servable
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
 from kvcore.items import Item, as_items, check_items, encode_items
 from kvcore.pool import BlockPool
@@ -56,7 +56,7 @@ def describe(
     return packed, key, check_items(as_items(items), 0, len(packed))
 
 
-def share_cached(pool: BlockPool, groups: Sequence[LayerGroup], seq: KVSequence) -> list[Block]:
+def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
     """Fill the tables of a new, cached sequence with its longest cached prefix. O(its blocks).
 
     Returns:
@@ -75,17 +75,19 @@ def share_cached(pool: BlockPool, groups: Sequence[LayerGroup], seq: KVSequence)
             seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size
         return hits
     hits = []
-    cached, found = find_prefix(pool, groups, key, seq.packed, seq.items)
-    for table, blocks in zip(seq.tables, found, strict=True):
-        table.start(pool.null, cached // table.block_size - len(blocks), blocks)
-        hits += blocks
-    seq.num_computed_tokens = seq.num_cached_tokens = cached
+    cached, found = find_prefix(pool, seq.tables, key, seq.packed, seq.items)
+    if cached:
+        for index, table in enumerate(seq.tables):
+            blocks = found[index]
+            table.start(pool.null, cached // table.block_size - len(blocks), blocks)
+            hits += blocks
+        seq.num_computed_tokens = seq.num_cached_tokens = cached
     return hits
 
 
 def find_prefix(
     pool: BlockPool,
-    groups: Sequence[LayerGroup],
+    tables: Sequence[BlockTable],
     namespace_key: bytes,
     packed: array[int],
     items: Sequence[Item],
@@ -94,30 +96,77 @@ def find_prefix(
 
     At most all tokens but the last. Holds nothing. O(groups * blocks of the prefix).
 
+    Args:
+        pool: where to look.
+        tables: one of each group; what they hold does not matter.
+        namespace_key: the encoded namespace.
+        packed: the tokens.
+        items: content that is not tokens.
+
     Returns:
         Its length in tokens; for each group the blocks it needs, those that are visible from its
         end.
     """
-    if len(groups) == 1 and isinstance(groups[0], FullAttention):
-        size = groups[0].block_size
+    if len(tables) == 1 and not tables[0].forgets:
+        size = tables[0].block_size
         blocks = find_blocks(pool, size, namespace_key, packed, items)
         return len(blocks) * size, [blocks]
     content = packed.tobytes()
     longest = len(packed) - 1
     paths: list[list[Block | None]] = []
-    for number, group in enumerate(groups):
-        size = group.block_size
+    for number, table in enumerate(tables):
+        size = table.block_size
         encoded = _items_by_block(items, size, longest)
-        paths.append(pool.path(namespace_key, content, longest // size, number, encoded))
-        if not paths[-1]:
-            return 0, [[] for _ in groups]
-    cached = longest_servable(groups, paths, longest)
+        if table.forgets:
+            path = pool.path(namespace_key, content, longest // size, number, encoded)
+        else:
+            whole = pool.match(namespace_key, content, longest // size, number, encoded)
+            path = cast("list[Block | None]", whole)
+        if not path:
+            return 0, [[] for _ in tables]
+        paths.append(path)
+        longest = min(longest, len(path) * size)  # no group has to look beyond
+    longest = longest_servable(tables, paths, longest, pool.common_size)
     needed: list[list[Block]] = []
-    for group, path in zip(groups, paths, strict=True):
-        size = group.block_size
-        window = path[first_kept_block(group, size, cached) : cached // size]
-        needed.append([block for block in window if block is not None])
-    return cached, needed
+    for index, table in enumerate(tables):
+        seen = paths[index][table.first_kept(longest) : longest // table.block_size]
+        needed.append([block for block in seen if block is not None])
+    return longest, needed
+
+
+def longest_servable(
+    tables: Sequence[BlockTable], paths: list[list[Block | None]], longest: int, step: int
+) -> int:
+    """Return the longest prefix, in tokens, that every group has the blocks for. O(blocks).
+
+    Tried from the longest down, so it is the greatest common one, and no group can talk another out
+    of a prefix that both could serve. After a gap that a group would see it goes on with what ends
+    before the gap: anything longer sees it too, because what a shorter prefix sees begins earlier.
+
+    Args:
+        tables: one of each group.
+        paths: for each group the block of every node along the prefix, None where it has none;
+            where attention is full, up to the first gap.
+        longest: the longest prefix wanted, within all paths.
+        step: the least common multiple of the groups' block sizes.
+    """
+    sound = [len(path) for path in paths]  # from here to where the prefix ends there is no gap
+    longest -= longest % step
+    while longest:
+        shorter = longest
+        for number, table in enumerate(tables):
+            if table.forgets:
+                path, first = paths[number], table.first_kept(longest)
+                place = min(sound[number], longest // table.block_size)
+                while place > first and path[place - 1] is not None:
+                    place -= 1
+                sound[number] = place
+                if place > first:
+                    shorter = min(shorter, (place - 1) * table.block_size)
+        if shorter == longest:
+            break
+        longest = shorter - shorter % step
+    return longest
 
 
 def find_blocks(

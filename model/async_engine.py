@@ -2,8 +2,9 @@
 
 Decides: when the two sides meet. What is asked of the engine waits in an inbox that is emptied
 before every step, so whatever is asked happens between two steps; what a step gives crosses to the
-loop in one call. And what a fault costs: the requests it meets, and no more if the engine still
-computes a token afterwards.
+loop in one call. An engine that computes takes the interpreter back before the loop is awake, again
+and again, so after a first token or an end it waits a moment for the loop to take them. And what a
+fault costs: the requests it meets, and no more if the engine still computes a token afterwards.
 
 Text is made on the loop's side, when it is taken, so no step waits for it. So it is there that a
 stop string is found; the request is aborted then, and what the engine has drawn for it meanwhile is
@@ -27,7 +28,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 
@@ -40,6 +41,10 @@ from model.token_stream import Delta, Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine import Engine
+    from model.output import Output
+
+_HAND_OVER_S = 0.002
+"""The longest that the engine waits for the loop to take what cannot wait."""
 
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _T = TypeVar("_T")
@@ -92,8 +97,8 @@ class Health:
 class Observer(Protocol):
     """Is told on the loop what happens to requests; times in seconds."""
 
-    def token_came(self, waited_s: float, *, is_first: bool) -> None:
-        """A token came so long after the one before it, the first after its request."""
+    def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
+        """So many tokens came so long after the one before each, the first after its request."""
         ...
 
     def sample_ended(self, sample: Sample) -> None:
@@ -116,7 +121,7 @@ class Announcer(Protocol):
 class Unobserved:
     """An observer that takes note of nothing."""
 
-    def token_came(self, waited_s: float, *, is_first: bool) -> None:
+    def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
         """Nothing. O(1)."""
 
     def sample_ended(self, sample: Sample) -> None:
@@ -433,27 +438,40 @@ class AsyncEngine:
     def _deliver(self, now_s: float, given: Sequence[_Given]) -> None:
         """Hand out what a step gave."""
         stopped: list[Request] = []
+        waits: dict[tuple[float, bool], int] = {}  # since when, for a first token: how many
+        num_at_once = 0  # behind the first of one step
         for number, tokens, reason in given:
             place = self._open.get(number)
             if place is None:  # aborted, or ended here by a stop string
                 continue
             stream, sample = place
-            before_s, num_before = sample.last_s, len(sample.tokens)
-            is_first = not num_before
-            ended_here = sample.add(tokens, reason, now_s)
-            for nth in range(len(sample.tokens) - num_before):  # of several the first has waited
-                waited_s = 0.0 if nth else now_s - before_s
-                self.observer.token_came(waited_s, is_first=is_first and not nth)
-            if ended_here:
+            num_before, wait = len(sample.tokens), (sample.last_s, not sample.tokens)
+            if sample.add(tokens, reason, now_s):
                 stopped.append(sample.request)
+            if len(sample.tokens) > num_before:
+                waits[wait] = waits.get(wait, 0) + 1
+                num_at_once += len(sample.tokens) - num_before - 1
             if sample.finish_reason is not None:
                 self._forget(sample, sample.finish_reason)
-            if is_first or sample.finish_reason is not None:
                 stream.tell(sample)
-            else:
+            elif num_before:
                 self._held[number] = place
+            else:
+                stream.tell(sample)
         if stopped:
             self._abort_requests(stopped)
+        self._observe(now_s, waits, num_at_once)
+        self._plan_round()
+
+    def _observe(
+        self, now_s: float, waits: Mapping[tuple[float, bool], int], num_at_once: int
+    ) -> None:
+        for (since_s, is_first), count in waits.items():
+            self.observer.token_came(now_s - since_s, is_first=is_first, count=count)
+        if num_at_once:
+            self.observer.token_came(0.0, is_first=False, count=num_at_once)
+
+    def _plan_round(self) -> None:
         if self._held and self._timer is None:
             wait_s = self._pace.wait_s()
             if wait_s > 0:
@@ -597,6 +615,10 @@ class AsyncEngine:
         if outputs:
             given = [(o.request.request_id, o.tokens, o.request.finish_reason) for o in outputs]
             self._post(functools.partial(self._deliver, time.perf_counter(), given))
+            if any(map(_cannot_wait, outputs)):
+                taken = threading.Event()
+                self._post(taken.set)
+                taken.wait(_HAND_OVER_S)
 
     def _recover(self, engine: Engine) -> None:
         """See whether the engine still computes; if not, that is its end."""
@@ -615,6 +637,13 @@ class AsyncEngine:
 
 class _LoopGoneError(Exception):
     """There is no one left to work for."""
+
+
+def _cannot_wait(output: Output) -> bool:
+    """Whether it is a first token or an end."""
+    request = output.request
+    num_read = len(request.tokens) - request.num_prompt_tokens
+    return request.is_finished or num_read <= len(output.token_ids)
 
 
 def _abort_everything(engine: Engine) -> None:

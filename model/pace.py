@@ -9,7 +9,7 @@ Does not know: what is told, to whom.
 import time
 from collections.abc import Callable
 
-STREAM_SHARE = 0.1
+STREAM_SHARE = 0.05
 """The most of the time that telling may take, unless said otherwise."""
 
 LONGEST_S = 0.1

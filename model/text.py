@@ -103,6 +103,8 @@ class TextStream:
         self._context = self._held if fresh else self._context + self._held
         self._held = []
         self._text += fresh
+        if not self._stop:
+            return
         places = ((self._text.find(stop, self._num_shown), len(stop)) for stop in self._stop)
         found = [(place + size, place) for place, size in places if place >= 0]
         if found:  # the first that is complete, so that it does not matter how tokens cut the text
@@ -111,7 +113,7 @@ class TextStream:
 
     def _num_held(self) -> int:
         """Characters at the end that a stop string may begin with."""
-        if self.is_stopped:
+        if self.is_stopped or not self._stop:
             return 0
         pending = self._text[self._num_shown :]
         return max(

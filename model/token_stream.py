@@ -170,13 +170,26 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> Delta:
-        while not self._news:
-            if self._error is not None:
-                raise self._error
-            if self._num_open == 0:
-                raise StopAsyncIteration
-            await self._wait()
+        await self._wait_for_news()
+        if not self._news:
+            raise StopAsyncIteration
         return self._news.popleft().take()
+
+    async def news(self) -> list[Delta]:
+        """Wait for news; all there is then, one Delta a sample. Empty: nothing more will come.
+
+        Raises:
+            EngineFaultError: the engine failed.
+            NotServingError: it was stopped.
+        """
+        await self._wait_for_news()
+        news, self._news = self._news, deque()
+        return [sample.take() for sample in news]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether everything has been taken, to the last token of each sample. O(1)."""
+        return self._num_open == 0 and not self._news and self._error is None
 
     async def whole(self) -> list[Delta]:
         """Wait for the end; everything of each sample that was not taken before.
@@ -196,6 +209,12 @@ class TokenStream:
     def close(self) -> None:
         """Abort what is unfinished. O(samples)."""
         self._abort(self)
+
+    async def _wait_for_news(self) -> None:
+        while not self._news and (self._num_open or self._error is not None):
+            if self._error is not None:
+                raise self._error
+            await self._wait()
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hypothesis import reject
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvcore.testing.driver import Driver
 from kvcore.testing.errors import BrokenError
@@ -76,6 +76,18 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.seen["examples"] += 1
         self.driver.start(num_blocks, block_size)
 
+    @precondition(any_live)
+    @rule(number=PICK)
+    def leaves(self, number: int) -> None:
+        """The end of one, in whatever state it is; others that share its blocks keep them."""
+        self.end(self.pick(number))
+
+    @precondition(any_live)
+    @rule()
+    def all_leave(self) -> None:
+        """Rest: `Driver.agree` wants every block free."""
+        self.end_all()
+
     def new_driver(self) -> Driver:
         """Return a driver of a fresh allocator."""
         return Driver(self.make_allocator(), self.seen, self.waive)
@@ -140,6 +152,6 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.step(request, 1)
 
     def end_all(self) -> None:
-        """Come to rest: `Driver.agree` wants every block free."""
+        """Finish every live request."""
         for request in list(self.driver.live):
             self.end(request)

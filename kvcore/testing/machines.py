@@ -9,7 +9,7 @@ attention over one pool. What is not promised is left out.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
+from typing import ClassVar, cast
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -25,7 +25,34 @@ EDITED = 3
 """A token that no prompt has."""
 
 
-class RequestMachine(AllocatorMachine):
+class ComputingMachine(AllocatorMachine):
+    """What machines share whose requests are computed in parts, and decode for a while.
+
+    Attributes:
+        longest_decoding: at most so many tokens at once.
+    """
+
+    longest_decoding: ClassVar[int] = 3
+
+    @precondition(any_live)
+    @rule(number=PICK, count=st.integers(1, 9))
+    def computes(self, number: int, count: int) -> None:
+        """Some more of its tokens."""
+        self.step(self.pick(number), count)
+
+    @precondition(any_live)
+    @rule(
+        number=PICK,
+        token=st.integers(0, 2),
+        count=st.runner().flatmap(lambda machine: st.integers(1, machine.longest_decoding)),
+    )
+    def decodes(self, number: int, token: int, count: int) -> None:
+        """One token, or a few."""
+        for _ in range(count):
+            self.decode(self.pick(number), token)
+
+
+class RequestMachine(ComputingMachine):
     """Requests through every state, and out of every state."""
 
     @rule(prompt=drawn_prompts(), chunk=st.integers(0, 9))
@@ -43,19 +70,6 @@ class RequestMachine(AllocatorMachine):
     def is_looked_up(self, prompt: list[int]) -> None:
         """A request that waits between look-up and use, for as long as it may."""
         self.driver.begin(prompt)
-
-    @precondition(any_live)
-    @rule(number=PICK, count=st.integers(1, 9))
-    def computes(self, number: int, count: int) -> None:
-        """Some more of its tokens."""
-        self.step(self.pick(number), count)
-
-    @precondition(any_live)
-    @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 3))
-    def decodes(self, number: int, token: int, count: int) -> None:
-        """One token, or a few."""
-        for _ in range(count):
-            self.decode(self.pick(number), token)
 
     @precondition(promised(Promise.CHUNK, Promise.COMMIT))
     @precondition(any_live)
@@ -146,12 +160,6 @@ class RequestMachine(AllocatorMachine):
 
     @precondition(any_live)
     @rule(number=PICK)
-    def is_aborted(self, number: int) -> None:
-        """The end, in whatever state it is."""
-        self.end(self.pick(number))
-
-    @precondition(any_live)
-    @rule(number=PICK)
     def is_finished(self, number: int) -> None:
         """The end, after the last token is computed."""
         request = self.pick(number)
@@ -195,27 +203,14 @@ class RequestMachine(AllocatorMachine):
         else:
             self.driver.misuse(call, request, -1)
 
-    @precondition(any_live)
-    @rule()
-    def all_end(self) -> None:
-        """Rest."""
-        self.end_all()
 
-
-class BranchMachine(AllocatorMachine):
+class BranchMachine(ComputingMachine):
     """Requests that take something back or go two ways: drafts, edited turns, beams."""
 
     @rule(prompt=drawn_prompts(max_blocks=3), chunk=st.integers(0, 9))
     def arrives(self, prompt: list[int], chunk: int) -> None:
         """A request, prefilled whole or in part."""
         self.arrive(prompt, chunk=chunk)
-
-    @precondition(any_live)
-    @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 3))
-    def decodes(self, number: int, token: int, count: int) -> None:
-        """One token, or a few."""
-        for _ in range(count):
-            self.decode(self.pick(number), token)
 
     @precondition(promised(Promise.CHUNK, Promise.COMMIT, Promise.TRUNCATE))
     @precondition(any_live)
@@ -288,23 +283,11 @@ class BranchMachine(AllocatorMachine):
         for _ in range(count if child else 0):
             self.decode(child or request, token)
 
-    @precondition(any_live)
-    @rule(number=PICK)
-    def leaves(self, number: int) -> None:
-        """The end of one; the others that share its blocks keep them."""
-        self.end(self.pick(number))
-
     @precondition(lambda self: self.past)
     @rule(number=PICK, more=st.integers(0, 3))
     def comes_back(self, number: int, more: int) -> None:
         """The next turn, or the same once more."""
         self.arrive([*self.past[number % len(self.past)], *[1] * more])
-
-    @precondition(any_live)
-    @rule()
-    def all_end(self) -> None:
-        """Rest."""
-        self.end_all()
 
 
 class ChurnMachine(AllocatorMachine):
@@ -342,18 +325,6 @@ class ChurnMachine(AllocatorMachine):
     def grows(self, number: int, token: int) -> None:
         """A token more, if there is room."""
         self.decode(self.pick(number), token)
-
-    @precondition(any_live)
-    @rule(number=PICK)
-    def leaves(self, number: int) -> None:
-        """Its blocks are free, and can be hit until they are reused."""
-        self.end(self.pick(number))
-
-    @precondition(any_live)
-    @rule()
-    def all_leave(self) -> None:
-        """Rest."""
-        self.end_all()
 
 
 class TenantMachine(AllocatorMachine):
@@ -400,12 +371,6 @@ class TenantMachine(AllocatorMachine):
         """A token more: after a reset, on top of what nobody may hit any more."""
         self.decode(self.pick(number), token)
 
-    @precondition(any_live)
-    @rule(number=PICK)
-    def leaves(self, number: int) -> None:
-        """The end of one."""
-        self.end(self.pick(number))
-
     @precondition(promised(Promise.RESET))
     @rule(chance=st.integers(0, 3), rest=st.booleans())
     def is_reset(self, chance: int, *, rest: bool) -> None:
@@ -427,17 +392,12 @@ class TenantMachine(AllocatorMachine):
                 self.decode(request, 0)
             self.arrive([*request.tokens, 0])
 
-    @precondition(any_live)
-    @rule()
-    def all_leave(self) -> None:
-        """Rest."""
-        self.end_all()
 
-
-class GroupMachine(AllocatorMachine):
+class GroupMachine(ComputingMachine):
     """Several kinds of attention over one pool: windows move on, what they need is there."""
 
     pool_sizes = (4, 24)
+    longest_decoding = 6  # the window moves on
 
     def new_driver(self) -> Driver:
         """Return a driver that knows of groups; the calls that are made here are the same."""
@@ -447,19 +407,6 @@ class GroupMachine(AllocatorMachine):
     def arrives(self, prompt: list[int], chunk: int) -> None:
         """A request, prefilled whole or in part."""
         self.arrive(prompt, chunk=chunk)
-
-    @precondition(any_live)
-    @rule(number=PICK, count=st.integers(1, 9))
-    def computes(self, number: int, count: int) -> None:
-        """Some more of its tokens."""
-        self.step(self.pick(number), count)
-
-    @precondition(any_live)
-    @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 6))
-    def decodes(self, number: int, token: int, count: int) -> None:
-        """Tokens, until the window has moved on."""
-        for _ in range(count):
-            self.decode(self.pick(number), token)
 
     @precondition(promised(Promise.COMMIT))
     @rule(prompt=drawn_prompts())
@@ -476,18 +423,6 @@ class GroupMachine(AllocatorMachine):
         """The next turn, the same once more, or an earlier turn, which a window has forgotten."""
         before = self.past[number % len(self.past)]
         self.arrive([*before[: max(1, len(before) - back)], 1])
-
-    @precondition(any_live)
-    @rule(number=PICK)
-    def leaves(self, number: int) -> None:
-        """The end of one."""
-        self.end(self.pick(number))
-
-    @precondition(any_live)
-    @rule()
-    def all_leave(self) -> None:
-        """Rest."""
-        self.end_all()
 
 
 MACHINES = (RequestMachine, BranchMachine, ChurnMachine, TenantMachine)

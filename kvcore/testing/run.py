@@ -5,7 +5,7 @@ from __future__ import annotations
 import unittest
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
+from typing import Final, cast
 
 import hypothesis
 from hypothesis.stateful import run_state_machine_as_test
@@ -15,7 +15,10 @@ from kvcore.testing.errors import BrokenError
 from kvcore.testing.machine import AllocatorMachine
 from kvcore.testing.machines import machines_for
 from kvcore.testing.protocol import Allocator, R
-from kvcore.testing.shorten import shorten
+from kvcore.testing.shorten import is_same, shorten
+
+LONG: Final = 20
+"""Calls: where `shorten` leaves more, Hypothesis shrinks as well, at fifty times the price."""
 
 
 def check_allocator(
@@ -49,30 +52,44 @@ def check_allocator(
     promises = check_adapter(make_allocator())
     seen: Counter[str] = Counter()
     base = settings or hypothesis.settings()
-    chosen = hypothesis.settings(
-        base,
-        # To explain a failure by lines of ours would take longer than to find it.
-        phases=[phase for phase in base.phases if phase is not hypothesis.Phase.explain],
-        deadline=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )
     for machine in machines or machines_for(promises):
         runnable = bound(machine, make_allocator, block_sizes, seen, known)
-        try:
-            run_state_machine_as_test(_seeded(runnable, seed), settings=chosen)
-        except BrokenError as error:
-            shorten(make_allocator, error)
-            raise
-        except hypothesis.errors.Unsatisfiable:
-            if not runnable.waived:  # else every example met what is known
-                raise
+        error = _search(runnable, base, seed, {hypothesis.Phase.shrink})
+        if error and len(error.steps) > LONG and hypothesis.Phase.shrink in base.phases:
+            other = _search(runnable, base, seed, set())
+            if other and is_same(other, error) and len(other.steps) < len(error.steps):
+                error = other
+        if error:
+            raise error
         seen.update({f"known {key}": count for key, count in runnable.waived.items()})
     return dict(sorted(seen.items()))
 
 
-def _seeded(machine: type[AllocatorMachine], seed: int | None) -> type[AllocatorMachine]:
-    return machine if seed is None else hypothesis.seed(seed)(machine)
+def _search(
+    machine: type[AllocatorMachine],
+    settings: hypothesis.settings,
+    seed: int | None,
+    left_out: Collection[hypothesis.Phase],
+) -> BrokenError | None:
+    """Run a machine; return what it finds, made shorter, or None. Raises what is no finding."""
+    chosen = hypothesis.settings(
+        settings,
+        # To explain a failure by lines of ours would take longer than to find it.
+        phases=[p for p in settings.phases if p not in {hypothesis.Phase.explain, *left_out}],
+        deadline=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    seeded = machine if seed is None else hypothesis.seed(seed)(machine)
+    try:
+        run_state_machine_as_test(seeded, settings=chosen)
+    except BrokenError as error:
+        shorten(machine.make_allocator, error)
+        return error
+    except hypothesis.errors.Unsatisfiable:
+        if not machine.waived:  # else every example met what is known
+            raise
+    return None
 
 
 def bound(

@@ -16,17 +16,17 @@ def main(arguments: list[str] | None = None) -> int:
     source = Source(options.endpoint, options.replay, options.topic)
     try:
         with Subscriber({"publisher": source}) as subscriber:
-            count = 0
+            count, was_heard = 0, False
             while not options.lines or count < options.lines:
                 count += 1
                 time.sleep(options.every)
-                _say(subscriber)
+                was_heard = _say(subscriber, options.endpoint)
+            return 0 if was_heard else 1
     except EndpointError as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,14 +38,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("replay", nargs="?", help="where it answers requests for what was missed")
     parser.add_argument("--topic", default="", help="what its topics begin with")
     parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds a line")
-    parser.add_argument("--lines", type=int, default=0, help="end after so many; 0: never")
+    parser.add_argument(
+        "--lines",
+        type=int,
+        default=0,
+        help="end after so many, with 1 if nothing was heard; 0: never",
+    )
     return parser
 
 
-def _say(subscriber: Subscriber) -> None:
-    """Write one line."""
+def _say(subscriber: Subscriber, endpoint: str) -> bool:
+    """Write one line; whether the publisher has ever been heard."""
     status = subscriber.status()["publisher"]
     met, held = status.met, subscriber.index.stats()
+    if not met.num_batches + met.num_malformed:
+        sys.stdout.write(f"nothing heard from {endpoint} for {status.silent_s:.1f} s\n")
+        sys.stdout.flush()
+        return False
     known = "known" if status.is_known else "unknown"
     sys.stdout.write(
         f"{known}, silent for {status.silent_s:.1f} s: {held.num_held} contents; "
@@ -54,6 +63,7 @@ def _say(subscriber: Subscriber) -> None:
         f"{held.num_orphans} orphans, {held.num_passed_over} passed over\n"
     )
     sys.stdout.flush()
+    return True
 
 
 if __name__ == "__main__":

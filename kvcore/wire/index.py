@@ -28,7 +28,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -36,7 +36,6 @@ from kvcore import (
     DEFAULT_NAMESPACE,
     Item,
     Namespace,
-    SlidingWindow,
     Tokens,
     encode_namespace,
     pack,
@@ -137,19 +136,33 @@ class _Node:
         return () if self.only is None else (self.only,)
 
 
+class _Group(NamedTuple):
+    """A layer group that is indexed.
+
+    Attributes:
+        bit: its.
+        window: how many tokens it sees; 0: all.
+        block_size: tokens a block.
+    """
+
+    bit: int
+    window: int
+    block_size: int
+
+
 class _Publisher:
     """What is known of one publisher.
 
     Attributes:
         bits: its bit for each layer group that is indexed.
         mask: all of them.
-        windows: of those that have one: how many tokens they see, and a block's.
+        groups: what each of them is, in no order.
         step: what the blocks of all groups divide.
         apart: what groups with a window hold.
         aliases: nodes by names that others give to something else, or by a second name.
     """
 
-    __slots__ = ("aliases", "apart", "bits", "mask", "step", "windows")
+    __slots__ = ("aliases", "apart", "bits", "groups", "mask", "step")
 
     def __init__(self) -> None:
         self.aliases: dict[WireName, _Node] = {}
@@ -160,7 +173,7 @@ class _Publisher:
         """Have no groups. O(1)."""
         self.bits: dict[int | None, int] = {}
         self.mask = 0
-        self.windows: dict[int, tuple[int, int]] = {}
+        self.groups: tuple[_Group, ...] = ()
         self.step = 1
 
 
@@ -280,7 +293,7 @@ class Index:
 
     def _store(self, publisher: str, known: _Publisher, event: Stored, window: int) -> None:
         bit = known.bits.get(event.group_idx) or self._new_bit(publisher, known, event, window)
-        is_apart = bit in known.windows
+        is_apart = bool(bit & self._windows)
         namespace, contents = _read(event)
         if event.parent_block_hash is None:
             node = self._root(event.block_size, namespace)
@@ -323,7 +336,7 @@ class Index:
             if node is None:
                 continue
             if node.holders & bit:
-                if bit not in known.windows:
+                if not bit & self._windows:
                     for held in reversed(self._held([node], bit)):
                         self._take(held, bit)
                 self._take(node, bit)
@@ -390,8 +403,8 @@ class Index:
             bit = 1 << self._num_bits
             self._num_bits += 1
         if window:
-            known.windows[bit] = window, event.block_size
             self._windows |= bit
+        known.groups = (*known.groups, _Group(bit, window, event.block_size))
         known.step = lcm(known.step, event.block_size)
         known.bits[event.group_idx] = bit
         known.mask |= bit
@@ -468,23 +481,34 @@ class _Met:
     def servable(self, known: _Publisher) -> int:
         """Return the longest prefix of which each group has what can be seen from its end.
 
-        `kvcore.groups` says what that is. O(groups + runs).
+        O(groups + runs).
         """
-        windows = {bit: (self.runs.get(bit, []), *seen) for bit, seen in [*known.windows.items()]}
-        limits = [self.lengths.get(bit, 0) for bit in [*known.bits.values()] if bit not in windows]
-        limits += [runs[-1][1] * size if runs else 0 for runs, _, size in windows.values()]
-        length, wanted = 0, min(limits, default=0)
-        while wanted != length:
-            length = wanted - wanted % known.step
-            served = [_served(*window, length) for window in windows.values()]
-            wanted = min(served, default=length)
-        return length
+        groups, step = known.groups, known.step
+        wanted = -1
+        for group in groups:
+            limit = self.lengths.get(group.bit, 0)
+            if group.window:
+                runs = self.runs.get(group.bit)
+                limit = runs[-1][1] * group.block_size if runs else 0
+            if limit < wanted or wanted < 0:
+                wanted = limit
+        length = 0
+        while wanted > 0 and wanted != length:
+            length = wanted = wanted - wanted % step
+            for group in groups:
+                if group.window:
+                    wanted = min(wanted, _served(self.runs.get(group.bit, ()), group, length))
+        return max(0, wanted)
 
 
-def _served(runs: Sequence[tuple[int, int]], window: int, size: int, length: int) -> int:
-    """Return a length, in tokens, if a window has what is seen from there; else where it may."""
+def _served(runs: Sequence[tuple[int, int]], group: _Group, length: int) -> int:
+    """Return a length, in tokens, if a window has what is seen from there; else where it may.
+
+    What is seen is as `kvcore.SlidingWindow` says, and at least the last block.
+    """
+    size = group.block_size
     num_blocks = length // size
-    first = min(SlidingWindow(window).first_visible(length) // size, num_blocks - 1)
+    first = min(max(0, length - group.window + 1) // size, num_blocks - 1)
     for begin, end in reversed(runs):
         if end >= num_blocks > begin:
             if begin <= first:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from model.control.settings import check_settings, setting
+from model.control.submission import Retained
 from model.tiny import CHECKPOINT_DIR
 
 
@@ -67,6 +68,12 @@ class SampleOptions:
     n: int = setting(1, help="texts to draw for each prompt", least=1, most=1024)
     priority: int = setting(
         0, help="the lower, the sooner", least=-1_000_000, most=1_000_000, flag=""
+    )
+    retain: tuple[Retained, ...] = setting(
+        (),
+        help="tokens of a prompt to keep in the cache longer than others: START:STOP, with "
+        "@PRIORITY if not 1, and /STEPS if not for ever",
+        metavar="RANGE",
     )
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from model.cli.options import SampleOptions
 from model.control.grammar import Grammar
 from model.control.params import MAX_INT, SamplingParams
 from model.control.settings import settings_of
+from model.control.submission import Retained
 from model.errors import InvalidArgumentError, UsageError, shown
 from model.tiny import DEMO_PROMPTS
 
@@ -189,11 +190,14 @@ def _params(
     where: str, index: int, options: Options, entry: Mapping[str, object]
 ) -> tuple[SamplingParams, SampleOptions]:
     """The sampling parameters of an entry, and what else is said of it."""
-    own = {
-        name: _value(name, value)
-        for name, value in entry.items()
-        if name != "prompt" and value is not None
-    }
+    try:
+        own = {
+            name: _value(name, value)
+            for name, value in entry.items()
+            if name != "prompt" and value is not None
+        }
+    except InvalidArgumentError as error:
+        raise UsageError(f"{where}: {error}") from error
     if options.output.verify:
         names = ("temperature", *_DRAWS, *_CHANGES)
         _refuse(where, [name for name in names if name in own], "--verify")
@@ -216,6 +220,9 @@ def _params(
 def _value(name: str, value: object) -> object:
     if name == "stop" and isinstance(value, str):
         return (value,)
+    if name == "retain":
+        each = value if isinstance(value, list) else [value]
+        return tuple([Retained.from_text(one) for one in each])
     if name == "logit_bias" and isinstance(value, dict):  # JSON's keys are texts
         return tuple((int(key) if key.isdecimal() else key, bias) for key, bias in value.items())
     return tuple(value) if isinstance(value, list) else value

@@ -218,6 +218,7 @@ def _queue(
                     spec.params,
                     num_samples=spec.samples.n,
                     priority=spec.samples.priority,
+                    retain=[one.wish for one in spec.samples.retain],
                 )
             )
         except InvalidArgumentError as error:

@@ -54,6 +54,11 @@ class Face:
         self._engine = ReplicatedEngine(replicas, load_codec, options.cluster)
         self._config = options.serve
 
+    async def record_replica_metadata(self) -> Mapping[str, str]:
+        """Nothing; but Ray asks once, and until then this is not there for clients."""
+        await self._engine.ready()
+        return {}
+
     def __serve_build_asgi_app__(self) -> object:  # Ray asks for it
         """The application; Ray asks once."""
         return create_app(self._engine, self._config, counts=self._engine)

@@ -147,6 +147,16 @@ class ReplicatedEngine(Collector):
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._learn())
 
+    async def ready(self) -> None:
+        """Wait until requests are taken.
+
+        Raises:
+            Exception: what there is to know cannot be had.
+        """
+        self.start()
+        if self._starting is not None:
+            await asyncio.shield(self._starting)
+
     async def stop(self) -> None:
         """End everything."""
         self._state = EngineState.STOPPED

@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -30,6 +31,7 @@ from model.serve.listener import address_of, listen
 
 _APP = "kvcore"
 _LOOK_S = 0.2
+_CONNECT_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STORE_BYTES = 256 << 20  # what goes between processes is small
 
@@ -92,6 +94,7 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
         address = address_of(free, options.serve)
         host, port = free.getsockname()[:2]
     say(f"{address}: starting {options.cluster.replicas} replicas of {options.model.path}")
+    _check_address(options.cluster.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     own = {} if options.cluster.address else {"object_store_memory": _STORE_BYTES}
@@ -126,6 +129,17 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
         if options.cluster.address is not None:
             serve.shutdown()
         ray.shutdown()
+
+
+def _check_address(address: str | None) -> None:
+    """Raise unless something listens there; Ray would try for minutes. A few seconds at most."""
+    said = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address or "")
+    if said is None:
+        return
+    try:
+        socket.create_connection((said[1], int(said[2])), _CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(f"--address {address}: wanted a Ray cluster's: {error}") from error
 
 
 def _check_resources(options: ClusterOptions) -> None:

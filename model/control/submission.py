@@ -9,14 +9,55 @@ is checked by the engine that takes it.
 Does not know: the model, what becomes of it (`request.py`).
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Self
 
 import kvcore
 from model.control.params import SamplingParams
-from model.errors import InvalidArgumentError
+from model.errors import InvalidArgumentError, InvalidSettingError
 
 Prompt = str | Sequence[int]
+
+_RETAINED = re.compile(r"(\d{1,18}):(\d{0,18})(?:@(\d{1,10}))?(?:/(\d{1,18}))?", re.ASCII)
+_END = 2**62  # no text is longer
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """Tokens to keep in the cache longer than others, as people write it.
+
+    `0:512` keeps the first 512 tokens, `0:` all; `@2` more strongly than what has `@1`, which is
+    what is meant where nothing stands; `/1000` for so many steps.
+    """
+
+    WANTED: ClassVar[str] = "START:STOP[@PRIORITY][/STEPS], such as 0:512@2/1000"
+
+    wish: kvcore.Retention
+
+    @classmethod
+    def from_text(cls, text: object) -> Self:
+        """Read one. O(text).
+
+        Raises:
+            InvalidSettingError: it is none, or names no token.
+        """
+        found = _RETAINED.fullmatch(text) if isinstance(text, str) else None
+        if found is None:
+            raise InvalidSettingError("retain", cls.WANTED, text)
+        start, stop, priority, steps = found.groups()
+        try:
+            return cls(
+                kvcore.Retention(
+                    int(start),
+                    int(stop or _END),
+                    int(priority or 1),
+                    None if steps is None else int(steps),
+                )
+            )
+        except kvcore.InvalidArgumentError as error:
+            raise InvalidSettingError("retain", cls.WANTED, text) from error
 
 
 @dataclass(frozen=True, slots=True)

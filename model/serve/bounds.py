@@ -22,7 +22,7 @@ MAX_TOKENS = 1 << 20
 
 _MOST_ENTRIES = {
     "prompt": MAX_TOKENS, "tokens": MAX_TOKENS, "messages": 16_384,
-    "content": 16_384, "logit_bias": 4096, "stop": 16,
+    "content": 16_384, "logit_bias": 4096, "stop": 16, "retain": 16,
 }  # fmt: skip
 _MOST_OF_OTHERS = 1024
 _MOST_CHARACTERS = {

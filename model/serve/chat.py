@@ -7,14 +7,13 @@ says.
 Does not know: how tokens come about, how an answer is sent (`generation.py`).
 """
 
-import json
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, answer, reason_name, usage
+from model.serve.generation import Asked, EventForm, answer, quoted, reason_name, usage
 from model.serve.logprobs import chat_logprobs
 from model.serve.protocol import ChatChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest
 from model.serve.service import Service
@@ -38,8 +37,8 @@ class _Messages(EventForm):
 
     def begin(self) -> str:
         return "".join(
-            f'{self._begin}"choices":[{{"index":{number},"delta":{{"role":"assistant",'
-            f'"content":""}},"logprobs":null,"finish_reason":null}}]{self._no_usage}}}\n\n'
+            f'{self._begin}{{"index":{number},"delta":{{"role":"assistant","content":""}},'
+            f'"logprobs":null,"finish_reason":null}}{self._end}'
             for number in range(self._num_samples)
         )
 
@@ -48,11 +47,12 @@ class _Messages(EventForm):
         logprobs = self._logprobs(delta)
         if not delta.text and reason is None and logprobs is None:
             return ""
-        told = "null" if logprobs is None else logprobs.model_dump_json()
-        said = f'{{"content":{json.dumps(delta.text)}}}' if delta.text else "{}"
+        told = "null" if logprobs is None else logprobs.model_dump_json(ensure_ascii=True)
+        why = "null" if reason is None else quoted(reason)
+        said = f'{{"content":{quoted(delta.text)}}}' if delta.text else "{}"
         return (
-            f'{self._begin}"choices":[{{"index":{delta.sample},"delta":{said},'
-            f'"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
+            f'{self._begin}{{"index":{delta.sample},"delta":{said},'
+            f'"logprobs":{told},"finish_reason":{why}}}{self._end}'
         )
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> ChatCompletion:

@@ -3,14 +3,13 @@
 Does not know: how tokens come about, how an answer is sent (`generation.py`).
 """
 
-import json
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, answer, reason_name, usage
+from model.serve.generation import Asked, EventForm, answer, quoted, reason_name, usage
 from model.serve.logprobs import completion_logprobs
 from model.serve.protocol import (
     Completion,
@@ -58,10 +57,11 @@ class _Texts(EventForm):
         logprobs = self._logprobs(delta)
         if not text and reason is None and logprobs is None:
             return ""
-        told = "null" if logprobs is None else logprobs.model_dump_json()
+        told = "null" if logprobs is None else logprobs.model_dump_json(ensure_ascii=True)
+        why = "null" if reason is None else quoted(reason)
         return (
-            f'{self._begin}"choices":[{{"index":{delta.sample},"text":{json.dumps(text)},'
-            f'"logprobs":{told},"finish_reason":{json.dumps(reason)}}}]{self._no_usage}}}\n\n'
+            f'{self._begin}{{"index":{delta.sample},"text":{quoted(text)},'
+            f'"logprobs":{told},"finish_reason":{why}}}{self._end}'
         )
 
     def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Completion:

@@ -38,7 +38,7 @@ from model.serve.app import create_app
 from model.serve.config import ServeConfig
 from model.serve.head import BoundedProtocol
 from model.serve.listener import listen
-from model.serve.load import Job
+from model.serve.load import Job, Loaded
 from model.serve.process import Server
 from model.start import make_engine
 
@@ -63,11 +63,16 @@ class CostOptions:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of one turn, by the clock and of the processor, and until each first token."""
+    """Seconds of one turn: by the clock, of the processor, until each first token.
+
+    Attributes:
+        client_s: of the processor for the client, which `processor_s` does not have.
+    """
 
     clock_s: float
     processor_s: float
     first_s: list[float]
+    client_s: float = 0.0
 
 
 def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
@@ -124,21 +129,22 @@ def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
         return runner.run(turns())
 
 
-def _timed(run: Callable[[], tuple[float | None, list[float]]]) -> Turn:
-    """Time a run by its own clock, or by ours if it has none."""
+def _timed(run: Callable[[], tuple[list[float], Loaded | None]]) -> Turn:
+    """Time a run, by the client's clock if there is one."""
     clock_s, processor_s = time.perf_counter(), time.process_time()
-    own_s, first_s = run()
-    took_s = time.perf_counter() - clock_s if own_s is None else own_s
-    return Turn(took_s, time.process_time() - processor_s, first_s)
+    first_s, loaded = run()
+    took_s = time.perf_counter() - clock_s if loaded is None else loaded.duration_s
+    client_s = 0.0 if loaded is None else loaded.processor_s
+    return Turn(took_s, time.process_time() - processor_s, first_s, client_s)
 
 
-def _first(served: Sequence[Served]) -> tuple[None, list[float]]:
+def _first(served: Sequence[Served]) -> tuple[list[float], None]:
     """How long the first tokens took."""
-    return None, [one.timeline.token_s[0] - one.timeline.arrival_s for one in served]
+    return [one.timeline.token_s[0] - one.timeline.arrival_s for one in served], None
 
 
-def _send(job: Job) -> tuple[float, list[float]]:
-    """Have the client send its requests; the seconds for all answers, and until each began.
+def _send(job: Job) -> tuple[list[float], Loaded]:
+    """Have the client send its requests; the seconds until each answer began, and for all.
 
     Raises:
         ModelError: an answer was not whole.
@@ -147,10 +153,10 @@ def _send(job: Job) -> tuple[float, list[float]]:
     ran = subprocess.run(  # noqa: S603  # likewise
         command, input=json.dumps(asdict(job)), capture_output=True, text=True, check=True
     )
-    found = json.loads(ran.stdout)
-    if found["num_failed"]:
-        raise ModelError(f"{found['num_failed']} of {job.num_requests} answers were not whole")
-    return float(found["duration_s"]), found["first_s"]
+    loaded = Loaded(**json.loads(ran.stdout))
+    if loaded.num_failed:
+        raise ModelError(f"{loaded.num_failed} of {job.num_requests} answers were not whole")
+    return loaded.first_s, loaded
 
 
 def _run() -> None:
@@ -169,13 +175,16 @@ def _run() -> None:
         for alone, served in measure(engine, options):
             print(f"{_milliseconds(alone.first_s)} | {_milliseconds(served.first_s)}")
         return
-    print("engine alone, tokens/s | served | ratio | processor us a token, alone | served | ratio")
+    print(
+        "engine alone, tokens/s | served | ratio | "
+        "processor us a token, alone | served | ratio | and of the client"
+    )
     for alone, served in measure(engine, options):
         print(
             f"{tokens / alone.clock_s:,.0f} | {tokens / served.clock_s:,.0f} | "
             f"{alone.clock_s / served.clock_s:.3f} | {alone.processor_s / tokens * 1e6:.0f} | "
             f"{served.processor_s / tokens * 1e6:.0f} | "
-            f"{alone.processor_s / served.processor_s:.3f}"
+            f"{alone.processor_s / served.processor_s:.3f} | {served.client_s / tokens * 1e6:.0f}"
         )
 
 

@@ -30,6 +30,9 @@ from model.serve.protocol import PromptTokensDetails, Usage
 from model.serve.service import Served
 from model.token_stream import Delta, TokenStream
 
+quoted = json.JSONEncoder().encode
+"""A text as JSON, in ASCII."""
+
 CLIENT_GONE = 499
 """The status in the access log of an answer that nobody waited for, as nginx has it."""
 
@@ -83,6 +86,10 @@ def usage(stream: TokenStream) -> Usage:
 class EventForm:
     """What every answer has: its head, which each of its events repeats, and usage at the end.
 
+    An event is spelled by hand, so that what is the same in all events of a stream is made once; it
+    is the JSON that its model would give, in ASCII, because some readers end lines where Unicode
+    does.
+
     Args:
         head: the fields that a whole answer begins with.
         kind: the name of an event's object.
@@ -91,15 +98,15 @@ class EventForm:
 
     def __init__(self, head: dict[str, object], kind: str, *, includes_usage: bool) -> None:
         self._head = head
-        self._begin = f"data: {json.dumps({**head, 'object': kind})[:-1]}, "
-        self._no_usage = ',"usage":null' if includes_usage else ""
+        self._begin = f'data: {quoted({**head, "object": kind})[:-1]}, "choices":['
+        self._end = "]" + (',"usage":null' if includes_usage else "") + "}\n\n"
         self._includes_usage = includes_usage
 
     def end(self, stream: TokenStream) -> str:
         """The event that tells the usage, where it was asked for. O(samples)."""
         if not self._includes_usage:
             return ""
-        return f'{self._begin}"choices":[],"usage":{usage(stream).model_dump_json()}}}\n\n'
+        return f'{self._begin}],"usage":{usage(stream).model_dump_json()}}}\n\n'
 
 
 def reason_name(delta: Delta) -> str | None:
@@ -159,26 +166,32 @@ class _EventStream(Response):
                     "headers": self.raw_headers,
                 }
             )
-            async for event in self._events():
-                body = event.encode()
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            # Once for each piece: so not through all that stands between the server and this, of
+            # which each only looks at how an answer starts, nor resumed through all of it.
+            send_on = scope.get("state", {}).get("send", send)
+            await asyncio.create_task(self._send_events(send_on))
             _note(scope, stream)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _events(self) -> AsyncIterator[str]:
+    async def _send_events(self, send: Send) -> None:
+        """All that has come since the last piece goes together; the end with the last of it."""
         form, stream = self._form, self._stream
-        try:
-            begin = form.begin()
-            if begin:
-                yield begin
-            async for delta in stream:
-                event = form.piece(delta)
-                if event:
-                    yield event
-            yield form.end(stream)
-        except (ModelError, ApiError) as error:
-            yield f"data: {json.dumps(api_error(error).body)}\n\n"
-        yield "data: [DONE]\n\n"
+        events, goes_on = form.begin(), True
+        while goes_on:
+            try:
+                for delta in await stream.news():
+                    events += form.piece(delta)
+                goes_on = not stream.is_over
+                if not goes_on:
+                    events += form.end(stream)
+            except (ModelError, ApiError) as error:
+                events += f"data: {quoted(api_error(error).body)}\n\n"
+                goes_on = False
+            if not goes_on:
+                events += "data: [DONE]\n\n"
+            if events:
+                body = events.encode()
+                await send({"type": "http.response.body", "body": body, "more_body": goes_on})
+                events = ""
 
 
 @contextlib.asynccontextmanager

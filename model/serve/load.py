@@ -4,6 +4,12 @@ Decides: what is sent, as `vllm bench serve` sends it: random tokens, `ignore_eo
 usage, when each is due, or when one before it has ended. It runs as a process of its own, which
 reads a job from stdin as JSON and writes what it measured to stdout.
 
+A client is no part of what a server costs, but it runs on the same processors here: it takes turns
+from the server, which may hold the interpreter then, and each piece that wakes it costs the sender
+as much again. So where requests are sent as fast as they are answered it has the lowest priority,
+and looks a moment after something has come; where they come in time, and what counts is the first
+token, neither.
+
 Invariants: what is counted are the tokens of the usage that the server tells, and the events.
 
 Does not know: the server.
@@ -11,12 +17,15 @@ Does not know: the server.
 
 import asyncio
 import json
+import os
 import random
 import re
+import selectors
 import sys
 import time
 from dataclasses import asdict, dataclass, field
 
+_PAUSE_S = 0.001
 _LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
 _ANSWER = b'"choices":'
 _USAGE = b'"completion_tokens":'
@@ -63,15 +72,29 @@ class Loaded:
 
     Attributes:
         duration_s: from the first request to the last byte.
+        processor_s: of the processor, for all this.
         num_failed: answers that were not whole.
         num_tokens: tokens of all answers, as the server counts them.
         first_s: of each request, from when it was due until the first of its answer.
     """
 
     duration_s: float
+    processor_s: float
     num_failed: int
     num_tokens: int
     first_s: list[float]
+
+
+class _Unhurried(selectors.DefaultSelector):
+    """Waits a little for more, once something has come."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """What has come. O(sockets)."""
+        ready = super().select(timeout)
+        if not ready:
+            return ready
+        time.sleep(_PAUSE_S)
+        return super().select(0)
 
 
 class _Client(asyncio.Protocol):
@@ -193,7 +216,7 @@ async def run_load(job: Job) -> Loaded:
         client.send(body, due_s, ended)
         await ended
 
-    began_s = time.perf_counter()
+    began_s, worked_s = time.perf_counter(), time.process_time()
     sending: set[asyncio.Task[None]] = set()
     for body, after_s in zip(bodies, job.due_s or [0.0] * len(bodies), strict=True):
         await asyncio.sleep(max(0.0, began_s + after_s - time.perf_counter()))
@@ -206,11 +229,21 @@ async def run_load(job: Job) -> Loaded:
         client.close()
     return Loaded(
         duration_s=time.perf_counter() - began_s,
+        processor_s=time.process_time() - worked_s,
         num_failed=len(bodies) - tally.num_whole,
         num_tokens=tally.num_tokens,
         first_s=tally.first_s,
     )
 
 
+def _main() -> None:
+    job = Job(**json.load(sys.stdin))
+    if not job.due_s:
+        os.nice(19)
+    kind = selectors.DefaultSelector if job.due_s else _Unhurried
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(kind())) as runner:
+        json.dump(asdict(runner.run(run_load(job))), sys.stdout)
+
+
 if __name__ == "__main__":
-    json.dump(asdict(asyncio.run(run_load(Job(**json.load(sys.stdin))))), sys.stdout)
+    _main()

@@ -1,7 +1,7 @@
 """What Prometheus is told: vLLM's metrics, under `kvcore:` in place of `vllm:`.
 
 Decides: which. What the engine counts itself is read when it is asked for, so that no step pays for
-it; times are noted token by token, on the loop.
+it; times are noted on the loop, for all tokens of a step that waited equally long at once.
 
 Invariants: one registry an application; nothing global.
 
@@ -101,9 +101,9 @@ class Metrics:
         """What Prometheus gets, and its media type. O(metrics)."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    def token_came(self, waited_s: float, *, is_first: bool) -> None:
-        """Count a token. O(log buckets)."""
-        (self._tokens.first if is_first else self._tokens.between).note(waited_s)
+    def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
+        """Count tokens. O(log buckets)."""
+        (self._tokens.first if is_first else self._tokens.between).note(waited_s, count)
 
     def sample_ended(self, sample: Sample) -> None:
         """Count a request. O(buckets)."""
@@ -131,10 +131,10 @@ class _Times:
         """How many values there are. O(buckets)."""
         return sum(self._counts)
 
-    def note(self, value_s: float) -> None:
-        """Count a value. O(log buckets)."""
-        self._counts[bisect_left(self._bounds, value_s)] += 1
-        self._total_s += value_s
+    def note(self, value_s: float, count: int) -> None:
+        """Count a value so many times. O(log buckets)."""
+        self._counts[bisect_left(self._bounds, value_s)] += count
+        self._total_s += value_s * count
 
     def family(self, name: str, says: str, model_name: str) -> HistogramMetricFamily:
         """What Prometheus is told. O(buckets)."""

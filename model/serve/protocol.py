@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 import kvcore
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
-from model.control.submission import Prompt, Submission
+from model.control.submission import Prompt, Retained, Submission
+from model.errors import InvalidArgumentError
 from model.serve.bounds import Text, check_sizes, checked_prompt, with_one_stranger
 from model.serve.errors import ApiError
 
@@ -111,6 +112,7 @@ class GenerationRequest(_Strict):
     stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: Text | None = None
+    retain: _Many[Text] | None = None
     response_format: ResponseFormat | None = None
     guided_json: dict[str, Any] | Text | None = None
     guided_regex: Text | None = None
@@ -172,7 +174,20 @@ class GenerationRequest(_Strict):
             num_samples=self.num_samples,
             priority=self.priority or 0,
             namespace=kvcore.Namespace(salt=(self.cache_salt or "").encode()),
+            retain=self.retentions,
         )
+
+    @property
+    def retentions(self) -> tuple[kvcore.Retention, ...]:
+        """Which of its tokens to keep in the cache longer than others. O(ranges).
+
+        Raises:
+            ApiError: one of them is no range.
+        """
+        try:
+            return tuple([Retained.from_text(text).wish for text in self.retain or ()])
+        except InvalidArgumentError as error:
+            raise ApiError(400, str(error), param="retain") from error
 
     @property
     def includes_usage(self) -> bool:
@@ -197,6 +212,7 @@ class GenerationRequest(_Strict):
             raise ApiError(400, "stream_options: wanted with stream alone", param="stream_options")
         if self.priority is not None and abs(self.priority) >= 1 << 31:
             raise ApiError(400, f"priority: wanted 32 bits, got {self.priority}", param="priority")
+        _ = self.retentions
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """The sampling parameters of each answer. O(fields).

@@ -8,19 +8,25 @@ evaluates those.
     python -m tests.kvcore.mutation kvcore/pool.py
     python -m tests.kvcore.mutation --sample 20
 
-The second scores every file of the core by twenty of its mutants, always the same ones; without a
-sample all of them are tried. Every mutant that no test notices is printed, and the score.
+The second scores every file of the core by twenty of its mutants, always the same ones, and a
+larger sample begins with a smaller one; without a sample all of them are tried. Every mutant that
+no test notices is printed, and the score. A mutant that never ends is stopped: a round of tests may
+take `PATIENCE` times the CPU time that it takes on the file as it is.
 """
 
 import argparse
 import ast
+import contextlib
 import difflib
+import gc
 import importlib.abc
 import importlib.util
+import io
 import os
 import random
 import resource
 import sys
+from itertools import islice
 from pathlib import Path
 
 import hypothesis.stateful
@@ -34,16 +40,22 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).parents[2]
 NOT_SCORED = {"__init__", "build_hook"}
 FILES = sorted(p.stem for p in (ROOT / "kvcore").glob("*.py") if p.stem not in NOT_SCORED)
-# After those of the file itself; fast ones first, because most mutants die there.
+# After those of the file itself; first the fast ones that most mutants die of, then the slow ones.
 TESTS = (
-    ("block", "free_queue", "groups", "hashing", "pool", "content_tree", "idle_blocks"),
-    ("pool_properties", "manager", "capabilities", "peaks", "pool_map"),
-    ("decode_step", "untold", "hostile", "invariants", "tokens", "slots", "short_ways", "faults"),
-    ("bad_transfers", "look_ups"),
-    ("block_keys", "inexpressible", "determinism", "package", "cost"),
-    ("machines", "small_scope"),
+    ("manager", "capabilities", "decode_step", "untold", "bad_transfers"),
+    ("machines", "pool_properties"),
+    ("block", "free_queue", "groups", "hashing", "pool", "content_tree", "idle_blocks", "package"),
+    ("peaks", "pool_map", "hostile", "invariants", "tokens", "slots", "short_ways", "look_ups"),
+    ("block_keys", "inexpressible", "determinism"),
+    ("cost",),
+    ("faults",),
+    ("small_scope",),
 )
-SECONDS = 120
+OPTIONS = ["-x", "-q", "--tb=no", "--assert=plain", "--hypothesis-profile=mutation"]
+OPTIONS += ["-o", "addopts=", "-m", "not slow and not walk", "-p", "no:cacheprovider"]
+OPTIONS += ["-p", "_hypothesis_pytestplugin"]
+PATIENCE = 5  # times what a round takes, and
+SECONDS = 20  # seconds of CPU besides, because a busy machine is slower
 GIGABYTES = 4
 
 hypothesis.settings.register_profile(
@@ -92,50 +104,60 @@ FINAL = ast.dump(ast.parse("final", mode="eval").body)
 
 
 def mutants(source):
-    """Yield every different mutant of a source, as source."""
-    seen = {meaning(source)}
+    """Yield every different mutant of a source, as source, in an order that is always the same."""
+    places = []
+    tree = get_ast(source)
     for name in sorted(operator_names()):
         operator = get_operator(name)
-        if operator.arguments():
+        if not operator.arguments():
+            counts = [len(list(operator().mutation_positions(node))) for node in ast_nodes(tree)]
+            places += [(operator, occurrence) for occurrence in range(sum(counts))]
+    random.Random(0).shuffle(places)
+    seen = {meaning(source)}
+    for operator, occurrence in places:
+        try:
+            mutant = mutate_code(source, operator(), occurrence)
+            meant = meaning(mutant)
+        except (AttributeError, SyntaxError):  # cosmic-ray stumbles over `except a.b`
             continue
-        tree = get_ast(source)
-        count = sum(len(list(operator().mutation_positions(node))) for node in ast_nodes(tree))
-        for occurrence in range(count):
-            try:
-                mutant = mutate_code(source, operator(), occurrence)
-                meant = meaning(mutant)
-            except (AttributeError, SyntaxError):  # cosmic-ray stumbles over `except a.b`
-                continue
-            if meant not in seen:
-                seen.add(meant)
-                yield mutant
+        if meant not in seen:
+            seen.add(meant)
+            yield mutant
 
 
-def survives(path, source, rounds):
+def cpu_time():
+    return sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+
+
+def survives(path, source, rounds, limits):
     """Run rounds of tests on a file with other source, in a process of its own."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1] == 0
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     sys.dont_write_bytecode = True
     sys.meta_path.insert(0, Planted(path, source))
-    options = [
-        "-x",
-        "-q",
-        "--assert=plain",
-        "-p",
-        "no:cacheprovider",
-        "-n0",
-        "--hypothesis-profile=mutation",
-    ]
-    for tests in rounds:
-        if pytest.main([*options, *tests]):
+    for tests, limit in zip(rounds, limits, strict=True):
+        hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_time() + limit), hard))
+        if pytest.main([*OPTIONS, *tests]):
             os._exit(1)
     os._exit(0)
+
+
+def limits_of(path, rounds):
+    """How much CPU time each round may take: by what it takes when nothing is wrong."""
+    limits = []
+    for tests in rounds:
+        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if not survives(path, path.read_text(encoding="utf-8"), [tests], [3600]):
+            raise SystemExit(f"the tests fail without any mutation: {' '.join(tests)}")
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        limits.append(PATIENCE * (sum(ended[:2]) - sum(begun[:2])) + SECONDS)
+    return limits
 
 
 def shown(source, mutant):
@@ -146,14 +168,6 @@ def shown(source, mutant):
 
 def tell(line):
     print(line, flush=True)  # noqa: T201  # a command line prints
-
-
-def chosen(source, sample):
-    """All mutants of a source, or so many of them, spread over all kinds."""
-    everything = list(mutants(source))
-    if sample is None or sample >= len(everything):
-        return everything
-    return random.Random(0).sample(everything, sample)
 
 
 def rounds_for(path):
@@ -168,9 +182,10 @@ def score(path, sample=None):
     """Run mutants of a file; print those that survive; return how many there are of both."""
     source = path.read_text(encoding="utf-8")
     rounds = rounds_for(path)
+    limits = limits_of(path, rounds)
     number = survived = 0
-    for number, mutant in enumerate(chosen(source, sample), 1):  # the last one is the count
-        if survives(path, mutant, rounds):
+    for number, mutant in enumerate(islice(mutants(source), sample), 1):  # the last is the count
+        if survives(path, mutant, rounds, limits):
             survived += 1
             tell(shown(source, mutant))
         if number % 100 == 0:
@@ -184,9 +199,11 @@ def main():
     parser.add_argument("files", nargs="*", type=Path, default=[f"kvcore/{n}.py" for n in FILES])
     parser.add_argument("--sample", type=int, help="so many mutants of each file, not all")
     options = parser.parse_args()
-    first = ROOT / options.files[0]
-    if not survives(first, first.read_text(encoding="utf-8"), rounds_for(first)):
-        raise SystemExit("the tests fail without any mutation")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of others take longer than a round
+    with contextlib.redirect_stdout(io.StringIO()):
+        pytest.main([*OPTIONS, "--markers"])  # loads pytest, once for all
+    gc.collect()
+    gc.freeze()
     totals = [score(ROOT / path, options.sample) for path in options.files]
     number, survived = map(sum, zip(*totals, strict=True))
     tell(f"{number} mutants, {survived} survived: {100 * (number - survived) / number:.1f} %")

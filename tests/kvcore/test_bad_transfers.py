@@ -116,26 +116,27 @@ def test_items_are_read_from_blocks_as_they_were_written(runs, size, num_blocks)
     assert decode_items(encoded, size) == cut_items(tuple(items), num_blocks * size)
 
 
+@pytest.mark.parametrize("before", [0, 4])
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
 @pytest.mark.parametrize("sound", [0, 1, 2, 3])
-def test_a_copy_with_the_same_image_is_taken_along_and_one_with_another_is_not(start, sound):
-    """Wherever in the block the image begins, and wherever in it the KV stops being sound."""
-    kv = kvcore.KVCacheManager(16, 4)
-    images = [(kvcore.Item(content, start, 2),) for content in (b"a cat", b"a dog")]
+def test_a_copy_with_the_same_image_is_taken_along_and_one_with_another_is_not(
+    start, sound, before
+):
+    """Wherever in its block the image begins, wherever in it the KV stops being sound."""
+    kv = kvcore.KVCacheManager(24, 4)
+    prompt = range(before + 9)
+    images = [(kvcore.Item(content, before + start, 2),) for content in (b"a cat", b"a dog")]
     loader, copy, other = [
-        kv.open(range(9), items=items, skip_reading=True)
+        filled(kv, prompt, items=items, skip_reading=True)
         for items in (images[0], images[0], images[1])
     ]
-    for seq in (loader, copy, other):
-        kv.reserve(seq, 9)
-        kv.commit(seq, 9)
     kv.close(copy)
     kv.close(other)
-    assert kv.fail_load(loader, sound) == (loader,)
+    assert kv.fail_load(loader, before + sound) == (loader,)
     kv.close(loader)
-    assert kv.plan(range(9), items=images[0]).num_cached_tokens == 0
+    assert kv.plan(prompt, items=images[0]).num_cached_tokens == before
     is_seen = start <= sound  # before it the two prompts are one
-    assert kv.plan(range(9), items=images[1]).num_cached_tokens == (8 if is_seen else 0)
+    assert kv.plan(prompt, items=images[1]).num_cached_tokens == before + (8 if is_seen else 0)
     kvcore.check(kv)
 
 

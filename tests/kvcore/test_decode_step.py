@@ -108,6 +108,29 @@ def test_a_step_that_finds_no_block_has_not_counted_either(lengths, steps, draft
     assert is_refused or "groups" in layout  # a window gives back what it takes
 
 
+@pytest.mark.source_build
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_a_step_that_fails_late_takes_back_the_room_that_it_has_made(monkeypatch, block_size):
+    kv = kvcore.KVCacheManager(32, block_size)
+    seqs = [kv.open(range(6 - more)) for more in (0, 1, 2)]
+    for seq in seqs:
+        kv.reserve(seq, seq.num_tokens)
+    before = [seq.block_table for seq in seqs]
+
+    def fail(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kvcore.BlockPool, "hand_out", fail)
+        with pytest.raises(MemoryError):
+            kv.decode_step(seqs, [1, 2, 3])
+    assert [seq.block_table for seq in seqs] == before
+    assert [(seq.num_tokens, seq.num_computed_tokens) for seq in seqs] == [(6, 0), (5, 0), (4, 0)]
+    kvcore.check(kv)
+    kv.decode_step(seqs, [1, 2, 3])
+    kvcore.check(kv)
+
+
 def test_the_same_step_again_is_refused_once_one_of_it_is_closed():
     kv = kvcore.KVCacheManager(64, 4)
     seqs = running(kv, 3)

@@ -306,3 +306,21 @@ def test_what_is_asked_of_anothers_sequence_is_a_typed_error(group):
     kv, other = kvcore.KVCacheManager(20, 4, groups=groups), kvcore.KVCacheManager(20, 4)
     with pytest.raises(kvcore.ForeignSequenceError):
         kv.num_shared_blocks(other.open([1]), group=group)
+
+
+@pytest.mark.parametrize("group", [-1, 2])
+def test_a_layer_group_that_is_not_there_is_named(group):
+    kv = kvcore.KVCacheManager(8, 4, groups=[kvcore.FullAttention(), kvcore.SlidingWindow(8)])
+    seq = kv.open([1, 2])
+    kv.reserve(seq, 2)
+    table, slots = array("i", [0] * 4), array("q", [0] * 4)
+    for call in (
+        lambda: kv.num_shared_blocks(seq, group=group),
+        lambda: kv.num_common_blocks([seq], group=group),
+        lambda: kv.write_step([seq], table, slots, row_stride=4, group=group),
+        lambda: seq.write_block_table(table, group),
+        lambda: seq.write_slot_mapping(0, 2, slots, group),
+    ):
+        with pytest.raises(kvcore.InvalidArgumentError, match=f"group: wanted 0 to 1, got {group}"):
+            call()
+    assert (list(table), list(slots)) == ([0] * 4, [0] * 4)

@@ -249,6 +249,28 @@ def test_a_line_has_a_bias_by_token_and_a_grammar(tmp_path):
     assert spec.params.grammar == Grammar.choice(["b", "c"])
 
 
+def test_what_is_kept_longer_is_said_by_a_flag_or_a_line(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "a"}, {"prompt": "b", "retain": ["3:9@7/1000", "0:"]}]
+    file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "c", "retain": "1:2"}])))
+    found = [
+        [one.wish for one in spec.samples.retain]
+        for spec in read("--prompts-file", str(file), "--retain", "0:512", "--retain", "5:6@2")
+    ]
+    assert found == [
+        [kvcore.Retention(0, 512), kvcore.Retention(5, 6, 2)],
+        [kvcore.Retention(3, 9, 7, 1000), kvcore.Retention(0, 2**62)],
+        [kvcore.Retention(1, 2)],
+    ]
+    for wrong in ("9:3", "3:3", "a:b", "3", "", "-1:4", "0:4@0", "0:4/0", "0:4@2147483648"):
+        with pytest.raises(UsageError, match=r"--retain: wanted START:STOP\[@PRIORITY\]"):
+            parse_args([f"--retain={wrong}"])
+    for wrong in (5, [5], [["0:4"]], {"start": 0}, "0:0"):
+        file.write_text(json.dumps({"prompt": "a", "retain": wrong}))
+        with pytest.raises(UsageError, match="line 1: retain: wanted START:STOP"):
+            read("--prompts-file", str(file))
+
+
 def test_a_null_field_of_a_line_is_as_if_it_were_not_there(tmp_path):
     file = tmp_path / "prompts.jsonl"
     fields = {field.name: None for field in dataclasses.fields(SamplingParams)}

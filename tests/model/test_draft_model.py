@@ -23,6 +23,7 @@ from model import (
     UnsupportedModelError,
 )
 from model.device.draft_model import DraftModel
+from model.device.prepare import Prepared
 from model.engine import Engine
 from model.errors import ModelNotFoundError
 from model.loader import with_draft
@@ -32,6 +33,7 @@ from tests.model.networks import CONFIGS, build
 from tests.model.reference import ReferenceBackend
 from tests.model.test_engine import PROMPT, greedy, network, tokens_of
 from tests.model.test_engine_sampling import NOISE, hashed_logits, run
+from tests.model.test_graphs import Unrecorded, UnrecordedDraws
 
 TEXTS = [PROMPT, PROMPT + "and another", "abcabcabcab", [7] * 21, "x"]
 
@@ -235,6 +237,19 @@ def test_a_planted_bug_shows(bug, monkeypatch):
         except (kvcore.KVCoreError, SanitizerError, AssertionError) as error:
             problems.append(str(error))
     assert (bug is None) == (problems == [])
+
+
+def test_a_twin_is_always_right_where_passes_are_replayed_from_fixed_tensors():
+    """As from CUDA graphs: what a pass has drawn is where the next one's tensors take it."""
+    engine = make(max_num_seqs=6, num_blocks=90)
+    draws = UnrecordedDraws(30, torch.device("cpu"))
+    parts = (engine.draft.network, engine.draft.drawn, [64], 4, 6, 64, draws)
+    engine.draft.use(Prepared("", graphs := Unrecorded(*parts)))
+    texts = [(0, GREEDY), (2, GREEDY), (3, DRAWN), (1, DRAWN)]
+    done = engine.generate([TEXTS[text] for text, _ in texts], [how for _, how in texts])
+    assert tokens_of(done) == [wanted_of(text, how, 0) for text, how in texts]
+    assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 30
+    assert {bucket.longest == 1 for bucket in graphs.seen} == {True, False}
 
 
 def test_guesses_are_fewer_steps_and_a_stranger_costs_none():

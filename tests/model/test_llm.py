@@ -32,6 +32,13 @@ def test_it_says_what_the_engine_says_in_the_order_of_the_prompts(llm):
     assert all(output.outputs[0].finish_reason == "length" for output in found)
 
 
+def test_a_draft_model_is_loaded_beside_and_says_nothing_else(llm):
+    guided = model.LLM(str(CHECKPOINT_DIR), num_blocks=100, draft_model=str(CHECKPOINT_DIR))
+    found = guided.generate("A tuple is", GREEDY, use_tqdm=False)
+    assert found[0].outputs == llm.generate("A tuple is", GREEDY, use_tqdm=False)[0].outputs
+    assert guided.engine.stats.num_accepted_tokens > 2
+
+
 def test_one_text_is_one_prompt_and_samples_are_its_outputs(llm):
     params = model.SamplingParams(max_tokens=8, temperature=1.5, seed=3, logprobs=2)
     (output,) = llm.generate("A tuple is", params, num_samples=2, use_tqdm=False)

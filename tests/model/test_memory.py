@@ -22,8 +22,10 @@ LAYOUT = plan_layout([LayerShape(2, 64, torch.float32)])
 HYBRID = plan_layout([LayerShape(2, 64, torch.float32, window) for window in (None, 32)])
 
 
-def plan(free_bytes, *, layout=LAYOUT, is_gpu=False, **sizes):
-    return plan_memory(EngineConfig(**sizes), layout, is_gpu=is_gpu, free_bytes=free_bytes)
+def plan(free_bytes, *, layout=LAYOUT, is_gpu=False, beside=None, **sizes):
+    return plan_memory(
+        EngineConfig(**sizes), layout, is_gpu=is_gpu, free_bytes=free_bytes, beside=beside
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,6 +62,46 @@ def test_requests_that_are_expected_count_their_windows_and_a_chunk():
     # 1000 tokens in chunks of 64: 63 blocks for all of them; a window of 32 and a chunk: 7.
     decided = plan(GIB, layout=HYBRID, expected_lengths=(1000,), max_num_batched_tokens=64)
     assert decided.num_blocks == 1 + 63 + 7
+
+
+def test_a_block_costs_what_it_takes_in_the_draft_models_cache_too():
+    small = plan_layout([LayerShape(1, 64, torch.float32)])  # 512 bytes a token
+    asked = {"kv_memory_bytes": 96 * MIB, "draft_model": "small"}
+    both = plan(GIB, beside=small, **asked)
+    assert (both.num_blocks, both.kv_bytes) == (4096, 96 * MIB)
+    line = both.describe(LAYOUT, small)
+    assert line.endswith("; 1 layers see all; of the draft model 1 layers see all")
+    with pytest.raises(InvalidArgumentError, match=r"40000 blocks of 16 tokens take 937\.5 MiB"):
+        plan(900 * MIB, beside=small, num_blocks=40_000)
+    assert plan(900 * MIB, num_blocks=40_000).num_blocks == 40_000
+
+
+def test_each_request_of_a_step_has_a_row_and_one_for_each_draft():
+    assert EngineConfig(max_num_seqs=64).max_rows == 64
+    assert EngineConfig(max_num_seqs=64, draft_tokens=8).max_rows == 64
+    for how in ({"drafts": "ngram"}, {"draft_model": "small"}):
+        assert EngineConfig(max_num_seqs=64, draft_tokens=8, **how).max_rows == 64 * 9
+        limits = EngineConfig(max_num_seqs=64, max_num_batched_tokens=100, **how)
+        assert limits.max_rows == 100
+
+
+@pytest.mark.parametrize("guess", [None, "ngram"])
+def test_the_step_that_is_measured_has_all_its_rows(guess, monkeypatch):
+    """On a GPU; here the sizes of what would be computed there."""
+    seen = []
+
+    def largest(num_tokens, num_rows, *rest):
+        seen.append((num_tokens, num_rows))
+        raise torch.cuda.OutOfMemoryError
+
+    for name in ("memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
+    monkeypatch.setattr(profile, "largest_step", largest)
+    network = PagedNetwork(build("qwen3", 25), ReferenceBackend())
+    config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=300, drafts=guess)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        profile._peak_bytes(network, config)
+    assert seen == [(300, 100 if guess else 20)]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,22 @@ def test_two_processes_write_what_one_writes(tmp_path):
 
 
 @pytest.mark.slow
+def test_processes_with_a_draft_model_write_what_one_writes_without(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in _PROMPTS))
+    run = ["-m", "model.run", "--prompts-file", str(prompts), "--num-blocks", "30", "--json"]
+    alone = subprocess.run(
+        [sys.executable, *run], cwd=_ROOT, capture_output=True, text=True, check=True
+    )
+    guided = [*run, "--draft-model", str(_ROOT / "model/tiny"), "--tp", "2", "--check-ranks"]
+    shared = torchrun(2, *guided)
+    assert shared.returncode == 0, shared.stderr
+    assert texts_of(shared.stdout) == texts_of(alone.stdout)
+    stats = json.loads(shared.stdout)["stats"]
+    assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 50
+
+
+@pytest.mark.slow
 def test_ranks_that_hold_other_blocks_are_told():
     ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "diverge")
     line = "rank 1 has other block tables than rank 0 after the same calls"

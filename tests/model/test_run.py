@@ -42,6 +42,34 @@ def call(checkpoint, capsys, monkeypatch):
     return run
 
 
+def test_what_is_to_be_kept_is_found_later_than_what_is_not(call, tmp_path):
+    file, found = tmp_path / "prompts.jsonl", []
+    sizes = ["--num-blocks", "20", "--max-num-seqs", "1", "--max-tokens", "2"]
+    for kept in ([], ["0:24"]):
+        lines = [{"prompt": TWO[1], "retain": kept}, {"prompt": "z" * 50}, {"prompt": "y" * 50}]
+        file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": TWO[1]}])))
+        code, out, _ = call("--prompts-file", str(file), *sizes, "--json")
+        assert code == 0
+        found.append(json.loads(out)["requests"][-1]["num_cached_tokens"])
+    assert found == [0, 24]
+
+
+def test_a_draft_model_is_loaded_and_told_of(call, checkpoint):
+    code, plain, _ = call(*TWO, "--json")
+    assert code == 0
+    code, out, err = call(*TWO, "--json", "--draft-model", str(checkpoint), "--verify")
+    assert code == 0
+    texts = [[one["text"] for one in json.loads(each)["requests"]] for each in (plain, out)]
+    assert texts[0] == texts[1]
+    stats = json.loads(out)["stats"]
+    assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 10
+    assert "; of the draft model 2 layers see all" in err
+    assert "draft model: eager" in err
+    code, out, err = call(*TWO, "--draft-model", "./missing/model")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("error: draft_model: there is no folder './missing/m")
+
+
 def test_texts_and_the_table_go_to_stdout_and_progress_to_stderr(call):
     code, out, err = call(*TWO)
     assert code == 0

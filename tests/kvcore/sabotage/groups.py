@@ -2,8 +2,9 @@
 
 import kvcore
 from kvcore.content_tree import ContentTree
-from kvcore.groups import first_kept_block, longest_servable, serves
+from kvcore.groups import first_kept_block, serves
 from kvcore.rewind import _computed_before, computed_after_cut, computed_in_sight
+from kvcore.sharing import longest_servable
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import in_manager, patched, sabotage
 
@@ -93,21 +94,21 @@ class window_hits_by_place_and_not_by_content(kvcore.BlockPool):
 
 @in_manager("P24", rows=(96,), layouts=("full and window", "three", "chunked and full"))
 class groups_never_agree_on_a_prefix(kvcore.BlockPool):
+    def match(self, namespace_key, packed, max_blocks, group=0, items=None):
+        return super().match(namespace_key, packed, max_blocks - group, group, items)
+
     def path(self, namespace_key, packed, max_blocks, group, items=None):
         return super().path(namespace_key, packed, max_blocks - group, group, items)
 
 
 @patched(longest_servable, "P24", rows=(96,), layouts=("full and window", "three"))
-def groups_drop_a_block_on_every_pass(groups, paths, max_tokens):
-    longest = longest_servable(groups, paths, max_tokens)
-    step = max(group.block_size for group in groups)
-    return max(0, longest - step * (len(groups) - 1))
+def groups_drop_a_block_on_every_pass(tables, paths, longest, step):
+    return max(0, longest_servable(tables, paths, longest, step) - step * (len(tables) - 1))
 
 
 @patched(longest_servable, "P24", "P7", "P19", "P14", "P18", "P9", rows=(74,), layouts=WINDOWS[1:])
-def groups_hit_what_one_of_them_lacks(groups, paths, max_tokens):
-    longest = longest_servable(groups[:1], paths[:1], max_tokens)
-    return longest - longest % max(group.block_size for group in groups)
+def groups_hit_what_one_of_them_lacks(tables, paths, longest, step):
+    return longest_servable(tables[:1], paths[:1], longest, step)
 
 
 @in_manager("P24", "P6", "P10", rows=(44,), layouts=("full and wide blocks",))

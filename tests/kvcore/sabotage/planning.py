@@ -83,7 +83,7 @@ class plan_holds_what_it_finds(kvcore.KVCacheManager):
         plan = super().plan(tokens, namespace=namespace, items=items, **options)
         packed, key, checked = describe(tokens, namespace, items, None)
         if key is not None:
-            _, hits = find_prefix(self.pool, self.groups, key, packed, checked)
+            _, hits = find_prefix(self.pool, self._shapes, key, packed, checked)
             for blocks in hits:
                 self.pool.hold(blocks)
         return plan

@@ -132,7 +132,44 @@ def a_batch_that_clears_twice_is_no_snapshot(machine):
     machine.reset("a")
 
 
+def what_is_lost_while_an_answer_is_made_is_in_neither(machine):
+    machine.start(Life())
+    serve(machine, [0] * 4)
+    serve(machine, [0, 0, 1, 1], "waits")
+    machine.compose("a")
+    serve(machine, [1, 1], "lost")
+
+
+def a_snapshot_after_a_clearing_that_was_lost_clears(machine):
+    machine.start(Life())
+    serve(machine, [0, 0])
+    machine.finish("a")
+    machine.settle()
+    machine.reset("a")
+    serve(machine, [1] * 4, "lost")
+
+
+def a_snapshot_is_as_old_as_its_number(machine):
+    machine.start(Life())
+    serve(machine, [1, 1])
+    serve(machine, [0, 0])
+
+
+def what_is_salted_goes_unsaid_and_the_rest_does_not(machine):
+    machine.start(Life(kept=10**6))
+    machine.serve("a", [0, 0], SPACES[2], close=False, fate="arrives")
+    serve(machine, [0] * 6)
+    running = machine.lives["a"].running
+    running.reverse()
+    machine.finish("a")
+    serve(machine, [1] * 8)
+
+
 PROGRAMS = (
+    what_is_lost_while_an_answer_is_made_is_in_neither,
+    a_snapshot_after_a_clearing_that_was_lost_clears,
+    a_snapshot_is_as_old_as_its_number,
+    what_is_salted_goes_unsaid_and_the_rest_does_not,
     a_batch_that_clears_twice_is_no_snapshot,
     a_window_looks_past_what_is_gone,
     a_window_that_is_alone_is_known_too,

@@ -204,9 +204,9 @@ class HereditaryIndex(wire.Index):
     """Takes from a window what follows a block that is gone."""
 
     def _remove(self, known, bit, event):
-        windows, known.windows = known.windows, {}
+        windows, self._windows = self._windows, 0
         super()._remove(known, bit, event)
-        known.windows = windows
+        self._windows = windows
 
 
 class HastyIndex(wire.Index):

@@ -1,7 +1,9 @@
 """What a payload is, byte for byte, and what is made of one that is broken."""
 
 import contextlib
+import os
 import struct
+import subprocess
 
 import msgspec
 import pytest
@@ -196,6 +198,26 @@ def test_vllms_own_structs_decode_what_we_send(form, batch, rank):
     snapshot = msgspec.msgpack.decode(encoder.snapshot(kv.snapshot()), type=batch)
     assert isinstance(snapshot.events[0], AllBlocksCleared)
     assert snapshot.events[1:] == read.events
+
+
+VLLMS_READER = """
+import sys, msgspec
+from vllm.distributed.kv_events import KVEventBatch
+read = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=KVEventBatch)
+for event in read.events:
+    print(type(event).__name__, getattr(event, "token_ids", None))
+"""
+
+
+@pytest.mark.skipif("VLLM_PYTHON" not in os.environ, reason="VLLM_PYTHON names no Python with vLLM")
+def test_vllms_own_decoder_reads_a_snapshot():
+    kv, _seq, encoder, _payload = told(groups=(kvcore.FullAttention(), kvcore.SlidingWindow(4)))
+    done = subprocess.run(
+        [os.environ["VLLM_PYTHON"], "-c", VLLMS_READER],
+        input=encoder.snapshot(kv.snapshot()), capture_output=True, timeout=120, check=True,
+    )  # fmt: skip
+    stored = "BlockStored [1, 300, 70000, 4]"
+    assert done.stdout.decode().splitlines()[-3:] == ["AllBlocksCleared None", stored, stored]
 
 
 @pytest.mark.parametrize("shape", [(VllmBatch, BlockStored), (OldBatch, OldStored)])

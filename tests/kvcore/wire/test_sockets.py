@@ -350,6 +350,15 @@ def test_the_command_follows_and_ends(kv, publisher):
     )
 
 
+def test_the_command_says_that_nobody_serves_an_endpoint():
+    command = [sys.executable, "-m", "kvcore.wire", "ipc:///nowhere/at-all", "--lines", "1"]
+    done = subprocess.run(
+        [*command, "--every", "0.1"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert re.fullmatch("nothing heard from ipc:///nowhere/at-all for 0.. s\n", done.stdout)
+
+
 def test_the_command_refuses_an_address_that_is_none():
     command = [sys.executable, "-m", "kvcore.wire", "here"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -66,3 +66,21 @@ def test_a_port_in_use_is_one_line_before_ray_is_started():
     assert ended.stderr.splitlines() == [
         f"error: --host 127.0.0.1 --port {port}: Address already in use"
     ]
+
+
+def test_a_cluster_that_nobody_serves_is_one_line():
+    pytest.importorskip("ray", reason="Ray is not installed: .[cluster]")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "model.cluster", "--port", "0", "--address", address],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[1:] == [
+        f"error: --address {address}: wanted a Ray cluster's: [Errno 111] Connection refused"
+    ]

@@ -76,6 +76,7 @@ LIKELY = {  # values that come further than to the check of types
         max_size=3,
     ),
     "cache_salt": st.text(max_size=5),
+    "retain": st.lists(st.from_regex(r"[0-9]{1,3}:[0-9]{0,3}(@[0-9])?(/[0-9]{1,3})?"), max_size=3),
     "priority": st.integers(-(2**40), 2**40),
     "stop_token_ids": st.lists(st.integers(-1, 2**33), max_size=3),
 }  # fmt: skip

@@ -45,6 +45,15 @@ def test_a_salt_keeps_a_tenants_cache_apart(client):
     assert found[0] == found[1] == 0 < found[2]
 
 
+def test_what_a_request_wants_kept_is_a_range_or_refused(client):
+    prompt = {**GREEDY, "prompt": "The text that is to be kept. " * 8}
+    said = client.completions.create(**prompt, extra_body={"retain": ["0:64@2/100", "0:"]})
+    assert said.choices[0].text == client.completions.create(**prompt).choices[0].text
+    for wrong in (["64"], ["5:5"], ["0:1@0"], ["0:1"] * 17, "0:1"):
+        with pytest.raises(openai.BadRequestError, match="retain"):
+            client.completions.create(**prompt, extra_body={"retain": wrong})
+
+
 def test_streams_say_what_wholes_say(client):
     whole = client.completions.create(**GREEDY).choices[0].text
     pieces = list(

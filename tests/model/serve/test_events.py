@@ -1,0 +1,112 @@
+"""An event of a stream, spelled by hand for speed, is the JSON that its model would give."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model.control.request import FinishReason, SampledToken
+from model.serve.chat import _Messages
+from model.serve.completions import _Texts
+from model.serve.logprobs import chat_logprobs, completion_logprobs
+from model.serve.protocol import (
+    ChatRequest,
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+)
+from model.token_stream import Delta
+
+NAME = 'a "model"\n\u2028'
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+chances = st.floats(-50, 0)
+tokens = st.builds(
+    SampledToken,
+    st.integers(0, 99),
+    chances,
+    st.lists(st.tuples(st.integers(0, 99), chances), max_size=2).map(tuple),
+)
+deltas = st.builds(
+    Delta,
+    st.integers(0, 3),
+    texts,
+    st.lists(tokens, max_size=3).map(tuple),
+    st.sampled_from([None, FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORTED]),
+)
+pieces = st.lists(deltas, min_size=1, max_size=4)
+
+
+def decode(ids):
+    return "".join(f'<{each}"\u00e9\ud7ff>' for each in ids)
+
+
+@pytest.fixture(scope="module")
+def service():
+    codec = SimpleNamespace(decode=decode)
+    engine = SimpleNamespace(model=SimpleNamespace(codec=codec))
+    return SimpleNamespace(
+        engine=SimpleNamespace(engine=engine),
+        name=NAME,
+        new_id=lambda kind: f"{kind}-1",
+        now=lambda: 7,
+    )
+
+
+def told(event):
+    """What a reader of server-sent events finds."""
+    assert event.isascii()
+    assert event.startswith("data: ")
+    assert event.endswith("\n\n")
+    assert "\n" not in event[:-2]
+    return json.loads(event.removeprefix("data: "))
+
+
+def asked(kind, *, logprobs, usage, **fields):
+    stream = {"stream": True, "stream_options": {"include_usage": usage}}
+    return kind.model_validate({**fields, **stream, "logprobs": logprobs})
+
+
+@given(pieces=pieces, logprobs=st.booleans(), usage=st.booleans())
+def test_a_piece_of_a_completion(service, pieces, logprobs, usage):
+    body = asked(CompletionRequest, prompt="x", logprobs=1 if logprobs else None, usage=usage)
+    form = _Texts(body, service, [])
+    offsets = [0] * 4
+    for delta in pieces:
+        found = None
+        if logprobs:
+            found = completion_logprobs(decode, delta.tokens, offsets[delta.sample])
+            offsets[delta.sample] += sum(map(len, found.tokens))
+        event = form.piece(delta)
+        reason = delta.finish_reason and delta.finish_reason.value
+        if not event:
+            assert (delta.text, reason, found) == ("", None, None)
+            continue
+        choice = CompletionChoice(
+            index=delta.sample, text=delta.text, logprobs=found, finish_reason=reason
+        )
+        whole = Completion(id="cmpl-1", created=7, model=NAME, choices=[choice])
+        left_out = set() if usage else {"usage"}
+        assert told(event) == whole.model_dump(mode="json", exclude=left_out)
+
+
+@given(pieces=pieces, logprobs=st.booleans(), usage=st.booleans())
+def test_a_piece_of_a_chat(service, pieces, logprobs, usage):
+    messages = [{"role": "user", "content": "x"}]
+    form = _Messages(asked(ChatRequest, messages=messages, logprobs=logprobs, usage=usage), service)
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 7, "model": NAME}
+    rest = {"usage": None} if usage else {}
+    first = {"role": "assistant", "content": ""}
+    choice = {"index": 0, "delta": first, "logprobs": None, "finish_reason": None}
+    assert told(form.begin()) == {**head, "choices": [choice], **rest}
+    for delta in pieces:
+        found = chat_logprobs(decode, delta.tokens).model_dump(mode="json") if logprobs else None
+        event = form.piece(delta)
+        reason = delta.finish_reason and delta.finish_reason.value
+        if not event:
+            assert (delta.text, reason, found) == ("", None, None)
+            continue
+        said = {"content": delta.text} if delta.text else {}
+        choice = {"index": delta.sample, "delta": said, "logprobs": found, "finish_reason": reason}
+        assert told(event) == {**head, "choices": [choice], **rest}
