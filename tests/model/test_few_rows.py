@@ -131,6 +131,21 @@ def test_a_planted_wrong_half_is_seen():
         assert agree(captured, few, inputs(4, [0, 1, 3])) == same
 
 
+def test_pieces_for_few_tokens_that_give_other_logits_are_not_used():
+    torch._dynamo.reset()
+
+    class Doubles(Told):
+        def multiply(self, *given, **how):
+            return super().multiply(*given, **how) * 2
+
+    for told, stays in ((Told(), True), (Doubles(), False)):
+        captured = capture(switched(build("llama", 3)), CPU)
+        pieces = compile_segments(captured, "eager", told.kernels, least=0)
+        pieces.settle()
+        assert pieces.has_few == stays
+        assert agree(captured, pieces, inputs(4, [0, 1, 3]))
+
+
 def test_the_kernel_gives_in_the_interpreter_what_operators_give():
     run = subprocess.run(
         [sys.executable, "-m", "tests.model.small_products_check"],
