@@ -2,8 +2,9 @@
 
 Decides: when the two sides meet. What is asked of the engine waits in an inbox that is emptied
 before every step, so whatever is asked happens between two steps; what a step gives crosses to the
-loop in one call. And what a fault costs: the requests it meets, and no more if the engine still
-computes a token afterwards.
+loop in one call. An engine that computes takes the interpreter back before the loop is awake, again
+and again, so after a first token or an end it waits a moment for the loop to take them. And what a
+fault costs: the requests it meets, and no more if the engine still computes a token afterwards.
 
 Text is made on the loop's side, when it is taken, so no step waits for it. So it is there that a
 stop string is found; the request is aborted then, and what the engine has drawn for it meanwhile is
@@ -40,6 +41,10 @@ from model.token_stream import Delta, Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine import Engine
+    from model.output import Output
+
+_HAND_OVER_S = 0.002
+"""The longest that the engine waits for the loop to take what cannot wait."""
 
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _T = TypeVar("_T")
@@ -610,6 +615,10 @@ class AsyncEngine:
         if outputs:
             given = [(o.request.request_id, o.tokens, o.request.finish_reason) for o in outputs]
             self._post(functools.partial(self._deliver, time.perf_counter(), given))
+            if any(map(_cannot_wait, outputs)):
+                taken = threading.Event()
+                self._post(taken.set)
+                taken.wait(_HAND_OVER_S)
 
     def _recover(self, engine: Engine) -> None:
         """See whether the engine still computes; if not, that is its end."""
@@ -628,6 +637,13 @@ class AsyncEngine:
 
 class _LoopGoneError(Exception):
     """There is no one left to work for."""
+
+
+def _cannot_wait(output: Output) -> bool:
+    """Whether it is a first token or an end."""
+    request = output.request
+    num_read = len(request.tokens) - request.num_prompt_tokens
+    return request.is_finished or num_read <= len(output.token_ids)
 
 
 def _abort_everything(engine: Engine) -> None:

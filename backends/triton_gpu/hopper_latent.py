@@ -411,11 +411,6 @@ def attend_rows(
     ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
 
 
-def plan_vector(length: int) -> int:
-    """A planning vector's length here: one of half a warp makes the compiler spill in the walk."""
-    return 32 if length == 16 else length
-
-
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
     """Whether this path serves the call; the portable kernel of `latent` serves every other.
 

@@ -436,6 +436,11 @@ def plan_latents(
     )  # fmt: skip
 
 
+def plan_vector(length: int) -> int:
+    """A planning vector's length here: one of half a warp makes the compiler spill in the walk."""
+    return 32 if length == 16 else length
+
+
 def _constants(
     query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
 ) -> tuple[Hashable, ...]:
@@ -477,12 +482,11 @@ def _variant(
     """The kernel for parts that are planned so; without a plan the one for tiles."""
     device, dtypes = out.device, _dtypes(query, cache, terms)
     constants = _constants(query, cache, out, terms)
-    plan = (0, False) if grid is None else (grid.vector, grid.alike)
+    plan = (0, False) if grid is None else (plan_vector(grid.vector), grid.alike)
     chained = grid is not None and place.can_chain(device)
     if on_hopper:
         is_shared = shape.rows > FEW_ROWS
-        vector = hopper_latent.plan_vector(plan[0])
-        own = (shape.tile, shape.rows, shape.heads, vector, plan[1], chained, is_shared)
+        own = (shape.tile, shape.rows, shape.heads, *plan, chained, is_shared)
         registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
         return hopper_latent.attend_rows.variant(
             place, device, dtypes, (*constants, *own, *registers), num_warps=shape.warps

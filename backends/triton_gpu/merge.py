@@ -13,6 +13,7 @@ Bytes moved: each part read once. The sum's order is the chunks', so that it is 
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+import math
 from dataclasses import dataclass
 
 import triton.language as tl
@@ -50,6 +51,12 @@ PIECE = 64
 many sequences."""
 FEW_PARTS = 64
 """Loaded together where there are many sequences, most of which have few."""
+FEWEST_PARTS = tl.constexpr(4)
+"""Of a sequence that has no more, all rows of a program are merged together, whole."""
+WIDE_HEADS = 4
+"""A program, of rows wider than WIDEST, where there are many sequences."""
+AT_ONCE = 2048
+"""Numbers of a part that a program loads together, of such rows."""
 
 
 @device_function
@@ -69,6 +76,74 @@ def _add_parts(
         part = tl.load(parts + entry[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
         sums += tl.sum(part * weight[:, None], 0)
     return sums
+
+
+@device_function
+def _merge_few(
+    partial: tl.tensor, lses: tl.tensor, out: tl.tensor, first: tl.tensor, count: tl.tensor,
+    start: tl.tensor, o_stride: tl.tensor, rows: tl.tensor,
+    O_HEAD: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+) -> None:  # fmt: skip
+    """All rows of a program whose sequence has at most FEWEST_PARTS, all parts loaded at once."""
+    part = tl.arange(0, FEWEST_PARTS)
+    dim = tl.arange(0, WIDTH)
+    for base in range(0, HEADS, TOGETHER):
+        h = base + tl.arange(0, TOGETHER)
+        row = tl.program_id(0) * HEADS + h
+        entry = (first + part)[None, :] * rows + row[:, None]
+        there = (h < HEADS)[:, None] & (part < count)[None, :]
+        lse = tl.load(lses + entry, mask=there, other=float("-inf"))
+        mask = there[:, :, None] & (dim < HEAD_DIM)[None, None, :]
+        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
+        parts = tl.load(at, mask=mask, other=0.0)
+        top = tl.where(h < HEADS, tl.max(lse, 1), 0.0)
+        weight = tl.exp2(lse - top[:, None])
+        total = tl.where(h < HEADS, tl.sum(weight, 1), 1.0)
+        sums = tl.sum(parts * weight[:, :, None], 1) / total[:, None]
+        to = (start + row // NUM_HEADS).to(tl.int64) * o_stride + row % NUM_HEADS * O_HEAD
+        mask = (h < HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+        tl.store(out + to[:, None] + dim[None, :], sums.to(out.dtype.element_ty), mask=mask)
+
+
+@device_function
+def _merge_many(
+    partial: tl.tensor, lses: tl.tensor, out: tl.tensor, first: tl.tensor, count: tl.tensor,
+    start: tl.tensor, o_stride: tl.tensor, rows: tl.tensor,
+    shared_partial: tl.tensor, sharer: tl.tensor, parts_too: tl.tensor, sharing: tl.tensor,
+    shared_chunks: tl.tensor,
+    O_HEAD: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program's piece of its rows, one row after the other."""
+    piece = tl.program_id(2) * WIDTH
+    dim = piece + tl.arange(0, WIDTH)
+    part = tl.arange(0, MOST)
+    shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
+    for h in range(HEADS):
+        row = tl.program_id(0) * HEADS + h
+        head = row % NUM_HEADS
+        lse = tl.load(lses + (first + part) * rows + row, mask=part < count, other=float("-inf"))
+        top = tl.max(lse, 0)
+        lse_too = lse
+        if HAS_SHARED:
+            index = (sharer + part * sharing) * NUM_HEADS + head
+            lse_too = tl.load(shared_lses + index, mask=part < parts_too, other=float("-inf"))
+            top = tl.maximum(top, tl.max(lse_too, 0))
+        total = tl.sum(tl.exp2(lse - top), 0)
+        sums = _add_parts(
+            partial, lses, first, count, 1, row, rows, piece, top, tl.zeros([WIDTH], tl.float32),
+            HEAD_DIM, STEP, WIDTH,
+        )  # fmt: skip
+        if HAS_SHARED:
+            total += tl.sum(tl.exp2(lse_too - top), 0)
+            sums = _add_parts(
+                shared_partial, shared_lses, sharer, parts_too, sharing,
+                head, NUM_HEADS, piece, top, sums, HEAD_DIM, STEP, WIDTH,
+            )  # fmt: skip
+        to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
+        tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @launcher(
@@ -106,6 +181,8 @@ def _merge_parts(
     MOST: tl.constexpr,  # parts a sequence at most, as a power of two
     STEP: tl.constexpr,  # parts loaded at once
     WIDTH: tl.constexpr,  # numbers of a row that a program merges
+    WHOLE_WIDTH: tl.constexpr,  # head_dim as a power of two
+    TOGETHER: tl.constexpr,  # rows that are merged together, of few parts
     CHAINED: tl.constexpr,
     KEYS: tl.constexpr,  # a part of what is shared, as the next two
     PREFIX_TILE: tl.constexpr,
@@ -130,37 +207,27 @@ def _merge_parts(
         return
     if tl.program_id(0) * HEADS // NUM_HEADS >= query_len:
         return
-    piece = tl.program_id(2) * WIDTH
-    dim = piece + tl.arange(0, WIDTH)
-    part = tl.arange(0, MOST)
     rows = NUM_HEADS  # known to the compiler, unless MANY
     if MANY:
         rows = most * NUM_HEADS
     lses = partial + items * rows * HEAD_DIM
-    shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
-    for h in range(HEADS):
-        row = tl.program_id(0) * HEADS + h
-        head = row % NUM_HEADS
-        lse = tl.load(lses + (first + part) * rows + row, mask=part < count, other=float("-inf"))
-        top = tl.max(lse, 0)
-        lse_too = lse
-        if HAS_SHARED:
-            index = (s - shared[0] + part * sharing) * NUM_HEADS + head
-            lse_too = tl.load(shared_lses + index, mask=part < parts_too, other=float("-inf"))
-            top = tl.maximum(top, tl.max(lse_too, 0))
-        total = tl.sum(tl.exp2(lse - top), 0)
-        sums = _add_parts(
-            partial, lses, first, count, 1, row, rows, piece, top, tl.zeros([WIDTH], tl.float32),
-            HEAD_DIM, STEP, WIDTH,
+    if HAS_SHARED:
+        _merge_many(
+            partial, lses, out, first, count, start, o_stride, rows,
+            shared_partial, s - shared[0], parts_too, sharing, shared_chunks,
+            O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, MOST, STEP, WIDTH,
         )  # fmt: skip
-        if HAS_SHARED:
-            total += tl.sum(tl.exp2(lse_too - top), 0)
-            sums = _add_parts(
-                shared_partial, shared_lses, s - shared[0], parts_too, sharing,
-                head, NUM_HEADS, piece, top, sums, HEAD_DIM, STEP, WIDTH,
-            )  # fmt: skip
-        to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
-        tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    elif count > FEWEST_PARTS:
+        _merge_many(
+            partial, lses, out, first, count, start, o_stride, rows,
+            shared_partial, s, parts_too, sharing, shared_chunks,
+            O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, MOST, STEP, WIDTH,
+        )  # fmt: skip
+    elif tl.program_id(2) == 0:
+        _merge_few(
+            partial, lses, out, first, count, start, o_stride, rows,
+            O_HEAD, NUM_HEADS, HEAD_DIM, HEADS, WHOLE_WIDTH, TOGETHER,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,20 +255,24 @@ def plan_merge(
 ) -> Plan:
     """How the sequences in several parts are merged; a tile is as many keys as in `decode`."""
     num_heads, head_dim = out.shape[1:]
-    heads = 1
-    if not (grid.alike or shared.chunks):
-        heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
     width = power_of_two(head_dim)
     if head_dim > WIDEST:
         width = PIECE if grid.vector < MANY_SEQS else 2 * PIECE
+    heads, pieces = 1, ceil_div(head_dim, width)
+    if pieces > 1 and grid.vector >= MANY_SEQS:
+        heads = math.gcd(num_heads, WIDE_HEADS)
+    elif not (grid.alike or shared.chunks):
+        heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
     at_once = parts_at_once(parts, width)
     step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
+    whole = power_of_two(head_dim)
+    together = min(power_of_two(heads), max(1, AT_ONCE // whole))
     chained = place.can_chain(out.device)
     constants = (
         out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
-        grid.vector, grid.alike, heads, parts, step, width, chained,
-        KEYS_A_CHUNK, shared.tile, WHOLE,
+        grid.vector, grid.alike, heads, parts, step, width, whole,
+        together, chained, KEYS_A_CHUNK, shared.tile, WHOLE,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(
@@ -209,7 +280,7 @@ def plan_merge(
         num_warps=WARPS if grid.vector < MANY_SEQS else MANY_WARPS, **options,
     )  # fmt: skip
     numbers = (out.stride(0), batch.num_seqs, most, grid.items)
-    shape = (most * num_heads // heads, batch.num_seqs, ceil_div(head_dim, width))
+    shape = (most * num_heads // heads, batch.num_seqs, pieces)
     return Plan(variant, shape, numbers, grid.target)
 
 

@@ -128,12 +128,15 @@ def _know(
 
 
 def cuts_keys(plan: PrefillPlan | hopper_prefill.Plan, batch: PagedBatch) -> bool:
-    """Whether prefill takes sequences of one query token too: few, whose keys it may cut.
+    """Whether prefill takes sequences of one query token too, so that decode is not launched.
 
-    It reads keys as fast as decode does then, and the batch takes three launches and not five.
+    Where it may cut the keys of a few sequences, most of which have several query tokens, as the
+    mean of their lengths says: the keys of one token alone it reads more slowly than decode does.
     """
     is_cut = isinstance(plan, hopper_prefill.Plan) and plan.merge is not None
-    return is_cut and batch.num_seqs <= FEW_SEQS
+    longest = min(batch.max_query_len, LONGEST)
+    is_even = 2 * batch.num_tokens >= batch.num_seqs * longest
+    return is_cut and is_even and batch.num_seqs <= FEW_SEQS
 
 
 def longest_decoded(

@@ -185,6 +185,7 @@ class Manager:
             enable_caching=settings.enable_caching,
             record_events=settings.event_names,
         )
+        _ = self.kv.pool.blocks  # makes all of them now, as vLLM does, and none within a step
         self._is_plain = len(groups) == 1 and isinstance(groups[0], FullAttention)
         self._size = sizes[0]
         self._common = lcm(*sizes)
@@ -315,7 +316,9 @@ class Manager:
         if seq is None:
             return
         if not self._is_plain:
-            self._settle(seq, request, self._processed(request))
+            stop = self._processed(request)
+            if stop - stop % self.kv.block_size > seq.num_computed_tokens:
+                self._settle(seq, request, stop)
         for _, lease in self._flying.pop(request_id, ()):
             lease.end()
         self.kv.close(seq)
@@ -576,13 +579,21 @@ class Manager022(Manager):
         return blocks, num_hits
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Return how many leading blocks all requests share, for each group."""
-        running = list(self._running.values())
+        """Return how many leading blocks all requests share, for each group.
+
+        The step is scheduled, so requests that run are all that hold a block at a table's begin.
+        """
+        self._let_all_go()
+        running = self._running.values()
         counts: list[int] = []
         for group, table in enumerate(self._running[running_request_id].tables):
-            # Others may hold the first block as well, but none of these does where too few do.
-            is_common = table.blocks[0].ref_count >= len(running)
-            counts.append(self.kv.num_common_blocks(running, group=group) if is_common else 0)
+            shared = table.blocks
+            if table.forgets and any(seq.tables[group].num_null for seq in running):
+                shared = []  # and what one has passed, a step in flight may hold
+            place = 0
+            while place < len(shared) and shared[place].ref_count >= len(running):
+                place += 1
+            counts.append(place)
         return counts
 
     def _processed(self, request: Request) -> int:

@@ -4,10 +4,11 @@ Decides: what is sent, as `vllm bench serve` sends it: random tokens, `ignore_eo
 usage, when each is due, or when one before it has ended. It runs as a process of its own, which
 reads a job from stdin as JSON and writes what it measured to stdout.
 
-A client is no part of what a server costs, but it runs on the same processor here, and each piece
-that wakes it costs the sender as much again. So where requests are sent as fast as they are
-answered it looks a moment after something has come, and takes all there is; where they come in
-time, and what counts is the first token, at once.
+A client is no part of what a server costs, but it runs on the same processors here: each piece that
+wakes it costs the sender as much again, and it may take its turn from a thread that holds the
+server's interpreter. So where requests are sent as fast as they are answered it takes no turn from
+another when it wakes, and looks a moment after something has come; where they come in time, and
+what counts is the first token, neither.
 
 Invariants: what is counted are the tokens of the usage that the server tells, and the events.
 
@@ -16,6 +17,7 @@ Does not know: the server.
 
 import asyncio
 import json
+import os
 import random
 import re
 import selectors
@@ -236,6 +238,8 @@ async def run_load(job: Job) -> Loaded:
 
 def _main() -> None:
     job = Job(**json.load(sys.stdin))
+    if not job.due_s and sys.platform == "linux":
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     kind = selectors.DefaultSelector if job.due_s else _Unhurried
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(kind())) as runner:
         json.dump(asdict(runner.run(run_load(job))), sys.stdout)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,11 +17,13 @@ from model.control.submission import Submission
 from model.errors import InvalidArgumentError
 from model.serve.config import ServeConfig
 from model.serve.errors import ApiError, api_error
+from model.serve.gate import ids
 from model.serve.protocol import Message
 from model.token_stream import TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.loader import TextCodec
+
 
 _LONG = 4096  # characters or tokens; more are made to each other on a thread of their own
 
@@ -102,6 +103,7 @@ class Service:
         self.name = name
         self.config = config
         self.created = self.now()
+        self._ids = ids()
 
     def now(self) -> int:
         """Seconds of the epoch. O(1)."""
@@ -109,7 +111,7 @@ class Service:
 
     def new_id(self, kind: str) -> str:
         """A name that no other answer has. O(1)."""
-        return f"{kind}-{uuid.uuid4().hex}"
+        return f"{kind}-{next(self._ids)}"
 
     def check_model(self, name: str | None) -> None:
         """Raise unless this is the model that is served, or none is named. O(1)."""

@@ -1,6 +1,7 @@
 """What vLLM's scheduler asks of kvcore's manager is right in memory, whatever happens."""
 
 import random
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -234,6 +235,24 @@ def test_a_next_turn_with_an_image_is_another_content_than_with_another_image():
     assert manager.get_computed_blocks(Request("again", range(6)))[1] == 4
     manager._prompts.clear()
     assert manager.get_computed_blocks(whole)[1] == 4
+
+
+@pytest.mark.parametrize("kinds", GROUPS.values(), ids=GROUPS)
+@given(begins=st.lists(st.integers(0, 5), min_size=1, max_size=4), found=st.booleans())
+def test_blocks_are_common_that_all_running_requests_have(kinds, begins, found):
+    manager = manager_of(kinds, 60, Manager022)
+    for number, begin in enumerate(begins):
+        one = Request(f"r{number}", [*range(4 * begin), *range(50 + number, 60)])
+        blocks, hits = manager.get_computed_blocks(one)
+        assert manager.allocate_slots(one, one.num_tokens - hits, hits, blocks) is not None
+    if found:
+        manager.get_computed_blocks(Request("waits", range(30)))  # holds what it hits
+    tables = [manager.get_block_ids(f"r{number}") for number in range(len(begins))]
+    told = manager.get_num_common_prefix_blocks("r0")
+    for sees, count, group in zip(kinds, told, zip(*tables, strict=True), strict=True):
+        leading = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*group, strict=False)))
+        assert count <= leading
+        assert count == leading or type(sees) is not kvcore.FullAttention
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)

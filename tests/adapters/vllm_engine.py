@@ -26,6 +26,7 @@ import kvcore
 
 ROOT = Path(__file__).parents[2]
 SHARED = 8
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 TENANTS = (None, "red", "blue", "green")
 
 
@@ -115,6 +116,7 @@ def serve(options):
         num_gpu_blocks_override=options.blocks, max_num_seqs=64, max_num_batched_tokens=512,
         max_model_len=1024, disable_log_stats=False,
         gpu_memory_utilization=0.2, async_scheduling=options.ahead, seed=0,
+        speculative_config=NGRAM if options.drafts else None,
         skip_tokenizer_init=True, enable_lora=has_adapters, max_loras=3 if has_adapters else 1,
     )  # fmt: skip
     adapters = [None]
@@ -141,6 +143,7 @@ def serve(options):
         "queried": metrics["vllm:prefix_cache_queries"],
         "hits": metrics["vllm:prefix_cache_hits"],
         "preemptions": metrics["vllm:num_preemptions"],
+        "accepted": metrics.get("vllm:spec_decode_num_accepted_tokens", 0),
         "steps": len(spent),
         "schedule_us": 1e6 * sum(spent) / len(spent),
         "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
@@ -152,6 +155,7 @@ def run(side, blocks, options, folder):
     arguments = ["--serve", "--blocks", str(blocks), "--requests", str(options.requests)]
     arguments += ["--network", options.network, "--folder", str(folder)]
     arguments += ["--ahead"] if options.ahead else []
+    arguments += ["--drafts"] if options.drafts else []
     done = subprocess.run(
         [sys.executable, "-m", "tests.adapters.vllm_engine", *arguments],
         cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
@@ -174,6 +178,7 @@ def main():
     made.add_argument("--requests", type=int, default=240)
     made.add_argument("--rounds", type=int, default=1)
     made.add_argument("--ahead", action="store_true", help="vLLM's asynchronous scheduling")
+    made.add_argument("--drafts", action="store_true", help="drafts by n-gram")
     made.add_argument("--network", default="tiny", choices=["tiny", "lora", "windows"])
     made.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

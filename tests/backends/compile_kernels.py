@@ -178,11 +178,15 @@ def check_decode(case, capability):
     if case.vector or case.alike:
         parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 64}
         parts |= {"KEYS": cascade.KEYS_A_CHUNK, "PREFIX_TILE": cascade.keys_a_tile(head_dim)}
-        parts["STEP"] = merge.parts_at_once(64, head_dim)
+        many = case.vector >= merge.MANY_SEQS or case.shared
+        parts["STEP"] = merge.FEW_PARTS if many else merge.parts_at_once(64, head_dim)
+        parts["WHOLE_WIDTH"] = width
+        parts["TOGETHER"] = min(1 << (group - 1).bit_length(), merge.AT_ONCE // width)
         made = make(
-            merge._merge_parts, capability, case.element, plan | parts, num_warps=merge.WARPS
-        )
-        bound(made, registers=255, shared=8 << 10)
+            merge._merge_parts, capability, case.element, plan | parts,
+            num_warps=merge.MANY_WARPS if case.vector >= merge.MANY_SEQS else merge.WARPS,
+        )  # fmt: skip
+        bound(made, registers=255, shared=16 << 10)
     if case.vector == 1:
         pieces = {
             "O_HEAD": head_dim, "HEAD_DIM": head_dim, "SLICES": 8, "PACK": 4, "TOKENS": 32,
@@ -237,7 +241,8 @@ def check_latents(case, capability):
         "BLOCK_SIZE": case.block_size, "NUM_HEADS": case.heads, "VALUE_DIM": 512, "REST_DIM": 64,
         "HAS_CAP": case.features, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
     }  # fmt: skip
-    plan = {"VECTOR": case.vector, "ALIKE": False, "CHAINED": capability >= 90}
+    vector = latent.plan_vector(case.vector)
+    plan = {"VECTOR": vector, "ALIKE": False, "CHAINED": capability >= 90}
     room = 227 << 10 if capability >= 90 else 163 << 10
     kernels = ((latent._attend_part, 1), (latent._attend_tile, 64))
     for (kernel, tokens), spills in zip(kernels, case.spills, strict=True):
@@ -267,7 +272,6 @@ def check_hopper_latents(case, constants, room):
         "REGISTERS": hopper_latent.CONSUMER_REGISTERS,
         "LOADER_REGISTERS": hopper_latent.LOADER_REGISTERS,
     }  # fmt: skip
-    sizes["VECTOR"] = hopper_latent.plan_vector(constants["VECTOR"])
     made = make(
         hopper_latent.attend_rows, 90, case.element, constants | sizes,
         source=GluonASTSource, num_warps=shape.warps,

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import threading
 
 import pytest
 
 import backends
-from model import Submission
+from model import Submission, async_engine
 from model.async_engine import (
     AsyncEngine,
     EngineFaultError,
@@ -231,3 +232,43 @@ def test_a_call_runs_between_two_steps_and_raises_what_it_raises(engine):
             assert served.health.is_ready
 
     run(main())
+
+
+def test_a_first_token_and_an_end_are_taken_before_the_next_step(engine, monkeypatch):
+    """However late the loop is: it waits here for a step that must not begin."""
+    monkeypatch.setattr(async_engine, "_HAND_OVER_S", DEADLINE_S)
+    seen, step, begins = [], engine.step, threading.Event()
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(DEADLINE_S), AsyncEngine(engine) as served:
+            deliver = served._deliver
+
+            def taking(now_s, given):
+                seen.extend(("taken", number, reason is not None) for number, _, reason in given)
+                deliver(now_s, given)
+
+            def stepping():
+                begins.set()
+                seen.append(("step", None, False))
+                outputs = step()
+                seen.extend(("given", o.request.request_id, o.request.is_finished) for o in outputs)
+                begins.clear()
+                loop.call_soon_threadsafe(begins.wait, 0.02)
+                return outputs
+
+            monkeypatch.setattr(served, "_deliver", taking)
+            monkeypatch.setattr(engine, "step", stepping)
+            first = await served.add("ab", SamplingParams(max_tokens=9, ignore_eos=True))
+            second = await served.add("c", SamplingParams(max_tokens=4, ignore_eos=True))
+            await asyncio.gather(first.whole(), second.whole())
+
+    asyncio.run(main())
+    begun, num_urgent = set(), 0
+    for place, (what, number, ends) in enumerate(seen):
+        if what == "given" and (ends or number not in begun):
+            begun.add(number)
+            num_urgent += 1
+            after = seen[place + 1 :]
+            assert ("step", None, False) not in after[: after.index(("taken", number, ends))]
+    assert num_urgent == 4
