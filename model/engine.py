@@ -224,9 +224,9 @@ class Engine:
         if trial.draft is not None and ahead is not None:
             trial.draft.use(ahead)
         room = self.max_model_len - 1
-        answer = min(2, room)
+        answer = min(2 + self.config.guesses * self.config.draft_tokens, room)  # drafts are told
         if answer > 0:
-            prompts = [[0] * max(1, min(_TRIED_TOKENS, room - 1))] * len(_TRIED)
+            prompts = [[0] * min(_TRIED_TOKENS, room + 1 - answer)] * len(_TRIED)
             trial.generate(
                 prompts, [dataclasses.replace(each, max_tokens=answer) for each in _TRIED]
             )

@@ -229,13 +229,15 @@ FEW |= {"draft_tokens": 5, "enable_prefix_caching": True, "sanitize": True}
 def test_a_planted_bug_shows(bug, monkeypatch):
     if bug is not None:
         monkeypatch.setattr("model.engine.DraftModel", bug)
+    sizes = (FEW, FEW | {"sanitize": False, "num_blocks": 60})
+    runs = [(kind, some) for kind in ("same", "near") for some in sizes]
     problems = []
-    for kind in ("same", "near"):
+    while runs and not problems:
         try:
-            problems += guesses(kind, CROWD, FEW)[0]
-            problems += guesses(kind, CROWD, FEW | {"sanitize": False, "num_blocks": 60})[0]
+            problems, _ = guesses(runs[0][0], CROWD, runs[0][1])
         except (kvcore.KVCoreError, SanitizerError, AssertionError) as error:
-            problems.append(str(error))
+            problems = [str(error)]
+        runs.pop(0)
     assert (bug is None) == (problems == [])
 
 
@@ -420,6 +422,18 @@ def test_a_guess_drawn_by_the_same_number_holds_more_often_than_the_most_likely_
         engine.generate([[n] * 3 for n in range(20)], params)
         shares.append(engine.stats.num_accepted_tokens / engine.stats.num_draft_tokens)
     assert 1 > shares[0] > 2 * shares[1]
+
+
+@pytest.mark.parametrize("num_blocks", [2, 3, 4, 12])
+def test_an_engine_is_prepared_by_guesses_too_as_far_as_there_is_room(num_blocks):
+    config = EngineConfig(num_blocks=num_blocks, block_size=4, draft_model="same", draft_tokens=6)
+    engine = Engine(guided("same"), get_backend("numba"), config)
+    counts = computed(engine)
+    assert engine.prepare() == "eager; draft model: eager"
+    assert (sum(counts) > 32 + 5) == (num_blocks == 12)
+    assert engine.stats.num_steps == 0
+    assert is_empty(engine.draft.kv)
+    assert tokens_of(engine.generate(["x"], greedy(4))) == [wanted_of(4, greedy(4), 0)]
 
 
 def test_settings_that_exclude_a_draft_model_or_lack_it_are_told():
