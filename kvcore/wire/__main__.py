@@ -51,7 +51,7 @@ def _say(subscriber: Subscriber, endpoint: str) -> bool:
     """Write one line; whether the publisher has ever been heard."""
     status = subscriber.status()["publisher"]
     met, held = status.met, subscriber.index.stats()
-    if not met.num_batches + met.num_malformed:
+    if not status.was_heard:
         sys.stdout.write(f"nothing heard from {endpoint} for {status.silent_s:.1f} s\n")
         sys.stdout.flush()
         return False
@@ -59,7 +59,7 @@ def _say(subscriber: Subscriber, endpoint: str) -> bool:
     sys.stdout.write(
         f"{known}, silent for {status.silent_s:.1f} s: {held.num_held} contents; "
         f"{met.num_batches} batches, {met.num_gaps} gaps, {met.num_lost} lost, "
-        f"{met.num_restarts} restarts, {met.num_malformed} malformed, "
+        f"{met.num_restarts} restarts, {met.num_malformed} malformed, {met.num_failed} failed, "
         f"{held.num_orphans} orphans, {held.num_passed_over} passed over\n"
     )
     sys.stdout.flush()

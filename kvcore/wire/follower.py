@@ -16,6 +16,7 @@ Nothing here knows of sockets or clocks, so that a test can lose, repeat and del
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 from kvcore.wire.index import Index
@@ -36,6 +37,7 @@ class FollowerStats:
         num_lost: times what was missing could not be had.
         num_restarts: times the publisher had started again.
         num_malformed: events and batches that were not of the format.
+        num_failed: times that it was forgotten because what it sent could not be applied.
     """
 
     num_batches: int = 0
@@ -44,6 +46,7 @@ class FollowerStats:
     num_lost: int = 0
     num_restarts: int = 0
     num_malformed: int = 0
+    num_failed: int = 0
 
 
 class Follower:
@@ -170,9 +173,18 @@ class Follower:
 
     def forget(self) -> None:
         """Know nothing of the publisher. O(what it holds)."""
-        self._index.forget(self.publisher)
         self.next = None
         self._time = 0.0
+        self._index.forget(self.publisher)
+
+    def fail(self) -> None:
+        """Know nothing of the publisher, because what it sent could not be applied: a bug here.
+
+        It is followed again from what it says next. O(what it holds).
+        """
+        self.stats.num_failed += 1
+        with contextlib.suppress(Exception):  # what holds its bits stays, and no answer names it
+            self.forget()
 
     def _apply(self, sequence: int, batch: Batch) -> None:
         self._index.apply(self.publisher, batch)

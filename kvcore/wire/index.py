@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -82,7 +83,7 @@ class _Node:
     """One block's content below what it follows.
 
     Attributes:
-        parent: what it follows; None: it is a root.
+        parent: what it follows; None: it is a root, or out of the tree.
         content: its tokens and what else it depends on.
         name: what the first publisher that told of it calls it.
         holders: one bit for each publisher's group that has it; one that sees everything has also
@@ -312,6 +313,7 @@ class Index:
                 if child.name is None and name not in self._names:
                     child.name = name
                     self._names[name] = child
+                    known.aliases.pop(name, None)
                 else:
                     known.aliases[name] = child
             if not child.holders & bit:
@@ -323,8 +325,11 @@ class Index:
             node = child
 
     def _named(self, known: _Publisher, name: WireName) -> _Node | None:
-        """Return what a publisher means by a name."""
-        return known.aliases.get(name) or self._names.get(name)
+        """Return what a publisher means by a name; None too if that is out of the tree."""
+        node = known.aliases.get(name)
+        if node is None:
+            return self._names.get(name)
+        return None if node.parent is None else node
 
     def _remove(self, known: _Publisher, bit: int, event: Removed) -> None:
         """Take contents from a publisher's group; what follows them too: nothing can hit that.
@@ -334,6 +339,7 @@ class Index:
         for name in event.block_hashes:
             node = self._named(known, name)
             if node is None:
+                known.aliases.pop(name, None)
                 continue
             if node.holders & bit:
                 if not bit & self._windows:
@@ -369,6 +375,7 @@ class Index:
         below, above = node, node.parent
         while above is not None and not below.holders and not below.below():
             above.drop(below)
+            below.parent = None
             if below.name is not None and self._names.get(below.name) is below:
                 del self._names[below.name]
             below, above = above, above.parent
@@ -481,7 +488,7 @@ class _Met:
     def servable(self, known: _Publisher) -> int:
         """Return the longest prefix of which each group has what can be seen from its end.
 
-        O(groups + runs).
+        O((groups + runs) * log runs), of a few groups.
         """
         groups, step = known.groups, known.step
         wanted = -1
@@ -504,18 +511,15 @@ class _Met:
 def _served(runs: Sequence[tuple[int, int]], group: _Group, length: int) -> int:
     """Return a length, in tokens, if a window has what is seen from there; else where it may.
 
-    What is seen is as `kvcore.SlidingWindow` says, and at least the last block.
+    What is seen is as `kvcore.SlidingWindow` says, and at least the last block. O(log runs).
     """
     size = group.block_size
     num_blocks = length // size
     first = min(max(0, length - group.window + 1) // size, num_blocks - 1)
-    for begin, end in reversed(runs):
-        if end >= num_blocks > begin:
-            if begin <= first:
-                return length
-        elif end < num_blocks:
-            return end * size
-    return 0
+    place = bisect_left(runs, num_blocks, key=lambda run: run[1])
+    if place < len(runs) and runs[place][0] <= first:
+        return length
+    return runs[place - 1][1] * size if place else 0
 
 
 def _in_order(batch: Batch) -> Sequence[WireEvent]:

@@ -9,6 +9,7 @@ again, it is followed again.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -54,11 +55,13 @@ class SourceStatus:
 
     Attributes:
         silent_s: seconds since it said anything; since it was added, if it never did.
+        was_heard: whether it has ever said anything.
         is_known: whether anything is known of what it holds.
         met: what its follower has met.
     """
 
     silent_s: float
+    was_heard: bool
     is_known: bool
     met: FollowerStats
 
@@ -150,7 +153,10 @@ class Subscriber:
         with self._lock:
             return {
                 name: SourceStatus(
-                    now - link.heard_at, link.follower.next is not None, link.follower.stats
+                    silent_s=now - link.heard_at,
+                    was_heard=link.was_heard,
+                    is_known=link.follower.next is not None,
+                    met=link.follower.stats,
                 )
                 for name, link in self._links.items()
             }
@@ -197,8 +203,11 @@ class Subscriber:
                     self._ear.recv(4096)
                     self._move(poller)
                 for link in self._links.values():
-                    link.read(ready)
-                    link.tend(self._ask_after_s, self._forget_after_s)
+                    try:
+                        link.read(ready)
+                        link.tend(self._ask_after_s, self._forget_after_s)
+                    except Exception:  # noqa: BLE001  # what one sends does not end the others
+                        link.follower.fail()
         finally:
             self._context.destroy(linger=0)
 
@@ -211,7 +220,8 @@ class Subscriber:
                 gone = self._links.pop(name, None)
             if gone is not None:
                 gone.leave()
-                self.index.forget(name)
+                with contextlib.suppress(Exception):  # as in `Follower.fail`
+                    self.index.forget(name)
             if source is not None:
                 link = self._open(name, source)
                 link.join(poller)
@@ -237,6 +247,7 @@ class _Link:
         self._poller: zmq.Poller | None = None
         self.follower = Follower(name, index, can_ask=source.replay is not None)
         self.heard_at = self._asked_at = self._live_at = time.monotonic()
+        self.was_heard = False
         self._live = self._listen()
         self._asked: zmq.Socket[bytes] | None = None
         self._num_asked = 0
@@ -299,6 +310,7 @@ class _Link:
     def _take(self, frames: list[bytes]) -> None:
         """Take a message as it was published."""
         self.heard_at = self._live_at = time.monotonic()
+        self.was_heard = True
         try:
             asked = self.follower.live(*_read(frames))
         except MalformedError:
@@ -344,6 +356,7 @@ class _Link:
         while asked.poll(0):
             frames = asked.recv_multipart()
             self.heard_at = self._asked_at = time.monotonic()
+            self.was_heard = True
             if len(frames) == 4:  # newer engines repeat the topic; at the end it may be empty
                 topic = frames.pop(1)
                 if frames[1] != END and not topic.startswith(self._source.topic.encode()):

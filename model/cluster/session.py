@@ -138,7 +138,7 @@ def _check_address(address: str | None) -> None:
         return
     try:
         socket.create_connection((said[1], int(said[2])), _CONNECT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:  # no name or number of a host and a port
         raise UsageError(f"--address {address}: wanted a Ray cluster's: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""Short programs for the machine of streams: what it found once, or would find too seldom."""
+"""Short programs for the machines: what they found once, or would find too seldom."""
 
 from tests.kvcore.wire.machine import SPACES
 
@@ -184,4 +184,39 @@ PROGRAMS = (
     a_new_life_with_the_next_number_is_not_taken_for_the_old,
     a_repeat_is_no_new_life,
     what_may_have_gone_since_is_forgotten,
+)
+
+
+def what_is_out_of_the_tree_is_not_followed(machine):
+    for path in ("02", "03"):
+        machine.store("C", path)
+    for who in ("B", "A"):
+        machine.store(who, "01")
+    for who in ("A", "B"):
+        machine.remove(who, "0")  # and what follows it, whose name stays known
+    machine.store_in_window("A", "010")
+    machine.remove_from_window("A", "010")
+
+
+def what_is_out_of_the_tree_takes_no_other_with_it(machine):
+    machine.store("C", "0")
+    for who in ("B", "A"):
+        machine.store(who, "01")
+    for who in ("A", "B"):
+        machine.remove(who, "0")
+    machine.store_in_window("A", "010")
+    machine.store("C", "01", 1)
+    machine.remove_from_window("A", "010")
+
+
+def what_is_told_again_is_followed_again(machine):
+    what_is_out_of_the_tree_takes_no_other_with_it(machine)
+    machine.store("A", "011")
+    machine.remove("A", "01")
+
+
+INDEX_PROGRAMS = (
+    what_is_out_of_the_tree_is_not_followed,
+    what_is_out_of_the_tree_takes_no_other_with_it,
+    what_is_told_again_is_followed_again,
 )

@@ -1,5 +1,6 @@
 """Streams that are broken, one bug each; `test_stream.py` says that the machine notices."""
 
+import itertools
 from dataclasses import replace
 
 import kvcore
@@ -216,6 +217,18 @@ class HastyIndex(wire.Index):
         super()._take(node, mask)
         if not node.holders and node.parent is not None and node.parent.child(node.content) is node:
             node.parent.drop(node)
+
+
+class ClingingIndex(wire.Index):
+    """Lets what is out of the tree keep what it followed."""
+
+    def _take(self, node, mask):
+        path = [node]
+        while path[-1].parent is not None:
+            path.append(path[-1].parent)
+        super()._take(node, mask)
+        for below, above in itertools.pairwise(path):
+            below.parent = above
 
 
 class TimidFollower(wire.Follower):

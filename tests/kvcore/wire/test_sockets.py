@@ -1,6 +1,8 @@
 """Publishers and subscribers over real sockets: what arrives, what is refused, what is left."""
 
+import contextlib
 import doctest
+import io
 import re
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import zmq
 
 import kvcore
 from kvcore import wire
+from kvcore.wire.__main__ import _say
 
 ROOT = Path(__file__).parents[3]
 ANYWHERE = "tcp://127.0.0.1:*"
@@ -348,6 +351,67 @@ def test_the_command_follows_and_ends(kv, publisher):
     assert re.search(
         r"^known, silent for .* s: 2 contents; 2 batches, 0 gaps, 0 lost", out, re.MULTILINE
     )
+
+
+def test_the_command_says_unknown_of_a_publisher_that_answers_and_has_nothing_to_tell(context):
+    def answer():
+        client, *_ = answers.recv_multipart()
+        answers.send_multipart([client, b"", b"", wire.END, b""])
+
+    with context.socket(zmq.PUB) as live, context.socket(zmq.ROUTER) as answers:
+        for each in (live, answers):
+            each.linger = 0
+            each.rcvtimeo = PATIENCE_S * 1000
+            each.bind(ANYWHERE)
+        endpoint, replay = [each.last_endpoint.decode() for each in (live, answers)]
+        with wire.Subscriber({"publisher": wire.Source(endpoint, replay)}) as follower:
+            assert not follower.status()["publisher"].was_heard
+            answer()
+            until(lambda: follower.status()["publisher"].was_heard)
+            written = io.StringIO()
+            with contextlib.redirect_stdout(written):
+                assert _say(follower, endpoint)
+    assert re.match("unknown, silent for .* s: 0 contents; 0 batches", written.getvalue())
+
+
+class FailingIndex(wire.Index):
+    """Cannot apply what one publisher sends, or cannot forget it either."""
+
+    fails = frozenset({"apply"})
+
+    def apply(self, publisher, batch):
+        super().apply(publisher, batch)
+        if publisher == "bad" and batch.time == 2.0:
+            raise KeyError(publisher)
+
+    def forget(self, publisher):
+        super().forget(publisher)
+        if publisher == "bad" and "forget" in self.fails:
+            raise KeyError(publisher)
+
+
+@pytest.mark.parametrize("fails", [{"apply"}, {"apply", "forget"}])
+def test_what_cannot_be_applied_ends_its_publisher_and_no_other(context, monkeypatch, fails):
+    monkeypatch.setattr(FailingIndex, "fails", fails)
+    monkeypatch.setattr("kvcore.wire.subscriber.Index", FailingIndex)
+    bad, good = Hostile(context), Hostile(context)
+
+    def batch(number, token):
+        event = wire.Stored([number], None, [token, token], 2)
+        return [b"", bytes(8), wire.encode(float(number), [event], None, "map")]
+
+    sources = {"bad": wire.Source(bad.endpoint), "good": wire.Source(good.endpoint)}
+    with bad.socket, good.socket, wire.Subscriber(sources) as follower:
+        bad.send_until(batch(1, 7), lambda: follower.match([7, 7]) == {"bad": 2})
+        bad.send_until(batch(2, 8), lambda: follower.status()["bad"].met.num_failed)
+        good.send_until(batch(1, 9), lambda: follower.match([9, 9]) == {"good": 2})
+        assert follower.match([7, 7]) == follower.match([8, 8]) == {}
+        bad.send_until(batch(3, 6), lambda: follower.match([6, 6]) == {"bad": 2})
+        follower.remove("bad")
+        until(lambda: "bad" not in follower.status())
+        follower.add("new", wire.Source(good.endpoint))
+        until(lambda: "new" in follower.status())
+        assert follower.match([9, 9]) == {"good": 2}
 
 
 def test_the_command_says_that_nobody_serves_an_endpoint():

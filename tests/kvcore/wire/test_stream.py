@@ -1,14 +1,19 @@
 """What is lost, repeated or late is made up for, and the machine that says so can fail."""
 
+import sys
+
 import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from kvcore import wire
+from tests.kvcore.wire.index_machine import IndexMachine
 from tests.kvcore.wire.machine import IndexDiffersError, StreamMachine
-from tests.kvcore.wire.programs import PROGRAMS
-from tests.kvcore.wire.sabotage import SABOTAGES
+from tests.kvcore.wire.programs import INDEX_PROGRAMS, PROGRAMS
+from tests.kvcore.wire.sabotage import SABOTAGES, ClingingIndex
 
 TestStreams = StreamMachine.TestCase
+TestIndexes = IndexMachine.TestCase
 # Shrinking takes minutes: a failure is reported as it was found. For a short one, add Phase.shrink.
 TestStreams.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate], report_multiple_bugs=False
@@ -39,3 +44,56 @@ def test_a_planted_bug_is_caught(seam, broken):
         for program in PROGRAMS:
             run(program, machine())
         run_state_machine_as_test(machine, settings=HUNT)
+
+
+@pytest.mark.parametrize("program", INDEX_PROGRAMS)
+def test_an_index_of_different_names_tells_the_truth_after(program):
+    machine = IndexMachine()
+    machine.start()
+    program(machine)
+    machine.it_says_what_was_told()
+    machine.teardown()
+
+
+def test_a_node_that_clings_to_what_it_followed_is_caught():
+    machine = type("Clinging", (IndexMachine,), {"make_index": ClingingIndex})
+    with pytest.raises((IndexDiffersError, KeyError)):
+        run_state_machine_as_test(machine, settings=HUNT)
+
+
+def num_lines(call):
+    """How many lines of Python a call runs."""
+    count = 0
+
+    def trace(_frame, event, _argument):
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_a_match_is_linear_in_the_runs_of_a_window():
+    def of_gaps(num_gaps):
+        """A window sees four blocks, and of every two one is gone."""
+        tokens = [*range(2 * num_gaps)]
+        told = {0: ("full_attention", None), 1: ("sliding_window", 4)}
+        events = [
+            wire.Stored(
+                tokens, None, tokens, 1, group_idx=group, kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )
+            for group, (kind, window) in told.items()
+        ]  # fmt: skip
+        index = wire.Index()
+        index.apply("a", wire.Batch(0.0, (*events, wire.Removed(tokens[::2], group_idx=1))))
+        assert index.match(tokens) == {}
+        return num_lines(lambda: index.match(tokens))
+
+    assert of_gaps(400) < 5 * of_gaps(100)

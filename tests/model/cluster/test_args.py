@@ -1,9 +1,11 @@
 """The command line of replicas: what means nothing is refused before anything is started."""
 
+import importlib
 import re
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,18 @@ def test_a_port_in_use_is_one_line_before_ray_is_started():
     assert ended.stderr.splitlines() == [
         f"error: --host 127.0.0.1 --port {port}: Address already in use"
     ]
+
+
+@pytest.mark.parametrize(
+    "address", ["a..b:6379", f"{'a' * 64}.b:6379", "127.0.0.1:99999", f"127.0.0.1:{'9' * 5000}"]
+)
+def test_an_address_that_cannot_be_is_told_by_its_flag(address):
+    pytest.importorskip("ray", reason="Ray is not installed: .[cluster]")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Ray imports warns
+        session = importlib.import_module("model.cluster.session")
+    with pytest.raises(UsageError, match=r"--address .*: wanted a Ray cluster's: "):
+        session._check_address(address)
 
 
 def test_a_cluster_that_nobody_serves_is_one_line():
