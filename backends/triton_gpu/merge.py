@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from backends.contract import PagedBatch
 from backends.triton_gpu.cascade import (
@@ -202,6 +202,7 @@ def _merge_parts(
         inside = (s >= shared[0]) & (s < shared[1])
         parts_too = tl.where(inside, (shared[2] + keys - 1) // keys, 0)
     if CHAINED:
+        gdc_launch_dependents()
         gdc_wait()
     if (count == 0) | (count + parts_too == 1):
         return

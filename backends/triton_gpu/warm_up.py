@@ -4,10 +4,16 @@ Each operation is called as layers will call it, on batches in which no sequence
 so that kernels start and return. Variants differ by the layer, by the length of decode's planning
 vector, by whether decode takes several tokens a sequence, and prefill's by whether there are
 several sequences and contexts long enough to be cut.
+
+Compilers leave Python's lock for half of their time, so a few threads call at once (more would keep
+it from the caller's own work); a variant that two of them ask for is compiled twice.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,6 +24,7 @@ from backends.triton_gpu.paged_attention import MOST_ROWS
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
 
+_MOST_THREADS = 3
 CUT = (16, 32, 64, 128, 256, 512)
 """Query tokens of long contexts, for every number of pieces that merges load at once."""
 
@@ -30,33 +37,50 @@ def warm_up(
     max_query_len: int,
 ) -> None:
     """Call every operation in every way that asks for a variant; see `Backend.warmup`."""
-    for layer in layers:
-        device = layer.cache.k.device
-        for num_seqs in batch_sizes(max_num_seqs):
-            batch = _idle(device, num_seqs, num_seqs, 1)
-            _attend(backend, layer, batch)
-            if layer.shared_prefix and num_seqs <= VECTORS[-1]:
-                _share(place, layer, batch)
-            if max_query_len > 1:
-                _attend(backend, layer, _idle(device, num_seqs, 2 * num_seqs, 2))
-        for num_seqs in (1, 2) if max_query_len > 1 else ():
-            for query_len in sorted({2, max_query_len}):
-                _attend(backend, layer, _idle(device, num_seqs, query_len, query_len))
-            query_len = min(max_query_len, MOST_ROWS + 1)
-            for length in {query_len, *(n for n in CUT if n <= max_query_len)}:
-                _attend(backend, layer, _idle(device, num_seqs, length, length, LONG))
-        batch = _idle(device, 1, 1, 1)
-        block_size, num_kv_heads, head_dim = layer.cache.k.shape[1:]
-        rows = torch.zeros(1, num_kv_heads, head_dim, dtype=layer.dtype, device=device)
-        values = None if layer.cache.is_latent else rows
-        backend.store_kv(rows, values, layer.cache, batch.slot_mapping)
-        backend.compute_slot_mapping(
-            batch.query_start_loc, batch.seq_lens, batch.block_table, block_size,
-            batch.slot_mapping,
-        )  # fmt: skip
     caches = [tensor for layer in layers for tensor in layer.cache.tensors]
-    if caches:  # the first block onto itself
-        backend.copy_blocks(caches, torch.zeros(1, 2, dtype=torch.int64, device=caches[0].device))
+    if not caches:
+        return
+    device = caches[0].device
+    calls = [
+        call
+        for layer in layers
+        for call in _calls(backend, place, layer, max_num_seqs, max_query_len)
+    ]
+    first = torch.zeros(1, 2, dtype=torch.int64, device=device)  # the first block onto itself
+    calls.append(partial(backend.copy_blocks, caches, first))
+    if place.interpreting:
+        for call in calls:
+            call()
+        return
+    with ThreadPoolExecutor(
+        min(_MOST_THREADS, os.cpu_count() or 1),
+        initializer=torch.cuda.set_device,
+        initargs=(device,),
+    ) as threads:
+        for done in [threads.submit(call) for call in calls]:
+            done.result()
+
+
+def _calls(
+    backend: Backend, place: Place, layer: LayerCall, max_num_seqs: int, max_query_len: int
+) -> Iterator[Callable[[], object]]:
+    """Those of a layer; what takes longest to compile first."""
+    device = layer.cache.k.device
+    for num_seqs in (1, 2) if max_query_len > 1 else ():
+        for query_len in sorted({2, max_query_len}):
+            idle = _idle(device, num_seqs, query_len, query_len)
+            yield partial(_attend, backend, layer, idle)
+        query_len = min(max_query_len, MOST_ROWS + 1)
+        for length in {query_len, *(n for n in CUT if n <= max_query_len)}:
+            yield partial(_attend, backend, layer, _idle(device, num_seqs, length, length, LONG))
+    for num_seqs in batch_sizes(max_num_seqs):
+        batch = _idle(device, num_seqs, num_seqs, 1)
+        yield partial(_attend, backend, layer, batch)
+        if layer.shared_prefix and num_seqs <= VECTORS[-1]:
+            yield partial(_share, place, layer, batch)
+        if max_query_len > 1:
+            yield partial(_attend, backend, layer, _idle(device, num_seqs, 2 * num_seqs, 2))
+    yield partial(_write, backend, layer, _idle(device, 1, 1, 1))
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -82,6 +106,16 @@ def _idle(
     slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
     table = zeros(num_seqs, max(cascade.WHOLE, max_seq_len))
     return PagedBatch(zeros(num_seqs + 1), zeros(num_seqs), table, slots, query_len, max_seq_len)
+
+
+def _write(backend: Backend, layer: LayerCall, batch: PagedBatch) -> None:
+    block_size, num_kv_heads, head_dim = layer.cache.k.shape[1:]
+    rows = torch.zeros(1, num_kv_heads, head_dim, dtype=layer.dtype, device=batch.device)
+    values = None if layer.cache.is_latent else rows
+    backend.store_kv(rows, values, layer.cache, batch.slot_mapping)
+    backend.compute_slot_mapping(
+        batch.query_start_loc, batch.seq_lens, batch.block_table, block_size, batch.slot_mapping
+    )
 
 
 def _queries(layer: LayerCall, batch: PagedBatch) -> torch.Tensor:

@@ -145,6 +145,8 @@ def table(report: Report) -> str:
         "blocks": f"{used}, {evicted}",
         "start-up": f"ready {about['startup_s']:.1f} s after the process began, "
         f"its first token after {about['first_token_s']:.1f}",
+        "collector": f"{about['num_gc_pauses']:,} pauses, the longest "
+        f"{about['max_gc_pause_ms']:.1f} ms",
     }
     if counters.num_draft_tokens:
         held = f"{counters.num_accepted_tokens:,} of {counters.num_draft_tokens:,} draft tokens"

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TextIO
@@ -23,7 +23,7 @@ from model.bench.metrics import summarize
 from model.bench.networks import load
 from model.bench.options import BenchOptions
 from model.bench.peers import PEERS, Job, PeerSettings
-from model.bench.process import process_age_s
+from model.bench.process import CollectorWatch, process_age_s
 from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
@@ -112,11 +112,13 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
         if bench.model.network.device.type == "cuda":
             recorder.record_device(DeviceRanges(bench.model.network.device))
     steps: StepStats | None = None
+    collector = CollectorWatch()
     ours: list[_Turn] = []
     others: dict[str, list[dict[str, float]]] = {name: [] for name in options.work.peer}
     for number in range(options.work.rounds):
         label = f"round {number + 1} of {options.work.rounds}"
-        ours.append(_our_turn(bench, label))
+        with collector:
+            ours.append(_our_turn(bench, label))
         if number == 0 and recorder is not None:
             bench.engine.stop_recording()
             steps = summarize_steps(recorder) if options.trace.stats else None
@@ -125,7 +127,13 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
     if recorder is not None and trace is not None:
         write_trace(trace, recorder)
     bench.engine.end()
-    return dataclasses.replace(_report(bench, startup_s, ours, others), steps=steps)
+    waited = {
+        "startup_s": startup_s,
+        "first_token_s": startup_s + ours[0].served[0].timeline.token_s[0],
+        "num_gc_pauses": collector.num_pauses,
+        "max_gc_pause_ms": collector.longest_s * 1e3,
+    }
+    return dataclasses.replace(_report(bench, waited, ours, others), steps=steps)
 
 
 def _prepare(options: BenchOptions) -> _Bench:
@@ -208,7 +216,7 @@ def _counters(engine: Engine) -> Counters:
 
 def _report(
     bench: _Bench,
-    startup_s: float,
+    waited: Mapping[str, float],
     ours: Sequence[_Turn],
     others: dict[str, list[dict[str, float]]],
 ) -> Report:
@@ -235,8 +243,7 @@ def _report(
             "top_k": options.arrivals.top_k,
             "top_p": options.arrivals.top_p,
             "rounds": options.work.rounds,
-            "startup_s": startup_s,
-            "first_token_s": startup_s + ours[0].served[0].timeline.token_s[0],
+            **waited,
         },
         numbers=numbers[middle],
         counters=ours[middle].counters,

@@ -40,7 +40,7 @@ class StepTensors:
             each request that samples from it; then each draft, chunk by chunk.
         paged: for each layer group where the tokens' keys and values are; what does not depend on
             the group is the same tensor in all of them. For a group with chunks a sequence there is
-            a piece of one (`chunks.py`).
+            a piece of one (`chunks.py`). A backend keeps with it what serves all layers of a step.
         sources: int64 [1, num_tokens]; where it is not negative, the token is that entry of what
             the step before has drawn, and `input_ids` has another; None: it is negative everywhere.
         is_long: bool [1, num_tokens], whether the token's request is long; None: none is.
@@ -77,6 +77,7 @@ class StepTensors:
                     max_query_len=batch.max_query_len,
                     max_seq_len=batch.max_seq_len,
                     shared_prefix=batch.shared_prefix,
+                    kept={},
                 )
                 for batch in self.paged
             ),
@@ -284,8 +285,7 @@ class BatchBuilder:
         Raises:
             NotReservedError: a sequence has no room for its tokens.
         """
-        # Columns of the step, at the price of one pass over it.
-        columns = zip(*step.chunks, strict=True)
+        columns = zip(*step.chunks, strict=True)  # at the price of one pass over the step
         requests, first_positions, counted, samples, followers, drafts = columns
         sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
@@ -309,7 +309,6 @@ class BatchBuilder:
         sampled = ends - 1 if is_plain else _sampled_rows(step.chunks, ends)
         self._logit_rows.view(len(sampled))[:] = sampled
         query_start_loc = self._query_start_loc.shaped(num_seqs + 1)
-        seq_lens = self._seq_lens.shaped(num_seqs)
         max_seq_len = int(lengths.max())
         paged = []
         for group, tables in enumerate(self._tables):
@@ -328,12 +327,13 @@ class BatchBuilder:
             paged.append(
                 backends.PagedBatch(
                     query_start_loc=query_start_loc,
-                    seq_lens=seq_lens,
+                    seq_lens=self._seq_lens.shaped(num_seqs),
                     block_table=tables.shaped(),
                     slot_mapping=slots.shaped(num_tokens),
                     max_query_len=max_query_len,
                     max_seq_len=max_seq_len,
                     shared_prefix=None if worth is None else tables.shared_prefix(starts, worth),
+                    kept={},
                 )
             )
         self._expire_drafts(step.chunks if self._is_ahead or any(drafts) else ())

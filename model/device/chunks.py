@@ -56,4 +56,5 @@ def chunked_batch(
         slot_mapping=slot_mapping,
         max_query_len=int(new.max()),
         max_seq_len=int(seq_lens.max()),
+        kept={},
     )

@@ -246,6 +246,7 @@ class StepGraphs:
                 shared_prefix=backends.SharedPrefix(0, rows, max_seq_len - 1, now)
                 if shares and worth is not None
                 else None,
+                kept={},
             )
             for table, slots, max_seq_len, now, worth in zip(
                 self._tables,
@@ -256,7 +257,7 @@ class StepGraphs:
                 strict=True,
             )
         )
-        positions = inputs.position_ids[None, :size]
+        positions = inputs.position_ids[:size][None]  # strided as a tensor of its own
         logits = self._network.logits(StepTensors(ids, positions, inputs.logit_rows[:rows], paged))
         best, tokens = self._passes.most_likely(logits)
         return (logits, (best, tokens)) if longest == 1 else self._kept(logits, best, tokens)

@@ -5,7 +5,8 @@ Four things of a draw read every logit of a row: its largest (`most_likely`), it
 weights that are summed up and inverted at a number (`invert`). PyTorch takes several passes for
 each, and a topk over 150,000 numbers takes longer than reading them ten
 times. Here a row is cut into chunks of 128 tokens, whose largest logits are found in one pass: the
-k largest logits of a row are among the k chunks with the largest of their own. Mass is added up in
+k largest logits of a row are among the k chunks with the largest of their own; up to 64 of them are
+found by one program a row, which narrows down the least of them bit by bit. Mass is added up in
 bins by distance, those of weight alone, once for coarse bins and once for those inside one.
 
 Layout: a program takes TILE chunks of one row, or the chunks' numbers of one row. Bytes moved: the
@@ -31,6 +32,10 @@ from model.device.sampler import BITS, FINE, bin_of_mass, reach_of_bins
 CHUNK = 128
 TILE = 32
 """Chunks a program."""
+MOST = 64
+"""Largest logits of a row that one program finds."""
+
+_SHIFTS = {torch.bfloat16: 16, torch.float16: 13}
 
 _STRIDES = ["count", "sharpness_stride", "reach_stride"]
 _POINTERS = [
@@ -125,6 +130,80 @@ def _take_chunks(
     inside = (place < count)[:, None]
     x = tl.load(logits + row * STRIDE + token, mask=inside & (token < VOCAB), other=float("-inf"))
     tl.store(taken + (row * count + place[:, None]) * CHUNK + lane[None, :], x, mask=inside)
+
+
+@_inner
+def _order(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+    """Numbers in the order of floats; of float32 that come from fewer bits without the SHIFT last.
+
+    NaN is as large as inf.
+    """
+    bits = tl.where(x == x, x, float("inf")).to(tl.uint32, bitcast=True)  # noqa: PLR0124
+    number = tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+    return number >> SHIFT
+
+
+@_inner
+def _limit(number: tl.tensor, count: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
+    """The largest number that at least `count` of all reach, bit by bit."""
+    found = tl.sum(number * 0, 0)
+    for step in range(32 - SHIFT):
+        tried = found | (tl.full([], 1, tl.uint32) << (31 - SHIFT - step))
+        found = tl.where(tl.sum((number >= tried).to(tl.int32), 0) >= count, tried, found)
+    return found
+
+
+@_jit
+def _take_top(
+    logits: tl.tensor,  # [num_rows, vocab_size]
+    peaks: tl.tensor,  # float32 [num_rows, chunks]
+    which: tl.tensor,  # int32 [num_rows, MOST], written and read
+    taken: tl.tensor,  # [num_rows, MOST], the dtype of the logits, written and read
+    best: tl.tensor,  # [num_rows, count], likewise, written: the largest, the largest first
+    count: tl.tensor,  # at most MOST, and less than chunks
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,  # a power of two, at least chunks
+    MOST: tl.constexpr,
+    SHIFT: tl.constexpr,  # bits that a logit has less than float32, and no more than that
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, WIDTH)
+    peak = tl.load(peaks + row * CHUNKS + lane, mask=lane < CHUNKS, other=float("-inf"))
+    order = _order(peak, SHIFT)
+    limit = _limit(order, count, SHIFT)
+    above, equal = order > limit, order == limit
+    spare = count - tl.sum(above.to(tl.int32), 0)
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= spare))
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(which + row * MOST + place, lane, mask=chosen)
+    tl.debug_barrier()
+
+    entry = tl.arange(0, MOST)
+    chunk = tl.load(which + row * MOST + entry, mask=entry < count, other=CHUNKS)
+    token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    x = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf"))
+    x = tl.reshape(x.to(tl.float32), [MOST * CHUNK])
+    order = _order(x, SHIFT)
+    limit = _limit(order, count, SHIFT)
+    above = order > limit
+    place = tl.cumsum(above.to(tl.int32), 0) - 1
+    stored = taken + row * MOST
+    tl.store(stored + place, x.to(taken.dtype.element_ty), mask=above)
+    least = tl.max(tl.where(order == limit, x, float("-inf")), 0)
+    filled = (entry >= tl.sum(above.to(tl.int32), 0)) & (entry < count)
+    tl.store(stored + entry, tl.zeros_like(entry).to(tl.float32) + least, mask=filled)
+    tl.debug_barrier()
+
+    value = tl.load(stored + entry, mask=entry < count, other=float("-inf"))
+    order = _order(value.to(tl.float32), 0)
+    before = (order[None, :] > order[:, None]) | (
+        (order[None, :] == order[:, None]) & (entry[None, :] < entry[:, None])
+    )
+    rank = tl.sum(before.to(tl.int32), 1)
+    tl.store(best + row * count + rank, value, mask=entry < count)
 
 
 @_inner
@@ -248,6 +327,15 @@ class GpuPasses:
         peaks = _peaks_of(logits)
         if count >= peaks.shape[1] or not rows:
             return logits.topk(count).values
+        if count <= MOST:
+            which = torch.empty((rows, MOST), dtype=torch.int32, device=logits.device)
+            found = torch.empty((rows, MOST), dtype=logits.dtype, device=logits.device)
+            best = torch.empty((rows, count), dtype=logits.dtype, device=logits.device)
+            _take_top[rows,](
+                logits, peaks, which, found, best, count, *_sizes(logits), CHUNK,
+                _width(peaks.shape[1]), MOST, _SHIFTS.get(logits.dtype, 0), num_warps=8,
+            )  # fmt: skip
+            return best
         which = peaks.topk(count, sorted=False).indices
         taken = torch.empty((rows, count * CHUNK), dtype=logits.dtype, device=logits.device)
         _take_chunks[rows, triton.cdiv(count, TILE)](

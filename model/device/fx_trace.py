@@ -377,7 +377,7 @@ def _logits(
     return logits
 
 
-class _Mixing:
+class Mixing:
     """A pass whose results depend on everything that it is given, and on nothing else."""
 
     def attend(
@@ -396,8 +396,8 @@ def _check(
     position_ids = torch.arange(tokens, device=device)[None] * 3
     kept = torch.arange(rows, device=device)
     with torch.inference_mode():
-        wanted = _logits(network, input_ids, position_ids, kept, _Mixing())
-        got = captured.logits(input_ids, position_ids, kept, _Mixing())
+        wanted = _logits(network, input_ids, position_ids, kept, Mixing())
+        got = captured.logits(input_ids, position_ids, kept, Mixing())
     if not torch.equal(wanted, got):
         raise UnsupportedModelError(
             f"{type(network).__name__}: its captured operations give other logits than it does"

@@ -19,6 +19,7 @@ from torch import Tensor
 import backends
 from model.device.attention import PagedPass
 from model.device.batch import StepTensors
+from model.device.few_rows import kernels_for
 from model.device.fx_trace import Captured, capture
 from model.device.kv_caches import KVCaches, Scales
 from model.device.latents import absorb
@@ -156,16 +157,17 @@ class PagedNetwork:
             )
         self._captured = capture(self._network, self.device)
 
-    def compile(self, step: StepTensors) -> Tensor:
+    def compile(self, step: StepTensors, few: StepTensors) -> Tensor:
         """Run a captured network in compiled pieces from now on: near the same numbers, sooner.
 
         Takes seconds for each kind of layer, a few where compiled code is found on disk.
 
         Args:
             step: run once, to compile; several tokens, and another number of rows.
+            few: likewise, of 4 tokens, where such steps have pieces of their own.
 
         Returns:
-            Its logits.
+            The first one's logits.
 
         Raises:
             UnsupportedModelError: it cannot be compiled, and why; it runs as before.
@@ -174,9 +176,12 @@ class PagedNetwork:
         if before is None:
             raise UnsupportedModelError("compile: wanted a network that was captured first")
         try:
-            self._captured = pieces = compile_segments(before)
+            kernels = kernels_for(self.device, self._network.dtype)
+            self._captured = pieces = compile_segments(before, kernels=kernels)
             with warnings.catch_warnings(action="ignore"):  # what a compiler warns of is its own
                 logits = self.logits(step)
+                if pieces.has_few:
+                    self.logits(few)
             pieces.settle()
         except Exception as error:  # a compiler raises what it likes
             self._captured = before

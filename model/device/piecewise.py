@@ -10,6 +10,9 @@ Products of one input with several weights (queries, keys and values; gate and u
 product, which keeps a GPU busier: their weights are laid one after the other in one tensor, and the
 network's own become views of it, so nothing is held twice.
 
+Steps of two or four tokens may have pieces of their own, in which products do what stands around
+them (`few_rows.py`).
+
 Decides: where the cuts are, and which pieces are alike: those whose operations read the same, word
 for word, once their tensors are numbered.
 
@@ -22,13 +25,15 @@ Does not know: what the operations are; who calls them with what.
 
 import operator
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from model.device.attention import Attending
-from model.device.fx_trace import Captured
+from model.device.few_rows import FEW, LEAST_WEIGHT, Kernels, few_of, with_small_products
+from model.device.fx_trace import Captured, Mixing
 from model.errors import UnsupportedModelError
 
 
@@ -42,7 +47,16 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
     return torch.compile(function, backend=backend, options=options, fullgraph=True)
 
 
+def start_compiler() -> None:
+    """Load PyTorch's compiler and start the processes that it compiles in. Seconds, once."""
+    import_module("torch._inductor.compile_fx")
+    import_module("torch._inductor.async_compile").maybe_warm_pool()
+    import_module("torch._inductor.codecache").torch_key()  # reads all of PyTorch's sources
+
+
 _LEAST = 2
+_NEAR = 0.25
+"""Between logits, of all their size: bfloat16 rounds up to 0.05 of it away, a mistake takes all."""
 
 
 def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
@@ -79,52 +93,117 @@ class Segmented(Captured):
 
     A size of one would be compiled apart: a single token goes through the network as it was, and of
     fewer than two rows there are two.
+
+    Args:
+        module: the pieces.
+        plain: the network as it was captured.
+        few: those of steps of few tokens; None: they have none of their own.
+        sizes: how many tokens those have, once all is compiled; before that `FEW`.
     """
 
-    def __init__(self, module: fx.GraphModule, plain: Captured) -> None:
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        plain: Captured,
+        few: fx.GraphModule | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
         super().__init__(module, plain.terms)
         self._plain = plain
+        self._few = None if few is None else Captured(few, plain.terms)
+        self._sizes: tuple[int, ...] = FEW
+        self._settled_sizes = sizes
 
     def logits(
         self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
     ) -> Tensor:
         """See `Captured.logits`; near it."""
-        if input_ids.shape[1] == 1:
+        num_tokens = input_ids.shape[1]
+        if num_tokens == 1:
             return self._plain.logits(input_ids, position_ids, rows, paged)
         count = len(rows)
         if count < _LEAST:
             rows = nn.functional.pad(rows, (0, _LEAST - count))
+        if self._few is not None and num_tokens in self._sizes:
+            return self._few.logits(input_ids, position_ids, rows, paged)[:count]
         return super().logits(input_ids, position_ids, rows, paged)[:count]
+
+    @property
+    def has_few(self) -> bool:
+        """Whether steps of few tokens have pieces of their own. O(1)."""
+        return self._few is not None
 
     @property
     def pieces(self) -> list[_Piece]:
         """Those that are compiled, each once. O(pieces)."""
-        return [child for child in self.module.children() if isinstance(child, _Piece)]
+        modules = [self.module] if self._few is None else [self.module, self._few.module]
+        children = (child for module in modules for child in module.children())
+        return [child for child in children if isinstance(child, _Piece)]
 
     def settle(self) -> None:
-        """What has been run so far has compiled all there is. O(pieces)."""
+        """What has been run so far has compiled all there is. A few passes of few tokens.
+
+        Steps of few tokens run like the others from now on if theirs give other logits.
+        """
+        self._sizes = self._settled_sizes
+        if self._few is not None and not self._few_are_near(self._few):
+            self._few = None
         for piece in self.pieces:
             piece.settle()
 
+    def _few_are_near(self, few: Captured) -> bool:
+        """Whether steps of few tokens give nearly what the network gives, on its own device."""
+        device = next(iter(self.module.parameters())).device
+        for count in FEW:
+            ids = torch.arange(1, count + 1, device=device)[None] * 7
+            given = (ids, ids * 5, torch.arange(count, device=device), Mixing())
+            with torch.no_grad():
+                wanted, got = (one.logits(*given).float() for one in (self._plain, few))
+            if not (got - wanted).norm() <= _NEAR * wanted.norm():
+                return False
+        return True
 
-def compile_segments(captured: Captured, backend: str = "inductor") -> Segmented:
+
+def compile_segments(
+    captured: Captured,
+    backend: str = "inductor",
+    kernels: Kernels | None = None,
+    least: int | None = None,
+) -> Segmented:
     """Cut a captured network and prepare its pieces; they are compiled when they are first run.
 
     Run it first with more than one token, and another number of rows: a size of one, and two sizes
-    that are equal, would each be taken for a rule.
+    that are equal, would each be taken for a rule. With `kernels` once more with `FEW` tokens.
 
     Args:
         captured: stays as it is.
         backend: of `torch.compile`.
+        kernels: of steps of few tokens; None: pieces are alike for all.
+        least: numbers of a weight from where on they compute its products; None: where they gain.
 
     Raises:
         UnsupportedModelError: a piece would depend on a number that none of its tensors shows.
     """
     source = _joined(captured.module)
-    cutter = _Cutter(source, backend)
+    few = (
+        None
+        if kernels is None
+        else with_small_products(source, kernels, LEAST_WEIGHT if least is None else least)
+    )
+    whole = _cut(source, backend, ())
+    cuts = () if kernels is None else tuple(kernels)
+    if few is None:
+        return Segmented(whole, captured)
+    return Segmented(whole, captured, _cut(few, backend, cuts), few_of(few))
+
+
+def _cut(
+    source: fx.GraphModule, backend: str, cuts: Sequence[Callable[..., Tensor]]
+) -> fx.GraphModule:
+    cutter = _Cutter(source, backend, cuts)
     for node in source.graph.nodes:
         cutter.take(node)
-    return Segmented(cutter.finished(), captured)
+    return cutter.finished()
 
 
 def _joined(source: fx.GraphModule) -> fx.GraphModule:
@@ -173,10 +252,13 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
 
 
 class _Cutter:
-    """Makes the graph of pieces, node by node."""
+    """Makes the graph of pieces, node by node; attention and calls of `cuts` stand between them."""
 
-    def __init__(self, source: fx.GraphModule, backend: str) -> None:
+    def __init__(
+        self, source: fx.GraphModule, backend: str, cuts: Sequence[Callable[..., Tensor]]
+    ) -> None:
         self._source = source
+        self._between = {operator.call, *cuts}
         self._backend = backend
         self._root = nn.Module()
         self._graph = fx.Graph()
@@ -190,7 +272,7 @@ class _Cutter:
         if node.op == "call_function" and node.target is operator.mul and self._is_number(node):
             size, factor = node.args
             self._numbers[node] = self._numbers[size][0], factor  # type: ignore[index,assignment]
-        elif node.op == "call_function" and node.target is not operator.call:
+        elif node.op == "call_function" and node.target not in self._between:
             self._cut.append(node)
             return
         elif node.op in ("call_function", "output"):

@@ -24,7 +24,9 @@ import torch
 from model.control.config import EngineConfig
 from model.device.cuda_graphs import StepGraphs
 from model.device.draw_graphs import DrawGraphs
+from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
+from model.device.piecewise import start_compiler
 from model.device.profile import largest_step
 from model.errors import InvalidArgumentError, UnsupportedModelError
 
@@ -70,7 +72,9 @@ def prepare_network(
     """
     # No module is called beside a trace, which changes what calling one does.
     calls = network.layer_calls()
-    with ThreadPoolExecutor(max_workers=1) as side:
+    with ThreadPoolExecutor(max_workers=2) as side:
+        if config.compile and network.device.type == "cuda":
+            side.submit(start_compiler)  # takes seconds, most of them in processes of its own
         kernels = side.submit(
             network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens
         )
@@ -127,9 +131,12 @@ def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
     count = min(config.max_num_batched_tokens, _COMPILED_TOKENS)
     rows = max(1, min(count - 1, config.max_num_seqs))
     num_groups = len(network.layout.windows)
-    step = largest_step(count, rows, config.block_size, num_groups, network.device)
+    steps = [
+        largest_step(tokens, its_rows, config.block_size, num_groups, network.device)
+        for tokens, its_rows in ((count, rows), (max(FEW), min(rows, max(FEW) - 1)))
+    ]
     try:
-        network.compile(step)
+        network.compile(*steps)
     except UnsupportedModelError as error:
         return Prepared(f"captured ({error})")
     return Prepared("compiled")

@@ -87,7 +87,7 @@ def largest_step(
     )
     return StepTensors(
         input_ids=tokens,
-        position_ids=tokens,
+        position_ids=torch.zeros_like(tokens),  # the same tensor would be taken for a rule
         logit_rows=torch.arange(num_rows, device=device),
         paged=(batch,) * num_groups,
     )

@@ -4,7 +4,10 @@
     PYTHONPATH=. python -m pytest -p vllm_own tests/v1/core/test_scheduler.py
 
 WORK has `tests/v1/core`, `tests/v1/kv_connector` and `tests/utils.py` of vLLM's sdist, and a folder
-`facebook/opt-125m` with that model's `config.json`.
+`facebook/opt-125m` with that model's `config.json`. The files are test_scheduler,
+test_prefix_caching, test_async_scheduler, test_priority_scheduler_random, test_kv_cache_metrics,
+and of 0.32 besides test_deferred_block_free, test_swa_inflight_window_free,
+test_priority_preemption_bug and test_prefix_replay; `HF_HUB_OFFLINE=1` where models cannot be had.
 
 What a test asks of the insides of vLLM's manager cannot be asked of kvcore: those are in `INSIDES`,
 under what they look at, and are expected to fail, strictly.

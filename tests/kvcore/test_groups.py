@@ -136,3 +136,20 @@ def test_the_longest_prefix_is_the_longest_of_all_that_every_group_can_serve():
         assert longest == max(tried, default=0)
         spoken_for += longest > 0
     assert spoken_for > 100
+
+
+@pytest.mark.parametrize("gap", [None, 298, 299, 300, 301])
+def test_a_long_prefix_is_served_up_to_the_last_gap_that_a_window_sees(gap):
+    """More blocks than CPython keeps small integers for; in a block each, a window of three."""
+    kv = kvcore.KVCacheManager(700, 1, groups=[kvcore.FullAttention(), kvcore.SlidingWindow(3)])
+    seq = kv.open(range(302))
+    for _ in range(151):  # what a window passes waits to be reused; nothing else does
+        kv.reserve(seq, 2)
+        kv.commit(seq, 2)
+    path = kv.pool.path(seq.namespace_key, seq.packed.tobytes(), 302, 1)
+    if gap is not None:
+        path[gap] = None
+    tables = [BlockTable(group) for group in kv.groups]
+    full = list(seq.tables[0].blocks)
+    wanted = 301 if gap is None or gap < 299 else gap
+    assert longest_servable(tables, [full, path], 301, 1) == wanted

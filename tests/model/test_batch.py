@@ -179,3 +179,16 @@ def test_caches_have_the_shape_of_their_layers():
         *[(5, 4, 1, 8)] * 2,
     ]
     assert not any(each.any() for cache in caches.layers for each in cache.tensors)
+
+
+def test_each_step_and_group_has_a_place_for_what_a_backend_works_out():
+    kv = kvcore.KVCacheManager(
+        20, 2, groups=[kvcore.FullAttention(), kvcore.SlidingWindow(window=3)]
+    )
+    scheduler, step = step_of(kv, [list(range(10, 19))], budget=8)
+    builder = BatchBuilder(CPU, num_groups=2)
+    places = [batch.kept for batch in builder.build(step).paged]
+    scheduler.update(step, {})
+    places += [batch.kept for batch in builder.build(scheduler.schedule()).paged]
+    assert places == [{}] * 4
+    assert len({id(place) for place in places}) == 4

@@ -1,6 +1,7 @@
 """`python -m model.bench`: what it serves, how it compares, what it prints."""
 
 import functools
+import gc
 import json
 import re
 import subprocess
@@ -15,6 +16,7 @@ from model import EngineConfig, InvalidArgumentError, RequestTooLongError
 from model.bench import host, peers
 from model.bench.args import parse_args
 from model.bench.networks import Wordless, load
+from model.bench.process import CollectorWatch
 from model.bench.report import Versus
 from model.bench.serve import Arrivals, serve
 from model.bench.session import execute, measure
@@ -169,6 +171,7 @@ def test_json_has_vllms_names_and_what_ran_beside_us(checkpoint, capsys):
     assert document["completed"] == document["num_prompts"] == 5
     tokens = document["total_output_tokens"]
     assert document["output_throughput"] == pytest.approx(tokens / document["duration"])
+    assert (document["num_gc_pauses"] > 0) == (document["max_gc_pause_ms"] > 0)
     assert [peer["name"] for peer in document["peers"]] == ["generate", "no-prefix-cache"]
     assert all(p["ratio_low"] <= p["ratio"] <= p["ratio_high"] for p in document["peers"])
     assert captured.err == ""
@@ -195,6 +198,7 @@ def test_the_table_shows_the_numbers_of_the_document(checkpoint, capsys):
     assert "shared-prefix" in out
     assert re.search(r"^requests +5 in \d+\.\d\d s, [\d,]+ in, \d+ out$", out, re.MULTILINE)
     assert re.search(r"^ttft, to first token( +[\d,]+\.\d\d){3}$", out, re.MULTILINE)
+    assert re.search(r"^collector +\d+ pauses, the longest \d+\.\d ms$", out, re.MULTILINE)
 
 
 def test_every_turn_begins_with_an_empty_cache_and_the_cache_is_what_it_was(checkpoint):
@@ -288,3 +292,13 @@ def test_help_and_wrong_flags_do_not_wait_for_torch():
         )
         assert done.returncode == code
         assert "torch" not in done.stderr
+
+
+def test_the_collectors_pauses_are_counted_while_it_is_watched_and_not_after():
+    with CollectorWatch() as watch:
+        gc.collect()
+        gc.collect(0)
+    gc.collect()
+    assert watch.num_pauses >= 2
+    assert 0 < watch.longest_s < 60
+    assert watch._note not in gc.callbacks

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import backends
 from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
-from model.device import profile, sampler
+from model.device import piecewise, profile, sampler
 from model.device.draw_graphs import DrawGraphs, Place, Recorder, row_terms
 from model.device.draw_kernels import GpuPasses
 from model.device.grammars import Grammars
@@ -20,6 +21,7 @@ from model.device.network import PagedNetwork
 from model.device.request_sampler import RequestSampler
 from model.engine import Engine
 from model.loader import with_draft, wrap_network
+from tests.model import small_products_check
 from tests.model.draw_kernels_check import check
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
@@ -169,7 +171,7 @@ def test_nothing_is_compiled_after_the_preparation(architecture, dtype, compiles
 
 
 def test_a_compilation_is_counted():
-    with compilations() as seen:
+    with warnings.catch_warnings(action="ignore"), compilations() as seen:  # the compiler's own
         torch.compile(lambda x: x + 1)(torch.ones(3, device="cuda"))
     assert seen
 
@@ -210,7 +212,8 @@ def test_what_was_sent_is_done_when_it_is_read_even_if_nothing_was_drawn(rows):
     logits = torch.zeros(rows, 10, device="cuda")
     chooser = RequestSampler(10, logits.device, 0, Grammars(lambda: None, 10, frozenset()))
     requests = tuple(Request(number, [1], SamplingParams()) for number in range(rows))
-    torch.cuda._sleep(100_000_000)
+    chooser.draw(logits, requests).read()  # what is loaded or allocated first may wait
+    torch.cuda._sleep(1_000_000_000)
     drawn = chooser.draw(logits, requests)
     assert not torch.cuda.current_stream().query()
     assert drawn.read() == [0] * rows
@@ -261,6 +264,37 @@ def test_draws_are_recorded_in_graphs_and_are_the_cpus(dtype):
 
 def test_the_kernels_of_a_draw_give_on_a_gpu_what_operators_give():
     assert check("cuda", 60, GpuPasses()) > 200
+
+
+def test_the_kernel_of_small_products_gives_on_a_gpu_what_operators_give():
+    dtypes, kinds = (torch.float16, torch.bfloat16), small_products_check.IN_LAYERS
+    assert small_products_check.check("cuda", dtypes, kinds=kinds) == 48
+    assert small_products_check.check_heads("cuda", dtypes) == 24
+    bug = small_products_check.without_the_last
+    with pytest.raises(AssertionError):
+        small_products_check.check("cuda", dtypes, bug, kinds)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "gemma2"])
+def test_steps_of_few_tokens_are_as_near_to_the_network_as_those_of_many(architecture, monkeypatch):
+    monkeypatch.setattr(piecewise, "LEAST_WEIGHT", 0)
+    backend = backends.get_backend("triton")
+    built = build(architecture, 3)
+    model = wrap_network(
+        architecture, built.network.to(backend.device, torch.bfloat16), built.codec
+    )
+    found = []
+    for compiles in (False, True):
+        config = EngineConfig(
+            num_blocks=60, max_num_seqs=3, max_num_batched_tokens=40, compile=compiles
+        )
+        engine = Engine(model, backend, config)
+        engine.prepare()
+        assert getattr(engine.network._captured, "has_few", False) == compiles
+        params = SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)
+        done = engine.generate(PROMPTS, params)
+        found.append([token.logprob for one in done for token in one.tokens[:2]])
+    assert found[1] == pytest.approx(found[0], abs=0.2)
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():

@@ -22,12 +22,35 @@ from tests.model.networks import build
 PROMPTS = ["a prompt of some length, ", "a prompt of some length, again", "x", "yz"]
 
 
+@contextlib.contextmanager
+def noting_batches(network):
+    """Which batches a network's layers are given."""
+    batches, backend = [], network._backend
+
+    class Noting:
+        def paged_attention(self, query, cache, batch, terms):
+            batches.append(batch)
+            return backend.paged_attention(query, cache, batch, terms)
+
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+    network._backend = Noting()
+    try:
+        yield batches
+    finally:
+        network._backend = backend
+
+
 class Unrecorded(StepGraphs):
-    """Launches anew what a graph would launch."""
+    """Launches anew what a graph would launch, on a batch that holds nothing of another step."""
 
     def replay(self, step, bucket):
         self._load(step, bucket)
-        logits, most_likely = self._run(bucket)
+        with noting_batches(self._network) as batches:
+            logits, most_likely = self._run(bucket)
+        places = {id(batch.kept): batch.kept for batch in batches}
+        assert list(places.values()) == [{}] * len(step.paged)
         self.seen = [*getattr(self, "seen", []), bucket]
         passed = _passed(len(step.logit_rows), logits, most_likely, bucket)
         self.draws.lying = passed.place, logits, most_likely

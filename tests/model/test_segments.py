@@ -10,6 +10,7 @@ from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.device.fx_trace import capture
 from model.device.piecewise import Segmented, compile_segments
 from model.device.prepare import prepare_network
+from model.device.profile import largest_step
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from tests.model.networks import CONFIGS, build
@@ -43,6 +44,20 @@ def test_pieces_give_what_the_network_gives_for_any_number_of_tokens_and_rows(ar
     for size in sizes:
         assert agree(captured, pieces, inputs(*size))
         pieces.settle()
+
+
+@pytest.mark.usefixtures("nothing_is_compiled_twice")
+def test_what_was_compiled_with_a_step_of_its_own_serves_parts_of_other_tensors():
+    captured = capture(switched(build("llama", 3)), CPU)
+    pieces = compile_segments(captured, "eager")
+    largest = largest_step(16, 5, 4, 1, CPU)
+    with torch.no_grad():
+        pieces.logits(largest.input_ids, largest.position_ids, largest.logit_rows, Telling())
+    pieces.settle()
+    words = torch.arange(60) % 11
+    for tokens, rows in ((30, 4), (8, 8), (2, 2)):  # as graphs have them
+        step = (words[:tokens][None] + 1, words[30:][:tokens][None], words[7:][:rows] % tokens)
+        assert agree(captured, pieces, step)
 
 
 def agree(captured, pieces, step):
@@ -104,7 +119,7 @@ def test_a_planted_wrong_cut_is_seen():
 def test_a_network_that_was_not_captured_or_whose_compiler_fails_runs_as_before(monkeypatch):
     engine = Engine(build("qwen3"), ReferenceBackend(), EngineConfig(num_blocks=20))
     with pytest.raises(UnsupportedModelError, match="wanted a network that was captured first"):
-        engine.network.compile(None)
+        engine.network.compile(None, None)
     engine.network.capture()
 
     def fails(step):
@@ -112,7 +127,7 @@ def test_a_network_that_was_not_captured_or_whose_compiler_fails_runs_as_before(
 
     monkeypatch.setattr(engine.network, "logits", fails)
     with pytest.raises(UnsupportedModelError, match=r"be compiled: no compiler here$"):
-        engine.network.compile(None)
+        engine.network.compile(None, None)
     monkeypatch.undo()
     assert len(engine.generate(["x"], SamplingParams(max_tokens=2))) == 1
 
