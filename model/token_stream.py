@@ -69,6 +69,7 @@ class Sample:
     __slots__ = (
         "_num_taken",
         "_text",
+        "_told_reason",
         "arrived_s",
         "finish_reason",
         "first_s",
@@ -86,6 +87,7 @@ class Sample:
         self.arrived_s = self.first_s = self.last_s = arrived_s
         self._text = text
         self._num_taken = 0
+        self._told_reason: FinishReason | None = None  # an error is the stream's, and told by it
 
     def add(
         self, tokens: Sequence[SampledToken], reason: FinishReason | None, now_s: float
@@ -100,7 +102,7 @@ class Sample:
             if self._text.is_stopped:  # what was drawn behind it is nobody's
                 break
         is_stopped = self._text.is_stopped
-        self.finish_reason = FinishReason.STOP if is_stopped else reason
+        self.finish_reason = self._told_reason = FinishReason.STOP if is_stopped else reason
         if self.finish_reason is not None:
             self._text.close()
         return is_stopped and reason is None
@@ -111,10 +113,10 @@ class Sample:
         return len(self.tokens) > self._num_taken
 
     def take(self) -> Delta:
-        """What is new. O(tokens since)."""
+        """What is new; what ended it only where that came with its tokens. O(tokens since)."""
         tokens = tuple(self.tokens[self._num_taken :])
         self._num_taken += len(tokens)
-        return Delta(self.number, self._text.take(), tokens, self.finish_reason)
+        return Delta(self.number, self._text.take(), tokens, self._told_reason)
 
 
 class TokenStream:

@@ -192,6 +192,7 @@ class Scheduler(StepPlanner):
     def _advance(self, step: Step, live: Sequence[Chunk]) -> tuple[kvcore.CopyOrder, ...]:
         self._in_flight = None
         self._room.end_transfers(step.stores, step.loads)
+        self._stores, self._loads = [], []
         self._commit(live)
         # All forks come before the first token ends a request: no block is copied from or to twice.
         orders: list[kvcore.CopyOrder] = []
@@ -218,6 +219,8 @@ class Scheduler(StepPlanner):
             self.advance(step)
         else:
             self._room.end_transfers(self._stores, self._loads)
+            self._stores, self._loads = [], []
+        self._drafts, self._expecting = {}, ()  # nobody is left who could be told
 
     def accept(
         self, sampled: Mapping[int, int], further: Mapping[int, Sequence[int]] | None = None

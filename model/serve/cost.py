@@ -96,7 +96,7 @@ def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
     requests = [BenchRequest(tuple(prompt), job.output_len) for prompt in job.prompts()]
 
     def alone(one: Engine) -> Turn:
-        one.kv.reset()
+        _empty(one)
         return _timed(lambda: _first(run_alone(one, requests, arrivals)))
 
     async def turns() -> list[tuple[Turn, Turn]]:
@@ -117,7 +117,7 @@ def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
         try:
             for _ in range(options.rounds):
                 first = await asynchronous.call(alone)
-                await asynchronous.call(lambda one: one.kv.reset())
+                await asynchronous.call(_empty)
                 # The engine serves meanwhile, so this runs beside it.
                 found.append((first, await asyncio.to_thread(_timed, lambda: _send(job))))
         finally:
@@ -127,6 +127,11 @@ def measure(engine: Engine, options: CostOptions) -> list[tuple[Turn, Turn]]:
 
     with asyncio.Runner(loop_factory=uvicorn.Config(None).get_loop_factory()) as runner:  # type: ignore[arg-type]
         return runner.run(turns())
+
+
+def _empty(engine: Engine) -> None:
+    """Let no turn find what one before it computed."""
+    engine.empty_cache(enable_caching=engine.config.enable_prefix_caching)
 
 
 def _timed(run: Callable[[], tuple[list[float], Loaded | None]]) -> Turn:

@@ -16,6 +16,7 @@ Does not know: the server.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -239,7 +240,8 @@ async def run_load(job: Job) -> Loaded:
 def _main() -> None:
     job = Job(**json.load(sys.stdin))
     if not job.due_s and sys.platform == "linux":
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with contextlib.suppress(OSError):  # where a process may not say how it is scheduled
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     kind = selectors.DefaultSelector if job.due_s else _Unhurried
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(kind())) as runner:
         json.dump(asdict(runner.run(run_load(job))), sys.stdout)

@@ -164,6 +164,48 @@ def test_a_fault_fails_the_requests_it_meets_and_the_engine_goes_on(engine, monk
     run(main())
 
 
+@pytest.mark.parametrize("ends_by", ["fault", "stop", "abort"])
+def test_what_was_held_is_told_before_what_ended_it(engine, monkeypatch, ends_by):
+    sound, num_steps, steps_wanted = engine._passes.send, 0, threading.Event()
+
+    def send(*args):
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps >= 6:
+            steps_wanted.set()
+            if ends_by == "fault" and num_steps == 6:
+                raise RuntimeError("planted")
+        return sound(*args)
+
+    monkeypatch.setattr(engine._passes, "send", send)
+
+    async def main():
+        async with AsyncEngine(engine) as served:
+            monkeypatch.setattr(served._pace, "wait_s", lambda: 3600.0)  # every round rests
+            stream = await served.add("a text", LONG)
+            [first] = await stream.news()
+            await asyncio.to_thread(steps_wanted.wait, DEADLINE_S)
+            await served.call(num_used)  # what was computed before has come
+            if ends_by == "stop":
+                await served.stop()
+            elif ends_by == "abort":
+                stream.close()
+            told = []
+            with pytest.raises(EngineFaultError if ends_by == "fault" else NotServingError):
+                await take_all(stream, told)
+            assert all(delta.finish_reason is None for delta in (first, *told))
+            if ends_by != "abort":  # whoever aborts wants no more of it
+                assert told
+                tokens = [token for delta in (first, *told) for token in delta.tokens]
+                assert tokens == stream.samples[0].tokens
+
+    async def take_all(stream, told):
+        while news := await stream.news():
+            told += news
+
+    run(main())
+
+
 def test_an_engine_that_computes_no_more_stops_and_says_so(engine, monkeypatch):
     def send(*args):
         raise RuntimeError("planted")
