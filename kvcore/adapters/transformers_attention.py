@@ -15,6 +15,7 @@ in a checkout of kvcore and not in its wheel; nothing imports this file before a
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,24 +50,39 @@ class Installed:
     def __init__(self, model: Any, backend: str) -> None:  # noqa: ANN401  # a mixin without types
         self._backend = backends.get_backend(backend)
         self._model = model
-        self._own = model.config._attn_implementation  # noqa: SLF001  # as their manager does
+        earlier = getattr(model, "_kvcore_attention", None)  # whose manager may not have stopped
+        own = model.config._attn_implementation if earlier is None else earlier._own  # noqa: SLF001
+        self._own: str = own
         if model.device.type != self._backend.device.type:
             raise kvcore.InvalidArgumentError(
                 f"backend: wanted one that runs on {model.device}, where the model is, got "
                 f"{self._backend.name!r}"
             )
 
-    def check(self, config: ContinuousBatchingConfig) -> None:
-        """Refuse what would record or compile a pass, because each batch has other tensors."""
-        for name in ("use_cuda_graph", "varlen_compile_config", "decode_compile_config"):
-            given = getattr(config, name)
-            if given not in (None, False, (False, False)):
-                raise kvcore.InvalidArgumentError(
-                    f"{name}: wanted none beside a backend's attention, got {given!r}"
-                )
+    def asked(self, config: ContinuousBatchingConfig) -> ContinuousBatchingConfig:
+        """A copy with what Transformers would turn on by itself left off, where it was not asked.
+
+        Raises:
+            InvalidArgumentError: it asks for what `_check` refuses.
+        """
+        _check(config)
+        config = copy(config)
+        config.auto_switch_to_flash = False
+        if config.use_cuda_graph is None:
+            config.use_cuda_graph = (False, False)
+        if config.max_blocks_per_request is None:
+            config.max_blocks_per_request = 0
+        return config
 
     def enter(self, manager: Any) -> None:  # noqa: ANN401
-        """Have the model attend with the backend until the manager stops."""
+        """Have the model attend with the backend until the manager stops.
+
+        Raises:
+            InvalidArgumentError: Transformers has resolved its configuration to what `_check`
+                refuses.
+        """
+        resolved = manager.continuous_batching_config
+        _check(resolved, max_blocks_per_request=resolved.max_blocks_per_request)
         self._model.set_attn_implementation(IMPLEMENTATION)
         manager._original_attn_impl = self._own  # noqa: SLF001  # `stop` gives it back
 
@@ -81,6 +97,22 @@ class Installed:
             cache.attention = Attention(cache, self._backend)
             batches.prepare_batch_tensors = partial(
                 cache.attention.prepare, batches.prepare_batch_tensors, batches.compute_stream
+            )
+
+
+def _check(config: ContinuousBatchingConfig, **others: object) -> None:
+    """Refuse what would record or compile a pass, or pad it, because each batch has other tensors.
+
+    Args:
+        config: as asked for, or resolved.
+        others: more of its fields.
+    """
+    names = ("use_cuda_graph", "varlen_compile_config", "decode_compile_config")
+    fields = {name: getattr(config, name) for name in (*names, "default_compile_level")}
+    for name, given in (fields | others).items():
+        if given not in (None, False, (False, False)):  # or 0, which is no less False
+            raise kvcore.InvalidArgumentError(
+                f"{name}: wanted none beside a backend's attention, got {given!r}"
             )
 
 

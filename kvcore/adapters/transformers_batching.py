@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from copy import copy
 from importlib import import_module
 from math import ceil, gcd
 from types import MethodType
@@ -120,19 +119,23 @@ def _init_continuous_batching(
     workload_hints: Any = None,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     attention = model._kvcore_attention  # noqa: SLF001
+    before = model.config._attn_implementation  # noqa: SLF001  # ours, if a manager never stopped
     if attention is not None:
         own = getattr(generation_config or model.generation_config, _CONFIG, None)
-        config = copy(continuous_batching_config or own or ContinuousBatchingConfig())
-        attention.check(config)
-        config.auto_switch_to_flash = False
-        continuous_batching_config = config
+        continuous_batching_config = attention.asked(
+            continuous_batching_config or own or ContinuousBatchingConfig()
+        )
         attention.leave()  # Transformers knows the stock ones alone
     manager = type(model).init_continuous_batching(
         model, generation_config, continuous_batching_config, workload_hints
     )
     manager._create_batch_processor = MethodType(_create_batch_processor, manager)  # noqa: SLF001
     if attention is not None:
-        attention.enter(manager)
+        try:
+            attention.enter(manager)
+        except kvcore.InvalidArgumentError:
+            model.set_attn_implementation(before)
+            raise
     return manager
 
 
@@ -242,8 +245,8 @@ class KVCoreCache(PagedAttentionCache):
                 if isinstance(allocator, _WindowAllocator)
                 else kvcore.FullAttention(block_size=size)
             )
-        sizes = [group.block_size for group in groups]
-        self.kv = kvcore.KVCacheManager(usable + 1, gcd(*sizes), groups=groups)
+        self._sizes = [group.block_size for group in groups]
+        self.kv = kvcore.KVCacheManager(usable + 1, gcd(*self._sizes), groups=groups)
         self.use_prefix_sharing = self.allow_block_sharing
 
     def _num_pages(self, allocator: CacheAllocator) -> int:
@@ -318,10 +321,15 @@ class KVCoreCache(PagedAttentionCache):
         request_len: int,
         dry_run: bool = False,  # noqa: FBT001, FBT002  # as theirs
     ) -> bool:
-        """Make room for the next tokens of a request, or say that there is none."""
+        """Make room for the next tokens of a request, or say that there is none.
+
+        A warm-up asks, dry, for a request of no tokens: who is unknown then is counted, not opened.
+        """
         known = state.request_id in self.sequences
+        total: int = state.current_len() + request_len
+        if dry_run and not known:
+            return sum(ceil(total / size) for size in self._sizes) <= self.kv.num_free_blocks
         seq = self.sequences[state.request_id] if known else self._open_anew(state)
-        total = state.current_len() + request_len
         fits = self.kv.can_reserve(seq, max(0, total - seq.num_computed_tokens))
         if fits and not dry_run:
             self.kv.reserve_to(seq, total)

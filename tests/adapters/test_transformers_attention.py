@@ -3,12 +3,14 @@ import sys
 import pytest
 import torch
 from transformers import (
+    CompileConfig,
     ContinuousBatchingConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
 )
+from transformers.generation.continuous_batching import initialization
 
 import backends
 import kvcore
@@ -97,6 +99,20 @@ def test_the_model_has_its_own_attention_again_when_the_manager_has_stopped():
     assert model.config._attn_implementation == own
 
 
+def test_installed_again_while_a_manager_was_never_stopped_it_still_knows_the_own_attention():
+    model = network("full")
+    own = model.config._attn_implementation
+    for _ in range(3):
+        install(model, backend="numba")
+        model.init_continuous_batching(greedy(), sizes(60))
+        assert model.config._attn_implementation == IMPLEMENTATION
+    with pytest.raises(backends.UnknownBackendError):
+        install(model, backend="numbat")
+    assert model.config._attn_implementation == IMPLEMENTATION  # a refusal changes nothing
+    uninstall(model)
+    assert model.config._attn_implementation == own
+
+
 def test_a_kept_manager_attends_with_the_backend_in_the_next_call_too(monkeypatch):
     called = []
     attend = Attention.attend
@@ -130,14 +146,59 @@ def test_what_cannot_run_here_is_refused_before_anything_is_installed():
     assert not hasattr(model, "_kvcore_attention")
 
 
-@pytest.mark.parametrize("field", ["use_cuda_graph", "varlen_compile_config"])
-def test_recorded_and_compiled_passes_are_refused(field):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("use_cuda_graph", True), ("varlen_compile_config", True), ("default_compile_level", 1)],
+)
+def test_recorded_and_compiled_passes_are_refused(field, value):
     model = network("full")
     install(model, backend="numba")
     config = ContinuousBatchingConfig(num_blocks=60, page_size=4)
-    setattr(config, field, True)
-    with pytest.raises(kvcore.InvalidArgumentError, match=f"{field}: wanted none .* got True"):
+    setattr(config, field, value)
+    with pytest.raises(kvcore.InvalidArgumentError, match=f"{field}: wanted none .* got {value}"):
         model.init_continuous_batching(greedy(), config)
+
+
+@pytest.fixture
+def like_flash_on_cuda(monkeypatch):
+    """Transformers may choose block tables and graphs, as with flash attention on a GPU."""
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "cuda")
+    monkeypatch.setattr(initialization, "ensure_decode_fast_path_is_available", lambda *_: None)
+
+
+@pytest.mark.parametrize("more", [{}, {"q_padding_interval_size": 8}])
+def test_what_flash_attention_would_turn_on_stays_off(like_flash_on_cuda, more):
+    model = network("full")
+    prompts = prompts_that_share(4)
+    install(model, backend="numba")
+    ours = Run(model, prompts, sizes(60, **more))
+    uninstall(model)
+    off = sizes(60, use_cuda_graph=False, max_blocks_per_request=0)
+    assert ours.tokens == Run(model, prompts, off).tokens
+
+
+def test_what_transformers_resolves_to_is_refused_by_name_too(like_flash_on_cuda):
+    model = network("full")
+    own = model.config._attn_implementation
+    install(model, backend="numba")
+    for before in (own, IMPLEMENTATION):
+        with pytest.raises(
+            kvcore.InvalidArgumentError, match=r"max_blocks_per_request: wanted none .* got 32"
+        ):
+            model.init_continuous_batching(greedy(), sizes(60, max_blocks_per_request=32))
+        assert model.config._attn_implementation == before
+        model.init_continuous_batching(greedy(), sizes(60))
+    uninstall(model)
+
+
+def test_a_compiled_pass_of_the_models_own_configuration_is_refused():
+    model = network("full")
+    own = model.config._attn_implementation
+    model.config.compile_config = CompileConfig()
+    install(model, backend="numba")
+    with pytest.raises(kvcore.InvalidArgumentError, match="varlen_compile_config: wanted none"):
+        model.init_continuous_batching(greedy(), sizes(60))
+    assert model.config._attn_implementation == own
 
 
 def test_a_call_that_is_no_batch_is_refused_by_name():

@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.generation.continuous_batching.model_runner import (
+    ModelRunner,
+    infer_max_single_request_tokens,
+)
+from transformers.generation.continuous_batching.requests import RequestState
 
 import kvcore
 from kvcore.adapters.transformers import (
@@ -116,6 +121,53 @@ def test_a_kept_manager_hits_what_an_earlier_call_has_computed():
         assert cache.kv.stats().num_hit_tokens == expected
     uninstall(model)
     assert not hasattr(model, "_cached_continuous_batching_manager")
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_a_compiled_pass_is_warmed_up_and_writes_the_tokens_of_the_stock_cache(kind, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # takes 20 s, else
+    warmed = []  # how long it took: 0.0 where it has failed
+    warm_up = ModelRunner.run_one_warmup
+
+    def noted(runner, **more):
+        warmed.append(warm_up(runner, **more))
+        return warmed[-1]
+
+    monkeypatch.setattr(ModelRunner, "run_one_warmup", noted)
+    model = network(kind)
+    found = []
+    for prepare in (uninstall, install):
+        prepare(model)
+        made = model.generate_batch(
+            prompts_that_share(5),
+            generation_config=greedy(),
+            continuous_batching_config=sizes(40, default_compile_level=1),
+            persistent_manager=prepare is install,
+        )
+        found.append([output.generated_tokens for output in made.values()])
+    assert found[0] == found[1]
+    assert len(warmed) == 2
+    assert all(warmed)
+    cache = model._cached_continuous_batching_manager.batch_processor.cache
+    assert at_rest(cache)
+    uninstall(model)
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_a_dry_run_for_an_unknown_request_says_what_would_fit_and_opens_nothing(kind):
+    model = network(kind)
+    install(model)
+    manager = model.init_continuous_batching(greedy(), sizes(10))
+    cache = manager._create_batch_processor().cache
+    most = infer_max_single_request_tokens(cache)
+    assert not cache.sequences
+    for count, fits in ((most + 1, False), (most, True)):
+        state = RequestState("a", initial_tokens=[0] * count)
+        assert cache.can_store_request_tokens(state, count, dry_run=True) is fits
+        assert cache.can_store_request_tokens(state, count) is fits
+    cache.free_blocks("a")
+    assert at_rest(cache)
+    manager.destroy()
 
 
 def test_other_models_keep_the_stock_cache():
