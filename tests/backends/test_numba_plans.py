@@ -4,6 +4,7 @@ The programs here carve every tensor out of the same memory, so that what comes 
 something else lay, and compare a backend that has seen it all with one that has seen nothing.
 """
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -177,9 +178,8 @@ def test_a_tensor_that_is_changed_in_place_is_known_by_what_it_is_now():
 
 def change_batch(**changes):
     def change(tensors, batch, numbers):
-        fields = {name: getattr(batch, name) for name in batch.__slots__}
-        fields |= {name: make(fields[name]) for name, make in changes.items()}
-        return tensors, backends.PagedBatch(**fields), numbers
+        changed = {name: make(getattr(batch, name)) for name, make in changes.items()}
+        return tensors, dataclasses.replace(batch, **changed), numbers
 
     return change
 
