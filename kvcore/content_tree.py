@@ -90,7 +90,7 @@ class ContentTree:
         """Return the block of every node along the prefix, None where it has none. O(nodes).
 
         For groups that do not need every block of a prefix. Arguments as for `match`, which is the
-        same up to the first gap.
+        same up to the first gap; its walk is written out here, since a look-up is little else.
         """
         found: list[Block | None] = []
         node = self._roots.get(namespace_key)

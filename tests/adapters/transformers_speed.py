@@ -12,28 +12,19 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, logging
 
 from kvcore.adapters.transformers import install, uninstall
+from model.bench.configs import CONFIGS
 from tests.adapters.transformers_runs import ContinuousBatchingConfig, Run
 
-NETWORKS = {
-    "small": {
-        "vocab_size": 512,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    "0.6b": {  # Qwen3-0.6B's sizes
-        "vocab_size": 151_936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
 }
+NETWORKS = {"small": SMALL, "0.6b": {name: CONFIGS["qwen3-0.6b"][1][name] for name in SMALL}}
 
 
 def draw_prompts(options, vocabulary):

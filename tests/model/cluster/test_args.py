@@ -17,6 +17,18 @@ from model.errors import InvalidArgumentError, UsageError
 _ROOT = Path(__file__).parents[3]
 
 
+def run(*flags):
+    """The command as a user gives it, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "model.cluster", *flags],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def test_flags_become_settings():
     options = parse_args(["--replicas", "3", "--router", "power-of-two", "--tp", "2"])
     assert (options.cluster.replicas, options.cluster.router) == (3, "power-of-two")
@@ -56,14 +68,7 @@ def test_a_port_in_use_is_one_line_before_ray_is_started():
     pytest.importorskip("ray", reason="Ray is not installed: .[cluster]")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ended = subprocess.run(
-            [sys.executable, "-m", "model.cluster", "--port", port],
-            cwd=_ROOT,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        ended = run("--port", port)
     assert ended.returncode == 2
     assert ended.stderr.splitlines() == [
         f"error: --host 127.0.0.1 --port {port}: Address already in use"
@@ -86,14 +91,7 @@ def test_a_cluster_that_nobody_serves_is_one_line():
     pytest.importorskip("ray", reason="Ray is not installed: .[cluster]")
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    ended = subprocess.run(
-        [sys.executable, "-m", "model.cluster", "--port", "0", "--address", address],
-        cwd=_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    ended = run("--port", "0", "--address", address)
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[1:] == [
         f"error: --address {address}: wanted a Ray cluster's: [Errno 111] Connection refused"
