@@ -193,9 +193,7 @@ class Driver:
             self.seen["aborted"] += 1
         self.program.call("finish", request)
         (self.away if request in self.away else self.live).remove(request)
-        came_to_nothing = len(request.told) == self.watch.blocks(request.cached)
-        held = self.watch.held(self.live)
-        self.memory.release(request.told, held, was_used=not came_to_nothing)
+        self._let_go(request, request.told)
         self.agree()
 
     def truncate(self, request: Request, num_tokens: int) -> None:
@@ -218,8 +216,8 @@ class Driver:
         request.untold = max(0, num_tokens - (len(request.tokens) - request.untold))
         del request.tokens[num_tokens:], request.path[num_tokens:]
         request.computed = computed
+        self._let_go(request, before)
         request.cached = min(request.cached, computed)
-        self.memory.release(before, self.watch.held(self.live))
         self.seen["cut"] += 1
         self.agree()
 
@@ -240,7 +238,7 @@ class Driver:
             name, handle, [*request.tokens], request.tenant, request.root, [*request.path]
         )
         child.items = request.items
-        child.computed = request.computed
+        child.computed, child.cached = request.computed, request.cached
         orders = as_pairs("fork", copies)
         table = self.watch.table(child)
         own = [block_id for block_id in table if block_id not in request.told]
@@ -296,7 +294,7 @@ class Driver:
         self.live.remove(request)
         self.away.append(request)
         before, request.told, request.num_away = request.told, [], len(ids)
-        self.memory.release(before, self.watch.held(self.live))
+        self._let_go(request, before)
         self.seen["swapped out"] += 1
         self.agree()
 
@@ -434,6 +432,11 @@ class Driver:
             if theirs > request.cached:
                 self.seen["kept apart"] += 1
                 return
+
+    def _let_go(self, request: Request, blocks: list[int]) -> None:
+        """Note what a request has let go of, all of it or its end; hits alone were never used."""
+        was_used = len(blocks) > self.watch.blocks(request.cached)
+        self.memory.release(blocks, self.watch.held(self.live), was_used=was_used)
 
     def _hand_out(self, request: Request, ids: list[int]) -> None:
         self.watch.check_new(request, ids, self.live)

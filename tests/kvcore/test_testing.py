@@ -316,6 +316,38 @@ def test_a_driver_can_be_driven_by_hand():
     assert driver.seen["hits"] == 1
 
 
+def fork_and_finish_both(driver, request):
+    child = driver.fork(request)
+    driver.finish(request)
+    driver.finish(child)
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        testing.Driver.finish,
+        testing.Driver.swap_out,
+        lambda driver, request: driver.truncate(request, 0),
+        fork_and_finish_both,
+    ],
+    ids=["finish", "swap out", "truncate", "fork"],
+)
+def test_a_look_up_that_came_to_nothing_may_leave_the_order_of_reuse_as_it_was(leave):
+    driver = testing.Driver(OurAllocator())
+    driver.start(4, 2)
+    for prompt in ([0, 0, 2], [0, 1, 1, 1, 2]):
+        request = driver.begin(prompt)
+        assert driver.reserve(request, len(prompt) // 2 * 2)
+        driver.commit(request, len(prompt) // 2 * 2)
+        driver.finish(request)
+    looked_up = driver.begin([0, 0, 0])
+    assert looked_up.cached == 2
+    leave(driver, looked_up)
+    next_one = driver.begin([3])
+    assert driver.reserve(next_one, 1)
+    assert next_one.told == [1]  # though a look-up has found it last
+
+
 def test_without_hypothesis_the_import_says_what_to_install():
     script = "import sys; sys.modules['hypothesis'] = None; import kvcore; import kvcore.testing"
     result = subprocess.run(
