@@ -44,7 +44,7 @@ FILES = sorted(p.stem for p in (ROOT / "kvcore").glob("*.py") if p.stem not in N
 TESTS = (
     ("manager", "capabilities", "decode_step", "untold", "bad_transfers"),
     ("machines", "pool_properties"),
-    ("block", "free_queue", "groups", "hashing", "pool", "content_tree", "idle_blocks", "package"),
+    ("block", "free_queue", "groups", "hashing", "pool", "content_tree", "idle_blocks"),
     ("peaks", "pool_map", "hostile", "invariants", "tokens", "slots", "short_ways", "look_ups"),
     ("block_keys", "inexpressible", "determinism"),
     ("cost",),

@@ -1,6 +1,10 @@
 """Which block is reused next, how many are held, and what trusts its caller."""
 
+import pytest
+
 import kvcore
+from kvcore.block import Block
+from kvcore.idle_blocks import IdleBlocks
 from tests.kvcore.pools import ids, published, refused
 from tests.kvcore.views import pool_view
 
@@ -91,3 +95,60 @@ def test_lifetimes_are_noted_where_they_begin_and_end(pool):
     assert (stats.reuse_gap.count, stats.reuse_gap.total) == (1, 4)
     assert (stats.idle_before_eviction.count, stats.idle_before_eviction.total) == (1, 8)
     assert (stats.lifetime.count, stats.lifetime.total) == (1, 14)
+
+
+def waiting(count):
+    """As many blocks, and where they wait: what holds the end of a prompt goes before its begin."""
+    blocks = [Block(number) for number in range(count)]
+    idle = IdleBlocks()
+    idle.push_run(blocks)
+    return blocks, idle
+
+
+def test_what_a_block_is_kept_for_has_nothing_in_it_that_adds_nothing():
+    (block,), idle = waiting(1)
+    assert idle.front(block, [(1, 9), (2, 5), (3, 5), (3, 5), (0, 9)]) == ((3, 5), (1, 9))
+
+
+@pytest.mark.parametrize(
+    ("given_back", "wanted"),
+    [
+        ([1, 2, 3], [0, 1, 2, 3, 4]),
+        ([1, 3], [0, 4, 1, 3]),
+        ([1, 2, 5, 3], [0, 4, 1, 2, 5, 3]),
+        ([1, 2], [0, 4, 1, 2]),
+        ([2, 3], [0, 4, 2, 3]),
+        ([2, 1, 3], [0, 4, 2, 1, 3]),
+    ],
+    ids=["all", "its ends", "another too", "all but the last", "all but the first", "turned"],
+)
+def test_what_was_found_goes_back_to_its_place_if_all_of_it_comes_and_nothing_else(
+    given_back, wanted
+):
+    blocks, idle = waiting(5)
+    blocks.append(Block(5))
+    idle.find_run(blocks[3:0:-1])
+    idle.push_run([blocks[number] for number in given_back], is_alone=True)
+    assert ids(idle.first(6)) == wanted
+
+
+class FullAt(dict):
+    """Has no room for a new key once it has so many."""
+
+    most = 3
+
+    def setdefault(self, key, value=None):
+        if key not in self and len(self) == self.most:
+            raise MemoryError
+        return super().setdefault(key, value)
+
+
+def test_room_for_wishes_is_made_for_all_blocks_or_for_none():
+    blocks, idle = waiting(6)
+    idle.kept = FullAt({0: ((1, 9),), 5: ((2, 7),)})
+    with pytest.raises(MemoryError):
+        idle.make_room(blocks)
+    assert idle.kept == {0: ((1, 9),), 5: ((2, 7),)}
+    idle.kept.most = 6
+    idle.make_room(blocks)
+    assert idle.kept == {0: ((1, 9),), 1: (), 2: (), 3: (), 4: (), 5: ((2, 7),)}
