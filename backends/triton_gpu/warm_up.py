@@ -54,8 +54,8 @@ def warm_up(
         return
     with ThreadPoolExecutor(
         min(_MOST_THREADS, os.cpu_count() or 1),
-        initializer=torch.cuda.set_device,
-        initargs=(device,),
+        initializer=torch.cuda.set_stream,  # the caller's, which has made what the calls read
+        initargs=(torch.cuda.current_stream(device),),
     ) as threads:
         for done in [threads.submit(call) for call in calls]:
             done.result()

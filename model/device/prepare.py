@@ -116,6 +116,14 @@ def recorded_tokens(num_parameters: int, num_layers: int, config: EngineConfig) 
     return min(config.max_num_batched_tokens, max(_LEAST_TOKENS, int(launching)), _MOST_TOKENS)
 
 
+def compiled_tokens(max_num_batched_tokens: int) -> int:
+    """Tokens of the step that pieces are compiled with; they serve any number then. O(1).
+
+    Never as few as have pieces of their own: what all others run in would be compiled by a request.
+    """
+    return max(max(FEW) + 1, min(max_num_batched_tokens, _COMPILED_TOKENS))
+
+
 def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
     """Capture and compile a network as far as it can be."""
     is_on_gpu = network.device.type == "cuda"
@@ -128,7 +136,7 @@ def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
         return Prepared(f"eager ({error})")
     if not (is_on_gpu and config.compile):
         return Prepared("captured")
-    count = min(config.max_num_batched_tokens, _COMPILED_TOKENS)
+    count = compiled_tokens(config.max_num_batched_tokens)
     rows = max(1, min(count - 1, config.max_num_seqs))
     num_groups = len(network.layout.windows)
     steps = [

@@ -13,8 +13,9 @@ from model import EngineConfig, SamplingParams
 from model.device import sampler
 from model.device.cuda_graphs import Bucket, Buckets, StepGraphs, _passed
 from model.device.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, row_terms
+from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
-from model.device.prepare import Prepared, recorded_tokens
+from model.device.prepare import Prepared, compiled_tokens, recorded_tokens
 from model.device.shared_prefix import Worth
 from model.engine import Engine
 from tests.model.networks import build
@@ -257,6 +258,11 @@ def test_steps_are_recorded_up_to_where_the_device_is_busier_than_the_host():
     assert recorded_tokens(70_000_000_000, 80, config) == 256
     assert recorded_tokens(1_000_000, 4, config) == 8192
     assert recorded_tokens(1_000_000, 4, EngineConfig(max_num_batched_tokens=100)) == 100
+
+
+def test_what_all_steps_run_in_is_compiled_with_a_step_that_has_no_pieces_of_its_own():
+    assert [compiled_tokens(most) for most in (1, 2, 4, 5, 40, 8192)] == [5, 5, 5, 5, 40, 512]
+    assert max(FEW) == 4
 
 
 PARAMS_OF_A_ROW = st.builds(
