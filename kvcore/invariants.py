@@ -137,6 +137,9 @@ def capacity(manager: KVCacheManager) -> None:
     slots = sum([pool.block_sizes[b.group] for b in pool.blocks if b.ref_count])
     if slots != pool.num_used_slots:
         _fail("P13", f"{slots} slots are used, the pool says {pool.num_used_slots}")
+    for block in pool.blocks if pool.is_uneven else ():
+        if block.ref_count == 0 and block.node is None and block.group != 0:
+            _fail("P13", f"{block!r} is empty and free, and counts for group {block.group}")
     cached = sum([block.node is not None for block in pool.blocks])
     if cached != pool.num_cached_blocks:
         _fail("P13", f"{cached} blocks hold content, the pool says {pool.num_cached_blocks}")

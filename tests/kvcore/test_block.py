@@ -49,6 +49,7 @@ def test_copies_are_listed_oldest_first():
         tree.attach([block], b"", None, [b"abcd"])
     node = blocks[0].node
     assert node.copies() == blocks
+    assert {block.group for block in blocks} == {0}  # where no other group is named
     tree.detach(blocks[1])
     assert node.copies() == [blocks[0], blocks[2]]
 

@@ -9,7 +9,12 @@ from tests.kvcore.views import pool_view
 
 def test_a_run_of_blocks_can_be_hit_as_far_as_it_agrees(pool):
     published(pool, 1, 2, 3)
-    for prompt, found in (([1, 2, 3, 4], [1, 2, 3]), ([1, 2, 9], [1, 2]), ([2], [])):
+    for prompt, found in (
+        ([1, 2, 3, 4], [1, 2, 3]),
+        ([1, 2, 9], [1, 2]),
+        ([1, 9, 2, 3], [1]),
+        ([2], []),
+    ):
         packed = kvcore.pack(prompt).tobytes()
         assert ids(pool.match(b"n", packed, len(prompt))) == found
         assert pool.match(b"other", packed, len(prompt)) == []
@@ -82,6 +87,8 @@ def test_a_long_run_is_published_and_found_whole():
     pool = kvcore.BlockPool(400, 1)
     blocks = published(pool, *range(300))
     assert pool.match(b"n", kvcore.pack(range(300)).tobytes(), 300) == blocks
+    pool.hold(blocks)
+    assert {block.ref_count for block in blocks} == {2}
 
 
 def test_content_may_be_longer_than_its_tokens(pool):
@@ -124,6 +131,17 @@ def test_a_content_is_removed_with_its_last_copy_however_many_go_at_once():
     pool.take(1)
     (removed,) = log.take()
     assert removed == kvcore.BlocksRemoved(2, 0, stored.names)
+
+
+def test_what_goes_with_a_copy_of_what_stays_is_removed():
+    log = kvcore.EventLog([1], "xxh3-128")
+    pool = kvcore.BlockPool(4, 1, log=log)
+    copy, _, only = published(pool, 1), published(pool, 1), published(pool, 2)
+    stored = log.take()
+    pool.release(copy)
+    pool.release(only)
+    assert ids(pool.take(2)) == [1, 3]
+    assert [event.names for event in log.take()] == [stored[-1].names]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])

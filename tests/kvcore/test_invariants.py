@@ -178,6 +178,16 @@ def test_quiescence_sees_a_block_that_nobody_holds_and_nobody_freed():
         kvcore.PROPERTIES["P5"](kv)
 
 
+def test_an_empty_block_that_counts_for_another_group_is_seen():
+    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(8, block_size=4)]
+    kv = kvcore.KVCacheManager(20, 2, groups=groups)
+    kv.close(kv.open([1, 2, 3]))
+    kvcore.check(kv)
+    kv.pool.blocks[7].group = 1
+    with pytest.raises(kvcore.InvariantError, match="P13: .* is empty and free"):
+        kvcore.check(kv)
+
+
 def test_max_model_len_is_checked():
     kv = kvcore.KVCacheManager(9, 2, max_model_len=4)
     seq = kv.open([1, 2, 3])

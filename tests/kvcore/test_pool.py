@@ -345,3 +345,40 @@ def test_blocks_that_come_back_in_a_step_are_counted_as_used_until_it_ends():
     pool.exchange(pool.next_blocks(2), leaving)
     assert pool.peak_used_blocks == 7
     assert pool.num_free_blocks == 5
+
+
+# Layer groups whose blocks have other sizes.
+
+
+def lets_go(pool, blocks):
+    pool.release(blocks)
+
+
+def is_cleared(pool, blocks):
+    pool.release(blocks)
+    assert pool.clear() == 2
+
+
+def is_forgotten(pool, blocks):
+    pool.release(blocks)
+    pool.forget(blocks)
+
+
+def is_forgotten_at_once(pool, blocks):
+    pool.forget(blocks, blocks)
+
+
+@pytest.mark.parametrize("end", [lets_go, is_cleared, is_forgotten, is_forgotten_at_once])
+def test_a_block_that_is_taken_again_counts_as_one_of_the_first_group(end):
+    pool = kvcore.BlockPool(3, 1, 2)
+    blocks = pool.take(2)
+    contents = [token(1) + token(2), token(3) + token(4)]
+    pool.publish(blocks, b"n", None, contents, 1)
+    assert pool.num_used_slots == 4
+    end(pool, blocks)
+    assert pool.num_used_slots == 0
+    for count in (1, 2):
+        (block,) = pool.take(1)
+        assert (block.group, pool.num_used_slots) == (0, count)
+    pool.assign(pool.blocks[1:], 1)
+    assert pool.num_used_slots == 4

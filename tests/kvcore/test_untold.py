@@ -121,6 +121,23 @@ def test_what_nobody_expects_is_refused(tokens, start, wanted):
     assert (seq.tokens, seq.num_untold_tokens) == ((1, 2, 3), 2)
 
 
+def test_no_more_is_computed_than_was_told_or_is_expected():
+    kv = kvcore.KVCacheManager(16, 8)
+    seq = prefilled(kv, [1, 2, 3])
+    kv.expect(seq, 1)
+    kv.reserve(seq, 5)
+    for call in (
+        lambda: kv.commit(seq, 2),
+        lambda: kv.commit_step([seq], [2]),
+        lambda: kv.step([seq], [3], [], num_joining=[0]),
+    ):
+        with pytest.raises(kvcore.InvalidArgumentError, match=r"at most the 1 tokens .* got \d"):
+            call()
+        assert (seq.num_tokens, seq.num_computed_tokens) == (4, 3)
+    kv.commit(seq, 1)
+    assert seq.num_settled_tokens == 3
+
+
 def test_what_was_sampled_before_a_cut_is_found_out_after_it():
     kv = kvcore.KVCacheManager(16, 4)
     seq = prefilled(kv, [1, 2, 3])

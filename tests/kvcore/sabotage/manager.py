@@ -158,7 +158,7 @@ class manager_counts_what_was_preempted_as_hits(kvcore.KVCacheManager):
         return super().open(tokens, **options)
 
 
-@sabotage(machines.ManagerMachine, "P10", "P24")
+@sabotage(machines.ManagerMachine, "P6", "P10", "P24")
 class manager_keeps_from_others_what_was_not_looked_up(kvcore.KVCacheManager):
     def open(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, skip_reading=False, **options):
         return super().open(tokens, namespace=None if skip_reading else namespace, **options)
