@@ -184,7 +184,7 @@ def test_an_empty_block_that_counts_for_another_group_is_seen():
     kv.close(kv.open([1, 2, 3]))
     kvcore.check(kv)
     kv.pool.blocks[7].group = 1
-    with pytest.raises(kvcore.InvariantError, match="P13: .* is empty and free"):
+    with pytest.raises(kvcore.InvariantError, match=r"P13: .* is empty and free"):
         kvcore.check(kv)
 
 
