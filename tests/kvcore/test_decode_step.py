@@ -181,6 +181,19 @@ def test_what_says_that_it_equals_a_sequence_is_none(verb, place, is_warm):
         assert manager_view(kv) == before
 
 
+@pytest.mark.parametrize("windows", [[], [kvcore.SlidingWindow(5)]])
+def test_a_chunk_whose_prompt_has_room_is_found_from_its_step_on(windows):
+    """Tokens stand behind the chunk, told and with room: none of that lets its blocks wait."""
+    kv = kvcore.KVCacheManager(40, 4, groups=[kvcore.FullAttention(), *windows])
+    prompt = list(range(300, 319))
+    seq = kv.open(prompt)
+    kv.reserve(seq, len(prompt))
+    for count, cached in ((3, 0), (2, 4), (9, 12), (5, 16)):
+        kv.step([seq], [count], [], num_joining=[0])
+        assert kv.plan(prompt).num_cached_tokens == cached
+        kvcore.check(kv)
+
+
 def test_an_empty_step_is_a_step():
     assert kvcore.KVCacheManager(4, 4).decode_step([], []) == ()
 
