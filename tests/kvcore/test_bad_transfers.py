@@ -73,6 +73,23 @@ def test_what_is_sound_of_a_half_full_block_stays_where_nobody_else_has_it(token
     assert kv.plan([*range(tokens), 1]).num_cached_tokens == tokens // 4 * 4
 
 
+@pytest.mark.parametrize(
+    ("tokens", "kept"),
+    [([0, 1, 2, 3], 4), ([0, 1, 2, 3, 4], 4), ([0, 1, 2, 3, 4, 5], 4), ([0, 1, 2, 3, 9], 5)],
+)
+def test_who_has_computed_the_first_bad_token_too_is_set_back(tokens, kept):
+    kv = kvcore.KVCacheManager(16, 4)
+    loader, other = kv.open(range(9)), kv.open(tokens)
+    for seq in (loader, other):  # each in blocks of its own
+        kv.reserve(seq, seq.num_tokens)
+    for seq in (other, loader):
+        kv.commit(seq, seq.num_tokens)
+    set_back = (loader, other) if kept < len(tokens) else (loader,)
+    assert kv.fail_load(loader, 4) == set_back
+    assert (loader.num_computed_tokens, other.num_computed_tokens) == (4, kept)
+    kvcore.check(kv)
+
+
 def test_a_block_that_another_has_too_is_given_back_whole():
     kv = kvcore.KVCacheManager(16, 4)
     seq = filled(kv, range(9))
