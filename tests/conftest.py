@@ -1,4 +1,4 @@
-"""Hypothesis profiles: `default` for every save, `ci` for the gate, `deep` for an hour's hunt.
+"""Hypothesis profiles: `default` for a save and the gate, `ci` for more, `deep` for an hour's hunt.
 
 And the collector is kept away from what was imported.
 """
