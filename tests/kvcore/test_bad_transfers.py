@@ -75,7 +75,14 @@ def test_what_is_sound_of_a_half_full_block_stays_where_nobody_else_has_it(token
 
 @pytest.mark.parametrize(
     ("tokens", "kept"),
-    [([0, 1, 2, 3], 4), ([0, 1, 2, 3, 4], 4), ([0, 1, 2, 3, 4, 5], 4), ([0, 1, 2, 3, 9], 5)],
+    [
+        ([0, 1, 2, 3], 4),
+        ([0, 1, 2, 3, 4], 4),
+        ([0, 1, 2, 3, 4, 5], 4),
+        ([0, 1, 2, 3, 9], 5),
+        ([0, 1, 2, 3, 2], 5),
+        ([0, 1, 1, 3, 4, 5], 6),
+    ],
 )
 def test_who_has_computed_the_first_bad_token_too_is_set_back(tokens, kept):
     kv = kvcore.KVCacheManager(16, 4)
