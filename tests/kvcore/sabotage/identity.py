@@ -7,7 +7,7 @@ from kvcore.hashing import encode_namespace
 from kvcore.items import encode_items
 from tests.kvcore.sabotage.registry import patched
 
-WRONG_HIT = ("P7", "P24")
+WRONG_HIT = ("P7", "P9", "P24")
 
 
 @patched(encode_namespace, *WRONG_HIT, rows=(35,))

@@ -163,7 +163,7 @@ class transfers_fail_in_their_own_blocks_alone(kvcore.KVCacheManager):
         return ()
 
 
-@sabotage(machines.ManagerMachine, "P15", "P20")
+@sabotage(machines.ManagerMachine, "P9", "P15", "P17", "P20")
 class transfers_fail_and_hold_their_blocks(kvcore.KVCacheManager):
     def fail_transfer(self, lease):
         return self.fail_blocks([block.block_id for block in lease.blocks])

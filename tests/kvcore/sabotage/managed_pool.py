@@ -23,7 +23,7 @@ class manager_finds_what_was_evicted(kvcore.BlockPool):
                 block.node, node.first_copy, node.last_copy = node, block, block
 
 
-@in_manager("P2", "P7", "P1", "P13", rows=(47,))
+@in_manager("P2", "P3", "P7", "P1", "P13", rows=(47,))
 class manager_uses_hits_that_it_does_not_hold(kvcore.BlockPool):
     def revive(self, blocks, kept=()):
         pass
@@ -68,7 +68,7 @@ class manager_trusts_a_digest_that_collides(kvcore.BlockPool):
         self.trees = (CollidingTree(*block_sizes),)
 
 
-@in_manager("P7", "P10", rows=(32,))
+@in_manager("P3", "P7", "P10", rows=(32,))
 class manager_forgets_what_stands_before_a_block(kvcore.BlockPool):
     def match(self, namespace_key, packed, max_blocks, group=0, items=None):
         hits = []
@@ -129,7 +129,7 @@ class manager_lets_twins_overwrite_each_other(kvcore.BlockPool):
         self.trees = (TwinTree(*block_sizes),)
 
 
-@in_manager("P9", "P6", rows=(86,))
+@in_manager("P3", "P9", "P6", rows=(86,))
 class manager_gives_a_second_copy_no_identity(kvcore.BlockPool):
     def attach(self, blocks, namespace_key, above, contents, group, passing=b""):
         super().attach(blocks, namespace_key, above, contents, group, passing)

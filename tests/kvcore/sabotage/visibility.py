@@ -58,7 +58,7 @@ class manager_commits_the_rejected_drafts_too(kvcore.KVCacheManager):
             super().commit(seq, min(seq.num_tokens, room) - seq.num_computed_tokens)
 
 
-@sabotage(machines.ManagerMachine, "P6", "P9", "P10", "P24", rows=(30,))
+@sabotage(machines.ManagerMachine, "P6", "P9", "P10", "P15", "P24", rows=(30,))
 class manager_publishes_with_caching_off(kvcore.KVCacheManager):
     def open(self, tokens, **options):
         self.enable_caching = True
