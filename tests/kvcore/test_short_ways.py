@@ -106,6 +106,15 @@ def test_a_decode_step_counts_and_does_no_more_where_no_block_is_full(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chunk_that_fills_no_block_is_counted_from_the_second_on(layout):
+    kv = kvcore.KVCacheManager(64, 4, groups=LAYOUTS[layout])
+    seq = kv.open([1, 2, 3])
+    kv.reserve(seq, 3)
+    ways = [called(kv.commit, seq, 1)[1] for _ in range(3)]
+    assert [way == {"commit"} for way in ways] == [False, True, True]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_verb_only_counts_between_changes(layout):
     """As each request's own verbs, as a step of all, and as a step ahead of what is told."""
     kv = kvcore.KVCacheManager(256, 4, groups=LAYOUTS[layout])
