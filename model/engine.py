@@ -151,7 +151,7 @@ class Engine:
             max_model_len=max_positions,
             watermark=self.config.watermark,
             priority_span=self.config.priority_span,
-            draft_tokens=self.config.draft_tokens,
+            draft_tokens=self.config.most_drafts,
             num_host_blocks=self.num_host_blocks,
             long_above=None if rope is None else rope.num_tokens,
             may_cross=rope is None or rope.recomputes,
@@ -224,7 +224,7 @@ class Engine:
         if trial.draft is not None and ahead is not None:
             trial.draft.use(ahead)
         room = self.max_model_len - 1
-        answer = min(2 + self.config.guesses * self.config.draft_tokens, room)  # drafts are told
+        answer = min(2 + self.config.most_drafts, room)  # drafts are told
         if answer > 0:
             prompts = [[0] * min(_TRIED_TOKENS, room + 1 - answer)] * len(_TRIED)
             trial.generate(

@@ -20,6 +20,9 @@ MAX_STEP_TOKENS = 2**31 - 1
 MAX_BLOCK_SIZE = 2**20
 """The most tokens a block of `kvcore` has."""
 
+_LOOKED_UP, _COMPUTED = 8, 4
+"""Tokens that are guessed at once where nobody says: a look-up costs no pass of a network."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
@@ -38,9 +41,6 @@ class StepLimits:
     priority_span: int = setting(
         64, help="how many later requests one level of priority overtakes", least=1
     )
-    draft_tokens: int = setting(
-        4, help="the most tokens that are guessed at once for a request", least=1, most=64
-    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -56,6 +56,7 @@ class SchedulerConfig(StepLimits):
         long_above: longer texts have other keys and values from their first token on; None: there
             is no such length.
         may_cross: whether a request may grow past it; it is computed again then.
+        draft_tokens: the most tokens that are guessed at once for a request.
     """
 
     max_model_len: int | None = setting(
@@ -66,6 +67,7 @@ class SchedulerConfig(StepLimits):
     num_host_blocks: int = 0
     long_above: int | None = None
     may_cross: bool = True
+    draft_tokens: int = _LOOKED_UP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,13 @@ class EngineConfig(StepLimits):
         least=1,
         metavar="PATH_OR_ID",
     )
+    draft_tokens: int | None = setting(
+        None,
+        help="the most tokens that are guessed at once for a request (default: "
+        f"{_LOOKED_UP} by look-up, {_COMPUTED} by a model, which takes a pass for each)",
+        least=1,
+        most=64,
+    )
     record_lifetimes: bool = setting(
         False,
         help="count for how many steps blocks live, lie idle and wait for a hit",
@@ -182,7 +191,14 @@ class EngineConfig(StepLimits):
         return self.drafts is not None or self.draft_model is not None
 
     @property
+    def most_drafts(self) -> int:
+        """The most tokens that are guessed at once for a request; 0: nothing is guessed. O(1)."""
+        if not self.guesses:
+            return 0
+        return self.draft_tokens or (_LOOKED_UP if self.draft_model is None else _COMPUTED)
+
+    @property
     def max_rows(self) -> int:
         """The most rows of logits of a step: of each request one, and one for each draft. O(1)."""
-        each = 1 + self.draft_tokens if self.guesses else 1
+        each = 1 + self.most_drafts
         return min(self.max_num_batched_tokens, self.max_num_seqs * each)
