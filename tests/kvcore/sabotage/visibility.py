@@ -65,7 +65,7 @@ class manager_publishes_with_caching_off(kvcore.KVCacheManager):
         return super().open(tokens, **options)
 
 
-@sabotage(machines.ManagerMachine, "P9", rows=(97,), layouts=WINDOWS)
+@sabotage(machines.ManagerMachine, "P9", "P14", rows=(97,), layouts=WINDOWS)
 class window_publishes_nothing_after_its_first_null(kvcore.KVCacheManager):
     def commit(self, seq, num_tokens):
         key = seq.namespace_key
