@@ -194,6 +194,21 @@ def test_a_chunk_whose_prompt_has_room_is_found_from_its_step_on(windows):
         kvcore.check(kv)
 
 
+def test_a_step_may_have_more_than_256_of_everything():
+    """Up to there CPython has one object for a number, and what compares objects agrees too."""
+    kv = kvcore.KVCacheManager(2000, 4)
+    seqs = running(kv, 300)
+    kv.reserve_step(seqs, [2] * 300)
+    tokens = list(range(300))
+    kv.step(seqs, [0] * 300, tokens, num_joining=[1] * 300)
+    kv.step(seqs, [1] * 300, None)
+    kv.tell_step(seqs, tokens)
+    kv.commit_step(seqs, [1] * 300)
+    kv.decode_step(seqs, tokens)
+    assert [seq.tokens[8:] for seq in seqs] == [(token,) * 3 for token in tokens]
+    kvcore.check(kv)
+
+
 def test_an_empty_step_is_a_step():
     assert kvcore.KVCacheManager(4, 4).decode_step([], []) == ()
 
