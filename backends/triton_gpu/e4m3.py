@@ -9,16 +9,10 @@ bits.
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from backends.triton_gpu.place import device_function
-
-
-def as_kernels_see(cache: Tensor) -> Tensor:
-    """The cache, or the bytes of a quantised one. O(1)."""
-    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 def scale_step(scale: Tensor | None) -> int:
