@@ -1,11 +1,13 @@
 """Drafts change when tokens come, and nothing else."""
 
+import random
 from array import array
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from backends import get_backend
@@ -233,20 +235,38 @@ def best_places(tokens, most):
 
 
 @settings(max_examples=200, deadline=None)
+@example(tokens=[256, 256, 256, 1, 1], cuts=[], most=3, indexed=1)  # 256 256 has 1's bytes inside
 @given(
-    tokens=st.lists(st.integers(0, 2), min_size=1, max_size=60),
+    tokens=st.lists(st.sampled_from([0, 1, 256]), min_size=1, max_size=60),
     cuts=st.lists(st.integers(1, 60), max_size=4),
     most=st.integers(1, 9),
+    indexed=st.sampled_from([1, 2, 5, 1024]),
 )
-def test_a_look_at_the_text_proposes_what_followed_the_longest_match(tokens, cuts, most):
+def test_a_look_at_the_text_proposes_what_followed_the_longest_match(tokens, cuts, most, indexed):
     drafts = NgramDrafts()
     for cut in sorted({min(cut, len(tokens)) for cut in (*cuts, len(tokens))}):
         request = Request(0, tokens[:cut], SamplingParams(max_tokens=99))
-        [found] = drafts.propose([(request, most)])
+        with mock.patch("model.control.drafts._MAX_INDEXED", indexed):
+            [found] = drafts.propose([(request, most)])
+        request.tokens.append(1)  # nothing holds them
         assert list(found) == best_places(tokens[:cut], most)
     assert drafts._texts
     drafts.discard(request)
     assert not drafts._texts
+
+
+def test_a_long_prompt_is_indexed_in_several_calls_and_guesses_are_those_of_all_of_it():
+    draw = random.Random(3)
+    tokens = [draw.randrange(40) for _ in range(5000)]
+    tokens[4900:] = tokens[100:200]
+    drafts, chained = NgramDrafts(), []
+    for _ in range(6):
+        request = Request(0, tokens, SamplingParams(max_tokens=99))
+        [found] = drafts.propose([(request, 8)])
+        assert list(found) == best_places(tokens, 8)
+        chained.append(len(drafts._texts[0]._before))
+        tokens.append(tokens[len(tokens) - 4800])
+    assert chained == [1026, 2050, 3074, 4098, 5004, 5005]
 
 
 def test_drafts_hold_up_to_the_first_that_is_not_what_is_drawn():
