@@ -65,6 +65,12 @@ def as_int(name: str, value: object, minimum: int, maximum: int | None = None) -
     return number
 
 
+def check_several(name: str, values: object) -> None:
+    """Raise where an argument is nothing that can be gone through. O(1)."""
+    if not hasattr(values, "__iter__"):
+        raise InvalidArgumentError(f"{name}: wanted a sequence, got {type(values).__name__}")
+
+
 def as_counts(name: str, numbers: Sequence[SupportsIndex] | None, otherwise: int = 0) -> list[int]:
     """Return numbers of a step as ints; for None so many ones. O(numbers).
 
@@ -73,6 +79,7 @@ def as_counts(name: str, numbers: Sequence[SupportsIndex] | None, otherwise: int
     """
     if numbers is None:
         return [1] * otherwise
+    check_several(name, numbers)
     return [
         number if type(number) is int and number >= 0 else as_int(name, number, 0)
         for number in numbers

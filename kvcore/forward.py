@@ -152,11 +152,15 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
     Returns:
         Whether anything was published or given back.
     """
-    computed = committable(seq, num_tokens)
-    settled = min(computed, len(seq.packed))
+    computed = seq.num_computed_tokens + num_tokens
+    settled = len(seq.packed)
+    table = seq.tables[0]
+    if computed > settled or computed > len(table.blocks) * table.block_size or len(seq.tables) > 1:
+        committable(seq, num_tokens)
+    settled = min(settled, computed)
     key = seq.namespace_key
-    if len(seq.tables) == 1 and not seq.tables[0].forgets and not seq.wishes:
-        table = seq.tables[0]  # nothing can fail after the one run that is published
+    if len(seq.tables) == 1 and not table.forgets and not seq.wishes:
+        # Nothing can fail after the one run that is published.
         full = settled // table.block_size
         is_due = full > table.num_published and key is not None
         if is_due and key is not None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
-from typing import SupportsIndex, final
+from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block
-from kvcore.errors import InvalidArgumentError
+from kvcore.errors import InvalidArgumentError, MisuseError
 from kvcore.pool import BlockPool
 
 
@@ -75,6 +75,12 @@ class Lease:
         trace: TracebackType | None,
     ) -> None:
         self.end()
+
+    def __copy__(self) -> NoReturn:
+        raise MisuseError(f"{self!r} is a handle: wanted the one that was begun, not a copy")
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(f"{self!r} is a handle: its blocks are of this process alone")
 
     def __repr__(self) -> str:
         state = "active" if self.is_active else "ended"

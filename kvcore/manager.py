@@ -20,7 +20,15 @@ from operator import is_
 from typing import NoReturn, SupportsIndex, final
 
 from kvcore import forward
-from kvcore.arguments import Flag, as_bool, as_counts, as_int, check_lengths, check_sum
+from kvcore.arguments import (
+    Flag,
+    as_bool,
+    as_counts,
+    as_int,
+    check_lengths,
+    check_several,
+    check_sum,
+)
 from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
 from kvcore.errors import (
@@ -163,7 +171,10 @@ class KVCacheManager:
                 or reach beyond the tokens.
             SequenceTooLongError: more tokens than `max_model_len`.
         """
-        is_resumed, is_blind = as_bool("resumed", resumed), as_bool("skip_reading", skip_reading)
+        is_resumed = is_blind = False
+        if resumed is not False or skip_reading is not False:
+            is_resumed = as_bool("resumed", resumed)
+            is_blind = as_bool("skip_reading", skip_reading)
         packed, key, checked = describe(tokens, namespace, items, self.max_model_len)
         if not self.enable_caching:
             key = None
@@ -511,7 +522,7 @@ class KVCacheManager:
         known: object = lease  # callers are not all typed
         if type(known) is not Lease or not self.leases.is_its_own(known):
             raise InvalidArgumentError(f"lease: wanted a lease of this manager, got {lease!r}")
-        if not lease.is_active:
+        if self.leases.active.get(lease.lease_id) is not lease:
             return ()
         sequences = list(self.sequences.values())
         set_back = distrust_blocks(self.pool, lease.blocks, sequences, lease.blocks)
@@ -527,9 +538,10 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: not the id of a block that can be handed out.
         """
+        check_several("block_ids", block_ids)
         ids = [as_int("block_ids", one, 1, self.num_blocks - 1) for one in block_ids]
-        everything = self.pool.blocks
-        blocks = [everything[block_id] for block_id in dict.fromkeys(ids)]
+        made = [self.pool.made_block(block_id) for block_id in dict.fromkeys(ids)]
+        blocks = [block for block in made if block is not None]
         return distrust_blocks(self.pool, blocks, list(self.sequences.values()))
 
     def close(self, seq: KVSequence) -> None:
@@ -731,6 +743,7 @@ class KVCacheManager:
         """
         stride = None if row_stride is None else as_int("row_stride", row_stride, 1)
         number = as_int("group", group, 0, len(self.groups) - 1)
+        check_several("seqs", seqs)
         running = list(seqs)
         for seq in running:
             self._check_open(seq)
@@ -796,6 +809,7 @@ class KVCacheManager:
             InvalidArgumentError: no sequences, or no such group.
         """
         number = as_int("group", group, 0, len(self.groups) - 1)
+        check_several("seqs", seqs)
         if not seqs:
             raise InvalidArgumentError("seqs: wanted at least one sequence, got none")
         for seq in seqs:
@@ -840,6 +854,9 @@ class KVCacheManager:
 
     def __copy__(self) -> NoReturn:
         raise MisuseError(f"{self!r} is one cache: a copy would hand out the same blocks")
+
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(f"{self!r} is one cache: its events and a snapshot tell others of it")
 
     def __repr__(self) -> str:
         return (
@@ -888,6 +905,7 @@ class KVCacheManager:
 
     def _checked_step(self, seqs: Sequence[KVSequence], numbers: list[int]) -> list[KVSequence]:
         """Return the sequences of a step as a list: open ones of this manager, each once."""
+        check_several("seqs", seqs)
         running = list(seqs)
         if len(running) != len(numbers):
             raise InvalidArgumentError(

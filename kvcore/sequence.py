@@ -245,6 +245,9 @@ class KVSequence:
     def __copy__(self) -> NoReturn:
         raise MisuseError(f"{self!r} is a handle: wanted the one that was opened, not a copy")
 
+    def __reduce__(self) -> NoReturn:
+        raise MisuseError(f"{self!r} is a handle: its blocks are of this process alone")
+
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
         untold = f" ({self.num_untold_tokens} untold)" if self.num_untold_tokens else ""

@@ -9,8 +9,10 @@ whose verbs are used here: against the naive model, the ghost memory and `kvcore
 """
 
 import argparse
+import contextlib
 import copy
 import time
+from unittest import mock
 
 import kvcore
 from tests.kvcore.machines import ManagerMachine
@@ -112,6 +114,16 @@ def start(layout="full"):
     return machine
 
 
+@contextlib.contextmanager
+def copying(*classes):
+    """Let what is one of its kind, and says so, be copied with all that it belongs to."""
+    with contextlib.ExitStack() as undo:
+        for one in classes:
+            undo.enter_context(mock.patch.object(one, "__reduce__", object.__reduce__))
+        yield
+
+
+@copying(kvcore.KVCacheManager, kvcore.KVSequence, kvcore.Lease)
 def clone(machine):
     """Copy what the machine drives and compares with; not what Hypothesis keeps in it."""
     kept = ("groups", "kv", "naive", "other", "memory", "epoch", "live", "folded", "last_event")

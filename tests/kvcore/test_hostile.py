@@ -1,6 +1,7 @@
 """What a careless or malicious caller may hand in, and what must not come of it."""
 
 import copy
+import pickle  # one is made, to be refused
 import re
 from array import array
 from dataclasses import dataclass
@@ -236,6 +237,52 @@ def test_names_in_another_algorithm_are_made_anew():
         32,
         16,
     ]
+
+
+def test_what_is_one_of_its_kind_is_neither_copied_nor_pickled():
+    kv = kvcore.KVCacheManager(600, 4)
+    seq = filled(kv, range(2000))  # 500 blocks, each of which names the next
+    for handle in (kv, seq, kv.lease(seq)):
+        for call in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises((kvcore.MisuseError, TypeError)):
+                call(handle)
+    kvcore.check(kv)
+
+
+def test_blocks_that_were_never_made_hold_nothing_bad():
+    kv = kvcore.KVCacheManager(1000, 4)
+    seq = filled(kv, range(9))
+    assert kv.fail_blocks([999, seq.block_table[2], 500]) == (seq,)
+    assert seq.num_computed_tokens == 8
+    assert kv.pool.made_block(999) is None
+    kvcore.check(kv)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, 2.5])
+def test_what_cannot_be_gone_through_is_refused(wrong):
+    kv = kvcore.KVCacheManager(9, 4)
+    seq = filled(kv, range(6))
+    table, slots = array("i", [0] * 2), array("q", [0])
+    calls = {
+        "seqs": [
+            lambda: kv.reserve_step(wrong, [1]),
+            lambda: kv.commit_step(wrong, [1]),
+            lambda: kv.decode_step(wrong, [1]),
+            lambda: kv.step(wrong, [1], [1]),
+            lambda: kv.write_step(wrong, table, slots, row_stride=2),
+            lambda: kv.num_common_blocks(wrong),
+        ],
+        "block_ids": [lambda: kv.fail_blocks(wrong)],
+    }
+    if wrong is not None:  # of each sequence one
+        calls["num_tokens"] = [lambda: kv.commit_step([seq], wrong)]
+        calls["room"] = [lambda: kv.step([seq], [0], [1], room=wrong)]
+    for name, each in calls.items():
+        for call in each:
+            with pytest.raises(kvcore.InvalidArgumentError, match=f"{name}: wanted a sequence"):
+                call()
+    assert seq.num_tokens == 6
+    kvcore.check(kv)
 
 
 def test_items_that_join_later_lie_within_what_joins():
