@@ -67,7 +67,7 @@ def paged_attention(
         min(batch.max_query_len, LONGEST), reach if alike else reach >= hopper_prefill.LONG,
         addresses & 15,
     )  # fmt: skip
-    known = cast("_Known | latent.Plan | None", place.plan(signature))
+    known = cast("Known | latent.Plan | None", place.plan(signature))
     if known is None or reach > known.room:
         check_paged_attention(backend, query, cache, batch, terms, out)
     if out is None:
@@ -76,8 +76,7 @@ def paged_attention(
     if known is None:
         if batch.num_seqs == 0 or batch.num_tokens == 0:
             return out
-        know = latent.plan_latents if cache.is_latent else _know
-        known = know(place, query, cache, batch, out, terms)
+        known = plan_attention(place, query, cache, batch, out, terms)
         place.keep(signature, known)
     if isinstance(known, latent.Plan):
         latent.attend_latents(known, query, cache, batch, out, terms)
@@ -94,7 +93,7 @@ def paged_attention(
     return out
 
 
-class _Known(NamedTuple):
+class Known(NamedTuple):
     """What is known of calls with one signature: they keep the contract, but for their numbers."""
 
     room: int
@@ -105,26 +104,28 @@ class _Known(NamedTuple):
     """Query tokens of a sequence from which on prefill takes it."""
 
 
-def _know(
+def plan_attention(
     place: Place,
     query: Tensor,
     cache: KVCache,
     batch: PagedBatch,
     out: Tensor,
     terms: AttentionTerms,
-) -> _Known:
-    """Plan a call whose arguments have been checked."""
+) -> Known | latent.Plan:
+    """Plan a call whose arguments have been checked; compiles nothing."""
+    if cache.is_latent:
+        return latent.plan_latents(place, query, cache, batch, out, terms)
     room, longest = batch.block_table.shape[1] * cache.k.shape[1], batch.max_query_len
     plain = not terms.batch_invariant and batch.shared_prefix is None
     most = longest_decoded(place, query, cache, out, batch, terms) if plain else 1
     if query.element_size() == 2 and longest <= most:
         plan = plan_decode(place, query, cache, batch, out, terms, most=most)
-        return _Known(room, plan, None, 0)
+        return Known(room, plan, None, 0)
     rest = plan_prefill(place, query, cache, batch, out, terms)
     alone = batch.num_seqs == 1 and not terms.batch_invariant
     if query.element_size() != 2 or alone or (plain and cuts_keys(rest, batch)):
-        return _Known(room, None, rest, 1)
-    return _Known(room, plan_decode(place, query, cache, batch, out, terms), rest, 2)
+        return Known(room, None, rest, 1)
+    return Known(room, plan_decode(place, query, cache, batch, out, terms), rest, 2)
 
 
 def cuts_keys(plan: PrefillPlan | hopper_prefill.Plan, batch: PagedBatch) -> bool:

@@ -1,9 +1,9 @@
 """Compile what layers need before the first request: every variant that their calls can ask for.
 
 Each operation is called as layers will call it, on batches in which no sequence has a query token,
-so that kernels start and return. Variants differ by the layer, by the length of decode's planning
-vector, by whether decode takes several tokens a sequence, and prefill's by whether there are
-several sequences and contexts long enough to be cut.
+so that kernels start and return. Which variants of attention there are, the planners say: batches
+of every number of sequences and of query tokens by which plans may differ are planned, which
+compiles nothing, and those are called whose plans ask for a variant that none before did.
 
 Compilers leave Python's lock for half of their time, so a few threads call at once (more would keep
 it from the caller's own work); a variant that two of them ask for is compiled twice.
@@ -12,21 +12,20 @@ it from the caller's own work); a variant that two of them ask for is compiled t
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 
 import torch
 
-from backends.contract import Backend, LayerCall, PagedBatch, SharedPrefix
-from backends.triton_gpu import cascade, decode
-from backends.triton_gpu.hopper_prefill import LONG
-from backends.triton_gpu.paged_attention import MOST_ROWS
+from backends.contract import AttentionTerms, Backend, LayerCall, PagedBatch, SharedPrefix
+from backends.triton_gpu import cascade, decode, latent
+from backends.triton_gpu.hopper_prefill import LONG, ROWS, heads_an_item
+from backends.triton_gpu.launch import Variant
+from backends.triton_gpu.paged_attention import MOST_ROWS, Known, plan_attention
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
 
 _MOST_THREADS = 3
-CUT = (16, 32, 64, 128, 256, 512)
-"""Query tokens of long contexts, for every number of pieces that merges load at once."""
 
 
 def warm_up(
@@ -65,22 +64,70 @@ def _calls(
     backend: Backend, place: Place, layer: LayerCall, max_num_seqs: int, max_query_len: int
 ) -> Iterator[Callable[[], object]]:
     """Those of a layer; what takes longest to compile first."""
-    device = layer.cache.k.device
+    met: set[Variant] = set()
+    for batch in _batches(place, layer, max_num_seqs, max_query_len):
+        for alike in {False, layer.terms.batch_invariant}:
+            terms = replace(layer.terms, batch_invariant=alike)
+            asked = variants_asked(place, layer, batch, terms)
+            if not asked <= met:
+                met |= asked
+                yield partial(_attend, backend, layer, batch, terms)
+    for num_seqs in batch_sizes(max_num_seqs):
+        if layer.shared_prefix and num_seqs <= VECTORS[-1]:
+            batch = _idle(layer.cache.k.device, num_seqs, num_seqs, 1)
+            yield partial(_share, place, layer, batch)
+    yield partial(_write, backend, layer, _idle(layer.cache.k.device, 1, 1, 1))
+
+
+def _batches(
+    place: Place, layer: LayerCall, max_num_seqs: int, max_query_len: int
+) -> Iterator[PagedBatch]:
+    """Batches among whose plans are all that calls can ask for; prefill's first."""
+    device, group = layer.cache.k.device, layer.num_q_heads // layer.cache.k.shape[2]
+    tokens = ROWS // heads_an_item(group)
+    cut = ROWS * place.num_multiprocessors(device) // layer.num_q_heads
+    most = latent.MOST_ROWS if layer.cache.is_latent else MOST_ROWS
+    few = range(2, min(max_query_len, most // group + 1) + 1)
     for num_seqs in (1, 2) if max_query_len > 1 else ():
         for query_len in sorted({2, max_query_len}):
-            idle = _idle(device, num_seqs, query_len, query_len)
-            yield partial(_attend, backend, layer, idle)
+            yield _idle(device, num_seqs, query_len, query_len)
         query_len = min(max_query_len, MOST_ROWS + 1)
-        for length in {query_len, *(n for n in CUT if n <= max_query_len)}:
-            yield partial(_attend, backend, layer, _idle(device, num_seqs, length, length, LONG))
+        yield _idle(device, num_seqs, query_len, query_len, LONG)
+        longest = max_query_len if num_seqs == 1 else max_query_len * max_num_seqs
+        for rows in range(tokens, min(longest, cut + tokens) + 1, tokens):
+            yield _idle(device, num_seqs, rows, min(rows, max_query_len), LONG)
     for num_seqs in batch_sizes(max_num_seqs):
-        batch = _idle(device, num_seqs, num_seqs, 1)
-        yield partial(_attend, backend, layer, batch)
-        if layer.shared_prefix and num_seqs <= VECTORS[-1]:
-            yield partial(_share, place, layer, batch)
-        if max_query_len > 1:
-            yield partial(_attend, backend, layer, _idle(device, num_seqs, 2 * num_seqs, 2))
-    yield partial(_write, backend, layer, _idle(device, 1, 1, 1))
+        yield _idle(device, num_seqs, num_seqs, 1)
+        for query_len in few:
+            yield _idle(device, num_seqs, 2 * num_seqs, query_len)
+    for query_len in few if layer.shared_prefix else ():  # decode takes no several tokens then
+        batch = _idle(device, 2, 4, query_len, max_seq_len=2)
+        yield replace(batch, shared_prefix=SharedPrefix(0, 2, 1))
+
+
+def variants_asked(
+    place: Place, layer: LayerCall, batch: PagedBatch, terms: AttentionTerms
+) -> set[Variant]:
+    """The variants that a call of attention launches."""
+    query, cache = _queries(layer, batch), layer.cache
+    out = query.new_empty((*query.shape[:2], cache.v.shape[3]))
+    plan = plan_attention(place, query, cache, batch, out, terms)
+    if isinstance(plan, Known):
+        return {*_variants(plan.decode), *_variants(plan.prefill)}
+    few = (plan.part, plan.merge) if plan.most else ()
+    return {*_variants(few), *([plan.tile] if batch.max_query_len > plan.most else [])}
+
+
+def _variants(plan: object) -> Iterator[Variant]:
+    """Those in a plan, and in the plans within it."""
+    if isinstance(plan, Variant):
+        yield plan
+    elif isinstance(plan, tuple):
+        for each in plan:
+            yield from _variants(each)
+    elif is_dataclass(plan):
+        for field in fields(plan):
+            yield from _variants(getattr(plan, field.name))
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -120,13 +167,11 @@ def _write(backend: Backend, layer: LayerCall, batch: PagedBatch) -> None:
 
 def _queries(layer: LayerCall, batch: PagedBatch) -> torch.Tensor:
     shape = (batch.num_tokens, layer.num_q_heads, layer.cache.k.shape[3])
-    return torch.zeros(shape, dtype=layer.dtype, device=batch.device)
+    return torch.empty(shape, dtype=layer.dtype, device=batch.device)  # no token of them is read
 
 
-def _attend(backend: Backend, layer: LayerCall, batch: PagedBatch) -> None:
-    for alike in {False, layer.terms.batch_invariant}:
-        terms = replace(layer.terms, batch_invariant=alike)
-        backend.paged_attention(_queries(layer, batch), layer.cache, batch, terms)
+def _attend(backend: Backend, layer: LayerCall, batch: PagedBatch, terms: AttentionTerms) -> None:
+    backend.paged_attention(_queries(layer, batch), layer.cache, batch, terms)
 
 
 def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:

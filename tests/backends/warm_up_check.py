@@ -1,6 +1,7 @@
 """After a warm-up no call needs a variant that has not been met: random batches; by test_triton.
 
-In Triton's interpreter, which counts variants and compiles nothing.
+In Triton's interpreter, which counts variants and compiles nothing. What only a Hopper GPU launches
+is planned as on one of 132 multiprocessors, and not launched.
 """
 
 import random
@@ -12,25 +13,56 @@ import backends
 from backends import LayerCall
 from backends.conformance import AttentionCase
 from backends.conformance.cases import bits, build
-from backends.triton_gpu import cascade, copy_blocks, decode, merge, slot_mapping, store_kv
-from backends.triton_gpu.warm_up import batch_sizes
+from backends.triton_gpu import (
+    cascade,
+    copy_blocks,
+    decode,
+    hopper_latent,
+    hopper_prefill,
+    latent,
+    merge,
+    prefill,
+    slot_mapping,
+    store_kv,
+    warm_up,
+)
+from backends.triton_gpu.place import Place
+from backends.triton_gpu.warm_up import batch_sizes, variants_asked
 
 MAX_NUM_SEQS, MAX_QUERY_LEN = 40, 6
 TRITON = backends.get_backend("triton")
 CASE = AttentionCase("", (), num_kv_heads=1, group=2, head_dim=16, dtype=torch.float16)
+LATENTS = CASE.with_(head_dim=24, value_dim=16, group=5, seqs=((1, 20), (2, 30)))
+LENGTHS = (2, 3, 4, 5, 6, 7, 11, 16, 17, 33, 64, 100, 128, 129, 400, 735, 864, 1100, 1600, 2048)
+
+
+class OnHopper(Place):
+    """Plans as on a GPU; launches nothing."""
+
+    def num_multiprocessors(self, device):
+        return 132
+
+    def can_chain(self, device):
+        return True
+
+    def shared_bytes(self, device):
+        return 227 << 10
 
 
 def compiled():
-    """Every variant of our kernels but prefill's that this process has used so far."""
+    """Every variant of our kernels but Hopper's that this process has used so far."""
     launchers = (
-        cascade._attend_prefix, copy_blocks._copy, decode._attend_chunk, merge._merge_parts,
-        slot_mapping._fill, store_kv._scatter,
+        cascade._attend_prefix, copy_blocks._copy, decode._attend_chunk, latent._attend_part,
+        latent._attend_tile, merge._merge_parts, prefill._attend, slot_mapping._fill,
+        store_kv._scatter,
     )  # fmt: skip
     return frozenset((i, key) for i, each in enumerate(launchers) for key in each.compiled())
 
 
 def layer_of(inputs):
-    return LayerCall(2, torch.float16, inputs.cache, inputs.terms, shared_prefix=True)
+    return LayerCall(
+        inputs.query.shape[1], inputs.query.dtype, inputs.cache, inputs.terms, shared_prefix=True
+    )
 
 
 def random_case(draw):
@@ -41,6 +73,55 @@ def random_case(draw):
     if count < 3:
         seqs += ((draw.randint(1, MAX_QUERY_LEN), 42),)
     return CASE.with_(seqs=seqs, shared=shared)
+
+
+def check_latents():
+    inputs = build(LATENTS, torch.device("cpu"))
+    TRITON.warmup([layer_of(inputs)], max_num_seqs=20, max_query_len=MAX_QUERY_LEN)
+    known = compiled()
+    for count, query_len in ((17, 4), (17, 1), (3, 3), (1, 6), (20, 2)):
+        seqs = tuple((query_len, 20) for _ in range(count))
+        build(LATENTS.with_(seqs=seqs), torch.device("cpu")).run(TRITON)
+        assert compiled() == known, (count, query_len, compiled() - known)
+
+
+def unmet(place, case, max_num_seqs, max_query_len):
+    """Batches on a Hopper GPU that ask for a variant which the warm-up does not."""
+    inputs = build(case, torch.device("cpu"))
+    layer, terms = layer_of(inputs), inputs.terms
+    met = set()
+    for batch in warm_up._batches(place, layer, max_num_seqs, max_query_len):
+        met |= variants_asked(place, layer, batch, terms)
+    for num_seqs in (n for n in (1, 2, 5, 16, 17, 60) if n <= max_num_seqs):
+        for query_len in (n for n in LENGTHS if n <= max_query_len):
+            for rows in {query_len, num_seqs * query_len}:
+                for length in (query_len, 4096):
+                    batch = warm_up._idle(inputs.query.device, num_seqs, rows, query_len, length)
+                    if not variants_asked(place, layer, batch, terms) <= met:
+                        yield num_seqs, query_len, rows, length
+
+
+def check_hopper():
+    hopper_prefill.can_attend = hopper_latent.can_attend = lambda *_: True
+    place, base = OnHopper(interpreting=True), CASE.with_(dtype=torch.bfloat16, seqs=((1, 9),))
+    cases = [
+        base.with_(num_kv_heads=kv, group=heads // kv, head_dim=size)
+        for heads, kv, size in ((32, 8, 128), (8, 1, 128), (8, 2, 128), (4, 1, 256), (3, 1, 64))
+    ]
+    cases.append(base.with_(group=16, head_dim=576, value_dim=512))
+    for case in cases:
+        for bounds in ((60, 2048), (60, 6), (1, 700)):
+            found = list(unmet(place, case, *bounds))
+            assert not found, (case, bounds, found)
+    all_batches = warm_up._batches
+    for case, length in ((cases[1], 128), (cases[-1], 2)):  # what is left out is found
+
+        def gap(*call, length=length):
+            return (each for each in all_batches(*call) if each.max_query_len <= length)
+
+        warm_up._batches = gap
+        assert list(unmet(place, case, 60, 2048))
+    warm_up._batches = all_batches
 
 
 def main():
@@ -67,9 +148,13 @@ def main():
         )  # fmt: skip
         TRITON.copy_blocks(step.cache.tensors, torch.tensor([[1, 2]]))
         assert compiled() == known, compiled() - known
+    build(CASE.with_(seqs=((1, 50), (3, 42)), shared=32), torch.device("cpu")).run(TRITON)
+    assert compiled() == known, compiled() - known
     step = build(CASE.with_(seqs=((1, 9),), window=5), torch.device("cpu"))
     step.run(TRITON)
     assert compiled() > known  # a window that the warm-up was not told of
+    check_latents()
+    check_hopper()
     sys.stdout.write("nothing is left to compile\n")
 
 
