@@ -619,3 +619,11 @@ def test_a_plan_names_the_blocks_that_would_be_found():
         assert [len(ids) for ids in held] == [5, 2]
         kv.close(seq)
     assert kv.plan(prompt, skip_reading=True).cached_block_ids == ()
+
+
+@pytest.mark.parametrize(("field", "most"), [("priority", 2**31 - 1), ("max_steps", 2**62)])
+def test_a_wish_has_its_bounds(field, most):
+    assert getattr(kvcore.Retention(0, 4, **{field: most}), field) == most
+    for wrong in (0, most + 1):
+        with pytest.raises(kvcore.InvalidArgumentError, match=f"{field}: wanted 1 to {most}"):
+            kvcore.Retention(0, 4, **{field: wrong})
