@@ -35,8 +35,8 @@ class Plan:
     def cached_block_ids(self) -> tuple[tuple[BlockId, ...], ...]:
         """For each layer group the ids of the blocks that would be found, in order. O(those).
 
-        Nothing is found: no groups. Of a window only what its next token sees. They are not held:
-        the next call may reuse them.
+        Of a window only what the next token sees; where nothing is looked up there are no groups.
+        They are not held: the next call may reuse them.
         """
         return tuple([tuple([block.block_id for block in blocks]) for blocks in self.found])
 
