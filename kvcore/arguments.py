@@ -9,10 +9,12 @@ mean the same to an `if`, and not to a reader.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Protocol, SupportsIndex
+from collections.abc import Iterable, Sequence
+from typing import Protocol, SupportsIndex, TypeVar
 
 from kvcore.errors import InvalidArgumentError
+
+_Item = TypeVar("_Item")
 
 
 class Flag(Protocol):
@@ -69,6 +71,16 @@ def check_several(name: str, values: object) -> None:
     """Raise where an argument is nothing that can be gone through. O(1)."""
     if not hasattr(values, "__iter__"):
         raise InvalidArgumentError(f"{name}: wanted a sequence, got {type(values).__name__}")
+
+
+def as_list(name: str, values: Iterable[_Item]) -> list[_Item]:
+    """Return what can be gone through as a new list. O(values).
+
+    Raises:
+        InvalidArgumentError: it cannot be gone through.
+    """
+    check_several(name, values)
+    return list(values)
 
 
 def as_counts(name: str, numbers: Sequence[SupportsIndex] | None, otherwise: int = 0) -> list[int]:

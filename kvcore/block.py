@@ -1,4 +1,4 @@
-"""A block: one fixed-size piece of KV memory, as the control plane sees it; and what it may hold.
+"""A block: one piece of KV memory, as the control plane sees it; what it may hold; letting it go.
 
 A block is in exactly one of two states: *free* (`ref_count == 0`, linked into the free queue) or
 *held* (`ref_count >= 1`, in somebody's table, not in the queue). Beside that it may be *published*:
@@ -15,6 +15,7 @@ next in a node beside it. All links are intrusive: moving a block between states
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NewType, final
 
 BlockId = NewType("BlockId", int)
@@ -145,3 +146,28 @@ class Block(Node):
     def __repr__(self) -> str:
         published = "" if self.node is None else ", published"
         return f"Block({self.block_id}, ref_count={self.ref_count}{published})"
+
+
+@final
+class Leaving:
+    """Blocks that a holder lets go of, half way: all of them, and how much there was before.
+
+    Of those that are free now `content` can be found, `empty` cannot: they hold nothing, or are to
+    lose it; `passing` are among these, and lose it because no hit can use it.
+    """
+
+    __slots__ = ("content", "empty", "last_event", "named", "num_empty", "passing")
+
+    def __init__(self, named: list[Block], num_empty: int, last_event: int) -> None:
+        self.named = named
+        self.num_empty = num_empty
+        self.last_event = last_event
+        self.content: list[Block] = []
+        self.empty: list[Block] = []
+        self.passing: list[Block] = []
+
+
+def hold_again(blocks: Sequence[Block]) -> None:
+    """Undo what letting go of blocks has counted. Cannot fail. O(len(blocks))."""
+    for block in blocks:
+        block.ref_count += 1

@@ -152,8 +152,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
     Returns:
         Whether anything was published or given back.
     """
-    computed = seq.num_computed_tokens + num_tokens
-    settled = len(seq.packed)
+    computed, settled = seq.num_computed_tokens + num_tokens, len(seq.packed)
     table = seq.tables[0]
     if computed > settled or computed > len(table.blocks) * table.block_size or len(seq.tables) > 1:
         committable(seq, num_tokens)

@@ -25,8 +25,8 @@ from kvcore.arguments import (
     as_bool,
     as_counts,
     as_int,
+    as_list,
     check_lengths,
-    check_several,
     check_sum,
 )
 from kvcore.block import Block, BlockId
@@ -171,10 +171,8 @@ class KVCacheManager:
                 or reach beyond the tokens.
             SequenceTooLongError: more tokens than `max_model_len`.
         """
-        is_resumed = is_blind = False
-        if resumed is not False or skip_reading is not False:
-            is_resumed = as_bool("resumed", resumed)
-            is_blind = as_bool("skip_reading", skip_reading)
+        is_resumed = resumed is not False and as_bool("resumed", resumed)
+        is_blind = skip_reading is not False and as_bool("skip_reading", skip_reading)
         packed, key, checked = describe(tokens, namespace, items, self.max_model_len)
         if not self.enable_caching:
             key = None
@@ -231,6 +229,7 @@ class KVCacheManager:
             num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
             num_free_blocks=self.pool.num_free_blocks,
             num_deferred_blocks=self.leases.num_deferred_blocks(),
+            found=hits,
         )
 
     def reserve(
@@ -538,8 +537,8 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: not the id of a block that can be handed out.
         """
-        check_several("block_ids", block_ids)
-        ids = [as_int("block_ids", one, 1, self.num_blocks - 1) for one in block_ids]
+        given = as_list("block_ids", block_ids)
+        ids = [as_int("block_ids", one, 1, self.num_blocks - 1) for one in given]
         made = [self.pool.made_block(block_id) for block_id in dict.fromkeys(ids)]
         blocks = [block for block in made if block is not None]
         return distrust_blocks(self.pool, blocks, list(self.sequences.values()))
@@ -743,8 +742,7 @@ class KVCacheManager:
         """
         stride = None if row_stride is None else as_int("row_stride", row_stride, 1)
         number = as_int("group", group, 0, len(self.groups) - 1)
-        check_several("seqs", seqs)
-        running = list(seqs)
+        running = as_list("seqs", seqs)
         for seq in running:
             self._check_open(seq)
         write_rows(running, number, block_tables, slot_mapping, stride)
@@ -809,13 +807,13 @@ class KVCacheManager:
             InvalidArgumentError: no sequences, or no such group.
         """
         number = as_int("group", group, 0, len(self.groups) - 1)
-        check_several("seqs", seqs)
-        if not seqs:
+        running = as_list("seqs", seqs)
+        if not running:
             raise InvalidArgumentError("seqs: wanted at least one sequence, got none")
-        for seq in seqs:
+        for seq in running:
             self._check_open(seq)
-        first, *others = [seq.tables[number].block_ids for seq in seqs]
-        count = 0 if seqs[0].tables[number].num_null else len(first)
+        first, *others = [seq.tables[number].block_ids for seq in running]
+        count = 0 if running[0].tables[number].num_null else len(first)
         for block_ids in others:
             both = range(min(count, len(block_ids)))
             count = next((i for i in both if first[i] != block_ids[i]), len(both))
@@ -905,8 +903,7 @@ class KVCacheManager:
 
     def _checked_step(self, seqs: Sequence[KVSequence], numbers: list[int]) -> list[KVSequence]:
         """Return the sequences of a step as a list: open ones of this manager, each once."""
-        check_several("seqs", seqs)
-        running = list(seqs)
+        running = as_list("seqs", seqs)
         if len(running) != len(numbers):
             raise InvalidArgumentError(
                 f"wanted one number for each of {len(running)} sequences, got {len(numbers)}"

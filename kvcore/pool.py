@@ -20,7 +20,7 @@ from math import lcm
 from typing import SupportsIndex, final
 
 from kvcore.arguments import Flag, as_bool, as_int
-from kvcore.block import NULL_BLOCK, Block, Node
+from kvcore.block import NULL_BLOCK, Block, Leaving, Node, hold_again
 from kvcore.content_tree import ContentTree, evict, lost_contents
 from kvcore.errors import (
     BlockStateError,
@@ -34,25 +34,6 @@ from kvcore.idle_blocks import IdleBlocks
 from kvcore.lifetimes import LifetimeRecorder
 from kvcore.retention import Wish
 from kvcore.tokens import BYTES_PER_TOKEN
-
-
-@final
-class Leaving:
-    """Blocks that a holder lets go of, half way: all of them, and how much there was before.
-
-    Of those that are free now `content` can be found, `empty` cannot: they hold nothing, or are to
-    lose it; `passing` are among these, and lose it because no hit can use it.
-    """
-
-    __slots__ = ("content", "empty", "last_event", "named", "num_empty", "passing")
-
-    def __init__(self, named: list[Block], num_empty: int, last_event: int) -> None:
-        self.named = named
-        self.num_empty = num_empty
-        self.last_event = last_event
-        self.content: list[Block] = []
-        self.empty: list[Block] = []
-        self.passing: list[Block] = []
 
 
 @final
@@ -314,19 +295,16 @@ class BlockPool:
     def give_back(self, blocks: list[Block]) -> None:
         """Do what `release` does, for blocks that are known to be this pool's. O(len(blocks)).
 
-        Where all content can be hit nothing is lost on the way, and `_let_go` has nothing to note
-        for whoever undoes it: half its time for a few blocks.
+        Spelled out where no content is lost on the way: for a few blocks half of `_let_go`'s time.
         """
         if self.is_uneven:
             self._let_leave(self._let_go(blocks, is_own=True))
             return
         freed = self._uncount(blocks, is_own=True)
-        empty: list[Block] = []
         try:
             content = [block for block in freed if block.node is not None]
-            if len(content) < len(freed):
-                empty = [block for block in freed if block.node is None]
-                self.empty_blocks += empty
+            empty = [block for block in freed if block.node is None]
+            self.empty_blocks += empty
         except BaseException:
             hold_again(blocks)
             raise
@@ -709,9 +687,3 @@ class BlockPool:
         for block in blocks:
             if block.block_id <= NULL_BLOCK or self.made_block(block.block_id) is not block:
                 raise ForeignBlockError(f"wanted a block of this pool, got {block!r}")
-
-
-def hold_again(blocks: Sequence[Block]) -> None:
-    """Undo what letting go of blocks has counted. Cannot fail. O(len(blocks))."""
-    for block in blocks:
-        block.ref_count += 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 from kvcore.arguments import as_int
-from kvcore.block import BlockId
+from kvcore.block import Block, BlockId
 from kvcore.lifetimes import LifetimeStats
 
 
@@ -20,6 +21,7 @@ class Plan:
         num_revived_blocks: hits that nobody holds: they leave the free queue too.
         num_free_blocks: blocks free now.
         num_deferred_blocks: blocks that only leases still hold: free when those end.
+        found: for each layer group the blocks that would be found; `cached_block_ids` says which.
     """
 
     num_cached_tokens: int
@@ -27,6 +29,16 @@ class Plan:
     num_revived_blocks: int
     num_free_blocks: int
     num_deferred_blocks: int = 0
+    found: Sequence[Sequence[Block]] = field(default=(), repr=False, compare=False)
+
+    @property
+    def cached_block_ids(self) -> tuple[tuple[BlockId, ...], ...]:
+        """For each layer group the ids of the blocks that would be found, in order. O(those).
+
+        Of a window only what the next token sees; where nothing is looked up there are no groups.
+        They are not held: the next call may reuse them.
+        """
+        return tuple([tuple([block.block_id for block in blocks]) for blocks in self.found])
 
     @property
     def fits(self) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Final
+from typing import Final, Protocol, SupportsIndex
 
 from kvcore.errors import InvalidArgumentError
 
@@ -19,7 +19,21 @@ BYTES_PER_TOKEN: Final = 4
 _AT_ONCE: Final = 16
 MAX_TOKEN: Final = 2**32 - 1
 
-Tokens = Sequence[int] | memoryview
+
+class TokenArray(Protocol):
+    """What arrays of numpy and tensors of torch have, and no text."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def __iter__(self) -> Iterator[SupportsIndex]:
+        """Go through them."""
+
+    def tolist(self) -> object:
+        """Return them as a list."""
+
+
+Tokens = Sequence[int] | memoryview | TokenArray
 """A sequence of ints in [0, 2**32), or a buffer of uint32 (array, numpy, memoryview)."""
 
 _UINT32_FORMATS: Final = frozenset({"I", "@I", "=I", "L", "@L", "=L"})
@@ -37,7 +51,7 @@ def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
     """
     kind = type(tokens)
     if kind is array and tokens.typecode == "I":  # type: ignore[union-attr]  # it is an array
-        return tokens[:]  # type: ignore[return-value]
+        return tokens[:]  # type: ignore[index,return-value]
     packed = array("I")
     if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not hasattr(tokens, "__getitem__"):
         raise InvalidArgumentError(
@@ -52,7 +66,8 @@ def pack(tokens: Tokens, name: str = "tokens") -> array[int]:
         elif view is not None:
             packed.frombytes(view.tobytes())
         else:
-            packed.extend(iter(tokens))  # an array of another type is a sequence of ints too
+            # An array of another type is a sequence of ints too.
+            packed.extend(iter(tokens))  # type: ignore[arg-type]
     except OverflowError:
         raise InvalidArgumentError(
             f"{name}: wanted token ids in [0, 2**32), got one outside"

@@ -599,3 +599,31 @@ def test_a_closed_sequence_holds_nothing():
     assert (seq.is_open, seq.num_blocks, seq.block_tables) == (False, 0, ((), ()))
     assert kv.num_free_blocks == kv.num_usable_blocks
     assert seq.num_tokens == 10  # for who asks what it was
+
+
+def test_a_plan_names_the_blocks_that_would_be_found():
+    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(5)]
+    kv = kvcore.KVCacheManager(40, 2, groups=groups)
+    prompt = list(range(12))
+    assert kv.plan(prompt).cached_block_ids == ((), ())
+    for _ in range(2):
+        before = kv.open(prompt)
+        todo = before.num_tokens - before.num_computed_tokens
+        kv.reserve(before, todo)
+        kv.commit(before, todo)
+        kv.close(before)
+        plan = kv.plan(prompt)
+        seq = kv.open(prompt)
+        held = tuple(tuple(filter(None, table)) for table in seq.block_tables)
+        assert plan.cached_block_ids == held
+        assert [len(ids) for ids in held] == [5, 2]
+        kv.close(seq)
+    assert kv.plan(prompt, skip_reading=True).cached_block_ids == ()
+
+
+@pytest.mark.parametrize(("field", "most"), [("priority", 2**31 - 1), ("max_steps", 2**62)])
+def test_a_wish_has_its_bounds(field, most):
+    assert getattr(kvcore.Retention(0, 4, **{field: most}), field) == most
+    for wrong in (0, most + 1):
+        with pytest.raises(kvcore.InvalidArgumentError, match=f"{field}: wanted 1 to {most}"):
+            kvcore.Retention(0, 4, **{field: wrong})

@@ -5,6 +5,8 @@
 
 from array import array
 
+import numpy as np
+
 import kvcore
 
 
@@ -30,8 +32,13 @@ def serve(kv: kvcore.KVCacheManager, prompt: list[int], tenant: bytes) -> tuple[
     kv.close(child)
     ended: bool = kv.leases.end(lease.lease_id)
     kv.truncate(seq, 2)
+    kv.extend(seq, np.array([8, 9], np.uint32))
     kv.close(seq)
-    return (len(ids), len(growths), written, len(orders), int(ended))
+    packed = np.array(prompt, np.uint32)
+    for tokens in (packed, memoryview(array("I", prompt)), tuple(prompt)):
+        kv.close(kv.open(tokens, namespace=namespace))
+    found: tuple[tuple[kvcore.BlockId, ...], ...] = kv.plan(packed).cached_block_ids
+    return (len(ids), len(growths), written, len(orders), int(ended), len(found))
 
 
 def follow(log: kvcore.EventLog) -> frozenset[tuple[int, kvcore.BlockHash]]:
