@@ -91,7 +91,8 @@ def as_counts(name: str, numbers: Sequence[SupportsIndex] | None, otherwise: int
     """
     if numbers is None:
         return [1] * otherwise
-    check_several(name, numbers)
+    if type(numbers) is not list:
+        check_several(name, numbers)
     return [
         number if type(number) is int and number >= 0 else as_int(name, number, 0)
         for number in numbers

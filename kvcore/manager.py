@@ -903,7 +903,7 @@ class KVCacheManager:
 
     def _checked_step(self, seqs: Sequence[KVSequence], numbers: list[int]) -> list[KVSequence]:
         """Return the sequences of a step as a list: open ones of this manager, each once."""
-        running = as_list("seqs", seqs)
+        running = seqs.copy() if type(seqs) is list else as_list("seqs", seqs)
         if len(running) != len(numbers):
             raise InvalidArgumentError(
                 f"wanted one number for each of {len(running)} sequences, got {len(numbers)}"
