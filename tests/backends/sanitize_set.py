@@ -71,10 +71,9 @@ def forms_that_ran(launcher):
 
 
 def main():
-    backend = BACKEND
     cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0
     for case in CASES:
-        for finding in check_attention(backend, case):
+        for finding in check_attention(BACKEND, case):
             assert finding.passed, finding
     caches = [torch.zeros(9, 5, 2, 24, dtype=HALF, device=DEVICE) for _ in range(2)]
     rows = torch.randn(7, 2, 24, device=DEVICE).to(HALF)
@@ -82,15 +81,15 @@ def main():
     lengths = torch.tensor([9, 4], dtype=torch.int32, device=DEVICE)
     table = torch.tensor([[3, 8], [1, 0]], dtype=torch.int32, device=DEVICE)
     slots = torch.empty(9, dtype=torch.int64, device=DEVICE)
-    backend.compute_slot_mapping(starts, lengths, table, 5, slots)
-    backend.store_kv(rows, rows, backends.KVCache(*caches), slots[:7])
+    BACKEND.compute_slot_mapping(starts, lengths, table, 5, slots)
+    BACKEND.store_kv(rows, rows, backends.KVCache(*caches), slots[:7])
     quantised = backends.KVCache(*(cache.to(E4M3) for cache in caches))
-    backend.store_kv(rows, rows, quantised, slots[:7])
-    backend.copy_blocks(caches, torch.tensor([[3, 4], [8, 2]], device=DEVICE))
+    BACKEND.store_kv(rows, rows, quantised, slots[:7])
+    BACKEND.copy_blocks(caches, torch.tensor([[3, 4], [8, 2]], device=DEVICE))
     missing = {
-        name: forms(launcher) - forms_that_ran(launcher)
+        name: left
         for name, launcher in launchers()
-        if name not in ELSEWHERE and forms(launcher) - forms_that_ran(launcher)
+        if name not in ELSEWHERE and (left := forms(launcher) - forms_that_ran(launcher))
     }
     if DEVICE.type == "cpu" or torch.cuda.get_device_capability()[0] != 9:
         missing.pop("hopper_latent.attend_rows", None)
