@@ -168,6 +168,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
             table.num_published = full
         seq.num_computed_tokens = computed
         seq.stop = 0
+        pool.num_computed_tokens += num_tokens
         return is_due
     last_event = pool.last_event
     published: list[Block] = []
@@ -181,6 +182,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
         pool.unpublish(published, last_event)
         raise
     _set(seq, computed, settled)
+    pool.num_computed_tokens += num_tokens
     for table, kept in passed:
         table.forget(pool.null, kept)
     return bool(published or passed)
@@ -214,10 +216,11 @@ def commit_step(
     O(sequences + blocks filled and given back). Raises like `committable`.
     """
     due: list[int] = []
+    total = sum(counts)
     for index, seq in enumerate(seqs):
         computed = seq.num_computed_tokens + counts[index]
         length = len(seq.packed) + seq.num_untold_tokens
-        if not (computed < seq.due and computed <= seq.room and computed <= length):
+        if not (computed < seq.due and computed <= length):
             committable(seq, counts[index])
             due.append(index)
     if due:
@@ -230,6 +233,7 @@ def commit_step(
         else:
             seq.num_computed_tokens += counts[index]
             seq.stop = 0
+    pool.num_computed_tokens += total
 
 
 def step(
@@ -256,6 +260,7 @@ def step(
     """
     due: list[int] = []
     totals: list[int] = []
+    all_computed = sum(computed)
     index = start = 0
     try:
         for index, seq in enumerate(seqs):
@@ -292,6 +297,7 @@ def step(
                 totals.append(total)
         index = len(seqs)
         if not due:
+            pool.num_computed_tokens += all_computed
             return ()
         for place, number in enumerate(due):
             check_length(max(seqs[number].num_tokens, totals[place]), longest)
@@ -300,6 +306,7 @@ def step(
     except BaseException:
         _leave_step(seqs[:index], joining, due, computed, joined is None)
         raise
+    pool.num_computed_tokens += all_computed
     for number in due:
         _find_stop(seqs[number])
     return growths
@@ -402,13 +409,15 @@ def decode_step(
                 due.append(index)
                 seq.packed.append(sampled[index])
         index = len(seqs)
-        return _decode(pool, seqs, due, longest) if due else ()
+        growths = _decode(pool, seqs, due, longest) if due else ()
     except BaseException:
         for seq in islice(seqs, index):
             seq.packed.pop()
             if len(seq.packed) < seq.stop:
                 seq.num_computed_tokens = len(seq.packed) - 1
         raise
+    pool.num_computed_tokens += len(seqs) - len(due)
+    return growths
 
 
 def _decode(
@@ -416,6 +425,7 @@ def _decode(
 ) -> tuple[Growth, ...]:
     """Do for some sequences of a decode step what is more than counting, or for none."""
     is_plain = True
+    newly = 0
     for index in due:
         seq = seqs[index]
         length = len(seq.packed)
@@ -424,6 +434,7 @@ def _decode(
             committable(seq, length - 1 - seq.num_computed_tokens)
         if longest is not None and length > longest:
             check_length(length, longest)
+        newly += length - 1 - seq.num_computed_tokens
         if seq.wishes or len(seq.tables) > 1 or seq.tables[0].forgets:
             is_plain = False
     if is_plain:
@@ -436,6 +447,7 @@ def _decode(
             computed[index] = len(seqs[index].packed) - 1 - seqs[index].num_computed_tokens
         totals = [len(seqs[index].packed) for index in due]
         growths = _move(pool, seqs, due, computed, totals, longest)
+    pool.num_computed_tokens += newly
     for index in due:
         _find_stop(seqs[index])
     return growths

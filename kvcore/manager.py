@@ -251,7 +251,6 @@ class KVCacheManager:
             type(num_tokens) is int
             and num_tokens >= 0
             and type(known) is KVSequence
-            and known.is_open
             and known.owner is self
         ):
             total = known.num_computed_tokens + num_tokens
@@ -305,7 +304,7 @@ class KVCacheManager:
             # A bool is an int, as it is in `pack`: to look for one costs more than packing does.
             token = int(token) if type(token) is bool else as_int("token", token, 0, MAX_TOKEN)
         known: object = seq  # callers are not all typed
-        if type(known) is not KVSequence or not known.is_open or known.owner is not self:
+        if type(known) is not KVSequence or known.owner is not self:
             self._check_open(seq)
         if seq.num_untold_tokens:
             check_told(seq)
@@ -384,13 +383,13 @@ class KVCacheManager:
             type(num_tokens) is int
             and num_tokens >= 0
             and type(known) is KVSequence
-            and known.is_open
             and known.owner is self
         ):
             computed = known.num_computed_tokens + num_tokens
-            if computed < known.due and computed <= known.room and computed <= len(known.packed):
+            if computed < known.due and computed <= len(known.packed):
                 known.num_computed_tokens = computed
                 known.stop = 0
+                self.pool.num_computed_tokens += num_tokens
                 return
             count = num_tokens
         else:
@@ -552,7 +551,8 @@ class KVCacheManager:
         self.pool.give_back(leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
-        seq.is_open = False
+        self.pool.num_computed_tokens -= seq.num_computed_tokens
+        seq.owner = None
         self._last_step = []
         del self.sequences[seq.seq_id]
 
@@ -832,7 +832,7 @@ class KVCacheManager:
         )
 
     def stats(self) -> Stats:
-        """Return a snapshot of the counters. O(open sequences)."""
+        """Return a snapshot of the counters. O(1)."""
         return Stats(
             num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_used_blocks,
@@ -845,7 +845,7 @@ class KVCacheManager:
             num_allocated_blocks=self.pool.num_allocated_blocks,
             num_resumed_tokens=self._num_resumed_tokens,
             num_resumed_hit_tokens=self._num_resumed_hit_tokens,
-            num_computed_tokens=sum([s.num_computed_tokens for s in self.sequences.values()]),
+            num_computed_tokens=self.pool.num_computed_tokens,
             num_slots=self.pool.num_used_slots,
             lifetimes=None if self.pool.lifetimes is None else self.pool.lifetimes.stats(),
         )
@@ -874,6 +874,7 @@ class KVCacheManager:
         except BaseException:
             del self.sequences[seq.seq_id]
             raise
+        self.pool.num_computed_tokens += seq.num_computed_tokens
         self._next_seq_id += 1
 
     def _new_sequence(
@@ -889,7 +890,7 @@ class KVCacheManager:
             return
         if not isinstance(seq, KVSequence):
             raise InvalidArgumentError(f"seq: wanted a KVSequence, got {type(seq).__name__}")
-        if seq.owner is not self:
+        if seq.is_open and seq.owner is not self:
             raise ForeignSequenceError(f"seq: {seq!r} was opened by another manager")
         raise StaleSequenceError(f"seq: {seq!r} is closed, or a copy")
 

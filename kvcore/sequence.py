@@ -37,7 +37,6 @@ class KVSequence:
         seq_id: counts the sequences of its manager from 0.
         num_computed_tokens: tokens whose KV is written; the next step computes from here.
         num_cached_tokens: how many of them were found in the cache when it was opened.
-        is_open: False once it is closed.
         packed: its told tokens, as `array("I")`. Read it, do not write it.
         num_untold_tokens: how many more are expected after those.
         items: content that is not tokens, in order.
@@ -48,10 +47,10 @@ class KVSequence:
         chain: its blocks' names, once somebody has asked for them.
         room: up to so many tokens nothing has to be made room for; less than the tables have where
             nobody has asked since they grew.
-        due: below so many settled tokens nothing is published or given back. Both are 0 where they
-            are not known: whoever takes from its tables sets them to 0.
+        due: below so many settled tokens nothing is published or given back; within the room. Both
+            are 0 where they are not known: whoever takes from its tables sets them to 0.
         stop: below so many tokens a decode step has nothing to do but to count; 0: not known.
-        owner: the manager that opened it.
+        owner: the manager that it is open in; None once it is closed.
         tag: the caller's own: None at first, and never read here. A handle cannot be weakly
             referenced where kvcore is compiled, so what belongs to it can hang on it.
     """
@@ -59,7 +58,6 @@ class KVSequence:
     __slots__ = (
         "chain",
         "due",
-        "is_open",
         "items",
         "namespace_key",
         "num_cached_tokens",
@@ -97,7 +95,6 @@ class KVSequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_untold_tokens = 0
-        self.is_open = True
         self.wishes: tuple[Retention, ...] = ()
         self.opened_at = 0
         self.chain: NameChain | None = None
@@ -110,6 +107,11 @@ class KVSequence:
     def __hash__(self) -> int:
         """Return its number."""
         return self.seq_id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not closed yet. O(1)."""
+        return self.owner is not None
 
     @property
     def num_tokens(self) -> int:
@@ -240,7 +242,7 @@ class KVSequence:
             if table.forgets:
                 due = min(due, table.next_pass(table.num_null))
         self.room = room
-        self.due = due
+        self.due = due if due <= room else room + 1
 
     def __copy__(self) -> NoReturn:
         raise MisuseError(f"{self!r} is a handle: wanted the one that was opened, not a copy")

@@ -238,4 +238,5 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
         raise
     for block, order in zip(own, found, strict=True):
         pool.assign((block,), order.group)
+    pool.num_computed_tokens += computed
     return found
