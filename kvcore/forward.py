@@ -19,45 +19,19 @@ from itertools import islice
 
 from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
-from kvcore.errors import (
-    InvalidArgumentError,
-    NotExpectedError,
-    NotReservedError,
-    SequenceTooLongError,
-    UntoldTokensError,
-)
 from kvcore.groups import serves
 from kvcore.names import block_contents
 from kvcore.pool import BlockPool
 from kvcore.reports import Growth
 from kvcore.retention import wishes_for
-from kvcore.sequence import KVSequence
+from kvcore.sequence import (
+    KVSequence,
+    check_expected,
+    check_length,
+    check_told,
+    committable,
+)
 from kvcore.tokens import slices
-
-
-def check_length(num_tokens: int, longest: int | None) -> None:
-    """Raise where so many tokens are more than a sequence may have."""
-    if longest is not None and num_tokens > longest:
-        raise SequenceTooLongError(f"{num_tokens} tokens, max_model_len is {longest}")
-
-
-def check_told(seq: KVSequence) -> None:
-    """Raise where known tokens cannot join a sequence: some before them are not told."""
-    if seq.num_untold_tokens:
-        raise UntoldTokensError(
-            f"{seq!r}: wanted all tokens told before known ones join, "
-            f"{seq.num_untold_tokens} are not"
-        )
-
-
-def check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
-    """Raise where so many tokens, from position `start` on, are not what a sequence expects."""
-    length = len(seq.packed)
-    if num_tokens > seq.num_untold_tokens or (start is not None and start != length):
-        raise NotExpectedError(
-            f"{seq!r}: wanted at most {seq.num_untold_tokens} tokens from position {length} "
-            f"on, got {num_tokens}" + ("" if start is None else f" from {start} on")
-        )
 
 
 def grow(pool: BlockPool, seq: KVSequence, num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
@@ -122,26 +96,6 @@ def _assign(pool: BlockPool, assigned: Sequence[tuple[list[Block], int]]) -> Non
     if pool.is_uneven:
         for blocks, group in assigned:
             pool.assign(blocks, group)
-
-
-def committable(seq: KVSequence, num_tokens: int) -> int:
-    """Return how many tokens are computed once `num_tokens` more are. O(groups).
-
-    Raises:
-        InvalidArgumentError: more than the sequence has.
-        NotReservedError: more than it has room for.
-    """
-    computed = seq.num_computed_tokens + num_tokens
-    if computed > len(seq.packed) + seq.num_untold_tokens:
-        raise InvalidArgumentError(
-            f"num_tokens: wanted at most the {seq.num_tokens - seq.num_computed_tokens} "
-            f"tokens that are not computed, got {num_tokens}"
-        )
-    for table in seq.tables:
-        room = len(table.blocks) * table.block_size
-        if computed > room:
-            raise NotReservedError(f"commit: {computed} tokens computed, room for {room}")
-    return computed
 
 
 def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:

@@ -38,7 +38,6 @@ from kvcore.errors import (
     StaleSequenceError,
 )
 from kvcore.events import EventLog, Snapshot
-from kvcore.forward import check_expected, check_length, check_told
 from kvcore.groups import LayerGroup, resolve
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items
@@ -50,8 +49,16 @@ from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
 from kvcore.retention import Retention, check_wishes
 from kvcore.rewind import blocks_tail_first, cut, distrust_blocks, distrust_from, leaving
-from kvcore.sequence import KVSequence, write_rows
-from kvcore.sharing import describe, find_prefix, kept_hits, share_cached, share_computed
+from kvcore.sequence import KVSequence, check_expected, check_length, check_told, write_rows
+from kvcore.sharing import (
+    describe,
+    find_prefix,
+    kept_hits,
+    num_common,
+    num_shared,
+    share_cached,
+    share_computed,
+)
 from kvcore.tokens import MAX_TOKEN, Tokens, pack
 
 
@@ -788,13 +795,7 @@ class KVCacheManager:
         """
         number = as_int("group", group, 0, len(self.groups) - 1)
         self._check_open(seq)
-        table = seq.tables[number]
-        count = 0
-        for block in table.blocks[table.num_null :]:
-            if block.ref_count < 2:
-                break
-            count += 1
-        return count
+        return num_shared(seq.tables[number])
 
     def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: SupportsIndex = 0) -> int:
         """Count the leading blocks that all these sequences share. O(len(seqs) * blocks shared).
@@ -812,12 +813,7 @@ class KVCacheManager:
             raise InvalidArgumentError("seqs: wanted at least one sequence, got none")
         for seq in running:
             self._check_open(seq)
-        first, *others = [seq.tables[number].block_ids for seq in running]
-        count = 0 if running[0].tables[number].num_null else len(first)
-        for block_ids in others:
-            both = range(min(count, len(block_ids)))
-            count = next((i for i in both if first[i] != block_ids[i]), len(both))
-        return count
+        return num_common([seq.tables[number] for seq in running])
 
     def snapshot(self) -> Snapshot:
         """Return all that can be hit now, for a reader of events who joins late. O(contents).
