@@ -1,4 +1,4 @@
-"""What a new sequence shares: the prefix that it finds in the cache, or all that a parent has.
+"""What a new sequence shares: the prefix that it finds, or all a parent has; what is in common.
 
 All layer groups together. What can fail is asked and allocated first, then the pool changes, and
 then only what is there already is set: an exception anywhere leaves all as it was. What a call is
