@@ -110,14 +110,25 @@ def run(name):
     if name == "portable":
         sys.stdout.write("hand-over 0\n")
         return
-    starts, written = set(), []
-    for start, numbers in STORE.findall(compiled.asm["ptx"]):
-        words = [int(number) for number in numbers.split(",")]
-        starts.add(int(start))
-        written.append(b"".join(word.to_bytes(4, "little") for word in words))
-    assert len(starts) == 1, starts
-    assert {min(starts) + len(each) for each in written} == {compiled.metadata.shared}
-    sys.stdout.write(f"hand-over {min(starts)} {' '.join(each.hex() for each in written)}\n")
+    start, written = hand_over(compiled.asm["ptx"])
+    assert {start + len(each) for each in written} == {compiled.metadata.shared}
+    sys.stdout.write(f"hand-over {start} {' '.join(each.hex() for each in written)}\n")
+
+
+def hand_over(ptx):
+    """Where in shared memory the bytes of the hand-over start, and all that is written there."""
+    stores = [
+        (int(at), b"".join(int(word).to_bytes(4, "little") for word in words.split(",")))
+        for at, words in STORE.findall(ptx)
+    ]
+    start, written = min(at for at, _ in stores), []
+    for at, each in stores:  # more than two words are stored in several parts
+        if at == start:
+            written.append(each)
+        else:
+            assert at == start + len(written[-1]), stores
+            written[-1] += each
+    return start, written
 
 
 def sanitize(tool, name):
