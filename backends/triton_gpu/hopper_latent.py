@@ -385,7 +385,8 @@ def attend_rows(
     c_tiles, r_tiles = _allocate(dtype, 2, TILE, VALUE_DIM, REST_DIM)
     p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, OWN], WEIGHTS)
     ends = gl.allocate_shared_memory(gl.float32, [2, OWN], PLAIN)
-    full, empty, ready, done = _barrier(128, 2), _barrier(GROUPS, 2), _barrier(1, 2), _barrier(1, 1)
+    full, empty, ready = _barrier(128, 2), _barrier(GROUPS, 2), _barrier(1, 2)
+    done = ready if SHARED else _barrier(1, 1)  # nobody waits for it who has rows of its own
     fence_async_shared()
     rows = gl.num_programs(1) * gl.num_programs(2) * most * NUM_HEADS
     table = tables + s.to(gl.int64) * table_stride
