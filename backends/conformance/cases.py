@@ -69,6 +69,12 @@ class AttentionCase:
             self.num_kv_heads, self.head_dim, value_dim, dtype, is_latent=self.value_dim > 0
         )
 
+    @property
+    def cost(self) -> int:
+        """Pairs of a query token and a key, times the query heads and their size."""
+        pairs = sum(count * length for count, length in self.seqs)
+        return pairs * self.num_kv_heads * self.group * self.head_dim
+
     def with_(self, **changes: object) -> "AttentionCase":
         """The same case but for these fields."""
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -123,6 +129,7 @@ def contents(case: AttentionCase) -> tuple[Tensor, list[tuple[Tensor, Tensor]], 
     return query, keys, random(num_q_heads).float() if case.sinks else None
 
 
+@oracle.one_thread()
 def build(case: AttentionCase, device: torch.device, layout: int = 0) -> AttentionInputs:
     """Lay a case out over blocks in the order of the seed `layout`, and poison the rest."""
     query_rows, keys, sinks = _stored_contents(case)
@@ -182,7 +189,6 @@ def _scales(case: AttentionCase) -> tuple[Tensor | None, Tensor | None]:
 
 
 @lru_cache(maxsize=1)
-@oracle.one_thread()
 def _stored_contents(
     case: AttentionCase,
 ) -> tuple[Tensor, list[tuple[Tensor, ...]], Tensor | None]:
