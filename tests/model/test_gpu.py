@@ -183,7 +183,7 @@ def test_nothing_is_compiled_after_the_preparation():
         found = list(
             pool.map(compiled_after_the_preparation, *zip(*PREPARED, strict=True), timeout=500)
         )
-    assert dict(zip(PREPARED, found, strict=True)) == dict.fromkeys(PREPARED, [])
+    assert dict(zip(PREPARED, found, strict=True)) == {key: [] for key in PREPARED}
 
 
 def test_a_compilation_is_counted():
