@@ -6,8 +6,8 @@ and least recently used first within it. A block whose time is over joins the or
 it had been used just then. Blocks that nobody asked to keep are never looked at, and cost nothing.
 
 A look-up that comes to nothing leaves no trace: the blocks that were found last go back to where
-they stood if they come back alone and nothing has moved since. So a request that is tried again and
-again does not make its prefix young.
+each of them stood, kept or not, if all of them come back before anything else has moved. So a
+request that is tried again and again does not make its prefix young.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ class IdleBlocks:
     """The free blocks that hold content, in the order of their reuse.
 
     Attributes:
-        found: what a look-up has found last, while nothing was taken, moved or given back since.
+        found: what a look-up has found last, in the order in which it left; None once anything else
+            was taken, given back or lost, or is kept for something else.
         queue: those that nobody wants kept: they go first, least recently used first.
         kept: for each kept block's id, free or held, its wishes: the highest priority first, and
             after it only what holds for longer.
         num_shelved: how many wait because they are kept.
     """
 
-    __slots__ = ("_after", "_before", "_shelves", "found", "kept", "num_shelved", "queue")
+    __slots__ = ("_shelves", "found", "kept", "num_shelved", "queue")
 
     def __init__(self) -> None:
-        self.found: list[Block] | None = None  # it stood between these two:
-        self._before: Block | None = None
-        self._after: Block | None = None
+        self.found: list[Block] | None = None
         self.queue = FreeQueue()
         self.kept: dict[int, tuple[Wish, ...]] = {}
         self._shelves: dict[int, FreeQueue] = {}  # by priority
@@ -63,7 +62,14 @@ class IdleBlocks:
         """Keep a held block at least as strongly as this. O(wishes)."""
         front = self.front(block, wishes)
         if front:
+            self.make_room((block,))
+            self.set_front(block, front)
+
+    def set_front(self, block: Block, front: tuple[Wish, ...]) -> None:
+        """Keep a held block for what `front` has told; there is room. Cannot fail. O(1)."""
+        if self.kept.get(block.block_id) != front:
             self.kept[block.block_id] = front
+            self.found = None
 
     def make_room(self, blocks: Sequence[Block]) -> None:
         """Let wishes for these blocks be set without a growth that could fail. O(len(blocks))."""
@@ -87,29 +93,19 @@ class IdleBlocks:
             found += islice(self.shelved(), count - len(found))
         return found
 
-    def push_run(self, blocks: list[Block], *, is_alone: bool = False) -> None:
+    def push_run(self, blocks: list[Block]) -> None:
         """Let blocks wait that nobody holds any more, each last in its line. Cannot fail.
 
-        Alone, without others that their holder had, those that were
-        found last go back to where they stood. O(len(blocks)).
+        If they are what was found last, each goes back to where it stood. O(len(blocks)).
         """
-        if not self.kept:
-            found, before, after = self.found, self._before, self._after
-            self.found = None
-            if (
-                is_alone
-                and found
-                and before is not None
-                and after is not None
-                and len(found) == len(blocks)
-                and found[-1] is blocks[0]
-                and found[0] is blocks[-1]
-            ):
-                self.queue.insert_run(blocks, before, after)
-            else:
-                self.queue.push_run(blocks)
-            return
+        found = self.found
         self.found = None
+        if found is not None and len(found) == len(blocks) and _all_free(found):
+            self._put_back(found)
+            return
+        if not self.kept:
+            self.queue.push_run(blocks)
+            return
         for block in blocks:
             wishes = self.kept.get(block.block_id)
             if wishes:
@@ -117,6 +113,16 @@ class IdleBlocks:
                 self.num_shelved += 1
             else:
                 self.queue.push_back(block)
+
+    def _put_back(self, found: list[Block]) -> None:
+        """Undo what `find_run` has done last. Cannot fail. O(len(found))."""
+        for block in reversed(found):
+            wishes = self.kept.get(block.block_id)
+            if wishes:
+                self._shelves[wishes[0][0]].put_back(block)
+                self.num_shelved += 1
+            else:
+                self.queue.put_back(block)
 
     def remove(self, block: Block) -> None:
         """Take out a block, from wherever it waits. Cannot fail. O(1)."""
@@ -138,14 +144,9 @@ class IdleBlocks:
             self.queue.remove_run(blocks)
 
     def find_run(self, blocks: list[Block]) -> None:
-        """Do what `remove_run` does for what a look-up has found, head first; at least one.
-
-        Where they stood is remembered if they stood together.
-        """
-        before, after = blocks[-1].prev_free, blocks[0].next_free
+        """Do what `remove_run` does for what a look-up has found, and remember it."""
         self.remove_run(blocks)
-        if not self.num_shelved and before is not None and before.next_free is after:
-            self.found, self._before, self._after = blocks, before, after
+        self.found = blocks
 
     def cut_front(self, blocks: list[Block]) -> None:
         """Take out the blocks that are reused next, as `first` has named them. Cannot fail.
@@ -178,9 +179,12 @@ class IdleBlocks:
         """
         still = [(block_id, _still(wishes, now)) for block_id, wishes in self.kept.items()]
         changed = {block_id: left for block_id, left in still if left != self.kept[block_id]}
+        if not changed:
+            return
         falling = [block for block in self.shelved() if block.block_id in changed]
         fallen = [block for block in falling if not changed[block.block_id]]
         staying = [block for block in falling if changed[block.block_id]]
+        self.found = None
         for block in falling:
             self.remove(block)
         for block_id, left in changed.items():
@@ -201,6 +205,14 @@ class IdleBlocks:
         """Yield the blocks that wait, in the order of their reuse. O(waiting)."""
         yield from self.queue
         yield from self.shelved()
+
+
+def _all_free(blocks: list[Block]) -> bool:
+    """Say whether nobody holds any of these. O(len(blocks))."""
+    for block in blocks:  # noqa: SIM110  # a generator costs more, and allocates
+        if block.ref_count:
+            return False
+    return True
 
 
 def _still(wishes: tuple[Wish, ...], now: int) -> tuple[Wish, ...]:
