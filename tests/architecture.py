@@ -68,6 +68,7 @@ BACKENDS_LAYERS = (
     ("triton_gpu/backend",),
     ("triton_gpu/__init__",),
     ("conformance/cases", "conformance/report"),
+    ("conformance/spread",),
     ("conformance/attention", "conformance/movement", "conformance/relations"),
     ("conformance/parallel",),
     ("conformance/__init__",),
