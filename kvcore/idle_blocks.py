@@ -17,8 +17,9 @@ from itertools import islice
 from typing import final
 
 from kvcore.block import Block
+from kvcore.deadlines import Deadlines
 from kvcore.free_queue import FreeQueue
-from kvcore.retention import Wish
+from kvcore.retention import FOREVER, Wish
 
 
 @final
@@ -34,13 +35,18 @@ class IdleBlocks:
         num_shelved: how many wait because they are kept.
     """
 
-    __slots__ = ("_shelves", "found", "kept", "num_shelved", "queue")
+    __slots__ = (
+        "_deadlines", "_num_pushed", "_shelves", "_since", "found", "kept", "num_shelved", "queue"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.found: list[Block] | None = None
         self.queue = FreeQueue()
         self.kept: dict[int, tuple[Wish, ...]] = {}
         self._shelves: dict[int, FreeQueue] = {}  # by priority
+        self._deadlines: Deadlines[Block] = Deadlines()  # of kept blocks
+        self._since: dict[int, int] = {}  # of kept blocks: the how manieth joined its shelf last
+        self._num_pushed = 0
         self.num_shelved = 0
 
     def front(self, block: Block, wishes: Sequence[Wish]) -> tuple[Wish, ...]:
@@ -62,29 +68,48 @@ class IdleBlocks:
         """Keep a held block at least as strongly as this. O(wishes)."""
         front = self.front(block, wishes)
         if front:
-            self.make_room((block,))
+            self.make_room(((block, front),))
             self.set_front(block, front)
 
     def set_front(self, block: Block, front: tuple[Wish, ...]) -> None:
         """Keep a held block for what `front` has told; there is room. Cannot fail. O(1)."""
-        if self.kept.get(block.block_id) != front:
+        old = self.kept.get(block.block_id, ())
+        if old != front:
+            self._drop_deadlines(block, old, front)
             self.kept[block.block_id] = front
             self.found = None
 
-    def make_room(self, blocks: Sequence[Block]) -> None:
-        """Let wishes for these blocks be set without a growth that could fail. O(len(blocks))."""
+    def make_room(self, fronts: Sequence[tuple[Block, tuple[Wish, ...]]]) -> None:
+        """Let these be set without a growth that could fail, or change nothing. O(wishes)."""
         try:
-            for block in blocks:
+            for block, front in fronts:
                 self.kept.setdefault(block.block_id, ())
+                self._since.setdefault(block.block_id, 0)
+                for _, deadline in front:
+                    if deadline != FOREVER:
+                        self._deadlines.add(block, deadline)
         except BaseException:
-            for block in blocks:
+            for block, front in fronts:
+                self._drop_deadlines(block, front, self.kept.get(block.block_id, ()))
                 if not self.kept.get(block.block_id, True):
                     del self.kept[block.block_id]
+                    self._since.pop(block.block_id, None)
             raise
 
+    def _drop_deadlines(self, block: Block, old: tuple[Wish, ...], front: tuple[Wish, ...]) -> None:
+        """Forget when old wishes end, unless one of the front ends then. Cannot fail. O(wishes)."""
+        for _, deadline in old:
+            for _, other in front:
+                if other == deadline:
+                    break
+            else:
+                self._deadlines.drop(block, deadline)
+
     def forget(self, block: Block) -> None:
-        """Forget the wishes for a block that does not wait. O(1)."""
-        self.kept.pop(block.block_id, None)
+        """Forget the wishes for a block that does not wait. Cannot fail. O(wishes)."""
+        if block.block_id in self.kept:
+            self._drop_deadlines(block, self.kept.pop(block.block_id), ())
+            self._since.pop(block.block_id, None)
 
     def first(self, count: int) -> list[Block]:
         """Return the blocks that are reused next, at most `count`; changes nothing. O(count)."""
@@ -111,6 +136,8 @@ class IdleBlocks:
             if wishes:
                 self._shelves[wishes[0][0]].push_back(block)
                 self.num_shelved += 1
+                self._num_pushed += 1
+                self._since[block.block_id] = self._num_pushed
             else:
                 self.queue.push_back(block)
 
@@ -169,29 +196,36 @@ class IdleBlocks:
         for queue in self._shelves.values():
             queue.clear()
         self.kept.clear()
+        self._since.clear()
+        self._deadlines.clear()
         self.num_shelved = 0
 
     def expire(self, now: int) -> None:
-        """Forget the wishes whose time is over, all or none. O(kept blocks).
+        """Forget the wishes whose time is over, all or none. O(n log n) of the blocks with one.
 
         A block that waits goes to the shelf of the wish that is left; where none is, it is the last
         in line of those that nobody wants kept.
         """
-        still = [(block_id, _still(wishes, now)) for block_id, wishes in self.kept.items()]
-        changed = {block_id: left for block_id, left in still if left != self.kept[block_id]}
-        if not changed:
+        losing = self._deadlines.due(now)
+        if not losing:
             return
-        falling = [block for block in self.shelved() if block.block_id in changed]
-        fallen = [block for block in falling if not changed[block.block_id]]
-        staying = [block for block in falling if changed[block.block_id]]
+        waiting: list[tuple[int, int, Block]] = []  # in the order of their reuse
+        for block in losing:
+            if block.next_free is not None:
+                priority = self.kept[block.block_id][0][0]
+                waiting.append((priority, self._since[block.block_id], block))
+        waiting.sort(key=_place)
+        left = {block: _still(self.kept[block.block_id], now) for block in losing}
+        fallen = [block for _, _, block in waiting if not left[block]]
+        staying = [block for _, _, block in waiting if left[block]]
         self.found = None
-        for block in falling:
+        for _, _, block in waiting:
             self.remove(block)
-        for block_id, left in changed.items():
-            if left:
-                self.kept[block_id] = left
+        for block, wishes in left.items():
+            if wishes:
+                self.set_front(block, wishes)
             else:
-                del self.kept[block_id]
+                self.forget(block)
         for run in (fallen, staying):
             if run:
                 self.push_run(run)
@@ -213,6 +247,11 @@ def _all_free(blocks: list[Block]) -> bool:
         if block.ref_count:
             return False
     return True
+
+
+def _place(waiting: tuple[int, int, Block]) -> tuple[int, int]:
+    """Return what orders kept blocks by their reuse."""
+    return waiting[0], waiting[1]
 
 
 def _still(wishes: tuple[Wish, ...], now: int) -> tuple[Wish, ...]:

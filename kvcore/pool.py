@@ -264,7 +264,7 @@ class BlockPool:
         """
         idle = [block for block in blocks if block.ref_count == 0]
         if kept:
-            self.idle_blocks.make_room([block for block, _ in kept])
+            self.idle_blocks.make_room(kept)
         for block in blocks:
             block.ref_count += 1
         if idle:
@@ -354,7 +354,7 @@ class BlockPool:
         self.idle_blocks.keep(block, wishes)
 
     def tick(self, num_steps: int, released: Sequence[Block] = ()) -> None:
-        """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks).
+        """Let time pass; blocks whose deadline has come are not kept longer. O(n log n) of those.
 
         Then drop one holder of each released block. Raises like `release`.
         """

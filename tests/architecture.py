@@ -23,6 +23,7 @@ KVCORE_LAYERS = (
     ("lifetimes",),
     ("free_queue", "content_tree", "groups", "slots", "reports"),
     ("retention",),
+    ("deadlines",),
     ("idle_blocks",),
     ("pool", "block_table"),
     ("leases", "sequence"),

@@ -21,7 +21,13 @@ LINKS = {
     *(f"FreeQueue.{name}" for name in ("push_back", "pop_front", "remove")),
     *(f"FreeQueue.{name}" for name in ("push_run", "put_back", "remove_run", "cut_front", "clear")),
     *(f"IdleBlocks.{name}" for name in ("push_run", "remove", "remove_run", "find_run", "forget")),
-    *(f"IdleBlocks.{name}" for name in ("_put_back", "set_front", "cut_front", "clear")),
+    *(
+        f"IdleBlocks.{name}"
+        for name in ("_put_back", "set_front", "_drop_deadlines", "cut_front", "clear")
+    ),
+    "Deadlines.drop",
+    "Deadlines.clear",
+    "LeaseBook._drop",
     "_all_free",
     *(f"ContentTree.{name}" for name in ("detach", "_prune", "_set_aside", "clear")),
     "evict",

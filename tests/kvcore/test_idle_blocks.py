@@ -214,9 +214,22 @@ class FullAt(dict):
 def test_room_for_wishes_is_made_for_all_blocks_or_for_none():
     blocks, idle = waiting(6)
     idle.kept = FullAt({0: ((1, 9),), 5: ((2, 7),)})
+    fronts = [(block, ((3, 9),)) for block in blocks]
     with pytest.raises(MemoryError):
-        idle.make_room(blocks)
+        idle.make_room(fronts)
     assert idle.kept == {0: ((1, 9),), 5: ((2, 7),)}
     idle.kept.most = 6
-    idle.make_room(blocks)
+    idle.make_room(fronts)
     assert idle.kept == {0: ((1, 9),), 1: (), 2: (), 3: (), 4: (), 5: ((2, 7),)}
+
+
+def test_a_wish_that_another_of_its_deadline_outdoes_still_ends_then():
+    block = Block(0)
+    idle = IdleBlocks()
+    idle.keep(block, [(1, 9)])
+    idle.keep(block, [(3, 9)])
+    assert idle.kept == {0: ((3, 9),)}
+    idle.expire(8)
+    assert idle.kept == {0: ((3, 9),)}
+    idle.expire(9)
+    assert idle.kept == {}
