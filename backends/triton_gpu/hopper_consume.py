@@ -45,6 +45,7 @@ from backends.triton_gpu.hopper_items import (
     gluon_function,
     read_item,
 )
+from backends.triton_gpu.hopper_merge import merge_items
 from backends.triton_gpu.hopper_store import finish, record_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 
@@ -396,7 +397,7 @@ def _consume_each(
     HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+    PLANNED: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
     """A group's rows of every item of this program, one item after the other.
 
@@ -418,7 +419,7 @@ def _consume_each(
             n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
         if SPLIT:
-            if not PLANNED and GROUP_ID == 0:
+            if not PLANNED and not MERGES and GROUP_ID == 0:
                 record_tile(work + records, item, SLICES)
             if item[2] > GROUP_ID * (TOKENS // GROUPS):
                 j = _take(
@@ -439,6 +440,11 @@ def _consume_each(
                 HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(0), count=1)
+    if MERGES:
+        merge_items(
+            given, items, tiles, pieces, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+            PLANNED, GROUP_ID,
+        )  # fmt: skip
 
 
 @gluon_function
@@ -462,7 +468,7 @@ def consume(
     HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
     K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+    PLANNED: gl.constexpr, SPLIT: gl.constexpr, MERGES: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
     """A group's rows of every item of this program, in order."""
     if rows[0].shape[0] > GROUPS:
@@ -473,5 +479,5 @@ def consume(
     else:
         _consume_each(
             given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, GROUP_ID,
+            HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, MERGES, GROUP_ID,
         )  # fmt: skip

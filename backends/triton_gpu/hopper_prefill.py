@@ -45,6 +45,8 @@ from backends.triton_gpu.prefill_order import Items, Order, keep_order, plan_ord
 
 ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
+FUSED = True
+COOPERATIVE = True
 LONG = 1024
 """Keys of a sequence below which cutting them gains nothing."""
 
@@ -165,6 +167,7 @@ def _attend(
     V_SCALE: gl.constexpr,
     PLANNED: gl.constexpr,  # otherwise there is one sequence
     SPLIT: gl.constexpr,  # items may be cut
+    MERGES: gl.constexpr,  # their pieces are added up here
     TILE: gl.constexpr,  # keys
     BUFFERS: gl.constexpr,  # items whose rows are in shared memory
     K_DEPTH: gl.constexpr,  # tiles of K in shared memory
@@ -190,12 +193,12 @@ def _attend(
             (consume, (
                 given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
                 TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
-                PLANNED, SPLIT, 0,
+                PLANNED, SPLIT, MERGES, 0,
             )),
             (consume, (
                 given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
                 TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
-                PLANNED, SPLIT, 1,
+                PLANNED, SPLIT, MERGES, 1,
             )),
             (widen_values, (
                 given, ring, land, BLOCK_SIZE, SLICES, TOKENS, HAS_WINDOW, PLANNED, SPLIT,
@@ -213,12 +216,12 @@ def _attend(
             (consume, (
                 given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
                 TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
-                PLANNED, SPLIT, 0,
+                PLANNED, SPLIT, MERGES, 0,
             )),
             (consume, (
                 given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
                 TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
-                PLANNED, SPLIT, 1,
+                PLANNED, SPLIT, MERGES, 1,
             )),
             (load_tiles, (
                 descs, given, tables, table_stride, rows, ring, land,
@@ -389,6 +392,7 @@ def plan_attend(
     shape = shape_for(head_dim, split=False, e4m3=e4m3)
     whole = batch.num_tokens * pack // ROWS * (num_heads // pack)
     split = not terms.batch_invariant and whole < programs and batch.max_seq_len >= LONG
+    fused = split and FUSED
     shape = shape_for(head_dim, split=split, e4m3=e4m3)
     tokens = ROWS // pack
     tiles = batch.num_tokens // tokens + batch.num_seqs
@@ -398,21 +402,22 @@ def plan_attend(
         *out.stride()[:2], block_size, k_stride[0] // k_stride[1], v_stride[0] // v_stride[1],
         num_heads, group, head_dim,
         terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
-        scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split,
+        scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split, fused,
         shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
         shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
     )  # fmt: skip
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
     has_window, most_items = terms.window is not None, items.ranks * items.slices
+    options = {"launch_cooperative_grid": True} if fused and COOPERATIVE else {}
     return Plan(
-        _attend.variant(place, device, dtypes, constants, num_warps=4),
+        _attend.variant(place, device, dtypes, constants, num_warps=4, **options),
         (programs, 1, 1),
         (batch.block_table.stride(0), most_items, items.records),
         boxes_of(shape, query, cache, pack),
-        items.size if split and not planned else 0,
+        items.size if split and not planned and not fused else 0,
         most_items * ROWS * (head_dim + 1) if split else 0,
         plan_order(place, device, items, has_window=has_window) if planned else None,
-        plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
+        plan_pieces(place, out, items, pack=pack, planned=planned) if split and not fused else None,
     )
 
 
@@ -451,6 +456,13 @@ def attend(
     work, partial = lens, out
     if plan.order is not None:
         work = keep_order(plan.order, batch, shortest=shortest, window=window)
+    elif plan.partial_size and plan.merge is None:
+        kept = batch.kept
+        work = None if kept is None else kept.get("counter")
+        if work is None:
+            work = torch.zeros(2, dtype=torch.int32, device=device)
+            if kept is not None:
+                kept["counter"] = work
     elif plan.work_size:
         work = torch.empty(plan.work_size, dtype=torch.int32, device=device)
     if plan.partial_size:

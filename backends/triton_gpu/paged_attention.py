@@ -134,7 +134,7 @@ def cuts_keys(plan: PrefillPlan | hopper_prefill.Plan, batch: PagedBatch) -> boo
     Where it may cut the keys of a few sequences, most of which have several query tokens, as the
     mean of their lengths says: the keys of one token alone it reads more slowly than decode does.
     """
-    is_cut = isinstance(plan, hopper_prefill.Plan) and plan.merge is not None
+    is_cut = isinstance(plan, hopper_prefill.Plan) and plan.partial_size > 0
     longest = min(batch.max_query_len, LONGEST)
     is_even = 2 * batch.num_tokens >= batch.num_seqs * longest
     return is_cut and is_even and batch.num_seqs <= FEW_SEQS

@@ -207,6 +207,7 @@ def _rank(
     rank += tl.where(falling, (query_len - skipped - 1) // TOKENS, skipped // TOKENS) * pieces
     if tl.program_id(0) == 0:
         tl.store(work, ranks)
+        tl.store(work + 1, 0)
     live = (skipped < query_len) & (query_len >= shortest)
     if live:
         for piece in range(pieces):
