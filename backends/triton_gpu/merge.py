@@ -35,6 +35,7 @@ from backends.triton_gpu.prefill_order import RECORD, Items
 from backends.triton_gpu.splits import Grid, find_parts
 
 WARPS = 2
+ONLINE = True
 MANY_WARPS = 4
 """Where there are many sequences, of which one may have most of the parts."""
 PIECE_WARPS = 4
@@ -76,6 +77,62 @@ def _add_parts(
         part = tl.load(parts + entry[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
         sums += tl.sum(part * weight[:, None], 0)
     return sums
+
+
+@device_function
+def _add_online(
+    parts: tl.tensor, lses: tl.tensor, first: tl.tensor, count: tl.tensor, step: tl.tensor,
+    row: tl.tensor, rows: tl.tensor, piece: tl.tensor,
+    highest: tl.tensor, total: tl.tensor, sums: tl.tensor,
+    HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Add a row's parts, `step` apart, to (highest, total, sums): WIDTH numbers from `piece` on."""
+    dim = piece + tl.arange(0, WIDTH)
+    for begin in range(0, count, STEP):
+        index = begin + tl.arange(0, STEP)
+        entry = (first + index * step) * rows + row
+        live = index < count
+        mask = live[:, None] & (dim < HEAD_DIM)[None, :]
+        part = tl.load(parts + entry[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+        lse = tl.load(lses + entry, mask=live, other=float("-inf"))
+        now = tl.maximum(highest, tl.max(lse, 0))
+        weight = tl.exp2(lse - now)
+        rescale = tl.exp2(highest - now)
+        sums = sums * rescale + tl.sum(part * weight[:, None], 0)
+        total = total * rescale + tl.sum(weight, 0)
+        highest = now
+    return highest, total, sums
+
+
+@device_function
+def _merge_online(
+    partial: tl.tensor, lses: tl.tensor, out: tl.tensor, first: tl.tensor, count: tl.tensor,
+    start: tl.tensor, o_stride: tl.tensor, rows: tl.tensor,
+    shared_partial: tl.tensor, sharer: tl.tensor, parts_too: tl.tensor, sharing: tl.tensor,
+    shared_chunks: tl.tensor,
+    O_HEAD: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program's piece of its rows, one row after the other."""
+    piece = tl.program_id(2) * WIDTH
+    dim = piece + tl.arange(0, WIDTH)
+    shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
+    for h in range(HEADS):
+        row = tl.program_id(0) * HEADS + h
+        head = row % NUM_HEADS
+        highest, total, sums = _add_online(
+            partial, lses, first, count, 1, row, rows, piece,
+            tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32),
+            tl.zeros([WIDTH], tl.float32), HEAD_DIM, STEP, WIDTH,
+        )  # fmt: skip
+        if HAS_SHARED:
+            highest, total, sums = _add_online(
+                shared_partial, shared_lses, sharer, parts_too, sharing, head, NUM_HEADS, piece,
+                highest, total, sums, HEAD_DIM, STEP, WIDTH,
+            )  # fmt: skip
+        to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
+        tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @device_function
@@ -187,6 +244,7 @@ def _merge_parts(
     KEYS: tl.constexpr,  # a part of what is shared, as the next two
     PREFIX_TILE: tl.constexpr,
     WHOLE: tl.constexpr,
+    ONLINE: tl.constexpr,
 ) -> None:
     s = tl.program_id(1)
     start = tl.load(query_start_loc + s)
@@ -212,7 +270,25 @@ def _merge_parts(
     if MANY:
         rows = most * NUM_HEADS
     lses = partial + items * rows * HEAD_DIM
-    if HAS_SHARED:
+    if ONLINE:
+        if HAS_SHARED:
+            _merge_online(
+                partial, lses, out, first, count, start, o_stride, rows,
+                shared_partial, s - shared[0], parts_too, sharing, shared_chunks,
+                O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, STEP, WIDTH,
+            )  # fmt: skip
+        elif count > FEWEST_PARTS:
+            _merge_online(
+                partial, lses, out, first, count, start, o_stride, rows,
+                shared_partial, s, parts_too, sharing, shared_chunks,
+                O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, STEP, WIDTH,
+            )  # fmt: skip
+        elif tl.program_id(2) == 0:
+            _merge_few(
+                partial, lses, out, first, count, start, o_stride, rows,
+                O_HEAD, NUM_HEADS, HEAD_DIM, HEADS, WHOLE_WIDTH, TOGETHER,
+            )  # fmt: skip
+    elif HAS_SHARED:
         _merge_many(
             partial, lses, out, first, count, start, o_stride, rows,
             shared_partial, s - shared[0], parts_too, sharing, shared_chunks,
@@ -273,7 +349,7 @@ def plan_merge(
     constants = (
         out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
         grid.vector, grid.alike, heads, parts, step, width, whole,
-        together, chained, KEYS_A_CHUNK, shared.tile, WHOLE,
+        together, chained, KEYS_A_CHUNK, shared.tile, WHOLE, ONLINE,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(

@@ -176,7 +176,7 @@ def check_decode(case, capability):
         copies_16_bytes(made, "LDGSTS")
     assert made.count("HMMA")
     if case.vector or case.alike:
-        parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 64}
+        parts = {"ONLINE": True, "TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 64}
         parts |= {"KEYS": cascade.KEYS_A_CHUNK, "PREFIX_TILE": cascade.keys_a_tile(head_dim)}
         many = case.vector >= merge.MANY_SEQS or case.shared
         parts["STEP"] = merge.FEW_PARTS if many else merge.parts_at_once(64, head_dim)

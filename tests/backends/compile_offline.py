@@ -83,7 +83,7 @@ def make(kernel, source, capability, element, constants, kinds=None, **options):
             signature[name] = "i32"
         else:
             signature[name] = (kinds or {}).get(name) or POINTERS.get(name, f"*{element}")
-            if name in ("query", "k_cache", "v_cache", "out"):  # as torch allocates: on 16 bytes
+            if name in ("query", "k_cache", "v_cache", "out", "partial"):  # as torch allocates: on 16 bytes
                 aligned[index,] = [["tt.divisibility", 16]]
     compiled = compile_kernel(
         source(kernel, signature, constants, aligned),
