@@ -45,6 +45,7 @@ from backends.triton_gpu.hopper_items import (
     gluon_function,
     read_item,
 )
+from backends.triton_gpu.hopper_load import EARLY
 from backends.triton_gpu.hopper_merge import merge_items
 from backends.triton_gpu.hopper_store import finish, record_tile
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
@@ -414,10 +415,20 @@ def _consume_each(
     )
     items = count_items(tiles * SLICES)
     j = tiles * 0
+    ahead = read_item(
+        j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+    )
     for n in range(items):
-        item = read_item(
-            n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-        )
+        if EARLY:
+            item = ahead
+            ahead = read_item(
+                n + 1, items, tiles, pieces, query_start_loc, seq_lens, work,
+                SLICES, TOKENS, PLANNED,
+            )  # fmt: skip
+        else:
+            item = read_item(
+                n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+            )
         if SPLIT:
             if not PLANNED and not MERGES and GROUP_ID == 0:
                 record_tile(work + records, item, SLICES)

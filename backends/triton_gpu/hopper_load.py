@@ -13,6 +13,8 @@ is one tile or two in a sequence and head, however long the sequence.
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
 
+import os
+
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
@@ -25,6 +27,8 @@ from backends.triton_gpu.hopper_items import (
     gluon_function,
     read_item,
 )
+
+EARLY = gl.constexpr(int(os.environ.get("FEW_EARLY", "0")))
 
 
 @gluon_function
@@ -52,7 +56,8 @@ def load_tiles(
     )
     for n in range(items):
         s, row, tokens, position, length, first, part, piece, of, _ = item
-        _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
+        if not (SPLIT and EARLY):
+            _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
         kv_head = part * PACK // GROUP
         table = tables + s.to(gl.int64) * table_stride
         seen = length * 0
@@ -70,6 +75,9 @@ def load_tiles(
             n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
         for i in range(end - begin):
+            if SPLIT and EARLY:
+                if i == gl.where(n == 0, 0, gl.minimum(2, end - begin - 1)):
+                    _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
             key = (end - 1 - i) * TILE
             entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
             k_at = j % K_DEPTH

@@ -27,6 +27,7 @@ numbering is vLLM's). Knows lengths alone: neither caches nor tables.
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+import os
 from dataclasses import dataclass
 from typing import cast
 
@@ -42,8 +43,8 @@ ENTRY = tl.constexpr(8)
 """int32 a rank in the list of work, and ahead of it."""
 RECORD = tl.constexpr(4)
 WAVES = tl.constexpr(4)
-ITEM_STEPS = tl.constexpr(1)
-MERGE_STEPS = tl.constexpr(2)
+ITEM_STEPS = tl.constexpr(int(os.environ.get("FEW_ITEM", "1")))
+MERGE_STEPS = tl.constexpr(int(os.environ.get("FEW_MERGE", "2")))
 SEQS = 128  # looked at together
 
 
