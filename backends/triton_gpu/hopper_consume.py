@@ -454,7 +454,7 @@ def _consume_each(
     if MERGES:
         merge_items(
             given, items, tiles, pieces, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            PLANNED, GROUP_ID,
+            PLANNED, MERGES, GROUP_ID,
         )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
 
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu.e4m3 import scale_step
@@ -45,8 +47,9 @@ from backends.triton_gpu.prefill_order import Items, Order, keep_order, plan_ord
 
 ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
-FUSED = True
+FUSED = int(os.environ.get("FEW_MODE", "1"))
 COOPERATIVE = True
+CHAIN = False
 LONG = 1024
 """Keys of a sequence below which cutting them gains nothing."""
 
@@ -176,7 +179,10 @@ def _attend(
     LANDS: gl.constexpr,  # tiles of V in shared memory before they are widened; 0: they are not
     WIDENERS: gl.constexpr,  # warps that do
     LOADER_REGISTERS: gl.constexpr,
+    WAITS: gl.constexpr = False,
 ) -> None:
+    if WAITS:
+        gdc_wait()
     PACK: gl.constexpr = q_desc.block_shape[1]
     TOKENS: gl.constexpr = GROUPS * q_desc.block_shape[0]
     SLICES: gl.constexpr = NUM_HEADS // PACK
@@ -392,7 +398,7 @@ def plan_attend(
     shape = shape_for(head_dim, split=False, e4m3=e4m3)
     whole = batch.num_tokens * pack // ROWS * (num_heads // pack)
     split = not terms.batch_invariant and whole < programs and batch.max_seq_len >= LONG
-    fused = split and FUSED
+    fused = FUSED if split else 0
     shape = shape_for(head_dim, split=split, e4m3=e4m3)
     tokens = ROWS // pack
     tiles = batch.num_tokens // tokens + batch.num_seqs
@@ -404,11 +410,13 @@ def plan_attend(
         terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
         scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split, fused,
         shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
-        shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
+        shape.registers[0], shape.lands, shape.wideners, shape.registers[1], CHAIN,
     )  # fmt: skip
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
     has_window, most_items = terms.window is not None, items.ranks * items.slices
     options = {"launch_cooperative_grid": True} if fused and COOPERATIVE else {}
+    if CHAIN:
+        options["launch_pdl"] = True
     return Plan(
         _attend.variant(place, device, dtypes, constants, num_warps=4, **options),
         (programs, 1, 1),

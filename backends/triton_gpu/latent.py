@@ -53,6 +53,7 @@ MOST_ROWS = 1024
 FEW_ROWS = 16
 MANY_ROWS = 64
 HOPPER_ROWS = (16, 32, 64)
+CHAIN = False
 PROGRAMS_A_MULTIPROCESSOR = 1
 """Two tiles of latents fill its shared memory."""
 
@@ -489,7 +490,8 @@ def _variant(
         own = (shape.tile, shape.rows, shape.heads, *plan, chained, is_shared)
         registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
         return hopper_latent.attend_rows.variant(
-            place, device, dtypes, (*constants, *own, *registers), num_warps=shape.warps
+            place, device, dtypes, (*constants, *own, *registers, CHAIN),
+            num_warps=shape.warps, **({"launch_pdl": True} if CHAIN else {}),
         )
     sizes, quantised = _tiles(place, cache, shape)
     options = {"num_warps": shape.warps, "num_stages": shape.stages}

@@ -202,7 +202,7 @@ def check_hopper(case, *, planned):
         "NUM_HEADS": 8 * case.group, "GROUP": case.group, "HEAD_DIM": case.head_dim,
         "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
         "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
-        "PLANNED": planned, "SPLIT": case.split, "MERGES": case.split, "TILE": shape.tile, "BUFFERS": shape.buffers,
+        "PLANNED": planned, "SPLIT": case.split, "MERGES": int(case.split), "WAITS": False, "TILE": shape.tile, "BUFFERS": shape.buffers,
         "K_DEPTH": shape.k_depth, "V_DEPTH": shape.v_depth,
         "REGISTERS": shape.registers[0],
         "LANDS": shape.lands, "WIDENERS": shape.wideners, "LOADER_REGISTERS": shape.registers[1],
