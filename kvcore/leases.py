@@ -16,6 +16,7 @@ from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block
+from kvcore.deadlines import Deadlines
 from kvcore.errors import InvalidArgumentError, MisuseError
 from kvcore.pool import BlockPool
 
@@ -95,11 +96,12 @@ class LeaseBook:
         active: the leases that have not ended, by id.
     """
 
-    __slots__ = ("_next_id", "_pool", "active")
+    __slots__ = ("_deadlines", "_next_id", "_pool", "active")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.active: dict[int, Lease] = {}
+        self._deadlines: Deadlines[Lease] = Deadlines()
         self._next_id = 0
 
     def begin(
@@ -119,9 +121,11 @@ class LeaseBook:
         lease = Lease(self, self._next_id, kind, owner, deadline, list(blocks))
         self.active[lease.lease_id] = lease
         try:
+            if deadline is not None:
+                self._deadlines.add(lease, deadline)
             self._pool.revive(lease.blocks)
         except BaseException:
-            del self.active[lease.lease_id]
+            self._drop(lease)
             raise
         self._next_id += 1
         return lease
@@ -145,20 +149,20 @@ class LeaseBook:
         return lease._book is self  # noqa: SLF001  # its own
 
     def due(self, step: int) -> tuple[Lease, ...]:
-        """Return the leases whose deadline has come at `step`, oldest first. O(active leases)."""
-        return tuple(
-            [
-                lease
-                for lease in self.active.values()
-                if lease.deadline is not None and lease.deadline <= step
-            ]
-        )
+        """Return the leases whose deadline has come at `step`, oldest first. O(those * log)."""
+        return tuple(sorted(self._deadlines.due(step), key=_age))
 
     def forget(self, ended: tuple[Lease, ...]) -> None:
         """Note that leases have ended and their blocks are released. Cannot fail. O(leases)."""
         for lease in ended:
             lease.is_active = False
-            del self.active[lease.lease_id]
+            self._drop(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        """Let a lease be none of the active ones. Cannot fail. O(log deadlines)."""
+        del self.active[lease.lease_id]
+        if lease.deadline is not None:
+            self._deadlines.drop(lease, lease.deadline)
 
     def counts(self) -> dict[str, int]:
         """Return how many leases of each kind are active. O(active leases)."""
@@ -173,3 +177,7 @@ class LeaseBook:
         for lease in self.active.values():
             leased.update(lease.blocks)
         return sum([block.ref_count == count for block, count in leased.items()])
+
+
+def _age(lease: Lease) -> int:
+    return lease.lease_id

@@ -62,6 +62,8 @@ class BlockPool:
         num_cached_blocks: how many hold published content, held or free.
         num_evicted_blocks: blocks that lost published content when they were reused, ever.
         num_allocated_blocks: blocks handed out by `take`, ever.
+        num_computed_tokens: tokens whose KV stands in held blocks, shared ones counted for each who
+            shares them: not the pool's to know, so those who compute, share and cut count them.
 
     Raises:
         InvalidArgumentError: a size out of range.
@@ -70,8 +72,8 @@ class BlockPool:
     __slots__ = (
         "_log", "_made", "_num_extra_slots", "_num_seen", "_passing", "block_sizes", "common_size",
         "empty_blocks", "idle_blocks", "is_uneven", "lifetimes", "null", "num_allocated_blocks",
-        "num_blocks", "num_cached_blocks", "num_evicted_blocks", "num_used_blocks",
-        "peak_used_blocks", "step", "trees",
+        "num_blocks", "num_cached_blocks", "num_computed_tokens", "num_evicted_blocks",
+        "num_used_blocks", "peak_used_blocks", "step", "trees",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +97,7 @@ class BlockPool:
         self.lifetimes: LifetimeRecorder | None = None
         self.step = 0
         self.num_used_blocks = self.peak_used_blocks = self.num_cached_blocks = 0
-        self.num_evicted_blocks = self.num_allocated_blocks = 0
+        self.num_evicted_blocks = self.num_allocated_blocks = self.num_computed_tokens = 0
 
     @property
     def blocks(self) -> list[Block]:
@@ -262,13 +264,13 @@ class BlockPool:
         """
         idle = [block for block in blocks if block.ref_count == 0]
         if kept:
-            self.idle_blocks.make_room([block for block, _ in kept])
+            self.idle_blocks.make_room(kept)
         for block in blocks:
             block.ref_count += 1
         if idle:
             self._leave(idle)
         for block, front in kept:
-            self.idle_blocks.kept[block.block_id] = front
+            self.idle_blocks.set_front(block, front)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
@@ -310,7 +312,7 @@ class BlockPool:
             raise
         self.num_used_blocks -= len(empty)
         if content:
-            self._put_back(content, is_alone=not empty)
+            self._put_back(content)
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Take their content from blocks: it is wrong. Then drop one holder of each released block.
@@ -332,8 +334,8 @@ class BlockPool:
         except BaseException:
             self._take_back(before)
             raise
-        if idle:
-            self.idle_blocks.remove_run(idle)
+        if losing:
+            self.idle_blocks.remove_run(idle)  # what was found last may be among the others
         self._lose(losing)
         for block in idle:
             block.group = 0
@@ -352,7 +354,7 @@ class BlockPool:
         self.idle_blocks.keep(block, wishes)
 
     def tick(self, num_steps: int, released: Sequence[Block] = ()) -> None:
-        """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks).
+        """Let time pass; blocks whose deadline has come are not kept longer. O(n log n) of those.
 
         Then drop one holder of each released block. Raises like `release`.
         """
@@ -616,7 +618,7 @@ class BlockPool:
         if leaving.empty:
             self._count_emptied(leaving.empty)
         if leaving.content:
-            self._put_back(leaving.content, is_alone=not leaving.empty)
+            self._put_back(leaving.content)
 
     def _take_back(self, leaving: Leaving) -> None:
         """Undo what letting go of blocks has counted and noted. Cannot fail. O(blocks)."""
@@ -673,7 +675,7 @@ class BlockPool:
                 freed.append(block)
         return freed
 
-    def _put_back(self, freed: list[Block], *, is_alone: bool) -> None:
+    def _put_back(self, freed: list[Block]) -> None:
         """Queue blocks with content that nobody holds any more. Cannot fail."""
         self.num_used_blocks -= len(freed)
         if self.is_uneven:
@@ -681,7 +683,7 @@ class BlockPool:
         if self.lifetimes is not None:
             for block in freed:
                 self.lifetimes.freed(block.block_id, self.step)
-        self.idle_blocks.push_run(freed, is_alone=is_alone)
+        self.idle_blocks.push_run(freed)
 
     def _check_own(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

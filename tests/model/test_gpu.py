@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import multiprocessing
 import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -144,16 +146,16 @@ ASKED = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "dtype", "compiles", "most_tokens"),
-    [
-        ("qwen3", torch.float32, False, 600),
-        ("qwen3", torch.bfloat16, True, 600),
-        ("qwen3", torch.bfloat16, True, 4),  # no more than have pieces of their own
-        ("gemma2", torch.bfloat16, True, 600),
-    ],
-)
-def test_nothing_is_compiled_after_the_preparation(architecture, dtype, compiles, most_tokens):
+PREPARED = [
+    ("qwen3", torch.float32, False, 600),
+    ("qwen3", torch.bfloat16, True, 600),
+    ("qwen3", torch.bfloat16, True, 4),  # no more than have pieces of their own
+    ("gemma2", torch.bfloat16, True, 600),
+]
+
+
+def compiled_after_the_preparation(architecture, dtype, compiles, most_tokens):
+    """The names of what requests of many kinds have had to wait for."""
     backend = backends.get_backend("triton")
     built = build(architecture)
     model = wrap_network(architecture, built.network.to(backend.device, dtype), built.codec)
@@ -171,7 +173,17 @@ def test_nothing_is_compiled_after_the_preparation(architecture, dtype, compiles
             for shift in range(len(ASKED) if size < 9 else 1):
                 params = [ASKED[(number + shift) % len(ASKED)] for number in range(size)]
                 engine.generate(prompts, params)
-    assert seen == []
+    return [str(one) for one in seen]
+
+
+def test_nothing_is_compiled_after_the_preparation():
+    """Each in a process of its own: what another test has compiled there would not be missed."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(len(PREPARED), spawn, max_tasks_per_child=1) as pool:
+        found = list(
+            pool.map(compiled_after_the_preparation, *zip(*PREPARED, strict=True), timeout=500)
+        )
+    assert dict(zip(PREPARED, found, strict=True)) == {key: [] for key in PREPARED}
 
 
 def test_a_compilation_is_counted():
@@ -297,8 +309,15 @@ def test_steps_of_few_tokens_are_as_near_to_the_network_as_those_of_many(archite
         assert getattr(engine.network._captured, "has_few", False) == compiles
         params = SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)
         done = engine.generate(PROMPTS, params)
-        found.append([token.logprob for one in done for token in one.tokens[:2]])
-    assert found[1] == pytest.approx(found[0], abs=0.2)
+        found.append([[(token.token_id, token.logprob) for token in one.tokens] for one in done])
+    compared = 0
+    for wanted, got in zip(*found, strict=True):
+        for (token, chance), (own, own_chance) in zip(wanted, got, strict=True):
+            assert own_chance == pytest.approx(chance, abs=0.2)
+            compared += 1
+            if own != token:  # two were as likely, and what follows is another text
+                break
+    assert compared >= 6
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():
@@ -404,7 +423,7 @@ def test_a_full_step_with_drafts_is_replayed_and_its_memory_is_counted():
         engine.step()
         most = max(most, engine.stats.num_draft_tokens - before)
     assert all(request.num_output_tokens == 40 for request in requests)
-    assert most > 64
+    assert most > 24  # with the 40 that are drawn anyway more rows than smaller buckets have
     peaks = []
     for guess in (None, "ngram"):
         network = PagedNetwork(model, backend)
