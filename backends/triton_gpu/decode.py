@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import merge as merging
@@ -47,7 +47,6 @@ from backends.triton_gpu.splits import (
     plan_grid,
 )
 
-CHAIN = False
 WARPS = 2
 STAGES = 4
 FEW_STAGES = 3
@@ -161,13 +160,10 @@ def _attend_chunk(
     V_SCALE: tl.constexpr,
     CHAINED: tl.constexpr,
     WHOLE: tl.constexpr,
-    WAITS: tl.constexpr = False,
 ) -> None:
     TILE: tl.constexpr = WARPS * 16
     if CHAINED:
         gdc_launch_dependents()
-    if WAITS:
-        gdc_wait()
     item = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     shared = load_shared(shared_now, num_seqs, HAS_SHARED, WHOLE)
     here = tl.arange(0, VECTOR or 1)
@@ -274,13 +270,12 @@ def plan_decode(
         shared.chunks > 0, most > 1, math.gcd(16, q_stride, q_head, o_stride, o_head),
         math.gcd(16, *k_strides, *v_strides), warps, rows, max(16, power_of_two(head_dim)),
         grid.vector, grid.alike, e4m3, place.has_e4m3(out.device),
-        scale_step(cache.k_scale), scale_step(cache.v_scale), place.can_chain(out.device), WHOLE, CHAIN,
+        scale_step(cache.k_scale), scale_step(cache.v_scale), place.can_chain(out.device), WHOLE,
     )  # fmt: skip
     sinks_dtype = None if terms.sinks is None else terms.sinks.dtype
     variant = _attend_chunk.variant(
         place, out.device, (query.dtype, cache.k.dtype, sinks_dtype), constants,
         num_warps=warps, num_stages=stages_a_program(grid.vector, e4m3=e4m3),
-        **({"launch_pdl": True} if CHAIN else {}),
     )  # fmt: skip
     return Plan(
         variant,

@@ -347,14 +347,12 @@ def attend_rows(
     SHARED: gl.constexpr,  # each group has half of the rows; otherwise half of the tiles
     REGISTERS: gl.constexpr,
     LOADER_REGISTERS: gl.constexpr,
-    WAITS: gl.constexpr = False,
 ) -> None:
     """Attend a part of a sequence with a slice of its rows."""
     SLICES: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if CHAINED:
         gdc_launch_dependents()
-    if WAITS:
         gdc_wait()
     item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
     nobody, here = (0, 0, 0), gl.arange(0, VECTOR or 1, LANES)

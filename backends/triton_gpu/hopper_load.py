@@ -13,8 +13,6 @@ is one tile or two in a sequence and head, however long the sequence.
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
 
-import os
-
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
@@ -28,8 +26,6 @@ from backends.triton_gpu.hopper_items import (
     read_item,
 )
 
-EARLY = gl.constexpr(int(os.environ.get("FEW_EARLY", "0")))
-
 
 @gluon_function
 def load_tiles(
@@ -42,7 +38,7 @@ def load_tiles(
 ) -> None:  # fmt: skip
     """Load every tile of this program's items, in the order in which they are consumed."""
     q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
-    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[10]
+    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[9]
     k_tiles, k_tails, k_full, k_empty = ring[:4]
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
     TILE: gl.constexpr = k_tiles.shape[1]
@@ -56,7 +52,7 @@ def load_tiles(
     )
     for n in range(items):
         s, row, tokens, position, length, first, part, piece, of, _ = item
-        if not (SPLIT and EARLY):
+        if not (SPLIT and PLANNED):
             _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
         kv_head = part * PACK // GROUP
         table = tables + s.to(gl.int64) * table_stride
@@ -74,9 +70,10 @@ def load_tiles(
         item = read_item(
             n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
+        late = gl.minimum(gl.minimum(n, 1) * 2, end - begin - 1)  # behind tiles that find room
         for i in range(end - begin):
-            if SPLIT and EARLY:
-                if i == gl.where(n == 0, 0, gl.minimum(2, end - begin - 1)):
+            if SPLIT and PLANNED:  # noqa: SIM102 - known to the compiler, the rest is not
+                if i == late:
                     _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
             key = (end - 1 - i) * TILE
             entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)

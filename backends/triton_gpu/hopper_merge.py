@@ -14,24 +14,22 @@ until the sign has changed.
 from triton.experimental.gluon import language as gl
 
 from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function, read_item
+from backends.triton_gpu.prefill_order import COUNTER
 
-_meet = getattr(gl, "barrier", None) or gl.thread_barrier
+_meet = getattr(gl, "barrier", None) or gl.thread_barrier  # as Triton 3.7 and 3.6 call it
+FEW, MANY = gl.constexpr(4), gl.constexpr(16)
+"""Pieces and rows that are added up together: few of the one, many of the other."""
 
 
 @gluon_function
-def _arrive(counter: gl.tensor, GROUP_ID: gl.constexpr) -> gl.tensor:
-    """Say that this group of the program has written its pieces; what the counter was."""
+def _await_all(counter: gl.tensor, GROUP_ID: gl.constexpr) -> None:
+    """Return when this group of every program has come here, and what they wrote can be read."""
     arrivals = gl.num_programs(0) * GROUPS
     step = arrivals * 0 + 1
     if GROUP_ID == 0:
         step = gl.where(gl.program_id(0) == 0, (2147483647 - arrivals) + 2, step)
     _meet()
-    return gl.atomic_add(counter, step, sem="acq_rel", scope="gpu")
-
-
-@gluon_function
-def _await_all(counter: gl.tensor, before: gl.tensor) -> None:
-    """Return when every group of every program has arrived, and what they wrote can be read."""
+    before = gl.atomic_add(counter, step, sem="acq_rel", scope="gpu")
     now = before
     while (now ^ before) >= 0:
         now = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
@@ -43,76 +41,41 @@ def merge_items(
     given: gl.tensor, items: gl.tensor, tiles: gl.tensor, pieces: gl.tensor,
     SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
     TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr, PLANNED: gl.constexpr,
-    MODE: gl.constexpr, GROUP_ID: gl.constexpr,
+    GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
-    """A group's share of the rows of this program's items."""
+    """A group's share of the rows of this program's items, once all pieces are there."""
     query_start_loc, seq_lens, work = given[2:5]
     item = read_item(
         items * 0, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
     )
-    before = _arrive(work + 1, GROUP_ID)
-    if MODE == 4:  # once without effect, so that the instructions are at hand when all have arrived
-        _merge_share(
-            given, item, 0, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID
+    _await_all(work + COUNTER, GROUP_ID)
+    for n in range(items):
+        ahead = read_item(
+            n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
-        _await_all(work + 1, before)
-    elif MODE != 5:
-        if MODE != 3:
-            _await_all(work + 1, before)
-    if MODE == 5:
-        for n in range(items + 1):
-            if n == 1:
-                _await_all(work + 1, before)
-                item = read_item(
-                    items * 0, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES,
-                    TOKENS, PLANNED,
+        tokens, piece, of = item[2], item[7], item[8]
+        if of > 1:
+            share, shares = piece * GROUPS + GROUP_ID, of * GROUPS
+            begin = tokens * PACK * share // shares
+            end = tokens * PACK * (share + 1) // shares
+            if of > FEW:
+                _merge_rows(
+                    given, item, begin, end, MANY, FEW,
+                    SLICES, PACK, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
                 )  # fmt: skip
-            _merge_share(
-                given, item, gl.minimum(n, 1), SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE,
-                HEAD_STRIDE, GROUP_ID,
-            )  # fmt: skip
-            item = read_item(
-                n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-            )
-    elif MODE != 2:
-        for n in range(items):
-            _merge_share(
-                given, item, 1, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID
-            )
-            item = read_item(
-                n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS,
-                PLANNED,
-            )  # fmt: skip
-
-
-@gluon_function
-def _merge_share(
-    given: gl.tensor, item: gl.tensor, real: gl.tensor,
-    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr, GROUP_ID: gl.constexpr,
-) -> None:  # fmt: skip
-    tokens, piece, of = item[2], item[7], item[8]
-    if of > 1:
-        share, shares = piece * GROUPS + GROUP_ID, of * GROUPS
-        begin = tokens * PACK * share // shares
-        end = tokens * PACK * (share + 1) // shares
-        if of > 4:
-            _merge_rows(
-                given, item, begin, end, real, 16, 4,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            )  # fmt: skip
-        else:
-            _merge_rows(
-                given, item, begin, end, real, 4, 16,
-                SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            )  # fmt: skip
+            else:
+                _merge_rows(
+                    given, item, begin, end, FEW, MANY,
+                    SLICES, PACK, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+                )  # fmt: skip
+        item = ahead
 
 
 @gluon_function
 def _merge_rows(
-    given: gl.tensor, item: gl.tensor, begin: gl.tensor, end: gl.tensor, real: gl.tensor,
+    given: gl.tensor, item: gl.tensor, begin: gl.tensor, end: gl.tensor,
     STEP: gl.constexpr, ROWS: gl.constexpr,
-    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
+    SLICES: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
     TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
 ) -> None:  # fmt: skip
     """Add up the rows begin .. end - 1 of an item, ROWS of STEP pieces at a time."""
@@ -128,8 +91,7 @@ def _merge_rows(
     lses = partial + most_items * (GROUPS * HALF * HEAD_DIM)
     first = number - piece * SLICES
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))[None, None, :]
-    end = gl.where(real > 0, end, begin)  # none, but of the loop's first turn
-    for base in range(begin, gl.maximum(end, begin + 1), ROWS):
+    for base in range(begin, end, ROWS):
         r = base + gl.arange(0, ROWS, gl.SliceLayout(0, FLAT))
         highest = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, FLAT))
         total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, FLAT))

@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from backends.triton_gpu import hopper_prefill, prefill, prefill_order
 
 INT32 = (
-    "num_seqs", "table_stride", "window", "shortest", "most_items", "records", "programs",
+    "num_seqs", "table_stride", "window", "shortest", "most_items", "programs",
 )  # fmt: skip
 POINTERS = {
     "query_start_loc": "*i32",
@@ -35,6 +35,7 @@ POINTERS = {
     "k_scale": "*fp32",
     "v_scale": "*fp32",
 }
+ALIGNED = ("query", "k_cache", "v_cache", "out", "partial")  # as torch allocates: on 16 bytes
 SMALLEST, AMPERE, HOPPER = 99 << 10, 163 << 10, 227 << 10  # bytes that a program may have
 
 
@@ -83,7 +84,7 @@ def make(kernel, source, capability, element, constants, kinds=None, **options):
             signature[name] = "i32"
         else:
             signature[name] = (kinds or {}).get(name) or POINTERS.get(name, f"*{element}")
-            if name in ("query", "k_cache", "v_cache", "out", "partial"):  # as torch allocates: on 16 bytes
+            if name in ALIGNED:
                 aligned[index,] = [["tt.divisibility", 16]]
     compiled = compile_kernel(
         source(kernel, signature, constants, aligned),
@@ -202,7 +203,7 @@ def check_hopper(case, *, planned):
         "NUM_HEADS": 8 * case.group, "GROUP": case.group, "HEAD_DIM": case.head_dim,
         "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
         "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
-        "PLANNED": planned, "SPLIT": case.split, "MERGES": int(case.split), "WAITS": False, "TILE": shape.tile, "BUFFERS": shape.buffers,
+        "PLANNED": planned, "SPLIT": case.split, "TILE": shape.tile, "BUFFERS": shape.buffers,
         "K_DEPTH": shape.k_depth, "V_DEPTH": shape.v_depth,
         "REGISTERS": shape.registers[0],
         "LANDS": shape.lands, "WIDENERS": shape.wideners, "LOADER_REGISTERS": shape.registers[1],
