@@ -219,6 +219,7 @@ def check_hopper(case, *, planned):
     messages += (2 + copies) * (shape.tail > 0)
     assert made.count("UTMALDG") == messages, made.count("UTMALDG")
     assert made.count("LDGSTS") == 0
+    assert made.count("ATOMG") == 2 * case.split  # where each group says that its pieces are there
     loops = made.loops()
     assert len(loops) == 2 * (3 if case.features else 2), len(loops)
     for loop in loops:
