@@ -414,9 +414,10 @@ def _consume_each(
     )
     items = count_items(tiles * SLICES)
     j = tiles * 0
-    ahead = read_item(
-        j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-    )
+    if SPLIT and PLANNED:
+        ahead = read_item(
+            j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+        )
     for n in range(items):
         if SPLIT and PLANNED:
             item = ahead
