@@ -414,7 +414,7 @@ def _consume_each(
     )
     items = count_items(tiles * SLICES)
     j = tiles * 0
-    ahead = (j,)
+    ahead = given  # until one is read
     if SPLIT and PLANNED:
         ahead = read_item(
             j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
