@@ -233,3 +233,26 @@ def test_a_wish_that_another_of_its_deadline_outdoes_still_ends_then():
     assert idle.kept == {0: ((3, 9),)}
     idle.expire(9)
     assert idle.kept == {}
+
+
+@pytest.mark.parametrize(
+    "wishes", [([(3, 5)], [(1, 5)]), ([(4, 5), (1, 9)], [(3, 5), (1, 9)])], ids=["falls", "stays"]
+)
+def test_of_what_ends_together_the_weaker_goes_first_whichever_waited_first(wishes):
+    blocks = [Block(0), Block(1)]
+    idle = IdleBlocks()
+    for block, some in zip(blocks, wishes, strict=True):
+        idle.keep(block, some)
+    idle.push_run(blocks)
+    idle.expire(5)
+    assert ids(idle) == [1, 0]
+
+
+def test_what_goes_back_to_a_shelf_is_counted_on_that_one():
+    block = Block(0)
+    idle = IdleBlocks()
+    idle.keep(block, [(3, 5), (1, 9)])
+    idle.push_run([block])
+    looked_up(idle, [block])
+    given_back(idle, [block])
+    assert {priority: len(shelf) for priority, shelf in idle._shelves.items()} == {3: 1, 1: 0}
