@@ -39,6 +39,7 @@ COMPILED = (
     "idle_blocks",
     "leases",
     "lifetimes",
+    "loading",
     "manager",
     "names",
     "peaks",

@@ -32,6 +32,7 @@ def peak_blocks(
     *,
     groups: Sequence[LayerGroup] | None = None,
     chunk: SupportsIndex | None = None,
+    num_external: SupportsIndex = 0,
 ) -> int:
     """Return the most blocks that a sequence alone holds at once while it is computed.
 
@@ -44,16 +45,18 @@ def peak_blocks(
         block_size: tokens a block, of groups that do not say.
         groups: the layer groups; None: one of full attention.
         chunk: the most tokens computed in one step; None: all of them.
+        num_external: the first so many of them are not computed: their KV is loaded.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
     """
     total = as_int("num_tokens", num_tokens, 0)
+    start = as_int("num_external", num_external, 0, total)
     size = as_int("block_size", block_size, 1, 2**20)
     width = total if chunk is None else as_int("chunk", chunk, 1)
     tables = [BlockTable(group) for group in resolve(groups, size)]
-    nothing = [0] * len(tables)
-    return most_held(tables, nothing, [[] for _ in tables], 0, total, width)
+    lengths = [-(-start // table.block_size) for table in tables]
+    return most_held(tables, lengths, [[] for _ in tables], start, total, width)
 
 
 def blocks_to_take(
@@ -62,6 +65,7 @@ def blocks_to_take(
     cached: int,
     total: int,
     chunk: int | None,
+    external: int,
 ) -> int:
     """Return the most free blocks that a new sequence holds at once, beside the hits it revives.
 
@@ -73,6 +77,7 @@ def blocks_to_take(
         cached: tokens that are found.
         total: tokens in all.
         chunk: the most tokens computed in one step; None: all of them.
+        external: the KV of so many tokens is loaded, where fewer are found.
     """
     tables = [BlockTable(group) for group in groups]
     lengths = [cached // group.block_size for group in groups]
@@ -84,7 +89,45 @@ def blocks_to_take(
         shared[number] = places
         revived += len(blocks) - len(places)
     width = total if chunk is None else chunk
-    return most_held(tables, lengths, shared, cached, total, width) - revived
+    if external <= cached:
+        return most_held(tables, lengths, shared, cached, total, width) - revived
+    loaded = num_loaded(tables, cached, external)
+    lengths = [-(-external // table.block_size) for table in tables]
+    later = most_held(tables, lengths, shared, external, total, width)
+    return max(loaded, later - revived)
+
+
+def num_loaded(tables: Sequence[BlockTable], computed: int, num_tokens: int) -> int:
+    """Return how many blocks the KV of `num_tokens` tokens from outside takes. O(groups).
+
+    `computed` of them are there already, and fewer than all.
+    """
+    return sum(
+        [
+            -(-num_tokens // table.block_size) - table.first_loaded(computed, num_tokens)
+            for table in tables
+        ]
+    )
+
+
+def blocks_to_load(seq: KVSequence, external: int, total: int, chunk: int | None) -> int:
+    """Return the most free blocks that an open sequence takes where a load comes first.
+
+    As `blocks_still_taken`: the KV of the first `external` tokens is loaded, more than it has
+    computed, and the rest computed.
+    """
+    tables, computed = seq.tables, seq.num_computed_tokens
+    shared: list[list[int]] = []
+    held = 0
+    for table in tables:
+        known = range(table.num_null, len(table.blocks))
+        places = [place for place in known if table.blocks[place].ref_count > 1]
+        held += len(known) - len(places)
+        shared.append([place for place in places if place < computed // table.block_size])
+    lengths = [-(-external // table.block_size) for table in tables]
+    width = total if chunk is None else chunk
+    later = most_held(tables, lengths, shared, external, max(total, external), width)
+    return max(num_loaded(tables, computed, external), later - held)
 
 
 def blocks_still_taken(seq: KVSequence, total: int, chunk: int) -> int:
