@@ -19,45 +19,19 @@ from itertools import islice
 
 from kvcore.block import Block, BlockId
 from kvcore.block_table import BlockTable
-from kvcore.errors import (
-    InvalidArgumentError,
-    NotExpectedError,
-    NotReservedError,
-    SequenceTooLongError,
-    UntoldTokensError,
-)
 from kvcore.groups import serves
 from kvcore.names import block_contents
 from kvcore.pool import BlockPool
 from kvcore.reports import Growth
 from kvcore.retention import wishes_for
-from kvcore.sequence import KVSequence
+from kvcore.sequence import (
+    KVSequence,
+    check_expected,
+    check_length,
+    check_told,
+    committable,
+)
 from kvcore.tokens import slices
-
-
-def check_length(num_tokens: int, longest: int | None) -> None:
-    """Raise where so many tokens are more than a sequence may have."""
-    if longest is not None and num_tokens > longest:
-        raise SequenceTooLongError(f"{num_tokens} tokens, max_model_len is {longest}")
-
-
-def check_told(seq: KVSequence) -> None:
-    """Raise where known tokens cannot join a sequence: some before them are not told."""
-    if seq.num_untold_tokens:
-        raise UntoldTokensError(
-            f"{seq!r}: wanted all tokens told before known ones join, "
-            f"{seq.num_untold_tokens} are not"
-        )
-
-
-def check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
-    """Raise where so many tokens, from position `start` on, are not what a sequence expects."""
-    length = len(seq.packed)
-    if num_tokens > seq.num_untold_tokens or (start is not None and start != length):
-        raise NotExpectedError(
-            f"{seq!r}: wanted at most {seq.num_untold_tokens} tokens from position {length} "
-            f"on, got {num_tokens}" + ("" if start is None else f" from {start} on")
-        )
 
 
 def grow(pool: BlockPool, seq: KVSequence, num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
@@ -124,26 +98,6 @@ def _assign(pool: BlockPool, assigned: Sequence[tuple[list[Block], int]]) -> Non
             pool.assign(blocks, group)
 
 
-def committable(seq: KVSequence, num_tokens: int) -> int:
-    """Return how many tokens are computed once `num_tokens` more are. O(groups).
-
-    Raises:
-        InvalidArgumentError: more than the sequence has.
-        NotReservedError: more than it has room for.
-    """
-    computed = seq.num_computed_tokens + num_tokens
-    if computed > len(seq.packed) + seq.num_untold_tokens:
-        raise InvalidArgumentError(
-            f"num_tokens: wanted at most the {seq.num_tokens - seq.num_computed_tokens} "
-            f"tokens that are not computed, got {num_tokens}"
-        )
-    for table in seq.tables:
-        room = len(table.blocks) * table.block_size
-        if computed > room:
-            raise NotReservedError(f"commit: {computed} tokens computed, room for {room}")
-    return computed
-
-
 def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
     """Count more tokens as computed; publish what is settled, give back what nobody sees any more.
 
@@ -168,6 +122,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
             table.num_published = full
         seq.num_computed_tokens = computed
         seq.stop = 0
+        pool.num_computed_tokens += num_tokens
         return is_due
     last_event = pool.last_event
     published: list[Block] = []
@@ -181,6 +136,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
         pool.unpublish(published, last_event)
         raise
     _set(seq, computed, settled)
+    pool.num_computed_tokens += num_tokens
     for table, kept in passed:
         table.forget(pool.null, kept)
     return bool(published or passed)
@@ -214,10 +170,11 @@ def commit_step(
     O(sequences + blocks filled and given back). Raises like `committable`.
     """
     due: list[int] = []
+    total = sum(counts)
     for index, seq in enumerate(seqs):
         computed = seq.num_computed_tokens + counts[index]
         length = len(seq.packed) + seq.num_untold_tokens
-        if not (computed < seq.due and computed <= seq.room and computed <= length):
+        if not (computed < seq.due and computed <= length):
             committable(seq, counts[index])
             due.append(index)
     if due:
@@ -230,6 +187,7 @@ def commit_step(
         else:
             seq.num_computed_tokens += counts[index]
             seq.stop = 0
+    pool.num_computed_tokens += total
 
 
 def step(
@@ -256,6 +214,7 @@ def step(
     """
     due: list[int] = []
     totals: list[int] = []
+    all_computed = sum(computed)
     index = start = 0
     try:
         for index, seq in enumerate(seqs):
@@ -292,6 +251,7 @@ def step(
                 totals.append(total)
         index = len(seqs)
         if not due:
+            pool.num_computed_tokens += all_computed
             return ()
         for place, number in enumerate(due):
             check_length(max(seqs[number].num_tokens, totals[place]), longest)
@@ -300,6 +260,7 @@ def step(
     except BaseException:
         _leave_step(seqs[:index], joining, due, computed, joined is None)
         raise
+    pool.num_computed_tokens += all_computed
     for number in due:
         _find_stop(seqs[number])
     return growths
@@ -402,13 +363,15 @@ def decode_step(
                 due.append(index)
                 seq.packed.append(sampled[index])
         index = len(seqs)
-        return _decode(pool, seqs, due, longest) if due else ()
+        growths = _decode(pool, seqs, due, longest) if due else ()
     except BaseException:
         for seq in islice(seqs, index):
             seq.packed.pop()
             if len(seq.packed) < seq.stop:
                 seq.num_computed_tokens = len(seq.packed) - 1
         raise
+    pool.num_computed_tokens += len(seqs) - len(due)
+    return growths
 
 
 def _decode(
@@ -416,6 +379,7 @@ def _decode(
 ) -> tuple[Growth, ...]:
     """Do for some sequences of a decode step what is more than counting, or for none."""
     is_plain = True
+    newly = 0
     for index in due:
         seq = seqs[index]
         length = len(seq.packed)
@@ -424,6 +388,7 @@ def _decode(
             committable(seq, length - 1 - seq.num_computed_tokens)
         if longest is not None and length > longest:
             check_length(length, longest)
+        newly += length - 1 - seq.num_computed_tokens
         if seq.wishes or len(seq.tables) > 1 or seq.tables[0].forgets:
             is_plain = False
     if is_plain:
@@ -436,6 +401,7 @@ def _decode(
             computed[index] = len(seqs[index].packed) - 1 - seqs[index].num_computed_tokens
         totals = [len(seqs[index].packed) for index in due]
         growths = _move(pool, seqs, due, computed, totals, longest)
+    pool.num_computed_tokens += newly
     for index in due:
         _find_stop(seqs[index])
     return growths

@@ -143,6 +143,9 @@ def capacity(manager: KVCacheManager) -> None:
     cached = sum([block.node is not None for block in pool.blocks])
     if cached != pool.num_cached_blocks:
         _fail("P13", f"{cached} blocks hold content, the pool says {pool.num_cached_blocks}")
+    computed = sum([seq.num_computed_tokens for seq in manager.sequences.values()])
+    if computed != pool.num_computed_tokens:
+        _fail("P13", f"{computed} tokens are computed, the pool says {pool.num_computed_tokens}")
     if pool.num_used_blocks > pool.peak_used_blocks:
         _fail("P13", f"{pool.num_used_blocks} used, the peak is {pool.peak_used_blocks}")
 

@@ -89,6 +89,7 @@ def join(pool: BlockPool, book: LeaseBook, lease: Lease, load: Load) -> bool:
     except BaseException:
         pool.unpublish(published, last_event)
         raise
+    pool.num_computed_tokens += load.num_tokens - seq.num_computed_tokens
     _set(load, entries, kept)
     book.forget((lease,))
     return True

@@ -38,7 +38,6 @@ from kvcore.errors import (
     StaleSequenceError,
 )
 from kvcore.events import EventLog, Snapshot
-from kvcore.forward import check_expected, check_length, check_told
 from kvcore.groups import LayerGroup, resolve
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
 from kvcore.items import Item, as_items, check_items
@@ -50,8 +49,16 @@ from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
 from kvcore.retention import Retention, check_wishes
 from kvcore.rewind import blocks_tail_first, cut, distrust_blocks, distrust_from, leaving
-from kvcore.sequence import KVSequence, write_rows
-from kvcore.sharing import describe, find_prefix, kept_hits, share_cached, share_computed
+from kvcore.sequence import KVSequence, check_expected, check_length, check_told, write_rows
+from kvcore.sharing import (
+    describe,
+    find_prefix,
+    kept_hits,
+    num_common,
+    num_shared,
+    share_cached,
+    share_computed,
+)
 from kvcore.tokens import MAX_TOKEN, Tokens, pack
 
 
@@ -256,7 +263,6 @@ class KVCacheManager:
             type(num_tokens) is int
             and num_tokens >= 0
             and type(known) is KVSequence
-            and known.is_open
             and known.owner is self
         ):
             total = known.num_computed_tokens + num_tokens
@@ -310,7 +316,7 @@ class KVCacheManager:
             # A bool is an int, as it is in `pack`: to look for one costs more than packing does.
             token = int(token) if type(token) is bool else as_int("token", token, 0, MAX_TOKEN)
         known: object = seq  # callers are not all typed
-        if type(known) is not KVSequence or not known.is_open or known.owner is not self:
+        if type(known) is not KVSequence or known.owner is not self:
             self._check_open(seq)
         if seq.num_untold_tokens:
             check_told(seq)
@@ -389,13 +395,13 @@ class KVCacheManager:
             type(num_tokens) is int
             and num_tokens >= 0
             and type(known) is KVSequence
-            and known.is_open
             and known.owner is self
         ):
             computed = known.num_computed_tokens + num_tokens
-            if computed < known.due and computed <= known.room and computed <= len(known.packed):
+            if computed < known.due and computed <= len(known.packed):
                 known.num_computed_tokens = computed
                 known.stop = 0
+                self.pool.num_computed_tokens += num_tokens
                 return
             count = num_tokens
         else:
@@ -615,7 +621,8 @@ class KVCacheManager:
         self.pool.give_back(leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
-        seq.is_open = False
+        self.pool.num_computed_tokens -= seq.num_computed_tokens
+        seq.owner = None
         self._last_step = []
         del self.sequences[seq.seq_id]
 
@@ -862,13 +869,7 @@ class KVCacheManager:
         """
         number = as_int("group", group, 0, len(self.groups) - 1)
         self._check_open(seq)
-        table = seq.tables[number]
-        count = 0
-        for block in table.blocks[table.num_null :]:
-            if block.ref_count < 2:
-                break
-            count += 1
-        return count
+        return num_shared(seq.tables[number])
 
     def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: SupportsIndex = 0) -> int:
         """Count the leading blocks that all these sequences share. O(len(seqs) * blocks shared).
@@ -886,12 +887,7 @@ class KVCacheManager:
             raise InvalidArgumentError("seqs: wanted at least one sequence, got none")
         for seq in running:
             self._check_open(seq)
-        first, *others = [seq.tables[number].block_ids for seq in running]
-        count = 0 if running[0].tables[number].num_null else len(first)
-        for block_ids in others:
-            both = range(min(count, len(block_ids)))
-            count = next((i for i in both if first[i] != block_ids[i]), len(both))
-        return count
+        return num_common([seq.tables[number] for seq in running])
 
     def snapshot(self) -> Snapshot:
         """Return all that can be hit now, for a reader of events who joins late. O(contents).
@@ -906,7 +902,7 @@ class KVCacheManager:
         )
 
     def stats(self) -> Stats:
-        """Return a snapshot of the counters. O(open sequences)."""
+        """Return a snapshot of the counters. O(1)."""
         return Stats(
             num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_used_blocks,
@@ -919,7 +915,7 @@ class KVCacheManager:
             num_allocated_blocks=self.pool.num_allocated_blocks,
             num_resumed_tokens=self._num_resumed_tokens,
             num_resumed_hit_tokens=self._num_resumed_hit_tokens,
-            num_computed_tokens=sum([s.num_computed_tokens for s in self.sequences.values()]),
+            num_computed_tokens=self.pool.num_computed_tokens,
             num_slots=self.pool.num_used_slots,
             lifetimes=None if self.pool.lifetimes is None else self.pool.lifetimes.stats(),
         )
@@ -948,6 +944,7 @@ class KVCacheManager:
         except BaseException:
             del self.sequences[seq.seq_id]
             raise
+        self.pool.num_computed_tokens += seq.num_computed_tokens
         self._next_seq_id += 1
 
     def _new_sequence(
@@ -963,7 +960,7 @@ class KVCacheManager:
             return
         if not isinstance(seq, KVSequence):
             raise InvalidArgumentError(f"seq: wanted a KVSequence, got {type(seq).__name__}")
-        if seq.owner is not self:
+        if seq.is_open and seq.owner is not self:
             raise ForeignSequenceError(f"seq: {seq!r} was opened by another manager")
         raise StaleSequenceError(f"seq: {seq!r} is closed, or a copy")
 

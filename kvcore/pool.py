@@ -62,6 +62,8 @@ class BlockPool:
         num_cached_blocks: how many hold published content, held or free.
         num_evicted_blocks: blocks that lost published content when they were reused, ever.
         num_allocated_blocks: blocks handed out by `take`, ever.
+        num_computed_tokens: tokens whose KV stands in held blocks, shared ones counted for each who
+            shares them: not the pool's to know, so those who compute, share and cut count them.
 
     Raises:
         InvalidArgumentError: a size out of range.
@@ -70,8 +72,8 @@ class BlockPool:
     __slots__ = (
         "_log", "_made", "_num_extra_slots", "_num_seen", "_passing", "block_sizes", "common_size",
         "empty_blocks", "idle_blocks", "is_uneven", "lifetimes", "null", "num_allocated_blocks",
-        "num_blocks", "num_cached_blocks", "num_evicted_blocks", "num_used_blocks",
-        "peak_used_blocks", "step", "trees",
+        "num_blocks", "num_cached_blocks", "num_computed_tokens", "num_evicted_blocks",
+        "num_used_blocks", "peak_used_blocks", "step", "trees",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +97,7 @@ class BlockPool:
         self.lifetimes: LifetimeRecorder | None = None
         self.step = 0
         self.num_used_blocks = self.peak_used_blocks = self.num_cached_blocks = 0
-        self.num_evicted_blocks = self.num_allocated_blocks = 0
+        self.num_evicted_blocks = self.num_allocated_blocks = self.num_computed_tokens = 0
 
     @property
     def blocks(self) -> list[Block]:

@@ -77,6 +77,7 @@ def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     del seq.packed[told:]
     seq.num_untold_tokens = num_tokens - told
     seq.items = items
+    pool.num_computed_tokens -= seq.num_computed_tokens - computed
     seq.num_computed_tokens = computed
     seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
     seq.cut_names(told)
@@ -351,6 +352,7 @@ def _take_from_all(
         cut_tables(seq, computed)
         for table in seq.tables:
             table.num_published = min(table.num_published, computed // table.block_size)
+        pool.num_computed_tokens -= seq.num_computed_tokens - computed
         seq.num_computed_tokens = computed
         seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
         seq.cut_names(computed)

@@ -19,8 +19,11 @@ from kvcore.block_table import BlockTable
 from kvcore.errors import (
     InvalidArgumentError,
     MisuseError,
+    NotExpectedError,
     NotReservedError,
+    SequenceTooLongError,
     StaleSequenceError,
+    UntoldTokensError,
 )
 from kvcore.groups import NEVER, LayerGroup
 from kvcore.items import Item
@@ -37,7 +40,6 @@ class KVSequence:
         seq_id: counts the sequences of its manager from 0.
         num_computed_tokens: tokens whose KV is written; the next step computes from here.
         num_cached_tokens: how many of them were found in the cache when it was opened.
-        is_open: False once it is closed.
         packed: its told tokens, as `array("I")`. Read it, do not write it.
         num_untold_tokens: how many more are expected after those.
         items: content that is not tokens, in order.
@@ -48,10 +50,10 @@ class KVSequence:
         chain: its blocks' names, once somebody has asked for them.
         room: up to so many tokens nothing has to be made room for; less than the tables have where
             nobody has asked since they grew.
-        due: below so many settled tokens nothing is published or given back. Both are 0 where they
-            are not known: whoever takes from its tables sets them to 0.
+        due: below so many settled tokens nothing is published or given back; within the room. Both
+            are 0 where they are not known: whoever takes from its tables sets them to 0.
         stop: below so many tokens a decode step has nothing to do but to count; 0: not known.
-        owner: the manager that opened it.
+        owner: the manager that it is open in; None once it is closed.
         tag: the caller's own: None at first, and never read here. A handle cannot be weakly
             referenced where kvcore is compiled, so what belongs to it can hang on it.
     """
@@ -59,7 +61,6 @@ class KVSequence:
     __slots__ = (
         "chain",
         "due",
-        "is_open",
         "items",
         "namespace_key",
         "num_cached_tokens",
@@ -97,7 +98,6 @@ class KVSequence:
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_untold_tokens = 0
-        self.is_open = True
         self.wishes: tuple[Retention, ...] = ()
         self.opened_at = 0
         self.chain: NameChain | None = None
@@ -110,6 +110,11 @@ class KVSequence:
     def __hash__(self) -> int:
         """Return its number."""
         return self.seq_id
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is not closed yet. O(1)."""
+        return self.owner is not None
 
     @property
     def num_tokens(self) -> int:
@@ -240,7 +245,7 @@ class KVSequence:
             if table.forgets:
                 due = min(due, table.next_pass(table.num_null))
         self.room = room
-        self.due = due
+        self.due = due if due <= room else room + 1
 
     def __copy__(self) -> NoReturn:
         raise MisuseError(f"{self!r} is a handle: wanted the one that was opened, not a copy")
@@ -260,6 +265,51 @@ class KVSequence:
         if not self.is_open:
             raise StaleSequenceError(f"{self!r} is closed")
         return self.tables[as_int("group", group, 0, len(self.tables) - 1)]
+
+
+def check_length(num_tokens: int, longest: int | None) -> None:
+    """Raise where so many tokens are more than a sequence may have."""
+    if longest is not None and num_tokens > longest:
+        raise SequenceTooLongError(f"{num_tokens} tokens, max_model_len is {longest}")
+
+
+def check_told(seq: KVSequence) -> None:
+    """Raise where known tokens cannot join a sequence: some before them are not told."""
+    if seq.num_untold_tokens:
+        raise UntoldTokensError(
+            f"{seq!r}: wanted all tokens told before known ones join, "
+            f"{seq.num_untold_tokens} are not"
+        )
+
+
+def check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
+    """Raise where so many tokens, from position `start` on, are not what a sequence expects."""
+    length = len(seq.packed)
+    if num_tokens > seq.num_untold_tokens or (start is not None and start != length):
+        raise NotExpectedError(
+            f"{seq!r}: wanted at most {seq.num_untold_tokens} tokens from position {length} "
+            f"on, got {num_tokens}" + ("" if start is None else f" from {start} on")
+        )
+
+
+def committable(seq: KVSequence, num_tokens: int) -> int:
+    """Return how many tokens are computed once `num_tokens` more are. O(groups).
+
+    Raises:
+        InvalidArgumentError: more than the sequence has.
+        NotReservedError: more than it has room for.
+    """
+    computed = seq.num_computed_tokens + num_tokens
+    if computed > len(seq.packed) + seq.num_untold_tokens:
+        raise InvalidArgumentError(
+            f"num_tokens: wanted at most the {seq.num_tokens - seq.num_computed_tokens} "
+            f"tokens that are not computed, got {num_tokens}"
+        )
+    for table in seq.tables:
+        room = len(table.blocks) * table.block_size
+        if computed > room:
+            raise NotReservedError(f"commit: {computed} tokens computed, room for {room}")
+    return computed
 
 
 def write_rows(

@@ -1,4 +1,4 @@
-"""What a new sequence shares: the prefix that it finds in the cache, or all that a parent has.
+"""What a new sequence shares: the prefix that it finds, or all a parent has; what is in common.
 
 All layer groups together. What can fail is asked and allocated first, then the pool changes, and
 then only what is there already is set: an exception anywhere leaves all as it was. What a call is
@@ -14,13 +14,12 @@ from typing import Final, cast
 from kvcore.block import Block
 from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError
-from kvcore.forward import check_length
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
 from kvcore.items import Item, as_items, check_items, encode_items
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder
 from kvcore.retention import Wish, wishes_for
-from kvcore.sequence import KVSequence
+from kvcore.sequence import KVSequence, check_length
 from kvcore.tokens import Tokens, pack
 
 _DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
@@ -238,4 +237,28 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
         raise
     for block, order in zip(own, found, strict=True):
         pool.assign((block,), order.group)
+    pool.num_computed_tokens += computed
     return found
+
+
+def num_shared(table: BlockTable) -> int:
+    """Return how many leading blocks of a table others hold too. O(those)."""
+    count = 0
+    for block in table.blocks[table.num_null :]:
+        if block.ref_count < 2:
+            break
+        count += 1
+    return count
+
+
+def num_common(tables: Sequence[BlockTable]) -> int:
+    """Return how many leading blocks tables have in common, none of them null. O(blocks shared).
+
+    At least one table, all of one group.
+    """
+    first, *others = [table.block_ids for table in tables]
+    count = 0 if tables[0].num_null else len(first)
+    for block_ids in others:
+        both = range(min(count, len(block_ids)))
+        count = next((i for i in both if first[i] != block_ids[i]), len(both))
+    return count

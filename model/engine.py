@@ -118,14 +118,13 @@ class Engine:
         is_asked = self.config.async_scheduling
         self._is_late = by_default if is_asked is None else is_asked
         self._mover = BlockMover(self.network.backend, self.network.caches)
-        self._vocab_size: int = model.network.config.get_text_config().vocab_size
         beside = None if caches_of is None else caches_of.draft
         draft = None if ahead is None else DraftModel(model, ahead, self.config, beside=beside)
         drafter: Drafter | None = NgramDrafts() if self.config.drafts == "ngram" else draft
         self._scheduler = Scheduler(self.kv, self._limits(model.max_positions), drafter)
-        self._grammars = Grammars(model.codec.describe, self._vocab_size, model.eos_token_ids)
+        self._grammars = Grammars(model.codec.describe, self.vocab_size, model.eos_token_ids)
         self._sampler = RequestSampler(
-            self._vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
+            self.vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
         )
         self._passes: StepPasses = StepPasses(
             self.network,
@@ -170,7 +169,7 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         """Token ids are below this. O(1)."""
-        return self._vocab_size
+        return self.network.vocab_size
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -527,9 +526,9 @@ class Engine:
         return request.params.grammar is not None and self._grammars.is_whole(request)
 
     def _check_tokens(self, what: str, tokens: Sequence[int]) -> None:
-        if tokens and max(tokens) >= self._vocab_size:
+        if tokens and max(tokens) >= self.vocab_size:
             raise InvalidArgumentError(
-                f"{what}: wanted token ids below {self._vocab_size}, got {max(tokens)}"
+                f"{what}: wanted token ids below {self.vocab_size}, got {max(tokens)}"
             )
 
 
@@ -540,7 +539,7 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
         quantise(
             network,
             block_size=config.block_size,
-            vocab_size=model.network.config.get_text_config().vocab_size,
+            vocab_size=network.vocab_size,
             calibrates=config.kv_scales == "calibrated",
         )
     return network

@@ -375,17 +375,16 @@ def attend_rows(
     end = gl.minimum((first + (split + 1) * tiles // splits) * TILE, length)
     head = gl.program_id(0) % SLICES * HEADS
     dtype: gl.constexpr = cache.dtype.element_ty
-    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-        [TILE, ROWS // 2 if SHARED else ROWS], dtype
-    )
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     GROUPS: gl.constexpr = 2 if SHARED else 1
     OWN: gl.constexpr = ROWS // GROUPS
+    WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, OWN], dtype)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q, q_rest = _allocate(dtype, GROUPS, OWN, VALUE_DIM, REST_DIM)
     c_tiles, r_tiles = _allocate(dtype, 2, TILE, VALUE_DIM, REST_DIM)
     p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, OWN], WEIGHTS)
     ends = gl.allocate_shared_memory(gl.float32, [2, OWN], PLAIN)
-    full, empty, ready, done = _barrier(128, 2), _barrier(GROUPS, 2), _barrier(1, 2), _barrier(1, 1)
+    full, empty, ready = _barrier(128, 2), _barrier(GROUPS, 2), _barrier(1, 2)
+    done = ready if SHARED else _barrier(1, 1)  # nobody waits for it who has rows of its own
     fence_async_shared()
     rows = gl.num_programs(1) * gl.num_programs(2) * most * NUM_HEADS
     table = tables + s.to(gl.int64) * table_stride

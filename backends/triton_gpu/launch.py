@@ -18,6 +18,7 @@ GPU see which ones calls need. Triton's launch hooks (for profilers) see first l
 """
 
 import inspect
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
@@ -105,8 +106,24 @@ class Box:
         if found is None:
             if len(self.kept) >= MOST_KEPT:
                 self.kept.clear()
+            _have_context()
             found = self.kept[address] = make_tensordesc_arg(self.of(tensor), kind)
         return found
+
+
+_threads = threading.local()
+
+
+def _have_context() -> None:
+    """Let this thread have a context: the driver describes no tensor to one that has none.
+
+    A thread has one from its first call of CUDA's runtime on, which a launch may come before.
+    """
+    if getattr(_threads, "has_context", False) or not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_current_stream_capturing():  # who captures has called it before
+        torch.cuda.current_stream().synchronize()
+    _threads.has_context = True
 
 
 class Short(NamedTuple):
@@ -212,6 +229,8 @@ class Variant:
             alignment = tuple(addresses[index] & 15 == 0 for index in self._pointers)
         pairs = zip(boxes, boxed, strict=True)
         seen = tuple(None if box is None else box.of(each) for box, each in pairs)
+        if seen:
+            _have_context()
         with self._place.guard(self._device):
             compiled = self._compiled.get(alignment)
             if compiled is None or self._place.interpreting:

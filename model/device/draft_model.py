@@ -84,11 +84,9 @@ class DraftModel:
             groups=network.layout.groups(config.block_size),
             enable_caching=config.enable_prefix_caching,
         )
-        vocab_size: int = own.network.config.get_text_config().vocab_size
-        grammars = Grammars(lambda: None, vocab_size, frozenset())  # who has one brings no drafts
-        self._sampler = RequestSampler(
-            vocab_size, network.device, config.seed, grammars, model.ranks
-        )
+        size = network.vocab_size
+        grammars = Grammars(lambda: None, size, frozenset())  # who has one brings no drafts
+        self._sampler = RequestSampler(size, network.device, config.seed, grammars, model.ranks)
         watch: object = network.backend
         self._passes = StepPasses(
             network,

@@ -381,6 +381,17 @@ class GpuPasses:
             )  # fmt: skip
         return tokens
 
+    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """See `sampler.Passes`."""
+        one = torch.ones((1, 1), device=device)
+        for each in {dtype, torch.float32}:
+            logits = torch.zeros((1, vocab_size), dtype=each, device=device)
+            best = self.most_likely(logits)[0][:, None].float()
+            for count in (1, MOST + 1):
+                self.top_values(logits, min(count, vocab_size))
+            reach = self.nuclear_reach(logits, best, one, one.double())
+            self.invert(logits, best, one, reach, one.double() / 2)
+
 
 def _sizes(logits: Tensor) -> tuple[int, int, int]:
     """From row to row, of a row, and its chunks."""

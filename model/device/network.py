@@ -27,6 +27,7 @@ from model.device.layout import plan_layout
 from model.device.piecewise import Segmented, compile_segments
 from model.device.probes import check_tokens_alone, probe_layers
 from model.device.rope import rope_switch
+from model.device.sampler import passes_for
 from model.device.shared_prefix import Worth
 from model.errors import UnsupportedModelError
 from model.loader import LoadedModel
@@ -100,6 +101,12 @@ class PagedNetwork:
     def num_parameters(self) -> int:
         """Of the network. O(parameters)."""
         return self._network.num_parameters()
+
+    @property
+    def vocab_size(self) -> int:
+        """Of its logits. O(1)."""
+        size: int = self._network.config.get_text_config().vocab_size
+        return size
 
     @property
     def num_blocks(self) -> int:
@@ -194,13 +201,15 @@ class PagedNetwork:
     def warm_up(
         self, calls: Sequence[backends.LayerCall], max_num_seqs: int, max_query_len: int
     ) -> None:
-        """Have the backend compile its kernels for all layers: seconds to a minute.
+        """Have the kernels of all layers and of any draw compiled: seconds to a minute.
 
         Args:
             calls: those of the layers.
             max_num_seqs: the most sequences of a step.
             max_query_len: the most tokens of one of them.
         """
+        passes = passes_for(self.device.type)
+        passes.warm_up(self.vocab_size, self._network.dtype, self.device)
         self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
 
     def layer_calls(self) -> tuple[backends.LayerCall, ...]:

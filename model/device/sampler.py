@@ -88,6 +88,16 @@ class Passes(Protocol):
         """
         ...
 
+    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile what there is to compile; a second for each kind of logits, or nothing at all.
+
+        Args:
+            vocab_size: of the logits.
+            dtype: as they come; rows that are changed first are float32.
+            device: where they are.
+        """
+        ...
+
 
 _CHUNK = 256
 _SCALE = 2.0**35  # 2**18 tokens of it are less than 2**53
@@ -256,6 +266,9 @@ class PlainPasses:
         weights = _weights(distances).masked_fill((distances > reach) | (tokens >= vocab_size), 0.0)
         place, _ = _first_above(weights.double().cumsum(dim=-1), target)
         return tokens.gather(1, place).squeeze(-1)
+
+    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """See `Passes`: there is nothing to compile."""
 
 
 PLAIN = PlainPasses()

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 
+import torch
+
 import backends
 from backends.conformance.cases import build
 
@@ -15,7 +17,8 @@ def compile_ahead(cases):
     """Run each case once, somewhere; what is wrong is for the tests to say."""
     context = multiprocessing.get_context("spawn")
     jobs = min(len(cases), os.cpu_count() or 1)
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    one = {"initializer": torch.set_num_threads, "initargs": (1,)}  # as many as cores, else each
+    with ProcessPoolExecutor(jobs, mp_context=context, **one) as pool:
         list(pool.map(_run, cases))
 
 

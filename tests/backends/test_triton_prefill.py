@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -261,13 +263,30 @@ def test_a_graph_of_prefill_follows_other_lengths_and_tables_when_it_is_replayed
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer here")
-def test_the_sanitizer_finds_nothing_in_prefill_but_the_hand_over_of_triton():
+def test_the_sanitizer_finds_nothing_in_hoppers_kernels_but_what_it_cannot_follow():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("this GPU is no Hopper")
-    command = [sys.executable, "-m", "tests.backends.sanitize_prefill"]
+    command = [sys.executable, "-m", "tests.backends.sanitize_hopper"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("memcheck finds nothing, racecheck the hand-over alone\n")
+    assert done.stdout.endswith("memcheck finds nothing, racecheck what it cannot follow alone\n")
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_thread_can_attend_that_has_called_nothing_of_cuda_before(triton):
+    """Its first call is a launch that needs a tensor described, of a kernel that is loaded."""
+    alone = MIXED.with_(group=4, head_dim=128, seqs=((300, 300),), padding=0)
+    inputs = build(alone, triton.device)
+    wanted = inputs.run(triton)
+    out = torch.empty_like(wanted)
+    other = backends.KVCache(*(tensor.clone() for tensor in inputs.cache.tensors))
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as thread:
+        attend = partial(triton.paged_attention, inputs.query, other, inputs.batch, inputs.terms)
+        thread.submit(attend, out=out).result()
+    torch.cuda.synchronize()
+    assert torch.equal(bits(out), bits(wanted))
 
 
 @pytest.mark.gpu

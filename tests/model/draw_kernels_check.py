@@ -27,6 +27,8 @@ def check(device: str, rounds: int, passes: draw_kernels.GpuPasses) -> int:
         AssertionError: they differ.
     """
     drawn = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        passes.warm_up(9000, dtype, torch.device(device))
     for number in range(rounds):
         torch.manual_seed(number)
         rows, vocab_size = (1, 3, 7)[number % 3], (40, 128, 300, 9000)[number % 4]

@@ -297,8 +297,15 @@ def test_steps_of_few_tokens_are_as_near_to_the_network_as_those_of_many(archite
         assert getattr(engine.network._captured, "has_few", False) == compiles
         params = SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)
         done = engine.generate(PROMPTS, params)
-        found.append([token.logprob for one in done for token in one.tokens[:2]])
-    assert found[1] == pytest.approx(found[0], abs=0.2)
+        found.append([[(token.token_id, token.logprob) for token in one.tokens] for one in done])
+    compared = 0
+    for wanted, got in zip(*found, strict=True):
+        for (token, chance), (own, own_chance) in zip(wanted, got, strict=True):
+            assert own_chance == pytest.approx(chance, abs=0.2)
+            compared += 1
+            if own != token:  # two were as likely, and what follows is another text
+                break
+    assert compared >= 6
 
 
 def test_draws_on_a_gpu_repeat_with_their_seed():
@@ -404,7 +411,7 @@ def test_a_full_step_with_drafts_is_replayed_and_its_memory_is_counted():
         engine.step()
         most = max(most, engine.stats.num_draft_tokens - before)
     assert all(request.num_output_tokens == 40 for request in requests)
-    assert most > 64
+    assert most > 24  # with the 40 that are drawn anyway more rows than smaller buckets have
     peaks = []
     for guess in (None, "ngram"):
         network = PagedNetwork(model, backend)

@@ -224,7 +224,7 @@ class ManagerVerbs(ManagerChecks):
 
     @precondition(lambda self: self.live)
     @rule(token=st.integers(0, 2), steps=st.integers(1, 6))
-    def decode(self, token, steps):
+    def decode_at_once(self, token, steps):
         """Whole decode steps in one call each, of everything that has room for what it has."""
         for _ in range(steps):
             fits = [min(40, self.naive.room(e[1])) for e in self.told()]

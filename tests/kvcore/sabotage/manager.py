@@ -158,6 +158,22 @@ class manager_counts_what_was_preempted_as_hits(kvcore.KVCacheManager):
         return super().open(tokens, **options)
 
 
+@sabotage(machines.ManagerMachine, "P13", "P24")
+class manager_counts_what_the_closed_have_computed(kvcore.KVCacheManager):
+    def close(self, seq):
+        super().close(seq)
+        self.pool.num_computed_tokens += seq.num_computed_tokens
+
+
+@sabotage(machines.ManagerMachine, "P13", "P24")
+class manager_counts_one_token_of_whoever_decodes(kvcore.KVCacheManager):
+    def decode_step(self, seqs, tokens):
+        before = self.pool.num_computed_tokens
+        growths = super().decode_step(seqs, tokens)
+        self.pool.num_computed_tokens = before + len(seqs)
+        return growths
+
+
 @sabotage(machines.ManagerMachine, "P6", "P10", "P24")
 class manager_keeps_from_others_what_was_not_looked_up(kvcore.KVCacheManager):
     def open(self, tokens, *, namespace=kvcore.DEFAULT_NAMESPACE, skip_reading=False, **options):
