@@ -226,9 +226,16 @@ class LeaseBook:
         self.forget((lease,))
         return True
 
-    def is_its_own(self, lease: Lease) -> bool:
-        """Say whether a lease, active or not, was begun here. O(1)."""
-        return lease._book is self  # noqa: SLF001  # its own
+    def is_active(self, lease: Lease) -> bool:
+        """Say whether a lease that was begun here has not ended. O(1).
+
+        Raises:
+            InvalidArgumentError: not a lease of this manager.
+        """
+        known: object = lease  # callers are not all typed
+        if type(known) is not Lease or known._book is not self:  # noqa: SLF001  # its own
+            raise InvalidArgumentError(f"lease: wanted a lease of this manager, got {lease!r}")
+        return self.active.get(lease.lease_id) is lease
 
     def due(self, step: int) -> tuple[Lease, ...]:
         """Return the leases whose deadline has come at `step`, oldest first. O(active leases)."""

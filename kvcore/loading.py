@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import SupportsIndex
 
 from kvcore.block import Block
+from kvcore.errors import InvalidArgumentError
 from kvcore.forward import keep
 from kvcore.groups import serves
 from kvcore.items import cut_items
@@ -63,14 +64,29 @@ def begin(
     return lease
 
 
-def join(pool: BlockPool, book: LeaseBook, lease: Lease, load: Load) -> bool:
+def join(pool: BlockPool, book: LeaseBook, lease: Lease, longest: int | None) -> bool:
     """Let what has arrived be a sequence's, and end its lease; or only end it. All or nothing.
 
     O(blocks of the prefix).
 
+    Args:
+        pool: the pool of both.
+        book: whose lease it is.
+        lease: what `begin` has returned; it may have ended.
+        longest: the most tokens that a sequence may have.
+
     Returns:
         Whether the sequence has it.
+
+    Raises:
+        InvalidArgumentError: not such a lease.
     """
+    is_active = book.is_active(lease)
+    load = lease.load
+    if load is None:
+        raise InvalidArgumentError(f"lease: wanted one of `begin_load`, got {lease!r}")
+    if not is_active:
+        return False
     seq = load.seq
     if not _fits(load):
         book.end(lease.lease_id)
@@ -92,6 +108,7 @@ def join(pool: BlockPool, book: LeaseBook, lease: Lease, load: Load) -> bool:
     pool.num_computed_tokens += load.num_tokens - seq.num_computed_tokens
     _set(load, entries, kept)
     book.forget((lease,))
+    seq.find_limits(longest)
     return True
 
 

@@ -44,7 +44,7 @@ from kvcore.items import Item, as_items, check_items
 from kvcore.leases import Lease, LeaseBook
 from kvcore.lifetimes import MAX_STEP, LifetimeRecorder
 from kvcore.names import NameAlgorithm
-from kvcore.peaks import blocks_still_taken, blocks_to_load, blocks_to_take
+from kvcore.peaks import blocks_still_taken
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
 from kvcore.retention import Retention, check_wishes
@@ -52,10 +52,11 @@ from kvcore.rewind import blocks_tail_first, cut, distrust_blocks, distrust_from
 from kvcore.sequence import KVSequence, check_expected, check_length, check_told, write_rows
 from kvcore.sharing import (
     describe,
-    find_prefix,
     kept_hits,
     num_common,
+    num_exclusive,
     num_shared,
+    planned,
     share_cached,
     share_computed,
 )
@@ -231,18 +232,10 @@ class KVCacheManager:
         is_blind = as_bool("skip_reading", skip_reading)
         packed, key, checked = describe(tokens, namespace, items, self.max_model_len)
         external = as_int("num_external", external, 0, len(packed))
-        cached = 0
-        hits: list[list[Block]] = []
-        if key is not None and self.enable_caching and not is_blind:
-            cached, hits = find_prefix(self.pool, self._shapes, key, packed, checked)
-        return Plan(
-            num_cached_tokens=cached,
-            num_new_blocks=blocks_to_take(self.groups, hits, cached, len(packed), width, external),
-            num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
-            num_free_blocks=self.pool.num_free_blocks,
-            num_deferred_blocks=self.leases.num_deferred_blocks(),
-            found=hits,
-        )
+        if is_blind or not self.enable_caching:
+            key = None
+        deferred = self.leases.num_deferred_blocks()
+        return planned(self.pool, self._shapes, packed, key, checked, width, external, deferred)
 
     def reserve(
         self, seq: KVSequence, num_tokens: SupportsIndex
@@ -531,16 +524,7 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: not a lease of this manager that `begin_load` has returned.
         """
-        known: object = lease  # callers are not all typed
-        load = known.load if type(known) is Lease and self.leases.is_its_own(known) else None
-        if load is None:
-            raise InvalidArgumentError(f"lease: wanted one of `begin_load`, got {lease!r}")
-        if self.leases.active.get(lease.lease_id) is not lease:
-            return False
-        has_joined = loading.join(self.pool, self.leases, lease, load)
-        if has_joined:
-            load.seq.find_limits(self.max_model_len)
-        return has_joined
+        return loading.join(self.pool, self.leases, lease, self.max_model_len)
 
     def tick(self, num_steps: SupportsIndex = 1) -> tuple[Lease, ...]:
         """Let steps pass, or any other unit of time that the caller counts deadlines in.
@@ -587,10 +571,7 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: not a lease of this manager.
         """
-        known: object = lease  # callers are not all typed
-        if type(known) is not Lease or not self.leases.is_its_own(known):
-            raise InvalidArgumentError(f"lease: wanted a lease of this manager, got {lease!r}")
-        if self.leases.active.get(lease.lease_id) is not lease:
+        if not self.leases.is_active(lease):
             return ()
         sequences = list(self.sequences.values())
         set_back = distrust_blocks(self.pool, lease.blocks, sequences, lease.blocks)
@@ -608,9 +589,7 @@ class KVCacheManager:
         """
         given = as_list("block_ids", block_ids)
         ids = [as_int("block_ids", one, 1, self.num_blocks - 1) for one in given]
-        made = [self.pool.made_block(block_id) for block_id in dict.fromkeys(ids)]
-        blocks = [block for block in made if block is not None]
-        return distrust_blocks(self.pool, blocks, list(self.sequences.values()))
+        return distrust_blocks(self.pool, self.pool.made_blocks(ids), list(self.sequences.values()))
 
     def close(self, seq: KVSequence) -> None:
         """End a sequence: its blocks are released, tail first. O(num_blocks).
@@ -841,23 +820,12 @@ class KVCacheManager:
         external = as_int("num_external", num_external, 0)
         self._check_open(seq)
         external = as_int("num_external", external, 0, len(seq.packed))
-        total = seq.num_computed_tokens + count
-        if external > seq.num_computed_tokens:
-            return blocks_to_load(seq, external, total, width)
-        if width is not None:
-            return blocks_still_taken(seq, total, width)
-        return sum([table.num_missing(total) for table in seq.tables])
+        return blocks_still_taken(seq, seq.num_computed_tokens + count, width, external)
 
     def num_exclusive_blocks(self, seq: KVSequence) -> int:
         """How many blocks nobody but this sequence holds: free when it is closed. O(num_blocks)."""
         self._check_open(seq)
-        return sum(
-            [
-                block.ref_count == 1
-                for table in seq.tables
-                for block in table.blocks[table.num_null :]
-            ]
-        )
+        return num_exclusive(seq)
 
     def num_shared_blocks(self, seq: KVSequence, *, group: SupportsIndex = 0) -> int:
         """How many leading blocks of a group others hold too, a lease or a sequence. O(those).
