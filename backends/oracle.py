@@ -1,14 +1,17 @@
-"""What the operations mean, written to be obviously right: one query row at a time, in float64.
+"""What the operations mean, written to be obviously right: dense, a sequence at a time, in float64.
 
 Decides the expected result and how far a backend may be from it. Invariant: it reads the cache only
-through the block table and only at positions that the row sees. Knows nothing of speed:
-O(num_tokens * seq_len * num_q_heads * head_dim) with a Python loop over tokens.
+through the block table and only at positions that a row of the sequence sees. Knows nothing of
+speed: O(num_tokens * seq_len * num_q_heads * head_dim), a few query tokens at a time, so that what
+they need of a long context fits in memory.
 
 The distance allowed to a row is twice the error of the same algorithm emulated in the cache's dtype
 (float32 sums, probabilities and result rounded), with a floor of one rounding of the row's terms.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch import Tensor
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.floating]]
+_ROWS = 64  # query tokens times heads that are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +47,41 @@ class Expected:
         return error / max(float(self.out[live].norm()), 1e-30)
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch computes in this thread meanwhile: on a busy machine threads mostly wait for others."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
+
+
+@one_thread()
 def attention(query: Tensor, cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> Expected:
     """Exact attention of every query row, on the values as stored; arguments as `Backend`'s."""
-    block_size, window = cache.k.shape[1], terms.window
     starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
-    tables = batch.block_table.tolist()
+    tables = batch.block_table.cpu().numpy()
     q = query.detach().double().cpu().numpy()
     k = stands_for(cache.k, cache.k_scale).numpy()
     v = stands_for(cache.v, cache.v_scale).numpy()
     numbers = _Numbers.of(terms)
+    step = max(1, _ROWS // q.shape[1])
     out = np.full((*q.shape[:2], v.shape[3]), math.nan)
     allowed = np.zeros(q.shape[:2])
     for s, length in enumerate(lengths):
-        for row in range(starts[s], starts[s + 1]):
-            position = length - (starts[s + 1] - row)
-            first = 0 if window is None else max(0, position - window + 1)
-            seen = range(first, position + 1)
-            blocks = [tables[s][p // block_size] for p in seen]
-            offsets = [p % block_size for p in seen]
-            keys, values = k[blocks, offsets], v[blocks, offsets]
-            out[row], allowed[row] = _row(q[row], keys, values, numbers, query.dtype)
+        for start in range(starts[s], starts[s + 1], step):
+            rows = np.arange(start, min(start + step, starts[s + 1]))
+            positions = length - starts[s + 1] + rows
+            first = 0 if terms.window is None else max(0, positions[0] - terms.window + 1)
+            keys = np.arange(first, positions[-1] + 1)
+            seen = keys <= positions[:, None]
+            if terms.window is not None:
+                seen &= keys > positions[:, None] - terms.window
+            where = tables[s, keys // k.shape[1]], keys % k.shape[1]
+            one = _Rows(q[rows], k[where], v[where], seen)
+            out[rows], allowed[rows] = _exact_and_allowed(one, numbers, query.dtype)
     return Expected(torch.from_numpy(out), torch.from_numpy(allowed))
 
 
@@ -107,22 +126,26 @@ class _Numbers:
         return replace(self, sinks=None if self.sinks is None else self.sinks.astype(np.float32))
 
 
-def _row(
-    query: Floats,  # [num_q_heads, head_dim]
-    keys: Floats,  # [num_keys, num_kv_heads, head_dim]
-    values: Floats,  # [num_keys, num_kv_heads, value_dim]
-    numbers: _Numbers,
-    dtype: torch.dtype,
-) -> tuple[Floats, Floats]:
-    """The exact row, and the error allowed for each of its heads."""
-    exact, terms, largest = _attend(query, keys, values, numbers, None)
-    emulated, _, _ = _attend(
-        query.astype(np.float32),
-        keys.astype(np.float32),
-        values.astype(np.float32),
-        numbers.in_float32(),
-        dtype,
-    )
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Query tokens of one sequence, and what any of them sees."""
+
+    query: Floats  # [num_rows, num_q_heads, head_dim]
+    keys: Floats  # [num_keys, num_kv_heads, head_dim]
+    values: Floats  # [num_keys, num_kv_heads, value_dim]
+    seen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]  # [num_rows, num_keys]
+
+    def in_float32(self) -> "_Rows":
+        query, keys, values = (
+            each.astype(np.float32) for each in (self.query, self.keys, self.values)
+        )
+        return _Rows(query, keys, values, self.seen)
+
+
+def _exact_and_allowed(rows: _Rows, numbers: _Numbers, dtype: torch.dtype) -> tuple[Floats, Floats]:
+    """The exact rows, and the error allowed for each of their heads."""
+    exact, terms, largest = _attend(rows, numbers, None)
+    emulated, _, _ = _attend(rows.in_float32(), numbers.in_float32(), dtype)
     error = np.linalg.norm(_rounded(emulated, dtype) - exact, axis=-1)
     unit = torch.finfo(dtype).eps / 2
     # in float32 the rounding of the logits themselves matters: it grows with their terms
@@ -132,33 +155,39 @@ def _row(
 
 
 def _attend(
-    query: Floats, keys: Floats, values: Floats, numbers: _Numbers, round_to: torch.dtype | None
+    rows: _Rows, numbers: _Numbers, round_to: torch.dtype | None
 ) -> tuple[Floats, Floats, Floats]:
-    """(row, its sum with absolute values, the largest logit with absolute terms) of each head."""
+    """Of each row and head (the sum, the same with absolute values, the largest absolute logit)."""
     scale, soft_cap, sinks = numbers.scale, numbers.soft_cap, numbers.sinks
-    keys, values = keys.transpose(1, 2, 0), values.transpose(1, 0, 2)
-    logits = _product(query, keys) * scale
+    keys, values = rows.keys.transpose(1, 2, 0), rows.values.transpose(1, 0, 2)
+    seen = rows.seen[:, None]
+    logits = _product(rows.query, keys) * scale
     if soft_cap is not None:
         logits = soft_cap * np.tanh(logits / soft_cap)
-    highest = logits.max(axis=1)
+    logits = np.where(seen, logits, -math.inf)
+    highest = logits.max(axis=-1)
     if sinks is not None:
         highest = np.maximum(highest, sinks)
-    p = np.exp(logits - highest[:, None])
-    total = p.sum(axis=1)
+    p = np.exp(logits - highest[..., None])
+    total = p.sum(axis=-1)
     if sinks is not None:
         total = total + np.exp(sinks - highest)
     if round_to is not None:
         p = _rounded(p, round_to)
-    out = _product(p, values) / total[:, None]
-    terms = _product(p, np.abs(values)) / total[:, None]
-    sizes = _product(np.abs(query), np.abs(keys)) * abs(scale)
-    return out, terms, sizes.max(axis=1)
+    out = _product(p, values) / total[..., None]
+    terms = _product(p, np.abs(values)) / total[..., None]
+    sizes = _product(np.abs(rows.query), np.abs(keys)) * abs(scale)
+    return out, terms, np.where(seen, sizes, 0).max(axis=-1)
 
 
 def _product(rows: Floats, matrices: Floats) -> Floats:
-    """Each query head's row [num_q_heads, a] times its KV head's matrix [num_kv_heads, a, b]."""
-    grouped = rows.reshape(matrices.shape[0], -1, rows.shape[1])
-    return (grouped @ matrices).reshape(rows.shape[0], -1)
+    """[num_rows, num_q_heads, a], each head's times its KV head's matrix [num_kv_heads, a, b]."""
+    num_rows, num_kv_heads = rows.shape[0], matrices.shape[0]
+    grouped = rows.reshape(num_rows, num_kv_heads, -1, rows.shape[2]).transpose(1, 0, 2, 3)
+    left = torch.from_numpy(grouped.reshape(num_kv_heads, -1, rows.shape[2]))
+    product: Floats = torch.bmm(left, torch.from_numpy(matrices)).numpy()
+    apart = product.reshape(num_kv_heads, num_rows, -1, matrices.shape[2]).transpose(1, 0, 2, 3)
+    return apart.reshape(num_rows, rows.shape[1], -1)
 
 
 def _rounded(array: Floats, dtype: torch.dtype) -> Floats:

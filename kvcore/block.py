@@ -113,7 +113,8 @@ class Block(Node):
         id_object: the same, as the object that answers hand out: compiled code would make a new one
             of a number each time.
         ref_count: how many holders it has.
-        prev_free, next_free: neighbours in the free queue; None when not in it.
+        prev_free, next_free: neighbours in the free queue. Of one that is not in it `next_free` is
+            None, and `prev_free` says before whom it stood when it was taken out.
         node: the content it holds and can be hit by, or None.
         group: the layer group that it was published for.
         prev_copy, next_copy: the published blocks of the same content before and after it.

@@ -33,6 +33,7 @@ COMPILED = (
     "block",
     "block_table",
     "content_tree",
+    "deadlines",
     "events",
     "forward",
     "free_queue",

@@ -5,7 +5,8 @@ and allocates nothing, also the removal from the middle that a prefix hit on a f
 (the structure of vLLM's `FreeKVCacheBlockQueue`). The front is reused next. What goes where is the
 pool's decision; the queue knows nothing of content or ref counts, but it refuses a block that is
 in it already, one that is not, and taking from an empty queue. The calls for runs of blocks trust
-their caller, and cannot fail.
+their caller, and cannot fail. A block that was taken out remembers before whom it stood, so a
+removal can be undone, the last one first (Knuth's dancing links).
 """
 
 from __future__ import annotations
@@ -83,8 +84,19 @@ class FreeQueue:
             raise BlockStateError(f"remove: wanted a block in the free queue, got {block!r}")
         before.next_free = after
         after.prev_free = before
-        block.prev_free = block.next_free = None
+        block.prev_free, block.next_free = after, None
         self.length -= 1
+
+    def put_back(self, block: Block) -> None:
+        """Undo the removal of a block. Cannot fail. O(1).
+
+        What has happened in this queue since then has been undone before, the last of it first.
+        """
+        after = block.prev_free or self._tail
+        before = after.prev_free or self._head
+        block.prev_free, block.next_free = before, after
+        before.next_free = after.prev_free = block
+        self.length += 1
 
     def clear(self) -> None:
         """Take out every block. Cannot fail. O(len)."""
@@ -125,20 +137,17 @@ class FreeQueue:
             before, after = block.prev_free or self._head, block.next_free or self._tail
             before.next_free = after
             after.prev_free = before
-            block.prev_free = block.next_free = None
+            block.prev_free, block.next_free = after, None
         self.length -= len(blocks)
 
     def push_run(self, blocks: list[Block]) -> None:
         """Put blocks that are in no queue, each named once, last in line. O(len(blocks))."""
-        self.insert_run(blocks, self._tail.prev_free or self._head, self._tail)
-
-    def insert_run(self, blocks: list[Block], before: Block, after: Block) -> None:
-        """Do what `push_run` does, between two neighbours. O(len(blocks))."""
-        last = before
+        tail = self._tail
+        last = tail.prev_free or self._head
         for block in blocks:
             block.prev_free = last
             last.next_free = block
             last = block
-        last.next_free = after
-        after.prev_free = last
+        last.next_free = tail
+        tail.prev_free = last
         self.length += len(blocks)

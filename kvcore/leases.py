@@ -20,6 +20,7 @@ from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
+from kvcore.deadlines import Deadlines
 from kvcore.errors import InvalidArgumentError, MisuseError
 from kvcore.items import Item
 from kvcore.pool import BlockPool
@@ -144,11 +145,12 @@ class LeaseBook:
         active: the leases that have not ended, by id.
     """
 
-    __slots__ = ("_next_id", "_pool", "active")
+    __slots__ = ("_deadlines", "_next_id", "_pool", "active")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.active: dict[int, Lease] = {}
+        self._deadlines: Deadlines[Lease] = Deadlines()
         self._next_id = 0
 
     def begin(
@@ -159,15 +161,7 @@ class LeaseBook:
         Raises:
             InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
         """
-        lease = self._described(list(blocks), kind, owner, max_steps, None)
-        self.active[lease.lease_id] = lease
-        try:
-            self._pool.revive(lease.blocks)
-        except BaseException:
-            del self.active[lease.lease_id]
-            raise
-        self._next_id += 1
-        return lease
+        return self._begin(list(blocks), kind, owner, max_steps, None, [])
 
     def begin_load(
         self,
@@ -186,31 +180,36 @@ class LeaseBook:
             owner: who, for reports.
             max_steps: as `begin`, and so are its errors.
         """
-        lease = self._described(blocks, "load", owner, max_steps, load)
-        self.active[lease.lease_id] = lease
-        try:
-            self._pool.hand_out(new)
-        except BaseException:
-            del self.active[lease.lease_id]
-            raise
-        self._next_id += 1
-        return lease
+        return self._begin(blocks, "load", owner, max_steps, load, new)
 
-    def _described(
+    def _begin(
         self,
         blocks: list[Block],
         kind: str,
         owner: str,
         max_steps: SupportsIndex | None,
         load: Load | None,
+        new: list[Block],
     ) -> Lease:
-        """Return the next lease, which holds nothing yet."""
         for name, text in (("kind", kind), ("owner", owner)):
             if not isinstance(text, str):
                 raise InvalidArgumentError(f"{name}: wanted a string, got {type(text).__name__}")
         steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
         deadline = None if steps is None else self._pool.step + steps
-        return Lease(self, self._next_id, kind, owner, deadline, blocks, load)
+        lease = Lease(self, self._next_id, kind, owner, deadline, blocks, load)
+        self.active[lease.lease_id] = lease
+        try:
+            if deadline is not None:
+                self._deadlines.add(lease, deadline)
+            if load is None:
+                self._pool.revive(blocks)
+            else:
+                self._pool.hand_out(new)
+        except BaseException:
+            self._drop(lease)
+            raise
+        self._next_id += 1
+        return lease
 
     def end(self, lease_id: object) -> bool:
         """End a lease by its id, as a completion from outside does. O(its blocks).
@@ -238,20 +237,20 @@ class LeaseBook:
         return self.active.get(lease.lease_id) is lease
 
     def due(self, step: int) -> tuple[Lease, ...]:
-        """Return the leases whose deadline has come at `step`, oldest first. O(active leases)."""
-        return tuple(
-            [
-                lease
-                for lease in self.active.values()
-                if lease.deadline is not None and lease.deadline <= step
-            ]
-        )
+        """Return the leases whose deadline has come at `step`, oldest first. O(those * log)."""
+        return tuple(sorted(self._deadlines.due(step), key=_age))
 
     def forget(self, ended: tuple[Lease, ...]) -> None:
         """Note that leases have ended and their blocks are released. Cannot fail. O(leases)."""
         for lease in ended:
             lease.is_active = False
-            del self.active[lease.lease_id]
+            self._drop(lease)
+
+    def _drop(self, lease: Lease) -> None:
+        """Let a lease be none of the active ones. Cannot fail. O(log deadlines)."""
+        del self.active[lease.lease_id]
+        if lease.deadline is not None:
+            self._deadlines.drop(lease, lease.deadline)
 
     def counts(self) -> dict[str, int]:
         """Return how many leases of each kind are active. O(active leases)."""
@@ -266,3 +265,7 @@ class LeaseBook:
         for lease in self.active.values():
             leased.update(lease.blocks)
         return sum([block.ref_count == count for block, count in leased.items()])
+
+
+def _age(lease: Lease) -> int:
+    return lease.lease_id

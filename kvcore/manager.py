@@ -530,7 +530,7 @@ class KVCacheManager:
         """Let steps pass, or any other unit of time that the caller counts deadlines in.
 
         Leases whose deadline has come end, and blocks are not kept beyond theirs.
-        O(active leases + kept blocks).
+        O(n log n) of what ends.
 
         Returns:
             The leases that this has ended, oldest first.

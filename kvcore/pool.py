@@ -269,13 +269,13 @@ class BlockPool:
         """
         idle = [block for block in blocks if block.ref_count == 0]
         if kept:
-            self.idle_blocks.make_room([block for block, _ in kept])
+            self.idle_blocks.make_room(kept)
         for block in blocks:
             block.ref_count += 1
         if idle:
             self._leave(idle)
         for block, front in kept:
-            self.idle_blocks.kept[block.block_id] = front
+            self.idle_blocks.set_front(block, front)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
@@ -317,7 +317,7 @@ class BlockPool:
             raise
         self.num_used_blocks -= len(empty)
         if content:
-            self._put_back(content, is_alone=not empty)
+            self._put_back(content)
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Take their content from blocks: it is wrong. Then drop one holder of each released block.
@@ -339,8 +339,8 @@ class BlockPool:
         except BaseException:
             self._take_back(before)
             raise
-        if idle:
-            self.idle_blocks.remove_run(idle)
+        if losing:
+            self.idle_blocks.remove_run(idle)  # what was found last may be among the others
         self._lose(losing)
         for block in idle:
             block.group = 0
@@ -359,7 +359,7 @@ class BlockPool:
         self.idle_blocks.keep(block, wishes)
 
     def tick(self, num_steps: int, released: Sequence[Block] = ()) -> None:
-        """Let time pass; blocks whose deadline has come are not kept longer. O(kept blocks).
+        """Let time pass; blocks whose deadline has come are not kept longer. O(n log n) of those.
 
         Then drop one holder of each released block. Raises like `release`.
         """
@@ -623,7 +623,7 @@ class BlockPool:
         if leaving.empty:
             self._count_emptied(leaving.empty)
         if leaving.content:
-            self._put_back(leaving.content, is_alone=not leaving.empty)
+            self._put_back(leaving.content)
 
     def _take_back(self, leaving: Leaving) -> None:
         """Undo what letting go of blocks has counted and noted. Cannot fail. O(blocks)."""
@@ -680,7 +680,7 @@ class BlockPool:
                 freed.append(block)
         return freed
 
-    def _put_back(self, freed: list[Block], *, is_alone: bool) -> None:
+    def _put_back(self, freed: list[Block]) -> None:
         """Queue blocks with content that nobody holds any more. Cannot fail."""
         self.num_used_blocks -= len(freed)
         if self.is_uneven:
@@ -688,7 +688,7 @@ class BlockPool:
         if self.lifetimes is not None:
             for block in freed:
                 self.lifetimes.freed(block.block_id, self.step)
-        self.idle_blocks.push_run(freed, is_alone=is_alone)
+        self.idle_blocks.push_run(freed)
 
     def _check_own(self, blocks: Iterable[Block]) -> None:
         for block in blocks:

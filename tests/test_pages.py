@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import kernels_picture
 from tests.architecture import PACKAGES
 from tests.kvcore.sabotage import SABOTAGES
 
@@ -103,3 +104,20 @@ def test_a_file_that_a_source_names_is_there(package):
         for name in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
             is_there = any(one.endswith(f"/{name}") for one in there)
             assert is_there, f"{path.relative_to(ROOT)} names {name}"
+
+
+def test_the_picture_of_the_kernels_is_drawn_from_their_page():
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert len(kernels_picture.decode_rows(page)) >= 10
+    drawn = (ROOT / "docs" / "kernels.svg").read_text(encoding="utf-8")
+    assert drawn == kernels_picture.picture(page), "run python -m tests.kernels_picture"
+
+
+def test_a_point_of_that_picture_by_hand():
+    assert kernels_picture.mark("1 x 1k", 6e9, 5, "red") == (
+        '<circle cx="790.0" cy="30.0" r="4.5" fill="red" fill-opacity="0.8"/>'
+    )
+    assert kernels_picture.mark("ragged: 3", 3e6, 0, "red").startswith('<rect x="66.0" y="366.0"')
+    table = "## Decode\n\n| 1 x 1k | 8.0 | 0.5 | 16.0 | 2.00 |\n\n## Prefill\n"
+    assert kernels_picture.decode_rows(table) == [("1 x 1k", 8.0, 0.5, 16.0)]
+    assert 'cy="353.0"' in kernels_picture.picture(f"read 4000 GB/s\n{table}")  # 4 MB in 16 us

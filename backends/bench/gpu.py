@@ -16,7 +16,7 @@ from torch import Tensor
 from backends.bench import host, moves, prefill
 from backends.bench.graphs import against, buffer_sets, time_graph
 from backends.bench.measured import DecodeCase, Row, ragged
-from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
+from backends.contract import AttentionTerms, Backend, Capabilities, KVCache, PagedBatch
 
 READ, COPY, FLAT, AS_MANY = "read", "copy", "unshared", "a sum of as many bytes"
 MATMUL = prefill.MATMUL
@@ -35,11 +35,27 @@ _DECODE = (
     DecodeCase(64, 8192, num_q_heads=16),
     DecodeCase(256, 1024, num_q_heads=16),
 )
+_SHAPES = (
+    DecodeCase(512, 512),
+    DecodeCase(17, 5000, num_q_heads=64),
+    DecodeCase(8, 4096, 8, 2),
+    DecodeCase(64, 4096, 8, 1),
+    DecodeCase(128, 2048, 16, 16, 64),
+    DecodeCase(32, 3000, 24, 8, 96),
+    DecodeCase(32, 4096, 8, 4, 256),
+)
+_RAGGED_48 = ragged(48, 200, 9000, 2200)
 _RAGGED = (
-    ragged(48, 200, 9000, 2200),
+    _RAGGED_48,
+    replace(_RAGGED_48, num_q_heads=28, num_kv_heads=4),
     ragged(128, 100, 3000, 700),
     ragged(200, 30, 16000, 1200),
     DecodeCase(1, 100_000, others=((1, 500),) * 63, what="decode 1 x 100000 and 63 x 500"),
+)
+_EVEN = ((1, 8192), (1, 131072), (8, 8192), (64, 1024), (64, 4096), (64, 8192))
+_QUANTISED = (
+    *(DecodeCase(*shape) for shape in (*_EVEN, (256, 1024), (256, 4096))),
+    *_RAGGED[:2],
 )
 _SHARED = (DecodeCase(64, 8192, shared=7168), DecodeCase(256, 2048, shared=1536))
 
@@ -71,14 +87,13 @@ _LATENTS = tuple(
 )
 
 
-def _quantised(backend: Backend) -> tuple[DecodeCase, ...]:
-    """The decode rows again, over caches of half the bytes."""
-    shapes = ((1, 8192), (1, 131072), (8, 8192), (64, 1024), (64, 8192), (256, 1024), (256, 4096))
-    return tuple(
-        DecodeCase(*shape, cache_dtype=kind)
-        for kind in backend.capabilities.quantised
-        for shape in shapes
-    )
+def decode_cases(can: Capabilities) -> tuple[DecodeCase, ...]:
+    """Decode of every kind, and latents: what a backend of these capabilities is timed on."""
+    latents = _LATENTS if can.max_latent_dim >= LATENT_DIM else ()
+    plain = (*_DECODE, *_SHAPES, *_RAGGED)
+    again = (*_QUANTISED, *(case for case in latents if case.batch == 64 and case.new == 1))
+    quantised = tuple(replace(case, cache_dtype=kind) for kind in can.quantised for case in again)
+    return (*plain, *quantised, *_SHARED, *latents)
 
 
 def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
@@ -87,9 +102,7 @@ def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
     ceilings = _ceilings(device)
     speed = {row.case: row.gb_per_s or row.tflop_per_s for row in ceilings}
     rows = list(ceilings)
-    latents = _LATENTS if backend.capabilities.max_latent_dim >= LATENT_DIM else ()
-    cases = (*_DECODE, *_RAGGED, *_quantised(backend), *_SHARED, *latents)
-    for case in _QUICK if quick else cases:
+    for case in _QUICK if quick else decode_cases(backend.capabilities):
         sets = [case.inputs(device) for _ in range(buffer_sets(case.kv_bytes))]
         steps = [_attention_step(backend, *each) for each in sets]
         row = time_graph(case.name, steps, case.kv_bytes)

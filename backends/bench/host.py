@@ -17,10 +17,13 @@ from backends.contract import AttentionTerms, Backend
 PREFILL = (
     DecodeCase(1, 2048, new=64),
     DecodeCase(1, 512, new=256),
+    DecodeCase(1, 2048, new=2048),
+    DecodeCase(1, 8192, new=32),
     DecodeCase(4, 512, new=64),
+    DecodeCase(16, 256, new=256),
     DecodeCase(4, 512, others=((64, 512),), what="a mixed step: decode 4 x 512, 64 tokens of 512"),
 )
-CALLS = 50
+CALLS = 50  # of a few microseconds of the GPU each, or of so many that the host is ahead of it
 ROUNDS = 41
 
 

@@ -21,6 +21,14 @@ from backends.registry import backend_names, get_backend
 
 MATMUL = "matmul"
 BUILT_IN = ("numba", "triton")
+_LENGTHS = tuple(100 + 260 * (7 * number % 16) for number in range(16))
+PROMPTS = DecodeCase(
+    1,
+    _LENGTHS[0],
+    new=_LENGTHS[0],
+    others=tuple((length, length) for length in _LENGTHS[1:]),
+    what="16 prompts of 100 to 4000",
+)
 CASES = (
     DecodeCase(1, 2048, new=2048),
     DecodeCase(1, 8192, new=8192),
@@ -28,6 +36,7 @@ CASES = (
     DecodeCase(1, 32768, new=32768),
     DecodeCase(1, 32768, new=2048),
     DecodeCase(16, 4096, new=512),
+    PROMPTS,
     DecodeCase(64, 4096, new=4),
     DecodeCase(4, 16384, new=4),
     DecodeCase(1, 32768, new=8),
@@ -42,6 +51,12 @@ CASES = (
     ),
     DecodeCase(
         64, 4096, others=((512, 8192),), what="a mixed step: decode 64 x 4096, 512 tokens of 8192"
+    ),
+    DecodeCase(
+        15, 4096, others=((64, 8192),), what="a mixed step: decode 15 x 4096, 64 tokens of 8192"
+    ),
+    DecodeCase(
+        3, 32768, others=((128, 32768),), what="a mixed step: decode 3 x 32768, 128 tokens of 32768"
     ),
 )
 _DENSE = {

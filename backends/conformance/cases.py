@@ -8,6 +8,7 @@ the block table that cover nothing visible.
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -68,6 +69,12 @@ class AttentionCase:
             self.num_kv_heads, self.head_dim, value_dim, dtype, is_latent=self.value_dim > 0
         )
 
+    @property
+    def cost(self) -> int:
+        """Pairs of a query token and a key, times the query heads and their size."""
+        pairs = sum(count * length for count, length in self.seqs)
+        return pairs * self.num_kv_heads * self.group * self.head_dim
+
     def with_(self, **changes: object) -> "AttentionCase":
         """The same case but for these fields."""
         return replace(self, **changes)  # type: ignore[arg-type]
@@ -122,19 +129,20 @@ def contents(case: AttentionCase) -> tuple[Tensor, list[tuple[Tensor, Tensor]], 
     return query, keys, random(num_q_heads).float() if case.sinks else None
 
 
+@oracle.one_thread()
 def build(case: AttentionCase, device: torch.device, layout: int = 0) -> AttentionInputs:
     """Lay a case out over blocks in the order of the seed `layout`, and poison the rest."""
-    query_rows, keys, sinks = contents(case)
+    query_rows, keys, sinks = _stored_contents(case)
     tables, num_blocks = _place_blocks(case, layout)
     memories, cache = _cache(case, num_blocks, device)
     stored = [_words(tensor) for tensor in cache.tensors]
     scales = (cache.k_scale, cache.v_scale)
     for (count, length), rows, table in zip(case.seqs, keys, tables, strict=True):
-        kept = [_stored(case, *each) for each in zip(rows, scales, strict=True)][: len(stored)]
-        for position in range(_first_seen(case, count, length), length if count else 0):
-            block_id, offset = table[position // case.block_size], position % case.block_size
-            for words, each in zip(stored, kept, strict=True):
-                words[block_id, offset] = each[position].to(device)
+        seen = torch.arange(_first_seen(case, count, length), length if count else 0)
+        block_ids = torch.tensor(table)[seen // case.block_size].to(device)
+        offsets = (seen % case.block_size).to(device)
+        for words, each in zip(stored, rows, strict=True):
+            words[block_ids, offsets] = each[seen].to(device)
     num_rows = query_rows.shape[0] + case.padding
     q_memory, query = _poisoned(
         (num_rows, *query_rows.shape[1:]), case.dtype, device, strided=case.strided
@@ -180,9 +188,20 @@ def _scales(case: AttentionCase) -> tuple[Tensor | None, Tensor | None]:
     return k_scale, k_scale if case.value_dim else 0.23 / 1.3**heads
 
 
-def _stored(case: AttentionCase, rows: Tensor, scale: Tensor | None) -> Tensor:
-    """The rows as the cache holds them; of a quantised cache as bytes."""
-    return rows if case.cache_dtype is None else oracle.quantise(rows, scale)
+@lru_cache(maxsize=1)
+def _stored_contents(
+    case: AttentionCase,
+) -> tuple[Tensor, list[tuple[Tensor, ...]], Tensor | None]:
+    """The contents as the cache holds them: of a quantised one as bytes, of latents the keys alone.
+
+    The last case's are kept, because a case is laid out more than once; nobody writes to them.
+    """
+    query, keys, sinks = contents(case)
+    pairs = [pair[: len(case.layout.row_bytes)] for pair in keys]
+    if case.cache_dtype is not None:
+        scales = _scales(case)
+        pairs = [tuple(map(oracle.quantise, pair, scales)) for pair in pairs]
+    return query, pairs, sinks
 
 
 def _words(cache: Tensor) -> Tensor:

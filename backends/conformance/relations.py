@@ -4,6 +4,7 @@ Each compares two runs of the backend on related inputs, row by row, within the 
 oracle allows both of them. The names are the claims.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -91,8 +92,10 @@ def _batch_invariant(backend: Backend, base: AttentionCase) -> float:
     if not _has(backend, "batch_invariant"):
         return 0.0
     decoding = tuple((1, length) for _, length in base.seqs)
-    for seqs in (base.seqs, decoding):
-        inputs = build(base.with_(seqs=seqs, batch_invariant=True), backend.device)
+    kinds = (None, *backend.capabilities.quantised)
+    for seqs, kind in itertools.product((base.seqs, decoding), kinds):
+        case = base.with_(seqs=seqs, cache_dtype=kind, batch_invariant=True)
+        inputs = build(case, backend.device)
         together, starts = inputs.run(backend).clone(), inputs.batch.query_start_loc.tolist()
         for s, seq in enumerate(seqs):
             rows = slice(starts[s], starts[s + 1])

@@ -5,8 +5,8 @@ they need of each row (`RowTerms`) lies in tensors that stay where they are, so 
 requests. A greedy row takes its most likely token whatever else is computed of it.
 
 Decides: which kinds of draw are recorded (`Cuts`): every cut costs a pass over the logits or
-several, so rows that none of a step's requests cuts are not cut. A larger `top_k` than `MOST` is
-left to `sampler.choose`, as are logits that are changed first.
+several, so rows that none of a step's requests cuts are not cut. Rows of a larger `top_k` than
+`MOST` are left to `sampler.choose`, as are those whose logits are changed first.
 
 Invariants: tokens are those of `sampler.choose`, because they are its own launches.
 
@@ -72,11 +72,18 @@ class RowTerms:
     columns: NDArray[np.int64]
 
 
-def row_terms(params: Sequence[SamplingParams], vocab_size: int) -> RowTerms | None:
-    """The terms of rows; None: they are not recorded. O(rows).
+def is_recorded(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether such rows may be drawn as was recorded. O(1)."""
+    ranked = params.temperature > 0 and params.top_k is not None and params.top_k < vocab_size
+    return not params.changes_logits and (not ranked or (params.top_k or 0) <= MOST)
+
+
+def row_terms(params: Sequence[SamplingParams | None], vocab_size: int) -> RowTerms | None:
+    """The terms of rows; None: none of them draws. O(rows).
 
     Args:
-        params: of each row, greedy or not.
+        params: of each row, greedy or not, of which all are recorded; None: what becomes of the
+            row does not matter.
         vocab_size: of the logits.
     """
     columns = np.zeros((4, len(params)), np.int64)
@@ -85,13 +92,15 @@ def row_terms(params: Sequence[SamplingParams], vocab_size: int) -> RowTerms | N
     factors = columns[3].view(np.float32).reshape(-1, 2)
     asked = set()
     for row, how in enumerate(params):
-        is_drawn[row] = how.temperature > 0
+        if how is None or not how.temperature:
+            top_p[row], factors[row] = 1.0, (1, 0)
+            continue
+        is_drawn[row] = True
         top_k[row] = how.top_k if how.top_k is not None and how.top_k < vocab_size else 0
         top_p[row] = how.top_p
-        factors[row] = (sharpness_of(how), reach_of(how)) if how.temperature > 0 else (1, 0)
-        if how.temperature > 0:
-            asked.add(Cuts(top_k[row] > 0, top_k[row] == 0 and how.top_p < 1))
-    if not asked or top_k.max() > MOST:
+        factors[row] = sharpness_of(how), reach_of(how)
+        asked.add(Cuts(top_k[row] > 0, top_k[row] == 0 and how.top_p < 1))
+    if not asked:
         return None
     cuts = Cuts(any(each.ranked for each in asked), any(each.nuclear for each in asked))
     return RowTerms(cuts, np.flatnonzero(is_drawn), columns)

@@ -5,7 +5,8 @@ and how, and what is told of how likely a token was. Log-probabilities are those
 its logits as they came.
 
 Invariants: a step in which every request takes its most likely token, unchanged and untold, costs
-no more than finding that; terms are made anew only where other requests are in a step than before.
+no more than finding that; rows that are not drawn as was recorded (`draw_graphs.py`) take none of
+the others along; terms are made anew only where other requests are in a step than before.
 How often a request has had a token is counted on the device, where its tokens are drawn, so a
 request can be drawn for before its last token has been read.
 
@@ -21,12 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from model.control.params import SamplingParams
 from model.control.request import Request
-from model.device.draw_graphs import DrawGraphs, Place, RowTerms, row_terms
+from model.device.draw_graphs import DrawGraphs, Place, RowTerms, is_recorded, row_terms
 from model.device.grammars import Grammars
 from model.device.ranks import Ranks
 from model.device.sampler import (
     DrawTerms,
+    Passes,
     choose,
     column,
     draw_terms,
@@ -117,7 +120,7 @@ class RequestSampler:
         self._draws: DrawGraphs | None = None
         self._streams: dict[int, int] = {}
         self._counts = _TokenCounts(vocab_size, device)
-        self._terms = _StepTerms((), None, (), (), np.zeros(0, np.uint64), None, None, None)
+        self._terms = self._terms_of((), records=False)
 
     def use(self, draws: DrawGraphs | None) -> None:
         """Replay these from now on, where they serve. O(1)."""
@@ -149,30 +152,27 @@ class RequestSampler:
         """
         if not sampling:  # and still something to wait for
             return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
-        if self._terms.sampling != sampling:
-            self._terms = self._terms_of(sampling)
+        draws = None if place is None else self._draws
+        if self._terms.sampling != sampling or self._terms.records != (draws is not None):
+            self._terms = self._terms_of(sampling, records=draws is not None)
         terms = self._terms
-        best, tokens = likely = most_likely or self._passes.most_likely(logits)
-        adjusted = logits
-        if terms.changes is not None:
-            adjusted, likely = terms.changes.apply(logits, likely, newest)
-            best, tokens = best.where(~best.isfinite(), likely[0]), likely[1]
-        if terms.draws is not None:
+        best, tokens = most_likely or self._passes.most_likely(logits)
+        numbers = np.zeros(0)
+        if terms.drawing:
             indexes = np.array([request.num_output_tokens for request in terms.drawing])
             if ahead:
                 indexes += np.array(ahead)[terms.drawing_rows]
             numbers = uniforms(terms.streams, indexes)
-            if place is not None and self._draws is not None and terms.recorded is not None:
-                tokens = self._draws.choose(place, terms.recorded, numbers)
-            else:
-                own = torch.from_numpy(numbers).unsqueeze(-1)
-                if self._device.type == "cuda":
-                    own = own.pin_memory().to(self._device, non_blocking=True)
-                tokens = choose(adjusted, likely, terms.draws, own, self._passes)
+        raw = best, tokens
+        if draws is not None and place is not None and terms.recorded is not None:
+            tokens = draws.choose(place, terms.recorded, numbers[~terms.is_apart])
+        if terms.apart is not None:
+            own = terms.apart.choose(logits, raw, numbers[terms.is_apart], newest, self._passes)
+            best, tokens = terms.apart.put(best, own[0]), terms.apart.put(tokens, own[1])
         if self._ranks is not None:
             tokens = self._ranks.shared(tokens)
-        if terms.changes is not None:
-            terms.changes.count(tokens)
+        if terms.apart is not None:
+            terms.apart.count(tokens)
         told = None if terms.telling is None else terms.telling.tell(logits, tokens)
         return Drawn(best, tokens, told)
 
@@ -182,35 +182,46 @@ class RequestSampler:
         self._counts.discard(request)
         self._grammars.discard(request)
 
-    def _terms_of(self, sampling: tuple[Request, ...]) -> "_StepTerms":
+    def _terms_of(self, sampling: tuple[Request, ...], *, records: bool) -> "_StepTerms":
         """What the requests of a step ask for. O(requests)."""
         drawing: list[int] = []
-        changed: list[int] = []
+        apart: list[int] = []
         telling: list[int] = []
+        staying: list[SamplingParams | None] = []
         for row, request in enumerate(sampling):
             params = request.params
+            leaves = not (records and is_recorded(params, self._vocab_size))
+            staying.append(None if leaves else params)
             if params.temperature:
                 drawing.append(row)
-            if params.changes_logits:
-                changed.append(row)
+            if leaves and (params.temperature or params.changes_logits):
+                apart.append(row)
             if params.logprobs is not None:
                 telling.append(row)
-        rows, device = len(sampling), self._device
-        own = [sampling[row].params for row in drawing]
         streams = [self._stream(sampling[row]) for row in drawing]
         return _StepTerms(
             sampling,
-            draw_terms(drawing, own, rows, self._vocab_size, device) if drawing else None,
+            records,
             tuple([sampling[row] for row in drawing]),
             drawing,
             np.array(streams, np.uint64),
-            None if changed else row_terms([r.params for r in sampling], self._vocab_size),
-            self._changes(changed, sampling) if changed else None,
-            _Telling(telling, sampling, device) if telling else None,
+            np.isin(drawing, apart),
+            row_terms(staying, self._vocab_size) if records else None,
+            self._apart(apart, sampling) if apart else None,
+            _Telling(telling, sampling, self._device) if telling else None,
         )
 
-    def _changes(self, rows: Sequence[int], sampling: Sequence[Request]) -> "_Changes":
-        return _Changes(rows, sampling, self._counts, self._grammars, self._device)
+    def _apart(self, rows: Sequence[int], sampling: Sequence[Request]) -> "_Apart":
+        requests = [sampling[row] for row in rows]
+        drawing = [place for place, each in enumerate(requests) if each.params.temperature]
+        changed = [place for place, each in enumerate(requests) if each.params.changes_logits]
+        device, size = self._device, self._vocab_size
+        how = [requests[place].params for place in drawing]
+        return _Apart(
+            None if len(rows) == len(sampling) else index_of(rows, device),
+            draw_terms(drawing, how, len(rows), size, device) if drawing else None,
+            _Changes(changed, requests, self._counts, self._grammars, device) if changed else None,
+        )
 
     def _stream(self, request: Request) -> int:
         number = request.request_id
@@ -226,23 +237,81 @@ class _StepTerms:
 
     Attributes:
         sampling: the requests.
-        draws: the terms of those that draw; None: none does.
-        drawing: those.
+        records: whether rows are drawn as was recorded, if they can be.
+        drawing: those that draw.
         drawing_rows: their rows.
         streams: where their numbers start.
-        recorded: of all rows, where they may be drawn as was recorded; else None.
-        changes: to the logits; None: none is changed.
+        is_apart: which of them are drawn apart.
+        recorded: of those that are drawn as was recorded; None: none is.
+        apart: the other rows that draw or are changed; None: there are none.
         telling: who is told how likely a token was; None: none.
     """
 
     sampling: tuple[Request, ...]
-    draws: DrawTerms | None
+    records: bool
     drawing: tuple[Request, ...]
     drawing_rows: Sequence[int]
     streams: NDArray[np.uint64]
+    is_apart: NDArray[np.bool_]
     recorded: RowTerms | None
-    changes: "_Changes | None"
+    apart: "_Apart | None"
     telling: "_Telling | None"
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """The rows of a step that are not drawn as was recorded; nothing is done for the others.
+
+    Attributes:
+        rows: int64 [num_apart], of the logits; None: all.
+        draws: how those of them draw that do; None: none does.
+        changes: to the logits of some of them; None: to none.
+    """
+
+    rows: Tensor | None
+    draws: DrawTerms | None
+    changes: "_Changes | None"
+
+    def choose(
+        self,
+        logits: Tensor,
+        most_likely: tuple[Tensor, Tensor],
+        numbers: NDArray[np.float64],
+        newest: Callable[[], Mapping[int, int | None]],
+        passes: Passes,
+    ) -> tuple[Tensor, Tensor]:
+        """What is told of each row's largest logit, and its token. O(num_apart * vocab_size).
+
+        Args:
+            logits: of all rows of the step.
+            most_likely: of these.
+            numbers: of the rows that draw here.
+            newest: as `RequestSampler.draw` takes it.
+            passes: over the logits.
+        """
+        best, tokens = likely = self._of(most_likely[0]), self._of(most_likely[1])
+        some = self._of(logits)
+        if self.changes is not None:
+            some, likely = self.changes.apply(some, likely, newest)
+            best, tokens = best.where(~best.isfinite(), likely[0]), likely[1]
+        if self.draws is not None:
+            own = torch.from_numpy(numbers).unsqueeze(-1)
+            if logits.device.type == "cuda":
+                own = own.pin_memory().to(logits.device, non_blocking=True)
+            tokens = choose(some, likely, self.draws, own, passes)
+        return best, tokens
+
+    def put(self, whole: Tensor, own: Tensor) -> Tensor:
+        """What all rows have, with what these have."""
+        return own if self.rows is None else whole.to(own.dtype).index_put((self.rows,), own)
+
+    def count(self, tokens: Tensor) -> None:
+        """Count what was drawn for all rows of the step. O(num_apart)."""
+        if self.changes is not None:
+            self.changes.count(self._of(tokens))
+
+    def _of(self, whole: Tensor) -> Tensor:
+        return whole if self.rows is None else whole[self.rows]
 
 
 class _Changes:

@@ -9,7 +9,11 @@ import torch
 
 import backends
 from backends.bench.cpu import DENSE, GATHER
+from backends.bench.gpu import decode_cases
+from backends.bench.host import PREFILL
 from backends.bench.measured import DecodeCase, ragged, row_of
+from backends.bench.prefill import CASES
+from backends.contract import Capabilities
 
 
 def _bench(*arguments):
@@ -73,6 +77,26 @@ def test_ragged_lengths_are_the_same_in_every_run():
     assert first == again
     assert len(first.seqs) == 9
     assert all(30 <= length <= 5000 for _, length in first.seqs)
+
+
+def test_a_gpu_is_timed_on_every_family():
+    can = Capabilities((torch.bfloat16,), 256, 64, frozenset(), (torch.float8_e4m3fn,), None, 576)
+    decode = {case.name for case in decode_cases(can)}
+    assert len(decode) == len(decode_cases(can))
+    ragged_48 = "ragged decode, 48 of 200 to 9000"
+    assert decode >= {
+        f"{what}, bfloat16{cache}"
+        for what in (f"{ragged_48}, 32/8 heads d128", f"{ragged_48}, 28/4 heads d128")
+        for cache in ("", " over float8_e4m3fn")
+    }
+    assert "decode 64 x 4096, 32/8 heads d128, bfloat16 over float8_e4m3fn" in decode
+    latents = "decode 64 x 4096, 16 heads over latents of 512 + 64, bfloat16"
+    assert {latents, f"{latents} over float8_e4m3fn"} <= decode
+    assert len({case.name for case in CASES}) == len(CASES)
+    prompts = next(case for case in CASES if case.what.startswith("16 prompts"))
+    assert sorted(prompts.seqs) == [(length, length) for length in range(100, 4001, 260)]
+    on_the_host = {case.seqs for case in PREFILL}
+    assert on_the_host >= {((2048, 2048),), ((32, 8192),), ((256, 256),) * 16}
 
 
 @pytest.mark.parametrize("new", [1, 5])

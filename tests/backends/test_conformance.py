@@ -390,7 +390,16 @@ class ChangesALittleWithCompany(HonestBackend):
         return super().paged_attention(query, cache, batch, terms, out=out)
 
 
+class ChangesALittleWithCompanyWhereQuantised(HonestBackend):
+    def paged_attention(self, query, cache, batch, terms, *, out=None):
+        if cache.k.dtype == torch.float8_e4m3fn:
+            factor = 1 + 1e-6 * (batch.num_seqs > 1)
+            terms = dataclasses.replace(terms, scale=terms.scale * factor)
+        return super().paged_attention(query, cache, batch, terms, out=out)
+
+
 RELATIONS = {
+    ChangesALittleWithCompanyWhereQuantised: "batch-invariant: alone or batched, bit by bit",
     ChangesALittleWithCompany: "batch-invariant: alone or batched, bit by bit",
     WindowOneTooNarrow: "a window of the length is no window",
     ForgetsToMultiplyByTheCap: "an endless soft cap is none",

@@ -19,12 +19,16 @@ from types import FunctionType, SimpleNamespace
 # else. They let nothing grow, so nothing can fail in them; and that is checked, too.
 LINKS = {
     *(f"FreeQueue.{name}" for name in ("push_back", "pop_front", "remove")),
-    *(
-        f"FreeQueue.{name}"
-        for name in ("push_run", "insert_run", "remove_run", "cut_front", "clear")
-    ),
+    *(f"FreeQueue.{name}" for name in ("push_run", "put_back", "remove_run", "cut_front", "clear")),
     *(f"IdleBlocks.{name}" for name in ("push_run", "remove", "remove_run", "find_run", "forget")),
-    *(f"IdleBlocks.{name}" for name in ("cut_front", "clear")),
+    *(
+        f"IdleBlocks.{name}"
+        for name in ("_put_back", "set_front", "_drop_deadlines", "cut_front", "clear")
+    ),
+    "Deadlines.drop",
+    "Deadlines.clear",
+    "LeaseBook._drop",
+    "_all_free",
     *(f"ContentTree.{name}" for name in ("detach", "_prune", "_set_aside", "clear")),
     "evict",
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),

@@ -40,7 +40,7 @@ class NaivePool:
         self.shelves = {}  # priority: free blocks
         self.now = 0
         self.serves = lambda content: True  # whether any hit can use it
-        self.found, self.queue_then = [], []  # what was found last, and how it stood then
+        self.found, self.then = [], None  # what was found last, and how all stood then
 
     def order(self):
         """The free blocks, the one reused next first."""
@@ -48,6 +48,21 @@ class NaivePool:
 
     def priority(self, block_id):
         return max((p for p, end in self.wishes.get(block_id, ()) if end > self.now), default=0)
+
+    def front(self, block_id):
+        """The wishes that say something: no other is as strong and holds as long."""
+        active = {(p, end) for p, end in self.wishes.get(block_id, ()) if end > self.now}
+        return {
+            wish
+            for wish in active
+            if not any(p >= wish[0] and end >= wish[1] for p, end in active - {wish})
+        }
+
+    def wish(self, block_id, wishes):
+        before = self.front(block_id)
+        self.wishes.setdefault(block_id, set()).update(wishes)
+        if self.front(block_id) != before:
+            self.found = []
 
     def put_back(self, block_id):
         self.found = []
@@ -66,7 +81,10 @@ class NaivePool:
     def tick(self, num_steps):
         before = {block_id: self.priority(block_id) for block_id in self.order()}
         waiting = self.order()
+        fronts = {block_id: self.front(block_id) for block_id in self.wishes}
         self.now += num_steps
+        if any(self.front(block_id) != front for block_id, front in fronts.items()):
+            self.found = []
         gone = [b for b in waiting if before[b] != self.priority(b)]
         for block_id in sorted(gone, key=lambda b: (self.priority(b) == 0, waiting.index(b))):
             self.take_out(block_id)
@@ -107,25 +125,20 @@ class NaivePool:
         """The free blocks with content that nobody wants kept, in the order of their reuse."""
         return [block_id for block_id in self.free if self.content_of(block_id) is not None]
 
-    def stands_where_it_was(self, freed):
-        """Whether what was found last comes back alone, and nothing else has moved since."""
-        found, then = self.found, self.queue_then
-        if not found or sorted(freed) != sorted(found):
-            return False
-        if None in map(self.content_of, freed):
-            return False
-        if any(map(self.priority, self.wishes)) or (freed[0], freed[-1]) != (found[-1], found[0]):
-            return False
-        first = then.index(found[-1])
-        together = then[first : first + len(found)]
-        left = [block_id for block_id in then if block_id not in found]
-        return set(together) == set(found) and together[-1] == found[0] and left == self.queue()
+    def stand_as_before(self):
+        """What was found last goes back: all stands as it did then."""
+        queue, shelves = self.then
+        stayed = [block_id for block_id in queue if block_id not in self.found]
+        assert stayed == self.queue(), "something has moved, and what was found is still known"
+        self.free = [b for b in self.free if self.content_of(b) is None] + queue
+        self.shelves = shelves
+        self.found = []
 
     def hold(self, block_ids):
         idle = [block_id for block_id in block_ids if self.refs[block_id] == 0]
         if idle:
-            self.found = [] if any(self.shelves.values()) else idle
-            self.queue_then = self.queue()
+            self.found = idle
+            self.then = self.queue(), {p: list(shelf) for p, shelf in self.shelves.items()}
         for block_id in block_ids:
             if self.refs[block_id] == 0:
                 self.durations["reuse_gap"].append(self.now - self.freed_at[block_id])
@@ -138,23 +151,19 @@ class NaivePool:
             self.refs[block_id] -= 1
         last_named = reversed(dict.fromkeys(reversed(block_ids)))
         freed = [b for b in last_named if self.refs[b] == 0]
-        if self.stands_where_it_was(freed):
-            first = self.queue_then.index(freed[0])
-            later = self.queue_then[first + len(freed) :]
-            place = self.free.index(later[0]) if later else len(self.free)
-            self.free[place:place] = freed
-            self.freed_at |= dict.fromkeys(freed, self.now)
-            self.found = []
-            return
+        content = [b for b in freed if self.content_of(b) and self.serves(self.content_of(b))]
+        is_undone = bool(self.found) and sorted(content) == sorted(self.found)
         for block_id in freed:
             self.freed_at[block_id] = self.now
-            content = self.content_of(block_id)
-            if content is not None and not self.serves(content):
-                self.lose_content(block_id)
-            if self.content_of(block_id) is None:
-                self.free.insert(0, block_id)
+            if block_id in content:
+                if not is_undone:
+                    self.put_back(block_id)
             else:
-                self.put_back(block_id)
+                if self.content_of(block_id) is not None:
+                    self.lose_content(block_id)
+                self.free.insert(0, block_id)
+        if is_undone:
+            self.stand_as_before()
 
     def publish(self, block_id, content):
         self.published.append((content, block_id))
@@ -317,7 +326,7 @@ class NaiveManager:
                     for _, stop, priority, end in seq.retain
                     if stop > place * size and end > self.pool.now
                 }
-                self.pool.wishes.setdefault(table.entries[place], set()).update(wanted)
+                self.pool.wish(table.entries[place], wanted)
 
     def open(self, tokens, namespace, retain=(), resumed=False, skips=False):
         namespace = namespace if self.caching else None
@@ -640,6 +649,7 @@ class NaiveManager:
         for block_id in sorted(doubtful):
             if self.pool.content_of(block_id) is not None:
                 self.pool.lose_content(block_id)
+                self.pool.found = []
                 if block_id in self.pool.order():
                     self.pool.take_out(block_id)
                     self.pool.free.insert(0, block_id)

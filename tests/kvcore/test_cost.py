@@ -1,18 +1,22 @@
 """P28: what a call costs depends on what it takes, gives back or finds, never on the pool's size.
 
-Counted, not timed. Each verb runs in equal situations in a small and in a large pool; the bytecodes
+Nor on how many sequences are open, blocks kept and leases held. Counted, not timed. Each verb runs
+in equal situations in a small and in a large pool, with few and with many others; the bytecodes
 that kvcore executes must be equal in number, and so, but for what a growing list keeps in reserve,
 the most memory that the call needs at once, which is where a copied list or slice shows.
 """
 
+import functools
 import gc
 import sys
 import tracemalloc
+from array import array
 from pathlib import Path
 
 import pytest
 
 import kvcore
+from kvcore.idle_blocks import IdleBlocks, _still
 
 HOME = str(Path(kvcore.__file__).parent)
 SMALL, LARGE = 512, 512 + 6 * 600  # the same remainder when they are filled
@@ -47,12 +51,40 @@ def filled(kv, length, *, first=0, **options):
     return seq
 
 
+def open_sequences(kv, count):
+    return [filled(kv, 7, first=10_000 + 100 * number) for number in range(count)]
+
+
+def kept_blocks(kv, count):
+    """Closed, and each kept until a time of its own."""
+    for number in range(count):
+        wish = kvcore.Retention(0, 4, 1 + number % 3, max_steps=100 + number)
+        kv.close(filled(kv, 7, first=10_000 + 100 * number, retain=[wish]))
+
+
+def leased_blocks(kv, count):
+    """What leases alone hold, each until a time of its own."""
+    for number, seq in enumerate(open_sequences(kv, count)):
+        kv.lease(seq, max_steps=100 + number)
+        kv.close(seq)
+
+
+OTHERS = {
+    "open sequences": open_sequences,
+    "kept blocks": kept_blocks,
+    "leased blocks": leased_blocks,
+}
+FEW, MANY = 3, 123  # the same remainder, and no more than both pools have room for
+
+
 class Situation:
     """A pool of a size, most of it in one state, and the same few sequences in each."""
 
-    def __init__(self, layout, most, num_blocks, **options):
+    def __init__(self, layout, most, num_blocks, others=None, count=0, **options):
         self.kv = kvcore.KVCacheManager(num_blocks, 4, groups=GROUPS[layout], **options)
         most(self.kv)
+        if others is not None:
+            others(self.kv, count)
         self.one = filled(self.kv, 30)
         self.other = filled(self.kv, 21, first=100)
         self.uncached = filled(self.kv, 24, first=500, namespace=None)
@@ -60,6 +92,8 @@ class Situation:
         self.kv.reserve(self.uncached, 1)
         self.loaded = filled(self.kv, 16, first=700)
         self.lease = self.kv.lease(self.other)
+        self.transfer = self.kv.lease(self.loaded, "load")
+        self.tables, self.slots = array("i", [0] * 64), array("q", [0] * 2)
         self.hit = kvcore.pack([*range(30), 1])
 
     def decode(self):
@@ -73,7 +107,12 @@ VERBS = {
     "plan": lambda s: s.kv.plan(s.hit),
     "reserve": lambda s: s.kv.reserve(s.one, 40),
     "can reserve": lambda s: s.kv.can_reserve(s.one, 40),
+    "reserve to": lambda s: s.kv.reserve_to(s.one, 70),
     "append": lambda s: s.kv.append(s.one, 1),
+    "extend": lambda s: s.kv.extend(s.one, [1, 2, 3]),
+    "write a step": lambda s: s.kv.write_step(
+        [s.one, s.uncached], s.tables, s.slots, row_stride=32
+    ),
     "commit, a window moves": lambda s: s.kv.commit(s.uncached, 1),
     "decode": Situation.decode,
     "reserve and commit of a step": lambda s: (
@@ -99,9 +138,13 @@ VERBS = {
     "end a lease": lambda s: s.lease.end(),
     "tick": lambda s: s.kv.tick(),
     "fail a load": lambda s: s.kv.fail_load(s.loaded, 0),
+    "fail a transfer": lambda s: s.kv.fail_transfer(s.transfer),
+    "fail blocks": lambda s: s.kv.fail_blocks([b.block_id for b in s.transfer.blocks]),
     "statistics": lambda s: s.kv.stats(),
     "names": lambda s: s.one.block_names(),
 }
+FAILURES = ("fail a load", "fail a transfer", "fail blocks")
+SNAPSHOT = {"snapshot": lambda s: s.kv.snapshot()}  # where events are recorded
 
 
 def codes_run(call, *args):
@@ -154,16 +197,29 @@ def bytes_left(call, *args):
         tracemalloc.stop()
 
 
-def excess(layout, most, verb, **options):
-    """What a verb costs in the large pool beyond what it costs in the small one, in words."""
-    small, large = (Situation(layout, most, size, **options) for size in (SMALL, LARGE))
-    codes = codes_run(verb, small), codes_run(verb, large)
+def difference(verb, make, sizes):
+    """What a verb costs in the larger of two situations beyond the smaller, in words."""
+    codes = [codes_run(verb, make(size)) for size in sizes]
     found = [] if codes[0] == codes[1] else [f"bytecodes: {codes[0]} and {codes[1]}"]
-    small, large = (Situation(layout, most, size, **options) for size in (SMALL, LARGE))
-    needed = bytes_needed(verb, small), bytes_needed(verb, large)
+    needed = [bytes_needed(verb, make(size)) for size in sizes]
     if needed[1] > needed[0] + SPARE_BYTES:
         found.append(f"bytes at once: {needed[0]} and {needed[1]}")
     return found
+
+
+def excess(layout, most, verb, **options):
+    """What a verb costs in the large pool beyond what it costs in the small one."""
+    make = functools.partial(Situation, layout, most, **options)
+    return difference(verb, make, (SMALL, LARGE))
+
+
+def excess_among(others, verb, layout="full and window", **options):
+    """What a verb costs among many others beyond what it costs among few, in one size of pool."""
+    return difference(
+        verb,
+        lambda count: Situation(layout, empty, LARGE, others, count, **options),
+        (FEW, MANY),
+    )
 
 
 source_build = pytest.mark.source_build  # compiled functions run no bytecode
@@ -175,15 +231,43 @@ source_build = pytest.mark.source_build  # compiled functions run no bytecode
 def test_no_verb_costs_more_in_a_larger_pool(layout, most):
     costs = {name: excess(layout, most, verb) for name, verb in VERBS.items()}
     if most is idle:  # it looks at all that begins as the failed block did, and next to it
-        assert costs.pop("fail a load") != []
+        for name in FAILURES:
+            assert costs.pop(name) != [], name
     assert {name: cost for name, cost in costs.items() if cost} == {}
 
 
 @source_build
 def test_nor_with_events_and_lifetimes():
     options = {"record_events": "xxh3-128", "record_lifetimes": True}
-    for name, verb in VERBS.items():
+    for name, verb in (VERBS | SNAPSHOT).items():
         assert excess("full and window", empty, verb, **options) == [], name
+
+
+@source_build
+def test_a_snapshot_costs_what_it_tells():
+    assert excess("full", idle, SNAPSHOT["snapshot"], record_events="xxh3-128") != []
+
+
+WALKS = {
+    "open sequences": FAILURES,
+    "kept blocks": FAILURES,  # which begin where the failed one does
+    "leased blocks": (*FAILURES, "plan"),  # it says how many blocks leases alone hold
+}
+
+
+@source_build
+@pytest.mark.parametrize("others", OTHERS)
+def test_no_verb_costs_more_among_many_others(others):
+    costs = {name: excess_among(OTHERS[others], verb) for name, verb in VERBS.items()}
+    assert {name for name, cost in costs.items() if cost} == set(WALKS[others])
+
+
+@source_build
+@pytest.mark.parametrize("layout", ["full", "wide, window"])
+def test_time_passes_for_what_ends_alone(layout):
+    """Two leases or wishes end, of few or of many."""
+    for others in (kept_blocks, leased_blocks):
+        assert excess_among(others, lambda s: s.kv.tick(101), layout) == []
 
 
 @source_build
@@ -230,7 +314,7 @@ def copies_the_stack(pool, blocks, released):
     pool.hand_out(blocks)
     pool.empty_blocks = stack
     pool._count_emptied([block for block in freed if block.node is None])
-    pool._put_back([block for block in freed if block.node is not None], is_alone=False)
+    pool._put_back([block for block in freed if block.node is not None])
 
 
 def walks_the_blocks(pool):
@@ -264,6 +348,60 @@ def test_a_walk_is_seen(monkeypatch):
     monkeypatch.setattr(kvcore.BlockPool, "num_used_slots", property(walks_the_blocks))
     told = excess("full", empty, VERBS["statistics"])
     assert told[0].startswith("bytecodes")
+
+
+def walking(verb):
+    """A verb that looks at every free block first."""
+
+    @functools.wraps(verb)
+    def walks(self, *args, **options):
+        pool = self.owner.pool if isinstance(self, kvcore.KVSequence) else self.pool
+        walks_the_blocks(pool)
+        return verb(self, *args, **options)
+
+    return walks
+
+
+@source_build
+def test_a_walk_is_seen_in_every_verb(monkeypatch):
+    for name, verb in list(vars(kvcore.KVCacheManager).items()):
+        if callable(verb) and not name.startswith("_"):
+            monkeypatch.setattr(kvcore.KVCacheManager, name, walking(verb))
+    monkeypatch.setattr(kvcore.KVSequence, "block_names", walking(kvcore.KVSequence.block_names))
+    monkeypatch.setattr(kvcore.LeaseBook, "pool", property(lambda book: book._pool), raising=False)
+    monkeypatch.setattr(kvcore.LeaseBook, "end", walking(kvcore.LeaseBook.end))
+    for name, verb in (VERBS | SNAPSHOT).items():
+        small, large = (
+            Situation("full", empty, size, record_events="xxh3-128") for size in (SMALL, LARGE)
+        )
+        assert codes_run(verb, large) > codes_run(verb, small) + LARGE - SMALL, name
+
+
+def walks_the_sequences(manager):
+    return sum([seq.num_tokens for seq in manager.sequences.values()])
+
+
+def walks_the_kept(idle, now):
+    return [_still(wishes, now) for wishes in idle.kept.values()]
+
+
+def walks_the_leases(book, step):
+    return tuple([lease for lease in book.active.values() if lease.num_exclusive_blocks < 0])
+
+
+@source_build
+@pytest.mark.parametrize(
+    ("others", "verb", "owner", "method", "planted"),
+    [
+        (open_sequences, "statistics", kvcore.KVCacheManager, "stats", walks_the_sequences),
+        (kept_blocks, "tick", IdleBlocks, "expire", walks_the_kept),
+        (leased_blocks, "tick", kvcore.LeaseBook, "due", walks_the_leases),
+    ],
+    ids=["sequences", "kept", "leases"],
+)
+def test_a_walk_through_the_others_is_seen(monkeypatch, others, verb, owner, method, planted):
+    monkeypatch.setattr(owner, method, planted)
+    assert excess_among(others, VERBS[verb])[0].startswith("bytecodes")
 
 
 @source_build

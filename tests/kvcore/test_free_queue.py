@@ -29,7 +29,10 @@ def test_a_block_leaves_from_where_it_stands_and_can_come_back(queue, number):
     queue.remove(block)
     rest = [other for other in (1, 2, 3, 4) if other != number]
     assert (ids(queue), len(queue)) == (rest, 3)
-    assert (block.prev_free, block.next_free) == (None, None)
+    assert block.next_free is None
+    queue.put_back(block)
+    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
+    queue.remove(block)
     queue.push_back(block)
     assert (ids(queue), len(queue)) == ([*rest, number], 4)
 
@@ -102,7 +105,11 @@ def test_a_run_leaves_from_anywhere_and_comes_back_in_its_order(queue, run):
     rest = [number for number in (1, 2, 3, 4) if number not in run]
     queue.remove_run(blocks)
     assert (ids(queue), len(queue)) == (rest, len(rest))
-    assert all((block.prev_free, block.next_free) == (None, None) for block in blocks)
+    assert all(block.next_free is None for block in blocks)
+    for block in reversed(blocks):
+        queue.put_back(block)
+    assert (ids(queue), len(queue)) == ([1, 2, 3, 4], 4)
+    queue.remove_run(blocks)
     assert backwards(queue) == rest[::-1]
     queue.push_run(blocks)
     assert (ids(queue), len(queue)) == (rest + run, 4)

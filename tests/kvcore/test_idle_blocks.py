@@ -1,5 +1,7 @@
 """Which block is reused next, how many are held, and what trusts its caller."""
 
+import itertools
+
 import pytest
 
 import kvcore
@@ -110,26 +112,92 @@ def test_what_a_block_is_kept_for_has_nothing_in_it_that_adds_nothing():
     assert idle.front(block, [(1, 9), (2, 5), (3, 5), (3, 5), (0, 9)]) == ((3, 5), (1, 9))
 
 
+def looked_up(idle, blocks):
+    """Somebody finds these and holds them."""
+    for block in blocks:
+        block.ref_count = 1
+    idle.find_run(blocks)
+
+
+def given_back(idle, blocks):
+    for block in blocks:
+        block.ref_count = 0
+    idle.push_run(blocks)
+
+
 @pytest.mark.parametrize(
-    ("given_back", "wanted"),
+    ("back", "wanted"),
     [
         ([1, 2, 3], [0, 1, 2, 3, 4]),
+        ([2, 1, 3], [0, 1, 2, 3, 4]),
         ([1, 3], [0, 4, 1, 3]),
         ([1, 2, 5, 3], [0, 4, 1, 2, 5, 3]),
-        ([1, 2], [0, 4, 1, 2]),
+        ([1, 5, 3], [0, 4, 1, 5, 3]),
         ([2, 3], [0, 4, 2, 3]),
-        ([2, 1, 3], [0, 4, 2, 1, 3]),
     ],
-    ids=["all", "its ends", "another too", "all but the last", "all but the first", "turned"],
+    ids=["all", "turned", "its ends", "another too", "another for one", "all but the first"],
 )
-def test_what_was_found_goes_back_to_its_place_if_all_of_it_comes_and_nothing_else(
-    given_back, wanted
-):
+def test_what_was_found_goes_back_to_its_place_if_all_of_it_comes_and_nothing_else(back, wanted):
     blocks, idle = waiting(5)
     blocks.append(Block(5))
-    idle.find_run(blocks[3:0:-1])
-    idle.push_run([blocks[number] for number in given_back], is_alone=True)
+    blocks[5].ref_count = 1
+    looked_up(idle, blocks[3:0:-1])
+    given_back(idle, [blocks[number] for number in back])
     assert ids(idle.first(6)) == wanted
+
+
+@pytest.mark.parametrize(
+    "found",
+    [*itertools.permutations([0, 2, 3]), *itertools.permutations([1, 2, 4]), (0, 1, 2, 3, 4)],
+)
+@pytest.mark.parametrize("kept", [(), (2,), (2, 4, 0), (0, 1, 2, 3, 4)])
+def test_wherever_it_stood_and_whatever_it_is_kept_for(found, kept):
+    """In any order, in one stretch or several, on a shelf or not."""
+    blocks = [Block(number) for number in range(5)]
+    idle = IdleBlocks()
+    for number in kept:
+        idle.keep(blocks[number], [(1 + number % 2, 9)])
+    idle.push_run(blocks)
+    before = ids(idle)
+    for _ in range(2):
+        looked_up(idle, [blocks[number] for number in found])
+        assert ids(idle) == [number for number in before if number not in found]
+        given_back(idle, [blocks[number] for number in sorted(found)])
+        assert (ids(idle), idle.num_shelved) == (before, len(kept))
+    idle.remove_run(blocks)
+    assert (ids(idle), idle.num_shelved, idle.queue.length) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("change", ["kept", "over", "another"])
+def test_what_is_kept_for_something_else_since_does_not_go_back(change):
+    blocks = [Block(number) for number in range(4)]
+    idle = IdleBlocks()
+    idle.keep(blocks[1], [(1, 5)])
+    idle.push_run(blocks)
+    looked_up(idle, blocks[1::-1])
+    if change == "kept":
+        idle.keep(blocks[0], [(2, 9)])
+        wanted = [2, 3, 1, 0]
+    elif change == "over":
+        idle.expire(5)
+        wanted = [2, 3, 0, 1]
+    else:
+        looked_up(idle, [blocks[2]])
+        given_back(idle, [blocks[2]])
+        wanted = [2, 3, 0, 1]
+    given_back(idle, blocks[:2])
+    assert ids(idle) == wanted
+
+
+def test_the_same_wish_once_more_changes_nothing():
+    blocks = [Block(number) for number in range(3)]
+    idle = IdleBlocks()
+    idle.keep(blocks[1], [(1, 5)])
+    idle.push_run(blocks)
+    looked_up(idle, blocks[:2])
+    idle.keep(blocks[1], [(1, 4)])
+    given_back(idle, blocks[:2])
+    assert ids(idle) == [0, 2, 1]
 
 
 class FullAt(dict):
@@ -146,9 +214,22 @@ class FullAt(dict):
 def test_room_for_wishes_is_made_for_all_blocks_or_for_none():
     blocks, idle = waiting(6)
     idle.kept = FullAt({0: ((1, 9),), 5: ((2, 7),)})
+    fronts = [(block, ((3, 9),)) for block in blocks]
     with pytest.raises(MemoryError):
-        idle.make_room(blocks)
+        idle.make_room(fronts)
     assert idle.kept == {0: ((1, 9),), 5: ((2, 7),)}
     idle.kept.most = 6
-    idle.make_room(blocks)
+    idle.make_room(fronts)
     assert idle.kept == {0: ((1, 9),), 1: (), 2: (), 3: (), 4: (), 5: ((2, 7),)}
+
+
+def test_a_wish_that_another_of_its_deadline_outdoes_still_ends_then():
+    block = Block(0)
+    idle = IdleBlocks()
+    idle.keep(block, [(1, 9)])
+    idle.keep(block, [(3, 9)])
+    assert idle.kept == {0: ((3, 9),)}
+    idle.expire(8)
+    assert idle.kept == {0: ((3, 9),)}
+    idle.expire(9)
+    assert idle.kept == {}

@@ -57,6 +57,37 @@ def test_a_pin_that_comes_to_nothing_leaves_no_trace_either():
     assert order(kv) == before
 
 
+@pytest.mark.parametrize("groups", [None, HYBRID], ids=["full", "hybrid"])
+@pytest.mark.parametrize("priority", [0, 3])
+def test_nor_where_it_stands_in_several_places_and_is_kept(groups, priority):
+    kv = kvcore.KVCacheManager(64, 4, groups=groups)
+    whole = kv.open(range(21), retain=[kvcore.Retention(0, 9, priority)] if priority else ())
+    kv.reserve(whole, 21)
+    kv.commit(whole, 21)
+    pins = [kv.lease(whole, num_tokens=count) for count in (8, 20, 12)]
+    kv.close(whole)
+    for pin in pins[1:]:
+        between = kv.open(range(100 + pin.lease_id, 120))
+        kv.reserve(between, between.num_tokens)
+        kv.commit(between, between.num_tokens)
+        pin.end()
+        kv.close(between)
+    pins[0].end()
+    before = order(kv)
+    for length in (21, 13, 6, 21):
+        seq = kv.open(range(length), retain=[kvcore.Retention(0, 9, priority)] if priority else ())
+        assert seq.num_cached_tokens == (length - 1) // 4 * 4
+        kv.close(seq)
+        assert order(kv) == before
+        kvcore.check(kv)
+
+
+def test_a_prefix_that_is_to_be_kept_from_now_on_is_young():
+    kv = used()
+    kv.close(kv.open(range(9), retain=[kvcore.Retention(0, 4)]))
+    assert order(kv)[-4:] == [4, 3, 2, 1]
+
+
 def test_a_prefix_that_was_used_is_young():
     kv = used()
     seq = kv.open(range(9))

@@ -222,7 +222,7 @@ def test_a_forgotten_block_is_reused_first_if_it_is_free_and_stays_held_if_it_is
     pool.forget([free, held])
     assert ids(pool.free_blocks()) == [1, 4, 5, 6, 7, 3]
     assert (free.node, held.node, held.ref_count) == (None, None, 1)
-    assert (free.prev_free, free.next_free) == (None, None)
+    assert free.next_free is None
     assert pool.num_cached_blocks == 1
     pool.forget([free, held])  # once more changes nothing
     assert ids(pool.free_blocks()) == [1, 4, 5, 6, 7, 3]

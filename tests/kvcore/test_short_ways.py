@@ -44,7 +44,7 @@ def test_blocks_with_one_holder_are_let_go_in_one_loop(pool):
     usual = {"release", "_let_go", "_uncount", "__init__", "last_event", "_let_leave"}
     assert called(pool.release, pool.take(3))[1] == usual | {"_count_emptied"}
     way = called(pool.release, published(pool, 1, 2)[::-1])[1]
-    assert way == usual | {"_put_back", "push_run", "insert_run"}
+    assert way == usual | {"_put_back", "push_run"}
 
 
 @pytest.mark.parametrize("num_others", [0, 2, 3])

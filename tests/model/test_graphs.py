@@ -12,7 +12,7 @@ import backends
 from model import EngineConfig, SamplingParams
 from model.device import sampler
 from model.device.cuda_graphs import Bucket, Buckets, StepGraphs, _passed
-from model.device.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, row_terms
+from model.device.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, is_recorded, row_terms
 from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
 from model.device.prepare import Prepared, compiled_tokens, recorded_tokens
@@ -131,7 +131,7 @@ def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40, shar
         assert any(bucket.longest > 1 for bucket in graphs.seen) == (max_tokens > 0)
         assert max_tokens < 40 or len(graphs.seen) == engine.stats.num_steps
         assert any(bucket.shares for bucket in graphs.seen) == shares
-        assert hasattr(draws, "seen") == (params is DRAWN)
+        assert hasattr(draws, "seen") == (params is not PARAMS)
     return [one.request.output_tokens for one in done]
 
 
@@ -141,11 +141,19 @@ DRAWN = [
     SamplingParams(max_tokens=14, temperature=1.0, seed=seed, **how)
     for seed, how in enumerate(CUTS)
 ]
+APART = [
+    SamplingParams(max_tokens=14, repetition_penalty=1.5, frequency_penalty=0.3),
+    DRAWN[1],
+    SamplingParams(max_tokens=14, temperature=1.0, seed=5, presence_penalty=0.5, top_p=0.9),
+    SamplingParams(max_tokens=14, temperature=1.0, seed=6, top_k=100),
+]
+"""One of them is drawn as was recorded, beside rows that are not."""
 
 
 @functools.cache
-def wanted_of(architecture, draws):
-    return tokens_of(None, architecture, is_late=False, params=DRAWN if draws else PARAMS)
+def wanted_of(architecture, draws, apart=False):
+    params = APART if apart else DRAWN if draws else PARAMS
+    return tokens_of(None, architecture, is_late=False, params=params)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +166,12 @@ def test_steps_in_a_graphs_tensors_give_the_tokens_of_steps_as_they_are(
 ):
     how = {"is_late": is_late, "max_tokens": max_tokens, "params": DRAWN if draws else PARAMS}
     assert tokens_of(Unrecorded, architecture, **how) == wanted_of(architecture, draws)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_rows_that_were_not_recorded_leave_the_others_in_their_graph(is_late):
+    found = tokens_of(Unrecorded, "qwen3", is_late=is_late, params=APART)
+    assert found == wanted_of("qwen3", draws=True, apart=True)
 
 
 class TellsOfOneTooMany(Unrecorded):
@@ -279,10 +293,12 @@ def test_rows_are_drawn_in_the_columns_of_a_graph_as_each_alone(params, vocab_si
     seed = data.draw(st.integers(0, 2**31))
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
     logits = logits.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    terms = row_terms(params, vocab_size)
-    drawn = [how for how in params if not how.is_greedy]
+    stay = [is_recorded(how, vocab_size) for how in params]
+    assert stay == [how.is_greedy or how.top_k != 200 or vocab_size < 200 for how in params]
+    known = [how if stays else None for how, stays in zip(params, stay, strict=True)]
+    terms = row_terms(known, vocab_size)
     if terms is None:
-        assert not drawn or any(how.top_k == 200 for how in params)
+        assert all(how is None or how.is_greedy for how in known)
         return
     draws = DrawGraphs(8, torch.device("cpu"))
     alone = [sampler.Draw(how, seed, row) for row, how in enumerate(params)]
@@ -295,7 +311,9 @@ def test_rows_are_drawn_in_the_columns_of_a_graph_as_each_alone(params, vocab_si
     ]
     for cuts in every:  # cuts that no row has change nothing
         tokens = draws._run(cuts, logits, logits.max(dim=-1))[:rows]
-        assert tokens.tolist() == sampler.sample(logits[:rows], alone)
+        wanted = sampler.sample(logits[:rows], alone)
+        pairs = list(zip(tokens.tolist(), wanted, strict=True))
+        assert all(came == want for (came, want), stays in zip(pairs, stay, strict=True) if stays)
 
 
 def test_only_cuts_that_a_row_asks_for_are_made():

@@ -75,7 +75,7 @@ class FreeQueueMachine(RuleBasedStateMachine):
     def agree(self):
         expect("P15", [block.block_id for block in self.queue], self.naive.items, "the order")
         expect("P1", len(self.queue), len(self.naive.items), "the counter")
-        linked = {block.block_id for block in self.blocks if block.prev_free or block.next_free}
+        linked = {block.block_id for block in self.blocks if block.next_free}
         expect("P1", linked, set(self.naive.items), "the blocks that have neighbours")
         backwards = []
         block = self.queue._tail.prev_free

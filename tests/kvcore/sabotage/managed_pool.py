@@ -155,22 +155,18 @@ class manager_uses_a_node_that_stands_for_something(kvcore.BlockPool):
 
 
 class RestlessQueue(IdleBlocks):
-    """Puts back what was found where it stood, whatever has happened to it since."""
+    """Puts back what was found where it stood, although others have come back since."""
 
-    places = ()
+    found_before = None
 
-    def find_run(self, blocks):
-        before, after = blocks[-1].prev_free, blocks[0].next_free
-        super().find_run(blocks)
-        self.places = (set(blocks), before, after)
-
-    def push_run(self, blocks, *, is_alone=False):
-        if self.places and self.places[0] == set(blocks) and not self.kept:
-            _, before, after = self.places
-            if before.next_free is after:
-                self.queue.insert_run(blocks, before, after)
-                return
+    def push_run(self, blocks):
+        self.found = self.found or self.found_before
+        self.found_before = self.found
         super().push_run(blocks)
+
+    def cut_front(self, blocks):
+        self.found_before = None
+        super().cut_front(blocks)
 
 
 def with_restless_queue(manager):
@@ -190,3 +186,33 @@ def with_young_queue(manager):
 
 
 changed("look_ups_make_what_they_find_young", with_young_queue, "P15")
+
+
+class HastyQueue(IdleBlocks):
+    """Puts what was found back in the order in which it left."""
+
+    def _put_back(self, found):
+        super()._put_back(found[::-1])
+
+
+def with_hasty_queue(manager):
+    manager.pool.idle_blocks = HastyQueue()
+
+
+changed("look_ups_are_undone_from_their_first_block_on", with_hasty_queue, "P15", "P1", "P3")
+
+
+class ForgivingQueue(IdleBlocks):
+    """Puts back what was found although it is kept for something else since."""
+
+    def set_front(self, block, front):
+        found = self.found
+        super().set_front(block, front)
+        self.found = found
+
+
+def with_forgiving_queue(manager):
+    manager.pool.idle_blocks = ForgivingQueue()
+
+
+changed("look_ups_forget_what_they_were_asked_to_keep", with_forgiving_queue, "P15", "P1")
