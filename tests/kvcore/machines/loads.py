@@ -17,7 +17,7 @@ MEANWHILE = {
     "computes all": lambda m, e, n: m.run(e),
     "computes a part": lambda m, e, n: m.compute(e, n),
     "is cut": lambda m, e, n: m.truncate(e, min(n, len(e[1].tokens))),
-    "goes another way": lambda m, e, n: m.edit(e, n, 2),
+    "goes another way": lambda m, e, n: m.come_back(e, n, other=2),
     "comes back to it": lambda m, e, n: m.come_back(e, n),
     "is set back": lambda m, e, n: m.fail_load(e, min(n, e[1].computed)),
     "is reset": lambda m, e, n: m.reset(0, canonical=False),
@@ -138,9 +138,10 @@ class LoadRules(ManagerVerbs):
         most = min(len(naive.tokens), self.naive.room(naive)) - naive.computed
         self.write_and_commit(entry, min(count, most))
 
-    def come_back(self, entry, keep):
-        """Tokens are taken back, and the same ones join again."""
+    def come_back(self, entry, keep, other=None):
+        """Tokens are taken back, and the same ones join again, or as many others."""
         tokens = entry[1].tokens[keep:]
+        tokens = tokens if other is None else [other] * len(tokens)
         self.truncate(entry, min(keep, len(entry[1].tokens)))
         if tokens and not any(isinstance(token, tuple) for token in tokens):
             self.append(entry, tokens)
