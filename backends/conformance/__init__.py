@@ -20,7 +20,7 @@ __all__ = ["AttentionCase", "Finding", "Report", "run"]
 def run(backend: Backend, *, quick: bool = False, shard: tuple[int, int] = (0, 1)) -> Report:
     """Run the whole kit, or the quick part that suits an interpreter.
 
-    The whole takes about a minute on a CPU backend; nothing of the backend's state is assumed.
+    The whole takes one to two minutes on a CPU backend; nothing of the backend's state is assumed.
     `shard` (i, n) runs every n-th case from the i-th on; the shards together are the kit.
     """
     findings: list[Finding] = []

@@ -16,6 +16,8 @@ from backends.conformance import __main__ as command_line
 from backends.conformance.relations import check_relations
 from tests.backends.honest import HonestBackend
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class SeesTheNextKey(HonestBackend):
     def seen(self, position, window, block_size):

@@ -174,6 +174,24 @@ def test_rows_that_were_not_recorded_leave_the_others_in_their_graph(is_late):
     assert found == wanted_of("qwen3", draws=True, apart=True)
 
 
+BUGS_OF_ROWS_APART = {
+    "stay in the graph": ("is_recorded", lambda *_: True),
+    "are drawn in vain": ("_Apart.put", lambda _, whole, own: whole),
+    "take others' logits": (
+        "_Apart._of",
+        lambda rows, whole: whole if rows.rows is None else whole[: len(rows.rows)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS_OF_ROWS_APART)
+def test_a_planted_bug_of_rows_that_leave_their_graph_shows(name, monkeypatch):
+    where, bug = BUGS_OF_ROWS_APART[name]
+    wanted = wanted_of("qwen3", draws=True, apart=True)
+    monkeypatch.setattr(f"model.device.request_sampler.{where}", bug)
+    assert tokens_of(Unrecorded, "qwen3", is_late=False, params=APART) != wanted
+
+
 class TellsOfOneTooMany(Unrecorded):
     """The run of sequences that share is told with one that does not."""
 

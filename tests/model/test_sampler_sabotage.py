@@ -28,12 +28,12 @@ HUNT = settings(
 SAMPLER_BUGS = [
     ("ranks >= cut.top_k", "ranks > cut.top_k", checks.check_cuts),
     ("searchsorted(cumulative, cut.top_p *", "searchsorted(cumulative, 0.9 *", checks.check_cuts),
-    ("-math.log(how.min_p)", "1 - how.min_p", checks.check_cuts),
+    ("-math.log(params.min_p)", "1 - params.min_p", checks.check_cuts),
     ("reach = torch.minimum(reach, limit)", "reach = limit", checks.check_cuts),
     ("limit = reach.index_put((cut.rows,), limit)", "limit = limit[:1]", checks.check_cuts),
     ("target = top_p * cumulative[:, -1:]", "target = top_p * _SCALE", checks.check_cuts),
     ("masked_fill_(coarse != place, 0.0)", "masked_fill_(coarse < 0, 0.0)", checks.check_cuts),
-    ("(place << _BITS) + end", "(place << _BITS)", checks.check_cuts),
+    ("(coarse << BITS) + fine + 1", "(coarse << BITS) + 1", checks.check_cuts),
     ("elif how.top_p < 1:", "elif how.top_p < 0.5:", checks.check_cuts),
     ("* sharpness\n", "/ sharpness\n", checks.check_cuts),
     (".masked_fill(distances > reach, 0.0)", "", checks.check_inversion),
@@ -74,8 +74,9 @@ def planted(snippet, bug):
 )
 def test_a_planted_bug_is_caught(snippet, bug, check, monkeypatch):
     monkeypatch.setattr(checks, "CHECK", HUNT)
+    module = planted(snippet, bug)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        check(planted(snippet, bug))
+        check(module)
 
 
 @HUNT
