@@ -27,7 +27,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 VARIABLE = "KVCORE_COMPILE"
 
 # The modules that a request passes through. Those of plain data stay Python: a native class would
-# refuse a wrong type with an error of its own before ours could say what was wanted.
+# refuse a wrong type with an error of its own before ours could say what was wanted. (Compiled,
+# hashing.py takes 2 to 7 % from a request of 20 tokens in a namespace of its own, and True for a
+# version.)
 COMPILED = (
     "arguments",
     "block",

@@ -127,11 +127,11 @@ class NameChain:
         InvalidArgumentError: an unknown algorithm.
     """
 
-    __slots__ = ("_block_size", "_names", "_root", "algorithm")
+    __slots__ = ("_names", "_root", "algorithm", "block_size")
 
     def __init__(self, namespace_key: bytes, block_size: int, algorithm: NameAlgorithm) -> None:
         self.algorithm: NameAlgorithm = algorithm
-        self._block_size = block_size
+        self.block_size = block_size
         self._root = digest(namespace_key, algorithm)
         self._names: list[BlockHash] = []
 
@@ -139,7 +139,7 @@ class NameChain:
         self, tokens: array[int], num_blocks: int, items: Sequence[Item] = ()
     ) -> tuple[BlockHash, ...]:
         """Return the names of the first `num_blocks` blocks. O(blocks not named before)."""
-        size = self._block_size
+        size = self.block_size
         first = len(self._names)
         parent = self._names[-1] if first else self._root
         contents = block_contents(tokens, items, first, max(first, num_blocks), size)

@@ -195,27 +195,32 @@ class KVSequence:
         put_ints(view, 0, slots)
         return stop - start
 
-    def block_names(self, algorithm: NameAlgorithm = "xxh3-128") -> tuple[BlockHash, ...]:
-        """Return the names of the first group's published blocks. O(blocks not named before).
+    def block_names(
+        self, algorithm: NameAlgorithm = "xxh3-128", *, group: SupportsIndex = 0
+    ) -> tuple[BlockHash, ...]:
+        """Return the names of a group's published blocks. O(blocks not named before).
 
-        No hit depends on them. A sequence that is not cached has none.
+        Also of those that its window has let go of. No hit depends on them. A sequence that is not
+        cached has none. Whoever asks for groups of several block sizes in turn makes them anew.
 
         Args:
             algorithm: "xxh3-128", or "sha256" for names that leave the trust domain.
+            group: which layer group.
 
         Raises:
             StaleSequenceError: the sequence is closed.
-            InvalidArgumentError: an unknown algorithm.
+            InvalidArgumentError: an unknown algorithm, or no such group.
         """
-        table = self._table(0)
-        if self.chain is None or self.chain.algorithm != algorithm:
-            self.chain = NameChain(self.namespace_key or b"", table.block_size, algorithm)
-        return self.chain.names(self.packed, table.num_published, self.items)
+        table = self._table(group)
+        chain, size = self.chain, table.block_size
+        if chain is None or chain.algorithm != algorithm or chain.block_size != size:
+            chain = self.chain = NameChain(self.namespace_key or b"", size, algorithm)
+        return chain.names(self.packed, table.num_published, self.items)
 
     def cut_names(self, num_tokens: int) -> None:
         """Forget the names of blocks that the first `num_tokens` tokens do not fill. O(1)."""
         if self.chain is not None:
-            self.chain.cut(num_tokens // self.tables[0].block_size)
+            self.chain.cut(num_tokens // self.chain.block_size)
 
     def forget_identity(self) -> None:
         """From now on nothing of it is published; what was is not its any more. O(groups)."""

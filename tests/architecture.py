@@ -53,7 +53,7 @@ BACKENDS_LAYERS = (
     ("triton_gpu/cascade", "triton_gpu/chunk", "triton_gpu/prefill_order"),
     ("triton_gpu/copy_blocks", "triton_gpu/slot_mapping", "triton_gpu/store_kv"),
     ("triton_gpu/hopper_items", "triton_gpu/merge"),
-    ("triton_gpu/hopper_store",),
+    ("triton_gpu/hopper_store", "triton_gpu/hopper_merge"),
     (
         "triton_gpu/decode",
         "triton_gpu/hopper_latent",

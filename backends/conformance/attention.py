@@ -159,6 +159,9 @@ def _quantised_cases(*, quick: bool) -> tuple[AttentionCase, ...]:
         return (
             small.with_(name="a scale a head", scales="head", soft_cap=2.0, sinks=True),
             small.with_(name="a scale a cache, strided", scales="tensor", strided=True, window=4),
+            small.with_(
+                name="a prefix told late", seqs=((1, 9), (1, 30)), shared=8, shared_now=(0, 2, 8)
+            ),
         )
     base = AttentionCase("", ((1, 37), (9, 9), (5, 133), (0, 0), (1, 1)), padding=3, scales="head")
     cases = (

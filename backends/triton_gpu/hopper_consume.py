@@ -45,7 +45,8 @@ from backends.triton_gpu.hopper_items import (
     gluon_function,
     read_item,
 )
-from backends.triton_gpu.hopper_store import finish, record_tile
+from backends.triton_gpu.hopper_merge import merge_items
+from backends.triton_gpu.hopper_store import finish
 from backends.triton_gpu.soft_cap import LOG2E, cap_logits
 
 
@@ -294,7 +295,7 @@ def _consume_ahead(
 ) -> None:  # fmt: skip
     """A group's rows of every item of this program, the next item's begun before the last ends."""
     query_start_loc, seq_lens, work = given[2:5]
-    sinks, scale, soft_cap, window = given[7:11]
+    sinks, scale, soft_cap, window = given[6:10]
     q_tiles, _, q_full, q_empty = rows
     k_tiles, _, _, k_empty, v_tiles, _, _, v_empty = ring
     look = (soft_cap, window)
@@ -354,7 +355,7 @@ def _take(
     SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """One item or piece from its first product to its store; the next tile's number."""
-    sinks, scale, _, _, k_scale, v_scale = given[7:]
+    sinks, scale, _, _, k_scale, v_scale = given[6:]
     q_tiles, _, q_full, _ = rows
     k_tiles, _, _, k_empty, v_tiles, _, _, v_empty = ring
     E4M3: gl.constexpr = k_tiles.dtype != q_tiles.dtype
@@ -403,8 +404,8 @@ def _consume_each(
     If SPLIT, where items are few and may be pieces, groups whose rows an item does not have pass it
     by, and leave the matrix unit to the others.
     """
-    query_start_loc, seq_lens, work, _, records = given[2:7]
-    soft_cap, window = given[9:11]
+    query_start_loc, seq_lens, work = given[2:5]
+    soft_cap, window = given[8:10]
     q_full, q_empty = rows[2:]
     look = (soft_cap, window)
     TILE: gl.constexpr = ring[0].shape[1]
@@ -413,13 +414,23 @@ def _consume_each(
     )
     items = count_items(tiles * SLICES)
     j = tiles * 0
-    for n in range(items):
-        item = read_item(
-            n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+    ahead = given  # until one is read
+    if SPLIT and PLANNED:
+        ahead = read_item(
+            j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
+    for n in range(items):
+        if SPLIT and PLANNED:
+            item = ahead
+            ahead = read_item(
+                n + 1, items, tiles, pieces, query_start_loc, seq_lens, work,
+                SLICES, TOKENS, PLANNED,
+            )  # fmt: skip
+        else:
+            item = read_item(
+                n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
+            )
         if SPLIT:
-            if not PLANNED and GROUP_ID == 0:
-                record_tile(work + records, item, SLICES)
             if item[2] > GROUP_ID * (TOKENS // GROUPS):
                 j = _take(
                     n, j, item, given, rows, ring, look,
@@ -439,6 +450,11 @@ def _consume_each(
                 HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID,
             )  # fmt: skip
         mbarrier.arrive(q_empty.index(0), count=1)
+    if SPLIT:
+        merge_items(
+            given, items, tiles, pieces, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
+            PLANNED, GROUP_ID,
+        )  # fmt: skip
 
 
 @gluon_function

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from backends.contract import KVCache
 from backends.triton_gpu.hopper_items import gluon_function
@@ -353,6 +353,7 @@ def attend_rows(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     if CHAINED:
         gdc_launch_dependents()
+        gdc_wait()
     item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
     nobody, here = (0, 0, 0), gl.arange(0, VECTOR or 1, LANES)
     s, split, splits = find_part(

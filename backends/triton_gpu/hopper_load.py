@@ -38,7 +38,7 @@ def load_tiles(
 ) -> None:  # fmt: skip
     """Load every tile of this program's items, in the order in which they are consumed."""
     q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
-    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[10]
+    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[9]
     k_tiles, k_tails, k_full, k_empty = ring[:4]
     K_DEPTH: gl.constexpr = k_tiles.shape[0]
     TILE: gl.constexpr = k_tiles.shape[1]
@@ -52,7 +52,8 @@ def load_tiles(
     )
     for n in range(items):
         s, row, tokens, position, length, first, part, piece, of, _ = item
-        _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
+        if not (SPLIT and PLANNED):
+            _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
         kv_head = part * PACK // GROUP
         table = tables + s.to(gl.int64) * table_stride
         seen = length * 0
@@ -69,7 +70,11 @@ def load_tiles(
         item = read_item(
             n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
         )
+        late = gl.minimum(gl.minimum(n, 1) * 2, end - begin - 1)  # behind tiles that find room
         for i in range(end - begin):
+            if SPLIT and PLANNED:  # noqa: SIM102 - known to the compiler, the rest is not
+                if i == late:
+                    _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
             key = (end - 1 - i) * TILE
             entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
             k_at = j % K_DEPTH

@@ -14,7 +14,8 @@ head, PACK being the largest power of two that divides the group; it walks the t
 and the rows of two items, 224 KiB at head_dim 128 (`shape_for`). Rows of K, V and Q are padded with
 zeros to 64, 128 or 256 numbers by the copy engine.
 Grid: one program a multiprocessor, which takes items in the order of `hopper_items`. Where a batch
-has too few items for them, the keys of items are cut, and `merge` adds the parts up.
+has too few items for them, the keys of items are cut, and the programs add the parts up at the end
+(`hopper_merge`).
 
 Bytes moved: K and V once an item, from L2 mostly. Sums and the softmax are float32; the
 probabilities are rounded to the cache's dtype before they meet V. Error: at most twice that of the
@@ -39,9 +40,8 @@ from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function
 from backends.triton_gpu.hopper_load import load_tiles
 from backends.triton_gpu.hopper_widen import widen_values
 from backends.triton_gpu.launch import Box, Variant, launcher
-from backends.triton_gpu.merge import PieceMerge, merge_pieces, plan_pieces
 from backends.triton_gpu.place import Place, ceil_div
-from backends.triton_gpu.prefill_order import Items, Order, keep_order, plan_order
+from backends.triton_gpu.prefill_order import Items, Order, keep_counter, keep_order, plan_order
 
 ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
@@ -122,7 +122,7 @@ def _allocate_e4m3(
 
 
 @launcher(
-    integers=("table_stride", "window", "most_items", "records"),
+    integers=("table_stride", "window", "most_items"),
     indices=("query_start_loc", "seq_lens", "tables", "work", "k_scale", "v_scale"),
     pointers=("out", "sinks"),
     boxes=6,
@@ -146,7 +146,6 @@ def _attend(
     v_scale: gl.tensor,  # likewise, V_SCALE
     table_stride: gl.tensor,
     most_items: gl.tensor,
-    records: gl.tensor,  # where they begin in work
     scale: gl.tensor,  # float, above 0
     soft_cap: gl.tensor,  # float, used if HAS_CAP
     window: gl.tensor,  # used if HAS_WINDOW
@@ -164,7 +163,7 @@ def _attend(
     K_SCALE: gl.constexpr,  # from head to head, -1: there is none
     V_SCALE: gl.constexpr,
     PLANNED: gl.constexpr,  # otherwise there is one sequence
-    SPLIT: gl.constexpr,  # items may be cut
+    SPLIT: gl.constexpr,  # items may be cut, and all programs run at the same time
     TILE: gl.constexpr,  # keys
     BUFFERS: gl.constexpr,  # items whose rows are in shared memory
     K_DEPTH: gl.constexpr,  # tiles of K in shared memory
@@ -180,7 +179,7 @@ def _attend(
     HAS_TAIL: gl.constexpr = q_tail is not None
     E4M3: gl.constexpr = LANDS > 0
     given = (
-        out, partial, query_start_loc, seq_lens, work, most_items, records,
+        out, partial, query_start_loc, seq_lens, work, most_items,
         sinks, scale, soft_cap, window, k_scale, v_scale,
     )  # fmt: skip
     descs = (q_desc, k_desc, v_desc, q_tail, k_tail, v_tail)
@@ -360,15 +359,12 @@ class Plan:
     variant: Variant
     grid: tuple[int, int, int]
     numbers: tuple[int, ...]
-    """Those that come first: stride of the tables, items at most, records."""
+    """Those that come first: stride of the tables, items at most."""
     boxes: tuple[Box | None, ...]
     """Of query, keys and values; then of their smaller parts."""
-    work_size: int
-    """int32 numbers that the only sequence's list of work needs."""
     partial_size: int
     """float32 numbers that the parts need."""
     order: Order | None
-    merge: PieceMerge | None
 
 
 def plan_attend(
@@ -404,15 +400,14 @@ def plan_attend(
     )  # fmt: skip
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
     has_window, most_items = terms.window is not None, items.ranks * items.slices
+    options = {"launch_cooperative_grid": True} if split else {}
     return Plan(
-        _attend.variant(place, device, dtypes, constants, num_warps=4),
+        _attend.variant(place, device, dtypes, constants, num_warps=4, **options),
         (programs, 1, 1),
-        (batch.block_table.stride(0), most_items, items.records),
+        (batch.block_table.stride(0), most_items),
         boxes_of(shape, query, cache, pack),
-        items.size if split and not planned else 0,
         most_items * ROWS * (head_dim + 1) if split else 0,
         plan_order(place, device, items, has_window=has_window) if planned else None,
-        plan_pieces(place, out, items, pack=pack, planned=planned) if split else None,
     )
 
 
@@ -444,15 +439,15 @@ def attend(
 ) -> None:
     """Write the rows of the sequences with `shortest` query tokens or more; see `can_attend`.
 
-    One launch, one more where there are several sequences, and one where keys may be cut.
+    One launch, one more where there are several sequences.
     """
     lens, device = batch.seq_lens, out.device
     window = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
     work, partial = lens, out
     if plan.order is not None:
         work = keep_order(plan.order, batch, shortest=shortest, window=window)
-    elif plan.work_size:
-        work = torch.empty(plan.work_size, dtype=torch.int32, device=device)
+    elif plan.partial_size:
+        work = keep_counter(batch)
     if plan.partial_size:
         partial = torch.empty(plan.partial_size, dtype=torch.float32, device=device)
     k, v = cache.k, cache.v
@@ -465,5 +460,3 @@ def attend(
     numbers = (*plan.numbers, float(terms.scale), float(terms.soft_cap or 1.0), window)
     boxed = (query, k, v, query, k, v)
     plan.variant.launch(plan.grid, tensors, numbers, plan.boxes, boxed)
-    if plan.merge is not None:
-        merge_pieces(plan.merge, partial, work, batch, out)

@@ -2,7 +2,7 @@
 
 Rows go to `out` by way of the shared memory that q lay in, so that 16 bytes are stored at a time.
 A piece of an item leaves float32 [items, rows of an item, HEAD_DIM], divided by its own totals, and
-behind them all the base-2 logarithm of the totals, for `merge`.
+behind them all the base-2 logarithm of the totals, for `hopper_merge`.
 """
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function
-from backends.triton_gpu.prefill_order import RECORD
 
 
 @gluon_function
@@ -112,18 +111,3 @@ def _store_rows(
             extra, share, q_tails.index(slot).reshape([HALF, TAIL]), out, item, WIDTH,
             PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, GROUP_ID,
         )  # fmt: skip
-
-
-@gluon_function
-def record_tile(
-    records: gl.tensor, item: gl.tensor, SLICES: gl.constexpr,
-) -> None:  # fmt: skip
-    """Tell the merge of a tile of one sequence what `prefill_order` tells of many."""
-    row, tokens, part, pieces, number = item[1], item[2], item[6], item[8], item[9]
-    rank = number // SLICES
-    if (part == 0) & (rank % pieces == 0):
-        to = records + rank // pieces * RECORD
-        gl.store(to, rank)
-        gl.store(to + 1, pieces)
-        gl.store(to + 2, row)
-        gl.store(to + 3, tokens)

@@ -29,7 +29,7 @@ def widen_values(
     HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr,
 ) -> None:  # fmt: skip
     """Widen every tile of values of this program's items, in the order in which they land."""
-    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[10]
+    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[9]
     v_tiles, v_full, v_empty = ring[4], ring[6], ring[7]
     landed, land_full, land_empty = land
     DEPTH: gl.constexpr = v_tiles.shape[0]

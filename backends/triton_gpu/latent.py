@@ -489,8 +489,9 @@ def _variant(
         own = (shape.tile, shape.rows, shape.heads, *plan, chained, is_shared)
         registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
         return hopper_latent.attend_rows.variant(
-            place, device, dtypes, (*constants, *own, *registers), num_warps=shape.warps
-        )
+            place, device, dtypes, (*constants, *own, *registers),
+            num_warps=shape.warps, **({"launch_pdl": True} if chained else {}),
+        )  # fmt: skip
     sizes, quantised = _tiles(place, cache, shape)
     options = {"num_warps": shape.warps, "num_stages": shape.stages}
     if grid is None:

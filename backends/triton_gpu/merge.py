@@ -31,17 +31,12 @@ from backends.triton_gpu.cascade import (
 )
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
-from backends.triton_gpu.prefill_order import RECORD, Items
 from backends.triton_gpu.splits import Grid, find_parts
 
 WARPS = 2
 MANY_WARPS = 4
-"""Where there are many sequences, of which one may have most of the parts."""
-PIECE_WARPS = 4
-PIECE_ROWS = 16
-"""Of a tile of prefill, a program, at most."""
-MOST_PIECES = 16
-"""Of a row, loaded together."""
+"""Where there are many sequences, of which one may have most of the parts, and where the rows of
+one sequence are wider than WIDEST."""
 MANY_SEQS = 64
 MANY_PROGRAMS = 2100
 """More would start one after the other; then a program takes several heads."""
@@ -62,20 +57,57 @@ AT_ONCE = 2048
 @device_function
 def _add_parts(
     parts: tl.tensor, lses: tl.tensor, first: tl.tensor, count: tl.tensor, step: tl.tensor,
-    row: tl.tensor, rows: tl.tensor, piece: tl.tensor, top: tl.tensor, sums: tl.tensor,
+    row: tl.tensor, rows: tl.tensor, piece: tl.tensor,
+    highest: tl.tensor, total: tl.tensor, sums: tl.tensor,
     HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """The sum of a row's parts, `step` apart, weighted: WIDTH numbers from `piece` on."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Add a row's parts, `step` apart, to (highest, total, sums): WIDTH numbers from `piece` on."""
     dim = piece + tl.arange(0, WIDTH)
     for begin in range(0, count, STEP):
         index = begin + tl.arange(0, STEP)
         entry = (first + index * step) * rows + row
         live = index < count
-        weight = tl.exp2(tl.load(lses + entry, mask=live, other=float("-inf")) - top)
         mask = live[:, None] & (dim < HEAD_DIM)[None, :]
         part = tl.load(parts + entry[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-        sums += tl.sum(part * weight[:, None], 0)
-    return sums
+        lse = tl.load(lses + entry, mask=live, other=float("-inf"))
+        now = tl.maximum(highest, tl.max(lse, 0))
+        weight = tl.exp2(lse - now)
+        rescale = tl.exp2(highest - now)
+        sums = sums * rescale + tl.sum(part * weight[:, None], 0)
+        total = total * rescale + tl.sum(weight, 0)
+        highest = now
+    return highest, total, sums
+
+
+@device_function
+def _merge_many(
+    partial: tl.tensor, lses: tl.tensor, out: tl.tensor, first: tl.tensor, count: tl.tensor,
+    start: tl.tensor, o_stride: tl.tensor, rows: tl.tensor,
+    shared_partial: tl.tensor, sharer: tl.tensor, parts_too: tl.tensor, sharing: tl.tensor,
+    shared_chunks: tl.tensor,
+    O_HEAD: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HAS_SHARED: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:  # fmt: skip
+    """A program's piece of its rows, one row after the other."""
+    piece = tl.program_id(2) * WIDTH
+    dim = piece + tl.arange(0, WIDTH)
+    shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
+    for h in range(HEADS):
+        row = tl.program_id(0) * HEADS + h
+        head = row % NUM_HEADS
+        highest, total, sums = _add_parts(
+            partial, lses, first, count, 1, row, rows, piece,
+            tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32),
+            tl.zeros([WIDTH], tl.float32), HEAD_DIM, STEP, WIDTH,
+        )  # fmt: skip
+        if HAS_SHARED:
+            highest, total, sums = _add_parts(
+                shared_partial, shared_lses, sharer, parts_too, sharing, head, NUM_HEADS, piece,
+                highest, total, sums, HEAD_DIM, STEP, WIDTH,
+            )  # fmt: skip
+        to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
+        tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @device_function
@@ -104,46 +136,6 @@ def _merge_few(
         to = (start + row // NUM_HEADS).to(tl.int64) * o_stride + row % NUM_HEADS * O_HEAD
         mask = (h < HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
         tl.store(out + to[:, None] + dim[None, :], sums.to(out.dtype.element_ty), mask=mask)
-
-
-@device_function
-def _merge_many(
-    partial: tl.tensor, lses: tl.tensor, out: tl.tensor, first: tl.tensor, count: tl.tensor,
-    start: tl.tensor, o_stride: tl.tensor, rows: tl.tensor,
-    shared_partial: tl.tensor, sharer: tl.tensor, parts_too: tl.tensor, sharing: tl.tensor,
-    shared_chunks: tl.tensor,
-    O_HEAD: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HEADS: tl.constexpr, MOST: tl.constexpr, STEP: tl.constexpr,
-    WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
-    """A program's piece of its rows, one row after the other."""
-    piece = tl.program_id(2) * WIDTH
-    dim = piece + tl.arange(0, WIDTH)
-    part = tl.arange(0, MOST)
-    shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
-    for h in range(HEADS):
-        row = tl.program_id(0) * HEADS + h
-        head = row % NUM_HEADS
-        lse = tl.load(lses + (first + part) * rows + row, mask=part < count, other=float("-inf"))
-        top = tl.max(lse, 0)
-        lse_too = lse
-        if HAS_SHARED:
-            index = (sharer + part * sharing) * NUM_HEADS + head
-            lse_too = tl.load(shared_lses + index, mask=part < parts_too, other=float("-inf"))
-            top = tl.maximum(top, tl.max(lse_too, 0))
-        total = tl.sum(tl.exp2(lse - top), 0)
-        sums = _add_parts(
-            partial, lses, first, count, 1, row, rows, piece, top, tl.zeros([WIDTH], tl.float32),
-            HEAD_DIM, STEP, WIDTH,
-        )  # fmt: skip
-        if HAS_SHARED:
-            total += tl.sum(tl.exp2(lse_too - top), 0)
-            sums = _add_parts(
-                shared_partial, shared_lses, sharer, parts_too, sharing,
-                head, NUM_HEADS, piece, top, sums, HEAD_DIM, STEP, WIDTH,
-            )  # fmt: skip
-        to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
-        tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
 @launcher(
@@ -178,7 +170,6 @@ def _merge_parts(
     VECTOR: tl.constexpr,
     ALIKE: tl.constexpr,
     HEADS: tl.constexpr,  # a program
-    MOST: tl.constexpr,  # parts a sequence at most, as a power of two
     STEP: tl.constexpr,  # parts loaded at once
     WIDTH: tl.constexpr,  # numbers of a row that a program merges
     WHOLE_WIDTH: tl.constexpr,  # head_dim as a power of two
@@ -216,13 +207,13 @@ def _merge_parts(
         _merge_many(
             partial, lses, out, first, count, start, o_stride, rows,
             shared_partial, s - shared[0], parts_too, sharing, shared_chunks,
-            O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, MOST, STEP, WIDTH,
+            O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, STEP, WIDTH,
         )  # fmt: skip
     elif count > FEWEST_PARTS:
         _merge_many(
             partial, lses, out, first, count, start, o_stride, rows,
             shared_partial, s, parts_too, sharing, shared_chunks,
-            O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, MOST, STEP, WIDTH,
+            O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, STEP, WIDTH,
         )  # fmt: skip
     elif tl.program_id(2) == 0:
         _merge_few(
@@ -265,21 +256,22 @@ def plan_merge(
         heads = math.gcd(num_heads, WIDE_HEADS)
     elif not (grid.alike or shared.chunks):
         heads = heads_a_program(grid.vector, num_heads, group, many=most > 1)
-    at_once = parts_at_once(parts, width)
+    is_wide = pieces > 1 and grid.vector == 1
+    warps = MANY_WARPS if is_wide or grid.vector >= MANY_SEQS else WARPS
+    at_once = parts_at_once(parts, width, warps)
     step = at_once if grid.vector < MANY_SEQS and not shared.chunks else min(parts, FEW_PARTS)
     whole = power_of_two(head_dim)
     together = min(power_of_two(heads), max(1, AT_ONCE // whole))
     chained = place.can_chain(out.device)
     constants = (
         out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
-        grid.vector, grid.alike, heads, parts, step, width, whole,
+        grid.vector, grid.alike, heads, step, width, whole,
         together, chained, KEYS_A_CHUNK, shared.tile, WHOLE,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(
-        place, out.device, (out.dtype,), constants,
-        num_warps=WARPS if grid.vector < MANY_SEQS else MANY_WARPS, **options,
-    )  # fmt: skip
+        place, out.device, (out.dtype,), constants, num_warps=warps, **options
+    )
     numbers = (out.stride(0), batch.num_seqs, most, grid.items)
     shape = (most * num_heads // heads, batch.num_seqs, pieces)
     return Plan(variant, shape, numbers, grid.target)
@@ -307,111 +299,6 @@ def merge(
     plan.variant.launch(plan.grid, tensors, numbers)
 
 
-def parts_at_once(most: int, width: int) -> int:
+def parts_at_once(most: int, width: int, warps: int) -> int:
     """Parts that a program loads together: 128 registers a thread hold them."""
-    return min(most, 128 * 32 * WARPS // max(128, width))
-
-
-@launcher(
-    integers=("o_stride", "records", "items"),
-    indices=("query_start_loc", "work"),
-    pointers=("out",),
-)
-def _merge_pieces(
-    partial: tl.tensor,  # float32 [items, PACK * TOKENS, head_dim] parts, then without head_dim
-    work: tl.tensor,  # int32, of prefill_order
-    out: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
-    query_start_loc: tl.tensor,  # int32 [num_seqs + 1], read unless PLANNED
-    o_stride: tl.tensor,  # from token to token
-    records: tl.tensor,  # where they begin in work
-    items: tl.tensor,  # at most
-    O_HEAD: tl.constexpr,  # from head to head
-    HEAD_DIM: tl.constexpr,
-    SLICES: tl.constexpr,
-    PACK: tl.constexpr,  # heads an item
-    TOKENS: tl.constexpr,  # an item
-    PLANNED: tl.constexpr,
-    ROWS: tl.constexpr,  # a program
-    STEP: tl.constexpr,  # parts loaded at once
-    WIDTH: tl.constexpr,
-    CHAINED: tl.constexpr,
-) -> None:
-    if CHAINED:
-        gdc_wait()
-    tile = tl.program_id(1)
-    record = work + records + tile * RECORD
-    rank = tl.load(record)
-    pieces = tl.load(record + 1)
-    start = tl.load(record + 2)
-    tokens = tl.load(record + 3)
-    if not PLANNED:  # then there is a record for each tile of the only sequence
-        query_len = tl.load(query_start_loc + 1) - tl.load(query_start_loc)
-        pieces = tl.where(tile * TOKENS < query_len, pieces, 0)
-    chunks: tl.constexpr = PACK * TOKENS // ROWS
-    begin = tl.program_id(0) % chunks * ROWS
-    if (pieces <= 1) | (begin // PACK >= tokens):
-        return
-    part = tl.program_id(0) // chunks
-    r = begin + tl.arange(0, ROWS)
-    dim = tl.arange(0, WIDTH)
-    inside = (dim < HEAD_DIM)[None, None, :]
-    live = r // PACK < tokens
-    highest = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(0, pieces, STEP):
-        piece = first + tl.arange(0, STEP)
-        entry = ((rank + piece) * SLICES + part)[:, None] * (PACK * TOKENS) + r[None, :]
-        there = (piece < pieces)[:, None] & live[None, :]
-        lse = tl.load(
-            partial + items * (PACK * TOKENS * HEAD_DIM) + entry, mask=there, other=float("-inf")
-        )
-        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
-        parts = tl.load(at, mask=there[:, :, None] & inside, other=0.0)
-        now = tl.maximum(highest, tl.max(lse, 0))
-        weight = tl.exp2(lse - now[None, :])
-        rescale = tl.exp2(highest - now)
-        sums = sums * rescale[:, None] + tl.sum(parts * weight[:, :, None], 0)
-        total = total * rescale + tl.sum(weight, 0)
-        highest = now
-    to = (start + r // PACK).to(tl.int64) * o_stride + (part * PACK + r % PACK) * O_HEAD
-    result = sums / tl.where(live, total, 1.0)[:, None]
-    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
-    tl.store(out + to[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
-
-
-@dataclass(frozen=True, slots=True)
-class PieceMerge:
-    """All of a launch but the tensors."""
-
-    variant: Variant
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-
-
-def plan_pieces(place: Place, out: Tensor, items: Items, *, pack: int, planned: bool) -> PieceMerge:
-    """How prefill's tiles whose keys were cut are merged."""
-    head_dim, chained = out.shape[2], place.can_chain(out.device)
-    width = power_of_two(head_dim)
-    most = max(1, out.shape[0] // items.tokens) * items.slices
-    step = min(MOST_PIECES, power_of_two(max(2, items.programs // most)))
-    rows = min(PIECE_ROWS, pack * items.tokens, max(1, 64 * 128 // (step * max(64, width))))
-    constants = (
-        out.stride(1), head_dim, items.slices, pack, items.tokens, planned, rows, step, width,
-        chained,
-    )  # fmt: skip
-    options = {"launch_pdl": True} if chained else {}
-    variant = _merge_pieces.variant(
-        place, out.device, (out.dtype,), constants, num_warps=PIECE_WARPS, **options
-    )
-    numbers = (out.stride(0), items.records, items.ranks * items.slices)
-    return PieceMerge(
-        variant, (items.slices * (pack * items.tokens // rows), items.tiles, 1), numbers
-    )
-
-
-def merge_pieces(
-    plan: PieceMerge, partial: Tensor, work: Tensor, batch: PagedBatch, out: Tensor
-) -> None:
-    """Write the rows of prefill's tiles whose keys were cut; one launch."""
-    plan.variant.launch(plan.grid, (partial, work, out, batch.query_start_loc), plan.numbers)
+    return min(most, 128 * 32 * warps // max(128, width))

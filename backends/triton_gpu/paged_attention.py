@@ -131,13 +131,11 @@ def plan_attention(
 def cuts_keys(plan: PrefillPlan | hopper_prefill.Plan, batch: PagedBatch) -> bool:
     """Whether prefill takes sequences of one query token too, so that decode is not launched.
 
-    Where it may cut the keys of a few sequences, most of which have several query tokens, as the
-    mean of their lengths says: the keys of one token alone it reads more slowly than decode does.
+    Where it may cut the keys of a few sequences: it reads those of one token more slowly than
+    decode does, and that costs less than two more launches.
     """
-    is_cut = isinstance(plan, hopper_prefill.Plan) and plan.merge is not None
-    longest = min(batch.max_query_len, LONGEST)
-    is_even = 2 * batch.num_tokens >= batch.num_seqs * longest
-    return is_cut and is_even and batch.num_seqs <= FEW_SEQS
+    is_cut = isinstance(plan, hopper_prefill.Plan) and plan.partial_size > 0
+    return is_cut and batch.num_seqs <= FEW_SEQS
 
 
 def longest_decoded(

@@ -9,7 +9,7 @@ time is about as long. So
     rank = tiles of the sequences that are longer, or as long and before + tiles ahead in its own
 
 and each tile finds its own rank, in a program of its own: no sorting. The list of work is int32
-[ENTRY + ENTRY * ranks]: the number of ranks in the first place, then for each rank (sequence, first
+[ENTRY + ENTRY * ranks]: the number of ranks, a zero (COUNTER), then for each rank (sequence, first
 row, tokens, position of the first, keys of the sequence, position of its first query token, piece,
 pieces). Sequences of fewer than `shortest` query tokens are left out.
 
@@ -17,8 +17,7 @@ Where tiles are too few for the programs and contexts long (SPLIT), the keys of 
 pieces, with a rank each, one after the other: floor(its tiles of keys / chunk), where chunk is such
 that all pieces make 1 to WAVES rounds of the programs, whichever takes the fewest steps, or no tile
 is cut. A step is a tile of keys; an item costs ITEM_STEPS beside its own, and the merge
-MERGE_STEPS. Behind the ranks stands a record for each tile, [RECORD]: its first rank, its pieces,
-first row and tokens.
+MERGE_STEPS.
 
 Grid: one program for each tile that there may be, num_tokens // TOKENS + num_seqs; sequence s owns
 the programs from query_start_loc[s] // TOKENS + s on and each finds its sequence by bisection (the
@@ -40,9 +39,10 @@ from backends.triton_gpu.place import Place, device_function
 
 ENTRY = tl.constexpr(8)
 """int32 a rank in the list of work, and ahead of it."""
-RECORD = tl.constexpr(4)
+COUNTER = tl.constexpr(1)
+"""Where in the list the number stands by which programs meet."""
 WAVES = tl.constexpr(4)
-ITEM_STEPS = tl.constexpr(1)
+ITEM_STEPS = tl.constexpr(3)
 MERGE_STEPS = tl.constexpr(2)
 SEQS = 128  # looked at together
 
@@ -156,18 +156,17 @@ def _steps(items: tl.tensor, work: tl.tensor, top: tl.tensor, programs: tl.tenso
 
 
 @launcher(
-    integers=("num_seqs", "shortest", "window", "programs", "records"),
+    integers=("num_seqs", "shortest", "window", "programs"),
     indices=("query_start_loc", "seq_lens", "work"),
 )  # fmt: skip
 def _rank(
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
-    work: tl.tensor,  # int32 [ENTRY + ENTRY * ranks, RECORD * tiles]
+    work: tl.tensor,  # int32 [ENTRY + ENTRY * ranks]
     num_seqs: tl.tensor,
     shortest: tl.tensor,  # query tokens; sequences with fewer are left out
     window: tl.tensor,  # used if HAS_WINDOW and SPLIT, as the others
     programs: tl.tensor,  # that share the items
-    records: tl.tensor,  # where they begin
     TOKENS: tl.constexpr,
     SEQS: tl.constexpr,
     SLICES: tl.constexpr,  # items a rank
@@ -207,6 +206,7 @@ def _rank(
     rank += tl.where(falling, (query_len - skipped - 1) // TOKENS, skipped // TOKENS) * pieces
     if tl.program_id(0) == 0:
         tl.store(work, ranks)
+        tl.store(work + COUNTER, 0)
     live = (skipped < query_len) & (query_len >= shortest)
     if live:
         for piece in range(pieces):
@@ -219,12 +219,6 @@ def _rank(
             tl.store(entry + 5, first)
             tl.store(entry + 6, piece)
             tl.store(entry + 7, pieces)
-    if SPLIT:
-        record = work + records + tl.program_id(0) * RECORD
-        tl.store(record, rank)
-        tl.store(record + 1, tl.where(live, pieces, 0))
-        tl.store(record + 2, start + skipped)
-        tl.store(record + 3, tl.minimum(query_len - skipped, TOKENS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,14 +245,9 @@ class Items:
         return self.tiles + waves * self.programs // self.slices
 
     @property
-    def records(self) -> int:
-        """Where they begin in the list of work."""
-        return int(ENTRY.value) * (1 + self.ranks)
-
-    @property
     def size(self) -> int:
         """int32 numbers of the list of work."""
-        return self.records + self.split * int(RECORD.value) * self.tiles
+        return int(ENTRY.value) * (1 + self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +258,8 @@ class Order:
     grid: tuple[int, int, int]
     size: int
     """int32 numbers of the list."""
-    numbers: tuple[int, ...]
-    """Those that come last: programs, records."""
+    programs: int
+    """That share the items."""
     kept_as: tuple[int, Items]
     """Equal for plans that make the same list."""
 
@@ -279,8 +268,8 @@ def plan_order(place: Place, device: torch.device, items: Items, *, has_window: 
     """How to order batches that are cut like this."""
     constants = (items.tokens, SEQS, items.slices, items.tile, has_window, items.split)
     variant = _rank.variant(place, device, (), constants, num_warps=1)
-    numbers = (items.programs, items.records)
-    return Order(variant, (items.tiles, 1, 1), items.size, numbers, (id(variant), items))
+    grid = (items.tiles, 1, 1)
+    return Order(variant, grid, items.size, items.programs, (id(variant), items))
 
 
 def keep_order(order: Order, batch: PagedBatch, *, shortest: int, window: int) -> Tensor:
@@ -299,6 +288,17 @@ def order_tiles(order: Order, batch: PagedBatch, *, shortest: int, window: int) 
     """The list of work; one launch, no synchronisation."""
     lens = batch.seq_lens
     work = torch.empty(order.size, dtype=torch.int32, device=lens.device)
-    numbers = (lens.shape[0], shortest, window, *order.numbers)
+    numbers = (lens.shape[0], shortest, window, order.programs)
     order.variant.launch(order.grid, (batch.query_start_loc, lens, work), numbers)
     return work
+
+
+def keep_counter(batch: PagedBatch) -> Tensor:
+    """The list of work of a batch of one sequence, which needs none but for its zero (COUNTER)."""
+    kept = batch.kept
+    work = None if kept is None else kept.get("counter")
+    if work is None:
+        work = torch.zeros(ENTRY.value, dtype=torch.int32, device=batch.seq_lens.device)
+        if kept is not None:
+            kept["counter"] = work
+    return cast("Tensor", work)

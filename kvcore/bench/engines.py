@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from kvcore.bench.measure import Case, Run
 from kvcore.bench.peer import Options, Subject, Workload
-from kvcore.bench.pools import once_each, weighing
+from kvcore.bench.pools import BLOCK_SIZE, once_each, weighing
 from kvcore.bench.requests import able_subjects, chat_case, decode_case, life_case
 
 _WINDOWS = ((1024,), (512, 1024))
@@ -29,6 +29,7 @@ def w7(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
                     able, length, share, length, quick=quick, workload="W7", options=options
                 )
         yield _decoding(subjects, "W7", options, quick=quick)
+        yield _decoding(subjects, "W7", Options(windows=windows, by_step=True), quick=quick)
 
 
 def w8(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
@@ -43,7 +44,8 @@ def w9(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
     """Yield W9: milliseconds for a decode step, seconds for the chat trace; request by request."""
     yield _decoding(subjects, "W9", Options(by_request=True), quick=quick)
     yield _decoding(subjects, "W9", Options(windows=(1024,), by_request=True), quick=quick)
-    yield chat_case(subjects, "W9", Options(by_request=True), quick=quick)
+    for size in (BLOCK_SIZE, 256):
+        yield chat_case(subjects, "W9", Options(by_request=True), quick=quick, block_size=size)
 
 
 def w11(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:

@@ -28,6 +28,7 @@ class OurCache:
         windows: Sequence[int] = (),
         events: bool = False,
         by_request: bool = False,
+        by_step: bool = False,
         caching: bool = True,
         prefault: bool = False,
     ) -> None:
@@ -40,6 +41,8 @@ class OurCache:
             prefault=prefault,
         )
         self._by_request = by_request
+        self._by_step = by_step
+        self._has_stepped = False
         self._begun: list[int] = []  # tokens that the requests begun by the last `mixed` compute
 
     def start(self, tokens: Tokens) -> kvcore.KVSequence:
@@ -54,6 +57,10 @@ class OurCache:
     def decode(self, requests: Sequence[kvcore.KVSequence], tokens: Sequence[int]) -> None:
         """Commit what was computed, append a token to each, and make room for it."""
         manager = self.manager
+        if self._by_step:  # all requests have begun before the first step
+            manager.step(requests, [int(self._has_stepped)] * len(requests), tokens)
+            self._has_stepped = True
+            return
         if not self._by_request:
             manager.decode_step(requests, tokens)
             return

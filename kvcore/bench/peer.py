@@ -50,12 +50,15 @@ class Options(TypedDict, total=False):
         by_request: where there are calls for whole steps, they are not used: each request is
             decoded by calls of its own.
         caching: whether anything is published and found.
+        by_step: the call for a step of any kind decodes, in place of that for decoders alone. Given
+            to ours alone, which has two.
         prefault: all blocks are made at once. Given to ours alone, which makes them later.
     """
 
     windows: tuple[int, ...]
     events: bool
     by_request: bool
+    by_step: bool
     caching: bool
     prefault: bool
 
@@ -63,6 +66,7 @@ class Options(TypedDict, total=False):
 PLAIN: Final[Options] = {}
 """What W1 to W6 give."""
 
+_OURS: Final = frozenset({"by_step", "prefault"})
 OPTIONS: Final = frozenset(Options.__annotations__)
 """Every option there is."""
 
@@ -166,7 +170,14 @@ class Subject:
 
     def can(self, workload: Workload, options: Options = PLAIN) -> bool:
         """Return whether it can do a workload with these options."""
-        return workload in self.peer.workloads and self.options.issuperset(options)
+        return workload in self.peer.workloads and self.options.issuperset(self._given(options))
+
+    def _given(self, options: Options) -> Options:
+        """Return those of the options that it is given."""
+        given = {
+            name: value for name, value in options.items() if self.is_ours or name not in _OURS
+        }
+        return cast("Options", given)
 
     def make_pool(self, num_blocks: int, block_size: int) -> tuple[Take, Release]:
         """Make a pool. Raises PeerError where there is no method for it."""
@@ -183,7 +194,7 @@ class Subject:
     ) -> Cache:
         """Make a cache. Raises PeerError where it, or one of its methods, is missing."""
         _require(self.label, "peer", self.peer, ("make_cache",), "W3 to W6")
-        cache = self.peer.make_cache(num_blocks, block_size, **options)
+        cache = self.peer.make_cache(num_blocks, block_size, **self._given(options))
         if options.get("events"):
             _require(self.label, "cache", cache, ("take_events",), "W8")
         _require(self.label, "cache", cache, ("start", "finish", "num_hit_tokens"), "W3 to W6")

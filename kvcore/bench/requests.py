@@ -136,11 +136,18 @@ def w5(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
 
 
 def chat_case(
-    subjects: list[Subject], workload: Workload, options: Options, *, quick: bool
+    subjects: list[Subject],
+    workload: Workload,
+    options: Options,
+    *,
+    quick: bool,
+    block_size: int = BLOCK_SIZE,
 ) -> Case:
     """Return the case of W5, or of W9: seconds for the whole chat trace, net of the driver."""
     shape = ChatShape(num_requests=60, num_open=20, max_running=8) if quick else ChatShape()
-    num_blocks = 2048 if quick else 32_768
+    num_blocks = 2048 if quick else 32_768 * BLOCK_SIZE // block_size
+    of_size = "" if block_size == BLOCK_SIZE else f" of {block_size}"
+    shape_of_pool = (num_blocks, block_size)
     trace = chat_trace(5, shape)
     able = able_subjects(subjects, workload, options)
     prompts = {
@@ -148,12 +155,12 @@ def chat_case(
         for wanted in dict.fromkeys([subject.tokens for subject in able])
     }
     runs = [
-        Run(subject, _chatting(subject, trace, prompts[subject.tokens], num_blocks, options))
+        Run(subject, _chatting(subject, trace, prompts[subject.tokens], shape_of_pool, options))
         for subject in able
     ]
     return Case(
         workload=workload,
-        name=f"{len(trace.turns):,} requests, {num_blocks:,} blocks{beside(options)}",
+        name=f"{len(trace.turns):,} requests, {num_blocks:,} blocks{of_size}{beside(options)}",
         unit="s",
         runs=runs,
         num_rounds=2 if quick else 5,
@@ -247,10 +254,14 @@ class _Decoding:
 
 
 def _chatting(
-    subject: Subject, trace: Trace, prompts: Sequence[Tokens], num_blocks: int, options: Options
+    subject: Subject,
+    trace: Trace,
+    prompts: Sequence[Tokens],
+    shape_of_pool: tuple[int, int],
+    options: Options,
 ) -> Callable[[], Round]:
     def measure() -> Round:
-        cache = subject.make_cache(num_blocks, BLOCK_SIZE, decodes=True, options=options)
+        cache = subject.make_cache(*shape_of_pool, decodes=True, options=options)
         with settled():
             gross = play(cache, trace, prompts)
             driver = play(EmptyCache(), trace, prompts)
@@ -269,6 +280,7 @@ def beside(options: Options) -> str:
     found = [f", window {' + '.join(windows)}"] if windows else []
     found += [", events"] if options.get("events") else []
     found += [", by request"] if options.get("by_request") else []
+    found += [", by step"] if options.get("by_step") else []
     return "".join(found)
 
 

@@ -2,9 +2,9 @@
 
 A trace of agents is played once on a pool of a million blocks, ours made at once, with the
 collector kept away from what exists then; every call is timed, and what is read is the median, the
-99th percentile and the slowest of each kind. Then single calls: one step in which windows move in
-a pool where nothing is cached, the requests that fill a fresh pool, a reset of a fresh pool and of
-a full one, and reading the counters.
+99th percentile and the slowest of each kind. The same is read of each verb of ours, driven request
+by request. Then single calls: one step in which windows move in a pool where nothing is cached, the
+requests that fill a fresh pool, a reset of a fresh pool and of a full one, and the counters.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from time import thread_time_ns
+from typing import cast
 
+import kvcore
 from kvcore.bench.measure import Case, Round, Run, ran_ns, settled
+from kvcore.bench.ours import OurCache
 from kvcore.bench.peer import PLAIN, Cache, Options, Subject, Tokens
 from kvcore.bench.pools import BLOCK_SIZE, once_each
 from kvcore.bench.prompts import in_format, random_tokens, seeded
+from kvcore.bench.requests import play
 from kvcore.bench.trace import AGENTS, ChatShape, Trace, chat_trace
 
 _KINDS = ("start", "decode", "finish")
@@ -34,6 +38,9 @@ def w10(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
         for name, share in _QUANTILES:
             runs = [Run(each.subject, each.reading(kind, share)) for each in played]
             yield Case("W10", f"{kind}, {name}", "us", runs, 1, 0)
+    for subject in able:
+        if subject.is_ours:
+            yield from _verb_cases(subject, trace, num_blocks)
     for size in (4_096,) if quick else (100_000, 1_000_000):
         for count in (1, 8 if quick else 256):
             for by_request in (False, True):
@@ -50,6 +57,45 @@ def w10(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
     for name, call, is_full in calls:
         runs = [Run(subject, _once(subject, num_blocks, call, is_full=is_full)) for subject in able]
         yield Case("W10", name, "us", runs, 1 if is_full else 3, 0)
+
+
+class _Timed:
+    """A manager, and how long each call of the verbs of one request took."""
+
+    verbs = ("open", "reserve", "commit", "append", "close")
+
+    def __init__(self, manager: kvcore.KVCacheManager) -> None:
+        self.times: dict[str, list[int]] = {verb: [] for verb in self.verbs}
+        for verb in self.verbs:
+            setattr(self, verb, self._timing(getattr(manager, verb), self.times[verb]))
+
+    @staticmethod
+    def _timing(
+        call: Callable[..., kvcore.KVSequence], times: list[int]
+    ) -> Callable[..., kvcore.KVSequence]:
+        def timed(*arguments: object) -> kvcore.KVSequence:
+            begin = thread_time_ns()
+            answer = call(*arguments)
+            times.append(ran_ns(begin))
+            return answer
+
+        return timed
+
+
+def _verb_cases(subject: Subject, trace: Trace, num_blocks: int) -> Iterator[Case]:
+    """Yield what each verb of ours takes where the trace is driven request by request."""
+    cache = OurCache(num_blocks, BLOCK_SIZE, by_request=True, prefault=True)
+    timed = _Timed(cache.manager)
+    cache.manager = cast("kvcore.KVCacheManager", timed)
+    prompts = [in_format(turn.prompt, subject.tokens) for turn in trace.turns]
+    with settled():
+        play(cast("Cache", cache), trace, prompts)
+    for verb, times in timed.times.items():
+        times.sort()
+        for name, share in _QUANTILES:
+            cost = times[round(share * (len(times) - 1))] / 1e3
+            run = Run(subject, lambda cost=cost: Round(cost))  # type: ignore[misc]  # bound now
+            yield Case("W10", f"`{verb}`, {name}", "us", [run], 1, 0)
 
 
 class _Played:

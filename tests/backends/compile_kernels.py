@@ -176,10 +176,10 @@ def check_decode(case, capability):
         copies_16_bytes(made, "LDGSTS")
     assert made.count("HMMA")
     if case.vector or case.alike:
-        parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group, "MOST": 64}
+        parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group}
         parts |= {"KEYS": cascade.KEYS_A_CHUNK, "PREFIX_TILE": cascade.keys_a_tile(head_dim)}
         many = case.vector >= merge.MANY_SEQS or case.shared
-        parts["STEP"] = merge.FEW_PARTS if many else merge.parts_at_once(64, head_dim)
+        parts["STEP"] = merge.FEW_PARTS if many else merge.parts_at_once(64, head_dim, merge.WARPS)
         parts["WHOLE_WIDTH"] = width
         parts["TOGETHER"] = min(1 << (group - 1).bit_length(), merge.AT_ONCE // width)
         made = make(
@@ -187,16 +187,6 @@ def check_decode(case, capability):
             num_warps=merge.MANY_WARPS if case.vector >= merge.MANY_SEQS else merge.WARPS,
         )  # fmt: skip
         bound(made, registers=255, shared=16 << 10)
-    if case.vector == 1:
-        pieces = {
-            "O_HEAD": head_dim, "HEAD_DIM": head_dim, "SLICES": 8, "PACK": 4, "TOKENS": 32,
-            "PLANNED": True, "ROWS": 4, "STEP": merge.MOST_PIECES, "WIDTH": width,
-            "CHAINED": capability >= 90,
-        }  # fmt: skip
-        made = make(
-            merge._merge_pieces, capability, case.element, pieces, num_warps=merge.PIECE_WARPS
-        )
-        bound(made, registers=168, shared=8 << 10)
     if case.shared:
         parts = {
             "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "ROWS": cascade.ROWS,

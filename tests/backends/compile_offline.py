@@ -23,7 +23,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from backends.triton_gpu import hopper_prefill, prefill, prefill_order
 
 INT32 = (
-    "num_seqs", "table_stride", "window", "shortest", "most_items", "records", "programs",
+    "num_seqs", "table_stride", "window", "shortest", "most_items", "programs",
 )  # fmt: skip
 POINTERS = {
     "query_start_loc": "*i32",
@@ -35,6 +35,7 @@ POINTERS = {
     "k_scale": "*fp32",
     "v_scale": "*fp32",
 }
+ALIGNED = ("query", "k_cache", "v_cache", "out", "partial")  # as torch allocates: on 16 bytes
 SMALLEST, AMPERE, HOPPER = 99 << 10, 163 << 10, 227 << 10  # bytes that a program may have
 
 
@@ -83,7 +84,7 @@ def make(kernel, source, capability, element, constants, kinds=None, **options):
             signature[name] = "i32"
         else:
             signature[name] = (kinds or {}).get(name) or POINTERS.get(name, f"*{element}")
-            if name in ("query", "k_cache", "v_cache", "out"):  # as torch allocates: on 16 bytes
+            if name in ALIGNED:
                 aligned[index,] = [["tt.divisibility", 16]]
     compiled = compile_kernel(
         source(kernel, signature, constants, aligned),
@@ -218,6 +219,7 @@ def check_hopper(case, *, planned):
     messages += (2 + copies) * (shape.tail > 0)
     assert made.count("UTMALDG") == messages, made.count("UTMALDG")
     assert made.count("LDGSTS") == 0
+    assert made.count("ATOMG") == 2 * case.split  # where each group says that its pieces are there
     loops = made.loops()
     assert len(loops) == 2 * (3 if case.features else 2), len(loops)
     for loop in loops:

@@ -47,7 +47,6 @@ CASES = (
 ELSEWHERE = {
     "hopper_latent.attend_rows",
     "hopper_prefill._attend",
-    "merge._merge_pieces",
     "prefill._attend",
     "prefill_order._rank",
 }

@@ -31,6 +31,7 @@ def test_it_passes_the_conformance_kit(quick):
 @given(attention_cases(DTYPES, quantised=(torch.float8_e4m3fn,)))
 @example(AttentionCase("one huge logit under a cap", ((1, 40),), values="huge", soft_cap=0.5))
 @example(AttentionCase("nothing at all", ()))
+@example(AttentionCase("no query token beside a window", ((0, 9), (1, 9)), window=2))
 def test_random_batches_match_the_oracle(case):
     for finding in check_attention(NUMBA, case):
         assert finding.passed, finding

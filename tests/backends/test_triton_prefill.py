@@ -81,6 +81,7 @@ SHAPES = [
     *(CUT.with_(name=f"cut, head_dim {d}", head_dim=d) for d in (64, 80, 256)),
     *(CUT.with_(name=f"cut, window {w}", window=w) for w in (1, 130, 1500)),
     CUT.with_(name="cut, block size 64", block_size=64),
+    CUT.with_(name="cut, one token beside", seqs=((1, 3000), (40, 5000), (0, 0), (1, 1))),
     CUT.with_(name="cut, e4m3", **QUANTISED),
     CUT.with_(name="cut, e4m3, alone", seqs=((20, 4000),), sinks=True, **QUANTISED),
     CUT.with_(name="cut, one huge logit", values="huge"),
@@ -333,3 +334,25 @@ def test_a_recorded_step_serves_any_mix_of_decode_and_prefill_up_to_its_bounds(t
         expected = mix.expected()
         assert live == 0 or expected.worst_ratio(out[:live]) <= 1
         assert out[live:].isnan().all()
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_pieces_are_added_up_in_every_replay_whatever_runs_beside(triton):
+    recorded = []
+    for seqs in (((40, 5000),), ((40, 2100), (17, 1500))):
+        inputs = build(CUT.with_(name="captured", seqs=seqs), triton.device)
+        wanted = bits(inputs.run(triton)).clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step = dataclasses.replace(inputs, batch=dataclasses.replace(inputs.batch, kept={}))
+            for _ in range(3):
+                step.run(triton)
+        recorded.append((torch.cuda.Stream(), graph, inputs, wanted))
+    for _ in range(30):
+        for stream, graph, *_ in recorded:
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for _, _, inputs, wanted in recorded:
+        assert torch.equal(bits(inputs.out), wanted)

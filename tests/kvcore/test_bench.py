@@ -423,7 +423,10 @@ def test_window_groups_are_groups_of_their_own():
         assert len(cache.manager.groups) == 1 + len(options["windows"])
         assert cache.manager.stats().num_evicted_blocks > 0
     decoding = [seq for _, cache, _ in made for seq in cache.manager.sequences.values()]
-    assert len(decoding) == 2 * 32
+    assert len(decoding) == 2 * 2 * 32  # by `decode_step`, and by `step`
+    tables = [[s.block_tables for s in c.manager.sequences.values()] for _, c, _ in made]
+    by_step = [bool(options.get("by_step")) for options, *_ in made]
+    assert tables[by_step.index(True)] == tables[by_step.index(True) - 1]
     for seq in decoding:  # what decodes is longer than its windows: they move
         assert all(table.num_null > 0 for table in seq.tables[1:])
     assert all(row.hit_rate == row.wanted_hit_rate for row in rows)
@@ -439,8 +442,10 @@ def test_events_are_recorded_and_taken():
 
 def test_requests_are_decoded_by_their_own_calls_and_come_out_the_same():
     made, rows = watched(w9)
-    assert [row.hit_rate == row.wanted_hit_rate for row in rows] == [True, True, False]
-    assert 0.5 < rows[2].hit_rate < 1  # of a chat trace
+    assert [row.hit_rate == row.wanted_hit_rate for row in rows] == [True, True, False, False]
+    assert 0.2 < rows[3].hit_rate < rows[2].hit_rate < 1  # of a chat trace; of larger blocks
+    assert rows[2].hit_rate > 0.5
+    assert [size for *_, size in made][-2:] == [256, 256]
     assert all(options["by_request"] for options, *_ in made)
     (_, by_request, _), *_ = made
     step = OurCache(by_request.manager.num_blocks, 16)
@@ -458,6 +463,9 @@ def test_the_slowest_calls_are_at_least_the_median_ones():
     costs = {row.case: row.cost.median for row in rows}
     for kind in ("start", "decode", "finish"):
         assert costs[f"{kind}, median"] <= costs[f"{kind}, 99 %"] <= costs[f"{kind}, slowest"]
+    for verb in ("open", "reserve", "commit", "append", "close"):
+        assert 0 < costs[f"`{verb}`, median"] <= costs[f"`{verb}`, 99 %"]
+        assert costs[f"`{verb}`, 99 %"] <= costs[f"`{verb}`, slowest"]
     assert sum(not options.get("prefault") for options, *_ in made) == 1  # blocks "made then"
     slide = [cache.manager for options, cache, _ in made if options.get("caching") is False]
     assert [len(manager.groups) for manager in slide] == [2, 2, 2, 2]
@@ -512,7 +520,7 @@ def test_what_a_peer_has_no_option_for_is_measured_without_it():
             return super().make_cache(num_blocks, block_size)
 
     subjects = [our_subjects()[0], subject_of(Plain(), "here")]
-    for cases, able in ((w9, [True, False, True]), (w12, [True, True, False, False])):
+    for cases, able in ((w9, [True, False, True, True]), (w12, [True, True, False, False])):
         found = [[run.subject.label for run in case.runs] for case in cases(subjects, quick=True)]
         assert found == [["kvcore", "toy"] if can else ["kvcore"] for can in able]
     Plain.options = frozenset({"wings"})

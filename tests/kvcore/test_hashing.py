@@ -267,6 +267,25 @@ def test_names_before_and_after_it_is_computed_are_the_same(tokens, space, algor
         parent = name
 
 
+def test_each_group_has_the_names_of_its_block_size():
+    groups = [kvcore.FullAttention(4), kvcore.SlidingWindow(3)]
+    kv = kvcore.KVCacheManager(40, 2, groups=groups)
+    seq = kv.open(range(13))
+    kv.reserve(seq, 13)
+    kv.commit(seq, 13)
+    assert seq.tables[1].num_null == 5
+    for group, size in ((0, 4), (1, 2), (0, 4)):
+        assert seq.block_names(group=group) == kvcore.block_names(range(13), size)
+    kv.truncate(seq, 12)
+    kv.extend(seq, [99, 99])
+    kv.reserve(seq, 2)
+    kv.commit(seq, 2)
+    for group, size in ((0, 4), (1, 2)):
+        assert seq.block_names(group=group) == kvcore.block_names([*range(12), 99, 99], size)
+    with pytest.raises(kvcore.InvalidArgumentError, match="group: wanted"):
+        seq.block_names(group=2)
+
+
 @pytest.mark.parametrize(
     ("message", "change"),
     [

@@ -236,10 +236,10 @@ class ManagerChecks(RuleBasedStateMachine):
         expect("P27", real.num_untold_tokens, len(naive.future), "expected tokens")
         expect("P14", real.num_computed_tokens, naive.computed, "computed tokens")
         expect("P14", real.num_cached_tokens, naive.cached, "cached tokens")
-        if naive.namespace is not None:
-            size, published = self.groups[0][2], naive.tables[0].published
-            names = self.names(naive.namespace, naive.tokens[: published * size], size)
-            expect("P10", real.block_names(), names, "the names")
+        for number, (_, _, size) in enumerate(self.groups if naive.namespace is not None else ()):
+            told = naive.tokens[: naive.tables[number].published * size]
+            names = self.names(naive.namespace, told, size)
+            expect("P10", real.block_names(group=number), names, "the names")
 
     def check_delivery(self, entry):
         """P16: what the runner was told is the table, but for what no query can see any more."""
