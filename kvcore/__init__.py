@@ -38,7 +38,7 @@ from kvcore.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, decode_namespace, encode_namespace
 from kvcore.invariants import PROPERTIES, check
 from kvcore.items import Item
-from kvcore.leases import Lease, LeaseBook
+from kvcore.leases import Lease, LeaseBook, Load
 from kvcore.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.manager import KVCacheManager
 from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, digest, encode_block
@@ -94,6 +94,7 @@ __all__ = [
     "LeaseBook",
     "LifetimeRecorder",
     "LifetimeStats",
+    "Load",
     "MisuseError",
     "NameAlgorithm",
     "NameChain",

@@ -71,6 +71,13 @@ class BlockTable:
             visible = num_tokens // self.chunk * self.chunk // size
         return max(0, min(visible, num_tokens // size - 1))
 
+    def first_loaded(self, num_computed_tokens: int, num_tokens: int) -> int:
+        """Return the first block to take for the KV of `num_tokens` tokens from outside. O(1).
+
+        What the sequence has computed in full, and what no query after them sees, is not loaded.
+        """
+        return max(num_computed_tokens // self.block_size, self.first_kept(num_tokens))
+
     def next_pass(self, kept: int) -> int:
         """Return the least number of tokens of which `first_kept` is more than `kept`. O(1)."""
         begin = (kept + 1) * self.block_size
@@ -113,6 +120,13 @@ class BlockTable:
         self.blocks += blocks
         self.num_null = num_null
         self.num_published = len(self.blocks)
+
+    def renew(self, blocks: list[Block], num_null: int, num_published: int) -> None:
+        """Have these entries instead, of which the first `num_null` are null. Cannot fail."""
+        self.blocks = blocks
+        self._ids = None
+        self.num_null = num_null
+        self.num_published = num_published
 
     def beyond(self, keep: int) -> list[Block]:
         """Return the blocks after the first `keep` entries, in order: those that `cut` lets go."""

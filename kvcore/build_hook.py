@@ -42,6 +42,7 @@ COMPILED = (
     "idle_blocks",
     "leases",
     "lifetimes",
+    "loading",
     "manager",
     "names",
     "peaks",

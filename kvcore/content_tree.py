@@ -125,7 +125,8 @@ class ContentTree:
             blocks: blocks that hold no content yet.
             namespace_key: the encoded namespace.
             parent: the content before the first, in that namespace; None: the root.
-            contents: for each block its tokens, then its encoded items.
+            contents: for each block its tokens, then its encoded items. More than there are blocks:
+                the first ones are of what nobody has, which a window does not see any more.
         """
         if parent is None:
             parent = self._roots.get(namespace_key)
@@ -133,7 +134,11 @@ class ContentTree:
                 parent = self._roots[namespace_key] = Node(None, namespace_key)
         start = node = parent
         group = self._group
+        passed = len(contents) - len(blocks)
         try:
+            if passed:
+                parent = node = self._pass(parent, contents[:passed])
+                contents = contents[passed:]
             for index, block in enumerate(blocks):
                 content = contents[index]
                 siblings = parent.children
@@ -160,6 +165,17 @@ class ContentTree:
                 self.detach(block)
             self._prune(start)
             raise
+
+    def _pass(self, parent: Node, contents: list[bytes]) -> Node:
+        """Return the node that contents lead to; those that are missing are made, of no block."""
+        node = parent
+        try:
+            for content in contents:
+                node = self._child(node, content) or self._grow(None, node, content)
+        except BaseException:
+            self._prune(node)
+            raise
+        return node
 
     def _tell(self, log: EventLog, blocks: list[Block], namespace_key: bytes) -> None:
         """Note which contents have got their first blocks: a run ends where one had some before."""
@@ -234,12 +250,15 @@ class ContentTree:
             return child
         return None if node.children is None else node.children.get(tokens)
 
-    def _grow(self, block: Block, parent: Node, tokens: bytes) -> Node:
-        """Add a node below `parent`: the block's own, or one beside it if that is in use."""
-        node: Node = block
-        is_beside = block.parent is not None
-        if is_beside:
-            node = self._spare or Node(None, b"")
+    def _grow(self, block: Block | None, parent: Node, tokens: bytes) -> Node:
+        """Add a node below `parent`: the block's own, or one beside it if that is in use.
+
+        One of no block stays only while there is one below it.
+        """
+        is_beside = block is None or block.parent is not None
+        node: Node | None = self._spare if is_beside else block
+        if node is None:
+            node = Node(None, b"")
         only = parent.last_child
         if parent.children is not None:
             parent.children[tokens] = node

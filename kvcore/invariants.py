@@ -201,6 +201,28 @@ def leased(manager: KVCacheManager) -> None:
                 _fail("P17", f"{block!r} is free under {lease!r}")
 
 
+def arriving(manager: KVCacheManager) -> None:
+    """P30: what a load waits for, its lease alone has, and nobody can find.
+
+    It is what a query after the load sees and the last full block, or less, and nothing else.
+    """
+    for lease in manager.leases.active.values():
+        load = lease.load
+        if load is None:
+            continue
+        blocks = [block for run in load.blocks for block in run]
+        if sorted(map(id, blocks)) != sorted(map(id, lease.blocks)):
+            _fail("P30", f"{lease!r} holds other blocks than those of {load!r}")
+        for block in blocks:
+            if block.node is not None or block.ref_count != 1:
+                _fail("P30", f"{block!r} waits for {load!r}, and is another's or can be found")
+        for number, group in enumerate(manager.groups):
+            first, size = load.first_blocks[number], group.block_size
+            left = (first + len(load.blocks[number])) * size - load.num_tokens
+            if first < first_kept_block(group, size, load.num_tokens) or not 0 <= left < size:
+                _fail("P30", f"{load!r}: its blocks of group {number} begin or end elsewhere")
+
+
 def folded(manager: KVCacheManager) -> None:
     """P21: folding the snapshot gives what can be hit, a parent named before its children."""
     if manager.events is None:
@@ -314,6 +336,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P21": folded,
     "P27": told,
     "P29": useful,
+    "P30": arriving,
 }
 """The properties that one state can show, by number."""
 

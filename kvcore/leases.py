@@ -5,20 +5,66 @@ a sequence has now, so none of them is handed out before it ends, whatever happe
 in the meantime. Leases are counted, never a flag: two transfers of one block are two leases. A
 completion that comes late, twice or from nowhere changes nothing and says so. A lease may have a
 deadline in steps, after which the manager's `tick` ends it. Time is what the caller says it is.
+
+What arrives from outside has blocks that are not any sequence's yet: a lease alone holds them, and
+its `load` says what they are for.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
 from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import as_int
-from kvcore.block import Block
+from kvcore.block import Block, BlockId
 from kvcore.deadlines import Deadlines
 from kvcore.errors import InvalidArgumentError, MisuseError
+from kvcore.items import Item
 from kvcore.pool import BlockPool
+from kvcore.sequence import KVSequence
+
+
+@final
+class Load:
+    """What blocks of a lease are for: KV from outside, of the first tokens of a sequence.
+
+    Attributes:
+        seq: the sequence that gets them.
+        num_tokens: how many of its tokens are computed then.
+        first_blocks: for each layer group which block of the sequence its first one is: it holds
+            the tokens from `first_blocks[group] * block_size` on.
+        blocks: for each group its blocks, in order.
+        packed: the tokens that the KV is of.
+        items: what else it is of.
+    """
+
+    __slots__ = ("blocks", "first_blocks", "items", "num_tokens", "packed", "seq")
+
+    def __init__(
+        self,
+        seq: KVSequence,
+        first_blocks: tuple[int, ...],
+        blocks: Sequence[list[Block]],
+        packed: array[int],
+        items: tuple[Item, ...],
+    ) -> None:
+        self.seq = seq
+        self.num_tokens = len(packed)
+        self.first_blocks = first_blocks
+        self.blocks = blocks
+        self.packed = packed
+        self.items = items
+
+    @property
+    def block_ids(self) -> tuple[tuple[BlockId, ...], ...]:
+        """For each layer group the ids of the blocks that are to be filled. O(those)."""
+        return tuple([tuple([block.block_id for block in run]) for run in self.blocks])
+
+    def __repr__(self) -> str:
+        return f"Load({self.num_tokens} tokens of {self.seq!r}, {self.block_ids})"
 
 
 @final
@@ -32,9 +78,10 @@ class Lease:
         deadline: the step at which it ends by itself, or None.
         is_active: False once it has ended.
         blocks: what it holds, in the order in which it will be released.
+        load: what they are for, where they were taken for what arrives; None: a sequence has them.
     """
 
-    __slots__ = ("_book", "blocks", "deadline", "is_active", "kind", "lease_id", "owner")
+    __slots__ = ("_book", "blocks", "deadline", "is_active", "kind", "lease_id", "load", "owner")
 
     def __init__(
         self,
@@ -44,6 +91,7 @@ class Lease:
         owner: str,
         deadline: int | None,
         blocks: list[Block],
+        load: Load | None,
     ) -> None:
         self._book = book
         self.lease_id = lease_id
@@ -51,6 +99,7 @@ class Lease:
         self.owner = owner
         self.deadline = deadline
         self.blocks = blocks
+        self.load = load
         self.is_active = True
 
     @property
@@ -112,18 +161,50 @@ class LeaseBook:
         Raises:
             InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
         """
+        return self._begin(list(blocks), kind, owner, max_steps, None, [])
+
+    def begin_load(
+        self,
+        new: list[Block],
+        blocks: list[Block],
+        load: Load,
+        owner: str,
+        max_steps: SupportsIndex | None,
+    ) -> Lease:
+        """Take blocks for what arrives, and hold them until the lease ends. O(blocks).
+
+        Args:
+            new: what `BlockPool.next_blocks` has just named.
+            blocks: the same in the order in which they are to be released.
+            load: what they are for.
+            owner: who, for reports.
+            max_steps: as `begin`, and so are its errors.
+        """
+        return self._begin(blocks, "load", owner, max_steps, load, new)
+
+    def _begin(
+        self,
+        blocks: list[Block],
+        kind: str,
+        owner: str,
+        max_steps: SupportsIndex | None,
+        load: Load | None,
+        new: list[Block],
+    ) -> Lease:
         for name, text in (("kind", kind), ("owner", owner)):
             if not isinstance(text, str):
                 raise InvalidArgumentError(f"{name}: wanted a string, got {type(text).__name__}")
-        deadline = (
-            None if max_steps is None else self._pool.step + as_int("max_steps", max_steps, 1)
-        )
-        lease = Lease(self, self._next_id, kind, owner, deadline, list(blocks))
+        steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
+        deadline = None if steps is None else self._pool.step + steps
+        lease = Lease(self, self._next_id, kind, owner, deadline, blocks, load)
         self.active[lease.lease_id] = lease
         try:
             if deadline is not None:
                 self._deadlines.add(lease, deadline)
-            self._pool.revive(lease.blocks)
+            if load is None:
+                self._pool.revive(blocks)
+            else:
+                self._pool.hand_out(new)
         except BaseException:
             self._drop(lease)
             raise
@@ -144,9 +225,16 @@ class LeaseBook:
         self.forget((lease,))
         return True
 
-    def is_its_own(self, lease: Lease) -> bool:
-        """Say whether a lease, active or not, was begun here. O(1)."""
-        return lease._book is self  # noqa: SLF001  # its own
+    def is_active(self, lease: Lease) -> bool:
+        """Say whether a lease that was begun here has not ended. O(1).
+
+        Raises:
+            InvalidArgumentError: not a lease of this manager.
+        """
+        known: object = lease  # callers are not all typed
+        if type(known) is not Lease or known._book is not self:  # noqa: SLF001  # its own
+            raise InvalidArgumentError(f"lease: wanted a lease of this manager, got {lease!r}")
+        return self.active.get(lease.lease_id) is lease
 
     def due(self, step: int) -> tuple[Lease, ...]:
         """Return the leases whose deadline has come at `step`, oldest first. O(those * log)."""

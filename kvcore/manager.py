@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from operator import is_
 from typing import NoReturn, SupportsIndex, final
 
-from kvcore import forward
+from kvcore import forward, loading
 from kvcore.arguments import (
     Flag,
     as_bool,
@@ -44,7 +44,7 @@ from kvcore.items import Item, as_items, check_items
 from kvcore.leases import Lease, LeaseBook
 from kvcore.lifetimes import MAX_STEP, LifetimeRecorder
 from kvcore.names import NameAlgorithm
-from kvcore.peaks import blocks_still_taken, blocks_to_take
+from kvcore.peaks import blocks_still_taken
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
 from kvcore.retention import Retention, check_wishes
@@ -52,10 +52,11 @@ from kvcore.rewind import blocks_tail_first, cut, distrust_blocks, distrust_from
 from kvcore.sequence import KVSequence, check_expected, check_length, check_told, write_rows
 from kvcore.sharing import (
     describe,
-    find_prefix,
     kept_hits,
     num_common,
+    num_exclusive,
     num_shared,
+    planned,
     share_cached,
     share_computed,
 )
@@ -205,6 +206,7 @@ class KVCacheManager:
         namespace: Namespace | None = DEFAULT_NAMESPACE,
         items: Sequence[Item] = (),
         chunk: SupportsIndex | None = None,
+        num_external: SupportsIndex = 0,
         skip_reading: Flag = False,
     ) -> Plan:
         """Say what `open` and the room for all the tokens would take; changes nothing.
@@ -217,27 +219,23 @@ class KVCacheManager:
             items: content that is not tokens.
             chunk: they are computed in steps of at most so many tokens, and what windows give back
                 on the way is taken again; None: in one step.
+            num_external: the KV of so many first tokens is loaded (`begin_load`), if fewer are
+                found.
             skip_reading: as for `open`.
 
         Raises:
-            InvalidArgumentError: as `open`, or `chunk` is below 1.
+            InvalidArgumentError: as `open`, or `chunk` or `num_external` is out of range.
             SequenceTooLongError: more tokens than `max_model_len`.
         """
         width = None if chunk is None else as_int("chunk", chunk, 1)
+        external = as_int("num_external", num_external, 0)
         is_blind = as_bool("skip_reading", skip_reading)
         packed, key, checked = describe(tokens, namespace, items, self.max_model_len)
-        cached = 0
-        hits: list[list[Block]] = []
-        if key is not None and self.enable_caching and not is_blind:
-            cached, hits = find_prefix(self.pool, self._shapes, key, packed, checked)
-        return Plan(
-            num_cached_tokens=cached,
-            num_new_blocks=blocks_to_take(self.groups, hits, cached, len(packed), width),
-            num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
-            num_free_blocks=self.pool.num_free_blocks,
-            num_deferred_blocks=self.leases.num_deferred_blocks(),
-            found=hits,
-        )
+        external = as_int("num_external", external, 0, len(packed))
+        if is_blind or not self.enable_caching:
+            key = None
+        deferred = self.leases.num_deferred_blocks()
+        return planned(self.pool, self._shapes, packed, key, checked, width, external, deferred)
 
     def reserve(
         self, seq: KVSequence, num_tokens: SupportsIndex
@@ -479,6 +477,55 @@ class KVCacheManager:
         self._check_open(seq)
         return self.leases.begin(blocks_tail_first(seq, count), kind, owner, max_steps)
 
+    def begin_load(
+        self,
+        seq: KVSequence,
+        num_tokens: SupportsIndex,
+        *,
+        owner: str = "",
+        max_steps: SupportsIndex | None = None,
+    ) -> Lease:
+        """Make room for KV from outside: of the first `num_tokens` tokens, all together.
+
+        A window or chunk group gets blocks for what a query after these tokens sees, and null
+        entries for all before; what is computed already is not loaded again. The blocks belong to
+        a lease, whose `load` says which they are, until `commit_load`; the sequence stays as it is,
+        and whatever ends the lease otherwise (`end`, `fail_transfer`, its deadline) leaves it so.
+        O(new blocks + num_tokens).
+
+        Args:
+            seq: an open sequence.
+            num_tokens: more than are computed, at most those that it has and that are told.
+            owner: who loads them, for reports.
+            max_steps: `tick` gives the load up after so many steps; None: never.
+
+        Raises:
+            OutOfBlocksError: too few blocks are free.
+            InvalidArgumentError: `num_tokens` or `max_steps` is out of range, or `owner` is no
+                string.
+        """
+        count = as_int("num_tokens", num_tokens, 0)
+        self._check_open(seq)
+        count = as_int("num_tokens", count, seq.num_computed_tokens + 1, len(seq.packed))
+        return loading.begin(self.pool, self.leases, seq, count, owner, max_steps)
+
+    def commit_load(self, lease: Lease) -> bool:
+        """State that all KV of a load has arrived; the lease ends.
+
+        The sequence has computed its tokens then: what they fill can be hit by others from now on,
+        and what is out of sight is given back. Where the load does not fit any more (the sequence
+        is closed, cut or set back to before what it had computed then, has other tokens, or has
+        computed them itself) or has ended, nothing changes but that its blocks are free.
+        O(num_tokens).
+
+        Returns:
+            Whether the sequence has it.
+
+        Raises:
+            InvalidArgumentError: not a lease of this manager that `begin_load` has returned.
+        """
+        return loading.join(self.pool, self.leases, lease, self.max_model_len)
+
     def tick(self, num_steps: SupportsIndex = 1) -> tuple[Lease, ...]:
         """Let steps pass, or any other unit of time that the caller counts deadlines in.
 
@@ -524,10 +571,7 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: not a lease of this manager.
         """
-        known: object = lease  # callers are not all typed
-        if type(known) is not Lease or not self.leases.is_its_own(known):
-            raise InvalidArgumentError(f"lease: wanted a lease of this manager, got {lease!r}")
-        if self.leases.active.get(lease.lease_id) is not lease:
+        if not self.leases.is_active(lease):
             return ()
         sequences = list(self.sequences.values())
         set_back = distrust_blocks(self.pool, lease.blocks, sequences, lease.blocks)
@@ -545,9 +589,7 @@ class KVCacheManager:
         """
         given = as_list("block_ids", block_ids)
         ids = [as_int("block_ids", one, 1, self.num_blocks - 1) for one in given]
-        made = [self.pool.made_block(block_id) for block_id in dict.fromkeys(ids)]
-        blocks = [block for block in made if block is not None]
-        return distrust_blocks(self.pool, blocks, list(self.sequences.values()))
+        return distrust_blocks(self.pool, self.pool.made_blocks(ids), list(self.sequences.values()))
 
     def close(self, seq: KVSequence) -> None:
         """End a sequence: its blocks are released, tail first. O(num_blocks).
@@ -755,35 +797,35 @@ class KVCacheManager:
         write_rows(running, number, block_tables, slot_mapping, stride)
 
     def num_missing_blocks(
-        self, seq: KVSequence, num_tokens: SupportsIndex, *, chunk: SupportsIndex | None = None
+        self,
+        seq: KVSequence,
+        num_tokens: SupportsIndex,
+        *,
+        chunk: SupportsIndex | None = None,
+        num_external: SupportsIndex = 0,
     ) -> int:
         """How many free blocks `reserve(seq, num_tokens)` would take. O(groups).
 
         With `chunk`: the most that are taken at once until so many tokens more are computed, in
         steps of at most `chunk` tokens: what windows give back on the way is taken again.
-        O(groups) where there is room already, otherwise as `peak_blocks`.
+        O(groups) where there is room already, otherwise as `peak_blocks`. With `num_external`: also
+        what a load of the first so many tokens takes before that, if fewer are computed; O(blocks).
 
         Raises:
-            InvalidArgumentError: a negative number, or `chunk` is below 1.
+            InvalidArgumentError: a negative number, `chunk` is below 1, or more are to be loaded
+                than are told.
         """
         count = as_int("num_tokens", num_tokens, 0)
         width = None if chunk is None else as_int("chunk", chunk, 1)
+        external = as_int("num_external", num_external, 0)
         self._check_open(seq)
-        total = seq.num_computed_tokens + count
-        if width is not None:
-            return blocks_still_taken(seq, total, width)
-        return sum([table.num_missing(total) for table in seq.tables])
+        external = as_int("num_external", external, 0, len(seq.packed))
+        return blocks_still_taken(seq, seq.num_computed_tokens + count, width, external)
 
     def num_exclusive_blocks(self, seq: KVSequence) -> int:
         """How many blocks nobody but this sequence holds: free when it is closed. O(num_blocks)."""
         self._check_open(seq)
-        return sum(
-            [
-                block.ref_count == 1
-                for table in seq.tables
-                for block in table.blocks[table.num_null :]
-            ]
-        )
+        return num_exclusive(seq)
 
     def num_shared_blocks(self, seq: KVSequence, *, group: SupportsIndex = 0) -> int:
         """How many leading blocks of a group others hold too, a lease or a sequence. O(those).

@@ -32,6 +32,7 @@ def peak_blocks(
     *,
     groups: Sequence[LayerGroup] | None = None,
     chunk: SupportsIndex | None = None,
+    num_external: SupportsIndex = 0,
 ) -> int:
     """Return the most blocks that a sequence alone holds at once while it is computed.
 
@@ -44,39 +45,42 @@ def peak_blocks(
         block_size: tokens a block, of groups that do not say.
         groups: the layer groups; None: one of full attention.
         chunk: the most tokens computed in one step; None: all of them.
+        num_external: the first so many of them are not computed: their KV is loaded.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
     """
     total = as_int("num_tokens", num_tokens, 0)
+    start = as_int("num_external", num_external, 0, total)
     size = as_int("block_size", block_size, 1, 2**20)
     width = total if chunk is None else as_int("chunk", chunk, 1)
     tables = [BlockTable(group) for group in resolve(groups, size)]
-    nothing = [0] * len(tables)
-    return most_held(tables, nothing, [[] for _ in tables], 0, total, width)
+    lengths = [-(-start // table.block_size) for table in tables]
+    return most_held(tables, lengths, [[] for _ in tables], start, total, width)
 
 
 def blocks_to_take(
-    groups: Sequence[LayerGroup],
+    tables: Sequence[BlockTable],
     hits: Sequence[Sequence[Block]],
     cached: int,
     total: int,
     chunk: int | None,
+    external: int,
 ) -> int:
     """Return the most free blocks that a new sequence holds at once, beside the hits it revives.
 
     As `peak_blocks`; what it gives back of hits that others hold comes free for nobody.
 
     Args:
-        groups: the layer groups, block sizes filled in.
+        tables: one of each layer group; what they hold does not matter.
         hits: for each the blocks that are found, up to the last of the prefix; empty for none.
         cached: tokens that are found.
         total: tokens in all.
         chunk: the most tokens computed in one step; None: all of them.
+        external: the KV of so many tokens is loaded, where fewer are found.
     """
-    tables = [BlockTable(group) for group in groups]
-    lengths = [cached // group.block_size for group in groups]
-    shared: list[list[int]] = [[] for _ in groups]
+    lengths = [cached // table.block_size for table in tables]
+    shared: list[list[int]] = [[] for _ in tables]
     revived = 0
     for number, blocks in enumerate(hits):
         first = lengths[number] - len(blocks)
@@ -84,19 +88,28 @@ def blocks_to_take(
         shared[number] = places
         revived += len(blocks) - len(places)
     width = total if chunk is None else chunk
-    return most_held(tables, lengths, shared, cached, total, width) - revived
+    if external <= cached:
+        return most_held(tables, lengths, shared, cached, total, width) - revived
+    loaded = _num_loaded(tables, cached, external)
+    lengths = [-(-external // table.block_size) for table in tables]
+    later = most_held(tables, lengths, shared, external, total, width)
+    return max(loaded, later - revived)
 
 
-def blocks_still_taken(seq: KVSequence, total: int, chunk: int) -> int:
+def blocks_still_taken(seq: KVSequence, total: int, chunk: int | None, external: int) -> int:
     """Return the most free blocks that an open sequence still takes until `total` are computed.
 
     In steps of at most `chunk` tokens, each told as long after it is computed as those of now. What
-    it gives back on the way is taken again first, but for blocks that others hold too. O(groups)
-    where it has room already; otherwise as `peak_blocks`, and O(blocks in sight of windows).
+    it gives back on the way is taken again first, but for blocks that others hold too. If it has
+    computed fewer than `external` tokens, their KV is loaded before. O(groups) where it has room
+    already, or there are no steps; otherwise as `peak_blocks`, and O(blocks in sight of windows).
     """
+    if external > seq.num_computed_tokens:
+        return _taken_with_a_load(seq, max(total, external), chunk, external)
     tables = seq.tables
-    if sum([table.num_missing(total) for table in tables]) == 0:
-        return 0
+    missing = sum([table.num_missing(total) for table in tables])
+    if chunk is None or missing == 0:
+        return missing
     shared: list[list[int]] = []
     held = 0
     for table in tables:
@@ -110,6 +123,32 @@ def blocks_still_taken(seq: KVSequence, total: int, chunk: int) -> int:
     width = chunk + seq.num_computed_tokens - settled
     lengths = [len(table.blocks) for table in tables]
     return max(0, most_held(tables, lengths, shared, settled, total, width) - held)
+
+
+def _taken_with_a_load(seq: KVSequence, total: int, chunk: int | None, external: int) -> int:
+    """Do what `blocks_still_taken` does where a load comes first. O(blocks) beside its cost."""
+    tables, computed = seq.tables, seq.num_computed_tokens
+    shared: list[list[int]] = []
+    held = 0
+    for table in tables:
+        known = range(table.num_null, len(table.blocks))
+        places = [place for place in known if table.blocks[place].ref_count > 1]
+        held += len(known) - len(places)
+        shared.append([place for place in places if place < computed // table.block_size])
+    lengths = [-(-external // table.block_size) for table in tables]
+    width = total if chunk is None else chunk
+    later = most_held(tables, lengths, shared, external, total, width)
+    return max(_num_loaded(tables, computed, external), later - held)
+
+
+def _num_loaded(tables: Sequence[BlockTable], computed: int, external: int) -> int:
+    """Return how many blocks a load takes, where fewer tokens are computed. O(groups)."""
+    return sum(
+        [
+            -(-external // table.block_size) - table.first_loaded(computed, external)
+            for table in tables
+        ]
+    )
 
 
 def most_held(

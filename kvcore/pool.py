@@ -109,6 +109,11 @@ class BlockPool:
         """A block by its id; None if nothing has made it yet, so it is free and empty. O(1)."""
         return self._made[block_id] if block_id < len(self._made) else None
 
+    def made_blocks(self, block_ids: Sequence[int]) -> list[Block]:
+        """Those of some blocks that are made, by their ids, each once. O(ids)."""
+        made = [self.made_block(block_id) for block_id in dict.fromkeys(block_ids)]
+        return [block for block in made if block is not None]
+
     @property
     def num_usable_blocks(self) -> int:
         """How many blocks can be handed out in all. O(1)."""

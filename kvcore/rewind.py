@@ -37,7 +37,7 @@ def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Bl
         if num_tokens is not None:
             stop = min(stop, -(-num_tokens // table.block_size))
         runs.append((table.num_null, table.block_size, table.blocks[table.num_null : stop]))
-    return _tail_first(runs)
+    return tail_first(runs)
 
 
 def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
@@ -54,7 +54,7 @@ def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
     for table in seq.tables:
         left = table.beyond(-(-num_tokens // table.block_size))
         runs.append((len(table.blocks) - len(left), table.block_size, left))
-    return _tail_first(runs)
+    return tail_first(runs)
 
 
 def cut_tables(seq: KVSequence, num_tokens: int) -> None:
@@ -83,7 +83,7 @@ def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     seq.cut_names(told)
 
 
-def _tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
+def tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
     """Order runs of blocks, (first place, block size, blocks) for each group, by where they end.
 
     The tails of all groups come before the heads of any: what is reused first is what the fewest

@@ -16,8 +16,9 @@ from kvcore.block_table import BlockTable
 from kvcore.errors import InvalidArgumentError
 from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, encode_namespace
 from kvcore.items import Item, as_items, check_items, encode_items
+from kvcore.peaks import blocks_to_take
 from kvcore.pool import BlockPool
-from kvcore.reports import CopyOrder
+from kvcore.reports import CopyOrder, Plan
 from kvcore.retention import Wish, wishes_for
 from kvcore.sequence import KVSequence, check_length
 from kvcore.tokens import Tokens, pack
@@ -168,6 +169,36 @@ def longest_servable(
     return longest
 
 
+def planned(
+    pool: BlockPool,
+    tables: Sequence[BlockTable],
+    packed: array[int],
+    key: bytes | None,
+    items: tuple[Item, ...],
+    chunk: int | None,
+    external: int,
+    num_deferred: int,
+) -> Plan:
+    """Say what a new sequence of these tokens would find and take. Changes nothing.
+
+    `key` is that of its namespace, None where nothing is looked up; the KV of `external` tokens is
+    loaded, and the others are computed in steps of `chunk` tokens. What `find_prefix` and
+    `blocks_to_take` cost.
+    """
+    cached = 0
+    hits: list[list[Block]] = []
+    if key is not None:
+        cached, hits = find_prefix(pool, tables, key, packed, items)
+    return Plan(
+        num_cached_tokens=cached,
+        num_new_blocks=blocks_to_take(tables, hits, cached, len(packed), chunk, external),
+        num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
+        num_free_blocks=pool.num_free_blocks,
+        num_deferred_blocks=num_deferred,
+        found=hits,
+    )
+
+
 def find_blocks(
     pool: BlockPool, size: int, namespace_key: bytes, packed: array[int], items: Sequence[Item]
 ) -> list[Block]:
@@ -239,6 +270,13 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
         pool.assign((block,), order.group)
     pool.num_computed_tokens += computed
     return found
+
+
+def num_exclusive(seq: KVSequence) -> int:
+    """Count the blocks that nobody but a sequence holds. O(num_blocks)."""
+    return sum(
+        [block.ref_count == 1 for table in seq.tables for block in table.blocks[table.num_null :]]
+    )
 
 
 def num_shared(table: BlockTable) -> int:

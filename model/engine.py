@@ -184,10 +184,7 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """Tokens that a request may come to for sure, its prompt included. O(1)."""
-        room = self.kv.num_usable_blocks * self.kv.block_size + 1  # the last is never computed
-        limits = self._scheduler.config
-        edges = [limits.max_model_len, None if limits.may_cross else limits.long_above]
-        return min(room, *[edge for edge in edges if edge is not None])
+        return self._scheduler.max_model_len
 
     @property
     def guesses(self) -> bool:

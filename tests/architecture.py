@@ -26,9 +26,9 @@ KVCORE_LAYERS = (
     ("deadlines",),
     ("idle_blocks",),
     ("pool", "block_table"),
-    ("leases", "sequence"),
-    ("forward", "rewind", "peaks"),
-    ("sharing",),
+    ("sequence",),
+    ("leases", "forward", "rewind", "peaks"),
+    ("sharing", "loading"),
     ("manager",),
     ("pool_map",),
     ("invariants",),
@@ -204,11 +204,12 @@ LAZY_IMPORTS = {"backends/registry.py"}
 KVCORE_INSIDES = frozenset(
     """
     assign attach beyond block_id blocks chain child_nodes common_size cut cut_names deadline
-    descendants empty_blocks exchange find_limits first_copy first_kept forget forget_identity
-    forgets free_blocks give_back grow hand_out has_children id_object idle_blocks is_active is_open
-    is_uneven keep kind last_child last_copy last_event made_block namespace_key next_blocks
-    next_copy next_free next_pass node num_missing num_published num_settled_tokens opened_at pool
-    prev_copy prev_free ref_count release revive root seq_id trees unpublish wishes
+    descendants empty_blocks exchange find_limits first_copy first_kept first_loaded forget
+    forget_identity forgets free_blocks give_back grow hand_out has_children id_object
+    idle_blocks is_active is_open is_uneven keep kind last_child last_copy last_event made_block
+    made_blocks namespace_key next_blocks next_copy next_free next_pass node num_missing
+    num_published num_settled_tokens opened_at pool prev_copy prev_free ref_count release renew
+    revive root seq_id trees unpublish wishes
     """.split()  # noqa: SIM905  # words are easier to read so
 )
 

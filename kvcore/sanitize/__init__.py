@@ -2,9 +2,9 @@
 
 The engine says, for each sequence of a step, where the kernels are told to write and which table
 they are told to read (`wrote`, `reads`), and which blocks it copies or fills from elsewhere
-(`copied`, `filled`). The shadow knows of every slot whether it was written, by which sequence and
-for which token, and compares all of it with the sequence's own tables. What is wrong is a
-`SanitizerError` that names it and shows the last calls.
+(`copied`, `filled`, `loaded`). The shadow knows of every slot whether it was written, by which
+sequence and for which token, and compares all of it with the sequence's own tables. What is wrong
+is a `SanitizerError` that names it and shows the last calls.
 
 Invariants: a slot that is read was written, for the reader's own token at that position; a slot
 that is written belongs to the writer, is not shared, and is not computed already; tables and slots
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from kvcore.errors import KVCoreError
+from kvcore.leases import Lease
 from kvcore.reports import CopyOrder
 from kvcore.sequence import KVSequence
 
@@ -170,6 +171,29 @@ class Shadow:
             tokens: list[int | None] = list(known[index * size : (index + 1) * size])
             tokens += [None] * (size - len(tokens))
             self._blocks[block_id] = _Shadow(group, index, seq, tokens)
+
+    def loaded(self, lease: Lease) -> None:
+        """The blocks of a load are filled with what they wait for. O(their tokens).
+
+        Raises:
+            SanitizerError: the load has ended, or a sequence has a block already.
+        """
+        load = lease.load
+        if load is None:
+            return
+        seq = load.seq
+        for group, ids in enumerate(load.block_ids):
+            size = seq.tables[group].block_size
+            for index, block_id in enumerate(ids, load.first_blocks[group]):
+                self._note(f"{self._name(seq)} is loaded into block {block_id}")
+                if not lease.is_active:
+                    self._fail("freed", f"block {block_id} is loaded, and its load has ended")
+                for other in self._holders(block_id, group):
+                    what = f"block {block_id} is loaded"
+                    self._fail("foreign", f"{what}, and {self._name(other)} has it")
+                tokens: list[int | None] = list(load.packed[index * size : (index + 1) * size])
+                tokens += [None] * (size - len(tokens))
+                self._blocks[block_id] = _Shadow(group, index, seq, tokens)
 
     def take_fresh(self) -> list[int]:
         """Return the blocks that a sequence has begun to write since the last call, and forget."""

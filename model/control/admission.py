@@ -45,8 +45,22 @@ class Room:
         return self._long_above is not None and request.num_tokens > self._long_above
 
     def plan(self, request: Request) -> kvcore.Plan:
-        """What a start would find in the cache, and take, token by token. O(its tokens)."""
-        return self._kv.plan(request.tokens, namespace=self._namespace(request), chunk=1)
+        """What a start would find in the cache, load and take, token by token. O(its tokens)."""
+        tokens, namespace = request.tokens, self._namespace(request)
+        copy = request.host_copy
+        if copy is None:
+            return self._kv.plan(tokens, namespace=namespace, chunk=1)
+        stored = copy.num_tokens
+        plan = self._kv.plan(tokens, namespace=namespace, chunk=1, num_external=stored)
+        if self._is_of_use(copy, plan.num_cached_tokens):
+            return plan
+        return self._kv.plan(tokens, namespace=namespace, chunk=1)
+
+    def _is_of_use(self, copy: HostCopy, num_cached_tokens: int) -> bool:
+        """Whether a copy reaches down to what is found, and further than that. O(1)."""
+        found = num_cached_tokens // self._kv.groups[0].block_size
+        is_whole = copy.places[0][0] <= found or not self._keeps_all
+        return is_whole and num_cached_tokens < copy.num_tokens
 
     def _namespace(self, request: Request) -> kvcore.Namespace:
         if self._long_above is None:
@@ -55,14 +69,12 @@ class Room:
         epoch = 2 * request.namespace.weight_epoch + self.is_long(request)
         return replace(request.namespace, weight_epoch=epoch) if epoch else request.namespace
 
-    def wanted(self, request: Request, plan: kvcore.Plan) -> int:
-        """Free blocks that a start takes until all known tokens are computed. O(num_groups).
+    @staticmethod
+    def wanted(plan: kvcore.Plan) -> int:
+        """Free blocks that a start takes until all known tokens are computed. O(1).
 
         What it finds and what it adds, at the moment when it holds the most.
         """
-        if request.host_copy is not None and not self._keeps_all:  # `_restore` finds nothing
-            size, groups = self._kv.block_size, self._kv.groups
-            return kvcore.peak_blocks(request.num_tokens, size, groups=groups, chunk=1)
         return plan.num_new_blocks + plan.num_revived_blocks
 
     def promised(self, running: Iterable[Request], num_forks: int) -> int:
@@ -127,11 +139,6 @@ class Room:
             What has to be loaded, if anything.
         """
         request.is_long = self.is_long(request)
-        if request.host_copy is not None and not self._keeps_all:
-            found = self.plan(request).num_cached_tokens
-            if found + self._kv.block_size <= request.host_copy.num_tokens:
-                return self._restore(request, request.host_copy)
-            self.drop_copy(request)
         sequence = self._kv.open(
             request.tokens,
             namespace=self._namespace(request),
@@ -139,54 +146,25 @@ class Room:
             resumed=request.num_preemptions > 0,
         )
         request.start(sequence)
-        copy, size = request.host_copy, self._kv.block_size
+        copy = request.host_copy
         if copy is None:
             return None
-        cached = sequence.num_computed_tokens
-        first = cached // size - copy.places[0][0]
-        if first < 0 or cached >= copy.num_tokens:
+        if not self._is_of_use(copy, sequence.num_computed_tokens):
             self.drop_copy(request)
             return None
-        self._kv.reserve(sequence, copy.num_tokens - cached)
-        request.is_loading = True
-        blocks = tuple(sequence.tables[0].block_ids[cached // size :])
-        lease = self._kv.lease(sequence, "load", owner=str(request.request_id))
-        return Transfer(request, blocks, copy, first, lease)
-
-    def _restore(self, request: Request, copy: HostCopy) -> Transfer:
-        """Let a request run whose past a window has left behind: as it was, and with nobody.
-
-        A table that begins with null entries cannot be opened, so one is filled block by block,
-        and gives back what is out of sight as it did before. Nothing was written there, so none of
-        it may be found by others: the sequence has no namespace. O(its tokens).
-        """
-        kv = self._kv
-        sequence = kv.open(request.tokens, namespace=None)
-        request.start(sequence)
-        for start in range(0, copy.num_tokens, kv.block_size):
-            count = min(kv.block_size, copy.num_tokens - start)
-            kv.reserve(sequence, count)
-            kv.commit(sequence, count)
-        blocks: list[int] = []
-        for table, (first, stop) in zip(sequence.tables, copy.places, strict=True):
-            if table.num_null != first or len(table.block_ids) != stop:
-                raise SchedulerStateError(f"loads: {request!r} has other blocks than were stored")
-            blocks += table.block_ids[first:]
-        request.is_loading = True
-        lease = kv.lease(sequence, "load", owner=str(request.request_id))
-        return Transfer(request, tuple(blocks), copy, 0, lease)
+        owner = str(request.request_id)
+        lease = request.load = self._kv.begin_load(sequence, copy.num_tokens, owner=owner)
+        return _transfer_back(request, copy, lease)
 
     def end_transfers(self, stores: Iterable[Transfer], loads: Iterable[Transfer]) -> None:
         """The transfers of a step are done: what was loaded is computed. O(their blocks)."""
-        for transfer in (*stores, *loads):
-            transfer.lease.end()
-        for transfer in loads:
-            request = transfer.request
-            if request.is_loading and request.host_copy is transfer.copy:
-                request.is_loading = False
-                loaded = transfer.copy.num_tokens - request.running_sequence.num_computed_tokens
-                if loaded:
-                    self._kv.commit(request.running_sequence, loaded)
+        for store in stores:
+            store.lease.end()
+        for load in loads:
+            request = load.request
+            self._kv.commit_load(load.lease)  # or it ends, where the request was aborted
+            request.load = None
+            if request.host_copy is load.copy:
                 self.drop_copy(request)
         self.num_freeing = 0
 
@@ -204,6 +182,10 @@ class Room:
         sequence = request.running_sequence
         left = max(0, length - sequence.num_computed_tokens)
         missing = self._kv.num_missing_blocks(sequence, left, chunk=1)
+        if request.load is not None and request.host_copy is not None:
+            stored = request.host_copy.num_tokens
+            missing = self._kv.num_missing_blocks(sequence, left, chunk=1, num_external=stored)
+            missing -= request.load.num_exclusive_blocks
         return missing + grows * len(self._kv.groups)
 
     def _store(self, request: Request, sequence: kvcore.KVSequence) -> Transfer | None:
@@ -216,7 +198,7 @@ class Room:
             _, stop = places[0]
             places = [(min(stop, self._kv.num_shared_blocks(sequence)), stop)]
         copy = HostCopy(sequence.num_computed_tokens, tuple(places))
-        if request.is_loading or not 0 < copy.num_blocks <= self.num_host_blocks_left:
+        if request.load is not None or not 0 < copy.num_blocks <= self.num_host_blocks_left:
             return None
         request.host_copy = copy
         self.num_host_blocks_left -= copy.num_blocks
@@ -226,4 +208,19 @@ class Room:
             for table, (first, stop) in zip(sequence.tables, places, strict=True)
             for block_id in table.block_ids[first:stop]
         ]
-        return Transfer(request, tuple(blocks), copy, 0, lease)
+        return Transfer(request, tuple(blocks), copy, ((0, copy.num_blocks),), lease)
+
+
+def _transfer_back(request: Request, copy: HostCopy, lease: kvcore.Lease) -> Transfer:
+    """What of a copy goes to the blocks of a load: of each layer group the last entries."""
+    load = lease.load
+    if load is None:
+        raise SchedulerStateError(f"loads: {lease!r} loads nothing")
+    blocks: list[int] = []
+    ranges: list[tuple[int, int]] = []
+    end = 0
+    for (first, stop), ids in zip(copy.places, load.block_ids, strict=True):
+        end += stop - first
+        ranges.append((end - len(ids), end))
+        blocks += ids
+    return Transfer(request, tuple(blocks), copy, tuple(ranges), lease)

@@ -199,7 +199,7 @@ class StepPlanner:
             if not has_victim and self._still_waits(request, num_led):
                 return False
             plan = self._room.plan(request)
-            missing = self._room.wanted(request, plan) - plan.num_free_blocks
+            missing = self._room.wanted(plan) - plan.num_free_blocks
             if missing > self._room.num_freeing and not has_victim:
                 self._keep(request, plan)
                 return False
@@ -237,7 +237,7 @@ class StepPlanner:
         """Whether a request that found no room finds none now, so that nothing is looked up."""
         if self._waits is None or self._waits[:2] != (request, request.num_tokens):
             return False
-        missing = self._room.wanted(request, self._waits[2]) - self._kv.num_free_blocks
+        missing = self._room.wanted(self._waits[2]) - self._kv.num_free_blocks
         if missing <= 0:
             missing += self._room.promised(self._running, num_led)
         return missing > 0
@@ -249,7 +249,7 @@ class StepPlanner:
         if not victims or len(stay) + num_led >= self.config.max_num_seqs:
             return False
         gained = self._room.num_freeing + sum(map(self._room.num_exclusive, victims))
-        wanted = self._room.wanted(request, plan) + self._room.promised(stay, num_led)
+        wanted = self._room.wanted(plan) + self._room.promised(stay, num_led)
         return not stay or wanted <= plan.num_free_blocks + gained
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:

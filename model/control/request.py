@@ -96,7 +96,7 @@ class Request:
         max_total_tokens: the most tokens it can come to, its prompt included.
         sequence: its blocks and its tokens while RUNNING, otherwise None.
         host_copy: what was stored of it when it was preempted, None if nothing was.
-        is_loading: whether this step copies that back.
+        load: holds the blocks that this step copies that back to; None if it does not.
         is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         num_preemptions: how often it lost its blocks to another request.
@@ -114,9 +114,9 @@ class Request:
         "_tokens",
         "eos_token_ids",
         "host_copy",
-        "is_loading",
         "is_long",
         "leader",
+        "load",
         "max_total_tokens",
         "namespace",
         "num_cached_tokens",
@@ -166,7 +166,7 @@ class Request:
         self.order = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
         self.host_copy: HostCopy | None = None
-        self.is_loading = False
+        self.load: kvcore.Lease | None = None
         self.is_long = False
         self.num_cached_tokens = 0
         self.num_preemptions = 0

@@ -22,7 +22,9 @@ Invariants:
 Does not know: torch, text, how a token is computed or sampled, how a block is copied.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property, partial
 
 import kvcore
 from model.control.config import SchedulerConfig
@@ -61,6 +63,22 @@ class Scheduler(StepPlanner):
     def guesses(self) -> bool:
         """Whether requests bring drafts. O(1)."""
         return self._drafter is not None
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """Tokens that a request may come to for sure, its prompt included. O(log blocks), once.
+
+        No more than positions, than the pool has room for where nobody else is, layer groups and
+        all, and than there are slots: tables are as wide.
+        """
+        size, groups, blocks = self._kv.block_size, self._kv.groups, self._kv.num_usable_blocks
+        peak = partial(kvcore.peak_blocks, block_size=size, groups=groups, chunk=1)
+        room = bisect_right(range(blocks * size + 1), blocks, key=peak)  # the last needs none
+        edges = (
+            self.config.max_model_len,
+            None if self.config.may_cross else self.config.long_above,
+        )
+        return min([room, *[edge for edge in edges if edge is not None]])
 
     def add(self, request: Request) -> None:
         """Queue a new request, behind all others of its priority. O(num_waiting).

@@ -48,15 +48,16 @@ class Transfer:
     Attributes:
         request: whose they are.
         block_ids: in the cache.
-        copy: the other end; entry `first` and those after it are meant.
-        first: as above, 0 unless the request has found its beginning in the cache.
+        copy: the other end.
+        ranges: which entries of the copy, from each first one to before the second, in order: not
+            all where the request has found its beginning in the cache.
         lease: holds the blocks until the step is updated.
     """
 
     request: Request
     block_ids: tuple[int, ...]
     copy: HostCopy
-    first: int
+    ranges: tuple[tuple[int, int], ...]
     lease: kvcore.Lease
 
 

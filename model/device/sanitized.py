@@ -45,16 +45,13 @@ class SanitizedBackend:
         """Poison what a step loads from the host, before it does. O(blocks loaded).
 
         Raises:
-            SanitizerError: a block is not its request's.
+            SanitizerError: a block is another request's.
         """
         if not self._is_poisoned:
             self._is_poisoned = True
             _poison(caches, None)
         for transfer in step.loads:
-            sequence = transfer.request.running_sequence
-            for group, table in enumerate(sequence.tables):
-                own = [block for block in transfer.block_ids if block in table.block_ids]
-                self.shadow.filled(sequence, own, group=group)
+            self.shadow.loaded(transfer.lease)
             _poison(caches, list(transfer.block_ids))
 
     def begin_copies(self, orders: Sequence[kvcore.CopyOrder], caches: KVCaches) -> None:

@@ -59,9 +59,13 @@ class BlockMover:
             blocks, stored = self._ids(transfer.block_ids), transfer.copy.payload
             if not isinstance(stored, list):
                 raise InvalidArgumentError(f"loads: nothing was stored of {transfer.request!r}")
-            for storage, content in zip(self._storages, stored, strict=True):
-                part: Tensor = content[transfer.first :]
-                storage[blocks] = part.to(storage.device, non_blocking=True)
+            place = 0
+            for first, stop in transfer.ranges:
+                into = blocks[place : place + stop - first]
+                place += stop - first
+                for storage, content in zip(self._storages, stored, strict=True):
+                    part: Tensor = content[first:stop]
+                    storage[into] = part.to(storage.device, non_blocking=True)
 
     def copy(self, orders: Sequence[kvcore.CopyOrder]) -> None:
         """Carry out the copies of forks. O(their blocks)."""

@@ -135,7 +135,8 @@ def run(name):
         sys.stdout.write("hand-over 0\n")
         return
     start, written = hand_over(compiled.asm["ptx"])
-    assert all(0 <= compiled.metadata.shared - start - len(each) < 8 for each in written)
+    assert len(set(map(len, written))) == 1
+    assert start + len(written[0]) <= compiled.metadata.shared
     sys.stdout.write(f"hand-over {start} {' '.join(each.hex() for each in written)}\n")
     sys.stdout.write(f"given {' '.join(map(str, given(compiled.asm['ptx'])))}\n")
 

@@ -37,6 +37,7 @@ LINKS = {
     *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity", "find_limits")),
     "BlockTable.cut",
     "BlockTable.forget",
+    "BlockTable.renew",
     "EventLog.take_back",
     "EventLog.trim",
     "LeaseBook.forget",

@@ -262,6 +262,7 @@ class NaiveManager:
         self.num_queried = self.num_hit = self.num_resumed = self.num_resumed_hit = 0
         self.leases = {}  # id: (blocks in the order of release, deadline)
         self.num_leases = 0
+        self.loads = {}  # lease: (sequence, its tokens then, {(group, place): block_id})
         self.leased_sizes = {}  # block_id: the block size of the group that it was leased for
 
     @staticmethod
@@ -501,6 +502,79 @@ class NaiveManager:
         deadline = None if max_steps is None else self.pool.now + max_steps
         self.leases[self.num_leases] = (blocks, deadline)
         self.num_leases += 1
+
+    def needed(self, number, length):
+        """The places of a group's blocks that are needed after so many tokens, the last in part."""
+        size = self.groups[number][2]
+        rest = {length // size} if length % size else set()
+        return self.keeps(self.groups[number], length) | rest
+
+    def to_load(self, seq, length):
+        """The blocks, as (group, place), that a load of so many tokens brings."""
+        return [
+            (number, place)
+            for number, (_, _, size) in enumerate(self.groups)
+            for place in sorted(self.needed(number, length))
+            if place >= seq.computed // size
+        ]
+
+    def begin_load(self, seq, length, max_steps):
+        wanted = self.to_load(seq, length)
+        blocks = dict(zip(wanted, self.pool.take(len(wanted)), strict=True))
+        ends = {key: ((key[1] + 1) * self.groups[key[0]][2], key[0]) for key in wanted}
+        held = [blocks[key] for key in sorted(wanted, key=ends.get, reverse=True)]
+        for (number, _), block_id in blocks.items():
+            self.leased_sizes[block_id] = self.groups[number][2]
+        deadline = None if max_steps is None else self.pool.now + max_steps
+        self.leases[self.num_leases] = (held, deadline)
+        self.loads[self.num_leases] = (seq, seq.tokens[:length], blocks)
+        self.num_leases += 1
+
+    def has_all(self, seq, length, blocks):
+        """Whether a sequence, with these blocks, has what is needed after so many tokens."""
+        for number, (_, _, size) in enumerate(self.groups):
+            for place in self.needed(number, length):
+                own = place < seq.computed // size and seq.tables[number].entries[place]
+                if not own and (number, place) not in blocks:
+                    return False
+        return True
+
+    def commit_load(self, number, sequences):
+        """The sequence has computed the tokens, where they still are its next ones."""
+        if number not in self.leases:
+            return False
+        seq, tokens, blocks = self.loads[number]
+        length = len(tokens)
+        is_ahead = seq in sequences and seq.computed < length and seq.tokens[:length] == tokens
+        if not is_ahead or not self.has_all(seq, length, blocks):
+            self.end_lease(number)
+            return False
+        late, beyond, passed = [], [], []
+        for group, (_, _, size) in enumerate(self.groups):
+            table, own = seq.tables[group], seq.computed // size
+            needed = self.needed(group, length)
+            entries = [0] * self.blocks_for(length, size)
+            for place in needed:
+                is_own = place < own and table.entries[place]
+                entries[place] = table.entries[place] if is_own else blocks[group, place]
+            late += [blocks[key] for key in blocks if key[0] == group and key[1] < own]
+            for place, block_id in enumerate(table.entries):
+                if block_id and place >= own:
+                    beyond.append(((place + 1) * size, group, block_id))
+                elif block_id and place not in needed:
+                    passed.append(block_id)
+            table.entries = entries
+            for place in range(own, length // size) if seq.namespace is not None else ():
+                if entries[place]:
+                    prefix = self.content(group, seq.namespace, tokens[: (place + 1) * size])
+                    self.pool.publish(entries[place], prefix)
+            table.published = length // size if seq.namespace is not None else 0
+            self.wish(seq, group)
+        held, _ = self.leases.pop(number)
+        last = [block_id for _, _, block_id in sorted(beyond, reverse=True)]
+        self.pool.release([b for b in held if b in late] + last + passed)
+        seq.computed = length
+        return True
 
     def end_lease(self, number):
         if number not in self.leases:

@@ -25,6 +25,7 @@ SCOPES = {
     "six before four": (8, ([0] * 13, [0] * 4 + [1] * 6)),
     "uneven three": (13, ([0] * 13, [0] * 4 + [1] * 6)),
     "window, told later": (5, ([0] * 3, [0] * 4 + [1] * 5)),
+    "full and window, loaded": (8, ([0] * 9, [0] * 4 + [1] * 5)),
 }
 """By layout: how many blocks, the null block included, and the prompts."""
 MAX_LIVE = 2
@@ -43,12 +44,24 @@ def operations(machine):
             yield f"{verb} {index}", lambda m, v=verb, i=index: VERBS[v](m, m.live[i])
     for number in machine.naive.leases:
         yield f"end lease {number}", lambda m, n=number: end_lease(m, n)
+        if number in machine.naive.loads:
+            yield f"commit load {number}", lambda m, n=number: commit_load(m, n)
     yield "reset", reset
 
 
 def end_lease(machine, number):
     machine.kv.leases.end(number)
     machine.naive.end_lease(number)
+
+
+def begin_load(machine, entry):
+    naive = entry[1]
+    if len(machine.naive.leases) < 1 and naive.computed < len(naive.tokens):
+        machine.begin_load(entry, len(naive.tokens) - naive.computed, 0)
+
+
+def commit_load(machine, number):
+    machine.commit_load(machine.kv.leases.active[number])
 
 
 def reset(machine):
@@ -88,6 +101,7 @@ VERBS = {
     "cut to 10": lambda m, e: truncate(m, e, 10),
     "fork": fork,
     "lease": lease,
+    "load": begin_load,
     "fail the load of": lambda m, e: m.fail_load(e, min(2, e[1].computed)),
     "expect one of": lambda m, e: m.expect(e, [1]),
     "tell": lambda m, e: m.tell(e, 1),
@@ -97,6 +111,7 @@ LEFT_OUT = {
     "cut to 10": lambda m: len(m.prompts[0]) > 10,
     "expect one of": lambda m: len(m.prompts[0]) < 5,
     "tell": lambda m: len(m.prompts[0]) < 5,
+    "load": lambda m: len(m.prompts[0]) == 9,
 }
 """Verbs that only some scopes have, so that they can go deeper."""
 
@@ -138,8 +153,11 @@ def signature(machine):
     pool = pool_view(machine.kv.pool)
     for counter in ("evicted", "allocated", "peak"):
         del pool[counter]
-    leases = [[b.block_id for b in lease.blocks] for lease in machine.kv.leases.active.values()]
-    return repr((pool, [sequence_view(real) for real, _, _ in machine.live], leases))
+    active = machine.kv.leases.active
+    leases = [[b.block_id for b in lease.blocks] for lease in active.values()]
+    loads = [(n, naive.computed, naive.tokens) for n, (naive, *_) in machine.naive.loads.items()]
+    loads = [repr(active[number].load) + str(load) for number, *load in loads if number in active]
+    return repr((pool, [sequence_view(real) for real, _, _ in machine.live], leases, loads))
 
 
 def explore(depth, layout="full", seconds=None):

@@ -93,6 +93,9 @@ class Situation:
         self.loaded = filled(self.kv, 16, first=700)
         self.lease = self.kv.lease(self.other)
         self.transfer = self.kv.lease(self.loaded, "load")
+        waiting = self.kv.open(range(900, 930))
+        self.arriving = self.kv.begin_load(waiting, 24)
+        self.caller = self.kv.open(range(950, 980))
         self.tables, self.slots = array("i", [0] * 64), array("q", [0] * 2)
         self.hit = kvcore.pack([*range(30), 1])
 
@@ -137,6 +140,8 @@ VERBS = {
     "lease": lambda s: s.kv.lease(s.one),
     "end a lease": lambda s: s.lease.end(),
     "tick": lambda s: s.kv.tick(),
+    "begin a load": lambda s: s.kv.begin_load(s.caller, 24, max_steps=7),
+    "commit a load": lambda s: s.kv.commit_load(s.arriving),
     "fail a load": lambda s: s.kv.fail_load(s.loaded, 0),
     "fail a transfer": lambda s: s.kv.fail_transfer(s.transfer),
     "fail blocks": lambda s: s.kv.fail_blocks([b.block_id for b in s.transfer.blocks]),

@@ -17,7 +17,7 @@ LAYOUTS = {
     "wide, chunk": [kvcore.FullAttention(8), kvcore.ChunkedLocal(8)],
     "six and four": [kvcore.FullAttention(6), kvcore.SlidingWindow(5, 4)],
 }
-NUM_BLOCKS = {"full": 34, "six and four": 54}  # nearly full; the others: 61
+NUM_BLOCKS = {"full": 36, "six and four": 58}  # nearly full; the others: 65
 CAT = kvcore.Item(b"cat", 1, 3, b"\x01\x00\x01")
 DOG = kvcore.Item(b"dog", 13, 2)
 STRONG = kvcore.Retention(0, 6, priority=3, max_steps=2)
@@ -33,7 +33,7 @@ class State:
 
     def __init__(self, layout, *, caching=True, fragile=None):
         self.kv = kv = kvcore.KVCacheManager(
-            NUM_BLOCKS.get(layout, 61),
+            NUM_BLOCKS.get(layout, 65),
             2 if layout == "six and four" else 4,
             groups=LAYOUTS[layout],
             enable_caching=caching,
@@ -67,6 +67,8 @@ class State:
         gone = self.run(kv.open([5] * 10, retain=[WEAK]))
         kv.lease(gone, "pin", num_tokens=4)
         kv.close(gone)
+        self.loader = kv.open([*range(8), 50, 51, 52, 53, 54, 55, 56], items=[CAT], retain=[WEAK])
+        self.load = kv.begin_load(self.loader, 14, owner="disk")
         kvcore.check(kv)
         if fragile is not None:
             fragile.fragile(kv)
@@ -139,6 +141,12 @@ VERBS = {
     "lease": lambda s, f: s.kv.lease(
         s.child, "load", num_tokens=f.integer(9), max_steps=f.integer(2)
     ),
+    "begin a load": lambda s, f: s.kv.begin_load(
+        s.alone, f.integer(9), owner="disk", max_steps=f.integer(2)
+    ),
+    "commit a load": lambda s, f: s.kv.commit_load(s.load),
+    "fail a transfer before it has arrived": lambda s, f: s.kv.fail_transfer(s.load),
+    "plan a load": lambda s, f: s.kv.plan(f.sequence(*range(12)), num_external=f.integer(11)),
     "end a lease": lambda s, f: s.kv.leases.end(s.short.lease_id),
     "end a pin": lambda s, f: s.long.end(),
     "tick": lambda s, f: s.kv.tick(f.integer(3)),

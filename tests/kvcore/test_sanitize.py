@@ -208,6 +208,19 @@ def fills_a_block_of_another_from_the_host(runner):
     runner.shadow.filled(seq, runner.table(other))
 
 
+def loads_after_the_load_has_ended(runner):
+    lease = runner.kv.begin_load(runner.kv.open([1, 2, 3, 4, 5, 6]), 5)
+    lease.end()
+    runner.shadow.loaded(lease)
+
+
+def goes_on_with_less_than_was_to_be_loaded(runner):
+    seq = runner.kv.open([1, 2, 3, 4, 5, 6])
+    runner.kv.commit_load(runner.kv.begin_load(seq, 5))
+    runner.kv.reserve(seq, 1)
+    runner.step(seq)
+
+
 PLANTED = {
     writes_a_slot_too_far: "misplaced",
     writes_with_the_slots_of_another: "foreign",
@@ -227,6 +240,8 @@ PLANTED = {
     copies_into_a_block_that_is_taken: "foreign",
     does_not_load_what_it_swaps_in: "unwritten",
     fills_a_block_of_another_from_the_host: "foreign",
+    loads_after_the_load_has_ended: "freed",
+    goes_on_with_less_than_was_to_be_loaded: "unwritten",
 }
 
 
@@ -245,6 +260,17 @@ def test_what_was_swapped_in_may_be_read():
     runner.kv.commit(seq, 4)
     runner.shadow.filled(seq, runner.table(seq)[:1])
     runner.step(seq)
+
+
+def test_what_was_loaded_may_be_read_and_the_last_block_written_on():
+    runner = Runner()
+    seq = runner.kv.open([1, 2, 3, 4, 5, 6])
+    lease = runner.kv.begin_load(seq, 5)
+    runner.shadow.loaded(lease)
+    runner.kv.commit_load(lease)
+    runner.kv.reserve(seq, 1)
+    runner.step(seq)
+    runner.shadow.loaded(runner.kv.lease(seq))  # loads nothing
 
 
 def test_blocks_that_are_begun_are_told_once_to_be_poisoned():

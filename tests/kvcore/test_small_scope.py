@@ -19,6 +19,7 @@ REACHED = {
     "six before four": [1, 2, 17, 112, 620],
     "uneven three": [1, 2, 17, 114, 647],
     "window, told later": [1, 2, 17, 110, 616],
+    "full and window, loaded": [1, 2, 18, 133, 833],
 }
 
 

@@ -54,7 +54,8 @@ class SimulatedModel:
         for transfer in step.stores:
             transfer.copy.payload = [self.block(block_id) for block_id in transfer.block_ids]
         for transfer in step.loads:
-            stored = transfer.copy.payload[transfer.first :]
+            payload = transfer.copy.payload
+            stored = [content for run in transfer.ranges for content in payload[slice(*run)]]
             for block_id, content in zip(transfer.block_ids, stored, strict=True):
                 self.set_block(block_id, content)
         for chunk in step.chunks:

@@ -32,23 +32,23 @@ def backend(request):
     return backends.get_backend(request.param)
 
 
-def network_of(architecture, seed, device):
+def network_of(architecture, seed, device, dtype=torch.float32):
     if architecture in CONFIGS:
         built = build(architecture, seed)
     else:
         built = build_network(make_config(architecture, ""), seed)
-    return wrap_network(architecture, built.network.to(device), built.codec)
+    return wrap_network(architecture, built.network.to(device, dtype), built.codec)
 
 
 @functools.cache
-def clear_case(architecture, device, prompts, max_tokens):
+def clear_case(architecture, device, prompts, max_tokens, dtype=torch.float32, lead=1e-3):
     """A network whose greedy choices are clear, and its dense tokens."""
-    for seed in range(40):
-        model = network_of(architecture, seed, device)
+    for seed in range(100):
+        model = network_of(architecture, seed, device, dtype)
         dense = [greedy_and_margin(model, prompt, max_tokens) for prompt in prompts]
-        if min(margin for _, margin in dense) > 1e-3:
+        if min(margin for _, margin in dense) > lead:
             return model, [tokens for tokens, _ in dense]
-    raise AssertionError("no clear network in 40")
+    raise AssertionError("no clear network in 100")
 
 
 def prepared(engine):
@@ -64,7 +64,7 @@ def tokens_of(done):
 
 
 BEGINNING = tuple(range(40, 71))
-SHARING = tuple((*BEGINNING, 7 + 3 * number, 9) for number in range(5))
+SHARING = tuple((*BEGINNING, 7 + 3 * number, 9) for number in range(4))
 
 
 @pytest.fixture
@@ -108,24 +108,26 @@ def prefixes_read(backend, monkeypatch):
 def test_a_shared_beginning_is_told_in_every_step_and_changes_no_token(
     backend, architecture, shares_from_the_first_block, replayed, monkeypatch
 ):
-    model, dense = clear_case(architecture, backend.device, SHARING, 10)
+    # In float16, because queries in float32 take kernels that know of no shared prefix.
+    model, dense = clear_case(architecture, backend.device, SHARING, 7, torch.float16, 0.04)
     config = EngineConfig(num_blocks=120, block_size=4, max_num_seqs=6, max_num_batched_tokens=64)
     read = prefixes_read(backend, monkeypatch)
     engine = prepared(Engine(model, backend, config))
     assert read or backend.device.type == "cpu"
-    params = [SamplingParams(max_tokens=10 - number) for number in range(5)]
+    replayed.clear()  # by requests on trial
+    params = [SamplingParams(max_tokens=7 - number) for number in range(4)]
     engine.generate([BEGINNING], SamplingParams(max_tokens=1))
     with noting_batches(engine.network) as batches:
         done = engine.generate(SHARING, params)
-    wanted = [tokens[: 10 - number] for number, tokens in enumerate(dense)]
+    wanted = [tokens[: 7 - number] for number, tokens in enumerate(dense)]
     assert tokens_of(done) == wanted
     assert engine.stats.num_hit_tokens > 0
     told = [bucket for bucket in replayed if bucket.shares]
     if backend.device.type == "cuda":
-        assert len(told) >= 5  # and no step of one token each was launched from Python
+        assert len(told) >= 3  # and no step of one token each was launched from Python
         assert not any(batch.max_query_len == 1 for batch in batches)
     else:
-        assert sum(batch.shared_prefix is not None for batch in batches) >= 5
+        assert sum(batch.shared_prefix is not None for batch in batches) >= 3
 
 
 NOISE = torch.randn(97, 320, generator=torch.Generator().manual_seed(4)) * 2
@@ -177,6 +179,8 @@ def test_penalties_beside_recorded_draws_are_those_of_the_reference(
     engine = Engine(model, backend, EngineConfig(num_blocks=90, block_size=4, **sizes))
     engine.network.logits = hashed_logits
     prepared(engine)
+    drawn.clear()  # for requests on trial
+    replayed.clear()
     prompts = [[3 + number, 9, 3 + number] for number in range(len(asked))]
     done = engine.generate(prompts, asked)
     wanted = [wanted_of(*both) for both in zip(prompts, asked, strict=True)]

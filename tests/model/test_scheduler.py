@@ -1,6 +1,8 @@
 """The scheduler by hand: small pools, every block id and count written out."""
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import kvcore
 from model import (
@@ -206,6 +208,32 @@ def test_a_request_longer_than_the_models_positions_is_refused():
     add(scheduler, 0, list(range(8)), max_tokens=4)
     with pytest.raises(RequestTooLongError, match="positions for 12 tokens"):
         add(scheduler, 1, list(range(8)), max_tokens=5)
+
+
+@settings(max_examples=40)
+@given(
+    num_blocks=st.integers(2, 14),
+    block_size=st.integers(1, 5),
+    windows=st.lists(st.integers(1, 9), max_size=2),
+    budget=st.integers(1, 20),
+    positions=st.none() | st.integers(1, 40),
+)
+@example(num_blocks=22, block_size=4, windows=[8], budget=84, positions=None)
+def test_what_a_request_may_come_to_for_sure_it_comes_to_and_no_further(
+    num_blocks, block_size, windows, budget, positions
+):
+    groups = [kvcore.FullAttention(), *map(kvcore.SlidingWindow, windows)]
+    kv = kvcore.KVCacheManager(num_blocks, block_size, groups=groups)
+    sizes = SchedulerConfig(max_num_batched_tokens=budget, max_model_len=positions)
+    scheduler = Scheduler(kv, sizes)
+    most = scheduler.max_model_len
+    with pytest.raises(RequestTooLongError):
+        add(scheduler, 0, [1] * most, max_tokens=1)
+    if most > 1:
+        fits = add(scheduler, 1, [1] * (most - 1), max_tokens=1)
+        while scheduler.has_unfinished:
+            run(scheduler)
+        assert fits.num_tokens == most
 
 
 def test_an_abort_gives_the_blocks_back_wherever_the_request_stands():

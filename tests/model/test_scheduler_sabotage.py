@@ -137,8 +137,13 @@ class LoadsFromTheBeginning(Scheduler):
 
     def schedule(self):
         step = super().schedule()
-        loads = tuple(dataclasses.replace(load, first=0) for load in step.loads)
-        self._in_flight = dataclasses.replace(step, loads=loads)
+        loads = tuple(
+            dataclasses.replace(
+                load, ranges=tuple((0, stop - first) for first, stop in load.ranges)
+            )
+            for load in step.loads
+        )
+        self._in_flight = dataclasses.replace(step, loads=tuple(loads))
         return self._in_flight
 
 
@@ -164,12 +169,12 @@ class UsesACopyWithoutItsBeginning(Scheduler):
 
 
 class LetsOthersFindWhatAWindowLeftBehind(Scheduler):
-    """What is out of sight was never written where the blocks are now."""
+    """What is out of sight is written nowhere."""
 
     def _start(self, request):
         if request.host_copy is not None:
             opened = self._room._kv
-            self._room._kv = _Shared(opened)
+            self._room._kv = _Hasty(opened)
             super()._start(request)
             self._room._kv = opened
         else:
@@ -348,14 +353,18 @@ class ForgetsTheDraftsThatHeld(Scheduler):
                 self._kv.extend(request.sequence, further.get(request.request_id, ()))
 
 
-class _Shared:
-    """A manager whose sequences are all found by others."""
+class _Hasty:
+    """A manager that says of what it loads that it was computed."""
 
     def __init__(self, kv):
         self._kv = kv
 
-    def open(self, tokens, **_):
-        return self._kv.open(tokens)
+    def begin_load(self, sequence, num_tokens, **options):
+        count = num_tokens - sequence.num_computed_tokens - 1
+        if self._kv.can_reserve(sequence, count):
+            self._kv.reserve(sequence, count)
+            self._kv.commit(sequence, count)
+        return self._kv.begin_load(sequence, num_tokens, **options)
 
     def __getattr__(self, name):
         return getattr(self._kv, name)

@@ -38,7 +38,7 @@ def caches(request):
 
 
 def transfer(blocks, host_copy, first=0):
-    return Transfer(None, blocks, host_copy, first, None)
+    return Transfer(None, blocks, host_copy, ((first, first + len(blocks)),), None)
 
 
 @pytest.mark.parametrize("backend", ["numba"])

@@ -7,8 +7,8 @@ from hypothesis.stateful import precondition, rule
 
 import kvcore
 from tests.kvcore.machines.checks import SEQUENCES
+from tests.kvcore.machines.loads import LoadRules
 from tests.kvcore.machines.refusal import refused
-from tests.kvcore.machines.verbs import ManagerVerbs
 
 MOVES = st.tuples(
     st.lists(st.integers(0, 2), max_size=4),  # what joins
@@ -17,7 +17,7 @@ MOVES = st.tuples(
 )
 
 
-class StepRules(ManagerVerbs):
+class StepRules(LoadRules):
     """The verbs of whole steps, with sequences in every state."""
 
     @precondition(lambda self: self.live)

@@ -17,7 +17,9 @@ def keep_the_cut_block(manager, seq, num_tokens):
     seq.room = seq.due = seq.stop = 0
     del seq.packed[num_tokens:]
     seq.items = cut_items(seq.items, num_tokens)
-    seq.num_computed_tokens = min(seq.num_computed_tokens, num_tokens)
+    computed = min(seq.num_computed_tokens, num_tokens)
+    manager.pool.num_computed_tokens -= seq.num_computed_tokens - computed
+    seq.num_computed_tokens = computed
     seq.num_cached_tokens = min(seq.num_cached_tokens, num_tokens)
 
 

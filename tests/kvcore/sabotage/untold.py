@@ -41,7 +41,7 @@ class untold_tokens_survive_a_cut(kvcore.KVCacheManager):
         seq.num_untold_tokens = untold
 
 
-@sabotage(machines.ManagerMachine, "P27", "P7", "P10", "P13", "P14", "P15")
+@sabotage(machines.ManagerMachine, "P27", "P7", "P9", "P10", "P13", "P14", "P15")
 class untold_tokens_are_guessed_for_a_fork(kvcore.KVCacheManager):
     """The child gets what its parent has computed, as if it were told."""
 

@@ -1,0 +1,248 @@
+"""KV from outside: what a load takes, what joins, and what becomes of one that fails."""
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import kvcore
+from tests.kvcore.test_peaks import GROUPS
+
+WINDOW = [kvcore.FullAttention(), kvcore.SlidingWindow(6)]
+
+
+@pytest.fixture
+def kv():
+    return kvcore.KVCacheManager(64, 4, groups=WINDOW, record_events="xxh3-128")
+
+
+def run(kv, tokens, **options):
+    seq = kv.open(tokens, **options)
+    todo = seq.num_tokens - seq.num_computed_tokens
+    kv.reserve(seq, todo)
+    kv.commit(seq, todo)
+    return seq
+
+
+def test_a_window_has_null_entries_for_what_no_query_after_the_load_sees(kv):
+    seq = kv.open(range(30))
+    lease = kv.begin_load(seq, 24, owner="disk")
+    assert lease.load.block_ids == ((1, 2, 3, 4, 5, 6), (7, 8))
+    assert lease.load.first_blocks == (0, 4)
+    assert (seq.num_computed_tokens, seq.block_tables) == (0, ((), ()))
+    assert kv.plan(range(30)).num_cached_tokens == 0
+    assert kv.commit_load(lease)
+    assert seq.block_tables == ((1, 2, 3, 4, 5, 6), (0, 0, 0, 0, 7, 8))
+    assert (seq.num_computed_tokens, seq.num_cached_tokens) == (24, 0)
+    assert kv.open(range(30)).num_cached_tokens == 24
+    kvcore.check(kv)
+
+
+def test_a_load_in_half_a_block_can_be_hit_once_the_block_is_full(kv):
+    seq = kv.open(range(30))
+    assert kv.commit_load(kv.begin_load(seq, 26))
+    assert seq.block_tables[1] == (0, 0, 0, 0, 0, 8, 9)
+    assert kv.plan(range(30)).num_cached_tokens == 0  # a query at 24 sees position 19
+    kv.reserve(seq, 4)
+    kv.commit(seq, 4)
+    assert kv.plan(range(30)).num_cached_tokens == 28
+
+
+def test_what_is_found_is_not_loaded_again_and_passes_when_the_load_has_joined(kv):
+    first = run(kv, range(16))
+    seq = kv.open(range(30))
+    assert seq.block_tables == first.block_tables == ((1, 2, 3, 4), (0, 0, 7, 8))
+    lease = kv.begin_load(seq, 24)
+    assert lease.load.first_blocks == (4, 4)
+    kv.close(first)
+    assert kv.commit_load(lease)
+    assert seq.block_tables[1][:4] == (0, 0, 0, 0)
+    assert kv.plan(range(17)).num_cached_tokens == 16  # they are free, and found
+
+
+@pytest.mark.parametrize("ends", ["end", "fails", "late"])
+def test_a_load_that_fails_leaves_its_sequence_where_it_was(kv, ends):
+    run(kv, range(16))
+    seq = kv.open(range(30))
+    before, free = seq.block_tables, kv.num_free_blocks
+    lease = kv.begin_load(seq, 24, max_steps=3)
+    if ends == "end":
+        assert lease.end()
+    elif ends == "fails":
+        assert kv.fail_transfer(lease) == ()
+    else:
+        assert kv.tick(3) == (lease,)
+    assert not kv.commit_load(lease)
+    assert (seq.num_computed_tokens, seq.block_tables, kv.num_free_blocks) == (16, before, free)
+    kv.reserve(seq, 14)
+    kv.commit(seq, 14)
+    kvcore.check(kv)
+
+
+def test_a_load_that_was_bad_after_all_is_taken_back(kv):
+    seq = kv.open(range(30))
+    kv.commit_load(kv.begin_load(seq, 24))
+    writing = kv.lease(seq, "load")
+    hit = kv.open(range(30))
+    assert kv.fail_transfer(writing) == (seq, hit)
+    assert (seq.num_computed_tokens, seq.num_blocks, hit.num_blocks) == (0, 0, 0)
+    kvcore.check(kv)
+
+
+def test_a_cut_below_what_a_window_has_falls_to_the_beginning(kv):
+    seq = kv.open(range(30))
+    kv.commit_load(kv.begin_load(seq, 24))
+    child, orders = kv.fork(seq)
+    assert (child.block_tables, orders) == (seq.block_tables, ())
+    kv.truncate(seq, 23)
+    assert (seq.num_computed_tokens, seq.num_blocks) == (0, 0)
+    kv.truncate(child, 24)
+    assert child.num_computed_tokens == 24
+    kvcore.check(kv)
+
+
+def test_its_blocks_are_nobody_elses_while_a_load_writes_for_a_closed_sequence():
+    kv = kvcore.KVCacheManager(5, 4)
+    seq = kv.open(range(12))
+    lease = kv.begin_load(seq, 12)
+    kv.close(seq)
+    assert kv.num_free_blocks == 1
+    assert kv.leases.num_deferred_blocks() == 3
+    assert not kv.commit_load(lease)
+    assert kv.num_free_blocks == 4
+
+
+def test_a_sequence_that_goes_on_meanwhile_keeps_what_it_computes(kv):
+    seq = kv.open(range(30))
+    lease = kv.begin_load(seq, 24)
+    kv.reserve(seq, 10)
+    kv.commit(seq, 10)
+    own = seq.block_tables[0]
+    assert kv.commit_load(lease)
+    assert seq.block_tables[0][:2] == own[:2]
+    assert seq.num_computed_tokens == 24
+    kvcore.check(kv)
+    other = kv.open([*range(40, 60)])
+    late = kv.begin_load(other, 8)
+    kv.reserve(other, 20)
+    kv.commit(other, 20)
+    assert not kv.commit_load(late)
+
+
+def test_a_load_from_before_a_reset_is_shared_with_nobody(kv):
+    seq = kv.open(range(30))
+    lease = kv.begin_load(seq, 24)
+    kv.reset()
+    assert kv.commit_load(lease)
+    assert seq.num_computed_tokens == 24
+    assert kv.plan(range(30)).num_cached_tokens == 0
+    kvcore.check(kv)
+
+
+def test_what_cannot_be_loaded_is_refused(kv):
+    seq = run(kv, range(10))
+    kv.expect(seq, 3)
+    for count in (-1, 0, 10, 11):  # computed, or not told yet
+        with pytest.raises(kvcore.InvalidArgumentError, match="num_tokens: wanted"):
+            kv.begin_load(seq, count)
+    fresh = kv.open([1, 2, 3])
+    # Compiled, another type is a TypeError.
+    for options in ({"max_steps": 0}, {"owner": 7}):
+        with pytest.raises((kvcore.InvalidArgumentError, TypeError)):
+            kv.begin_load(fresh, 3, **options)
+    with pytest.raises(kvcore.InvalidArgumentError, match="lease: wanted"):
+        kv.commit_load(kv.lease(seq))
+    with pytest.raises((kvcore.InvalidArgumentError, TypeError)):
+        kv.commit_load(None)
+    other = kvcore.KVCacheManager(8, 4)
+    foreign = other.begin_load(other.open([1, 2, 3]), 2)
+    with pytest.raises(kvcore.InvalidArgumentError, match="lease: wanted"):
+        kv.commit_load(foreign)
+    for call in (kv.plan, lambda tokens, **o: kv.num_missing_blocks(fresh, 0, **o)):
+        with pytest.raises(kvcore.InvalidArgumentError, match="num_external: wanted"):
+            call([1, 2, 3], num_external=4)
+
+
+def test_a_window_leaves_nothing_in_the_tree_once_its_blocks_are_reused(kv):
+    seq = kv.open(range(30))
+    kv.commit_load(kv.begin_load(seq, 24))
+    assert len(list(kv.pool.trees[1].nodes())) == 6
+    stored = kv.events.take()
+    assert [(run.group, len(run.names)) for run in stored] == [(0, 6), (1, 2)]
+    assert stored[1].parent == stored[0].names[3]  # the names are those of the whole prefix
+    kv.close(seq)
+    kv.reserve(kv.open(range(100, 101), namespace=None), 4 * 31)
+    kvcore.check(kv)
+    assert list(kv.pool.trees[1].nodes()) == []
+    assert kvcore.fold([*stored, *kv.events.take()]) == kvcore.fold((), kv.snapshot())
+
+
+PLENTY = 400
+
+
+def most(kv, seq, external, total, chunk):
+    """The most blocks in use at one moment, whatever the chunks are."""
+    worst = 0
+    for first in range(external, total + 1):
+        child = kv.open(seq, skip_reading=True)
+        if external:
+            assert kv.commit_load(kv.begin_load(child, external))
+        kv.reserve(child, first - external)
+        kv.commit(child, first - external)
+        kv.reserve(child, min(chunk, total - first))
+        worst = max(worst, child.num_blocks)
+        kv.close(child)
+    return worst
+
+
+@given(
+    groups=GROUPS, total=st.integers(1, 50), external=st.integers(0, 50), chunk=st.integers(1, 20)
+)
+@example(groups=[kvcore.SlidingWindow(9, 2)], total=40, external=40, chunk=1)
+def test_a_sequence_that_is_loaded_holds_so_many_blocks_and_never_more(
+    groups, total, external, chunk
+):
+    external = min(external, total)
+    kv = kvcore.KVCacheManager(PLENTY, 2, groups=groups, enable_caching=False)
+    wanted = most(kv, [7] * total, external, total, chunk)
+    peak = kvcore.peak_blocks(total, 2, groups=groups, chunk=chunk, num_external=external)
+    assert peak == wanted
+
+
+def used(groups, known, *, held):
+    """A manager in which a prefix is found, perhaps held by another sequence."""
+    kv = kvcore.KVCacheManager(PLENTY, 2, groups=groups)
+    first = run(kv, range(known))
+    if not held:
+        kv.close(first)
+    return kv
+
+
+@given(
+    groups=GROUPS,
+    known=st.integers(1, 30),
+    held=st.booleans(),
+    more=st.integers(1, 30),
+    rest=st.integers(0, 12),
+    chunk=st.integers(1, 9),
+)
+def test_a_plan_of_a_load_says_what_comes_to_be_taken(groups, known, held, more, rest, chunk):
+    """Hits, then a load, then any chunks: at some moment as much as planned, and never more."""
+    external, total = known + more, known + more + rest
+    worst, wanted = 0, set()
+    for first in range(external, total + 1):
+        kv = used(groups, known, held=held)
+        plan = kv.plan(range(total), chunk=chunk, num_external=external)
+        free = kv.num_free_blocks
+        seq = kv.open(range(total))
+        left = total - seq.num_computed_tokens
+        missing = kv.num_missing_blocks(seq, left, chunk=chunk, num_external=external)
+        wanted.add((plan.num_new_blocks + plan.num_revived_blocks, plan.num_new_blocks - missing))
+        lease = kv.begin_load(seq, external)
+        worst = max(worst, free - kv.num_free_blocks)
+        assert kv.commit_load(lease)
+        kv.reserve(seq, first - external)
+        kv.commit(seq, first - external)
+        kv.reserve(seq, min(chunk, total - first))
+        worst = max(worst, free - kv.num_free_blocks)
+        kvcore.check(kv)
+    assert wanted == {(worst, 0)}
