@@ -16,9 +16,8 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from types import TracebackType
-from typing import NoReturn, SupportsIndex, final
+from typing import NoReturn, final
 
-from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
 from kvcore.deadlines import Deadlines
 from kvcore.errors import InvalidArgumentError, MisuseError
@@ -153,13 +152,11 @@ class LeaseBook:
         self._deadlines: Deadlines[Lease] = Deadlines()
         self._next_id = 0
 
-    def begin(
-        self, blocks: Sequence[Block], kind: str, owner: str, max_steps: SupportsIndex | None
-    ) -> Lease:
+    def begin(self, blocks: Sequence[Block], kind: str, owner: str, max_steps: int | None) -> Lease:
         """Hold blocks until the lease ends. O(blocks).
 
         Raises:
-            InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
+            InvalidArgumentError: `kind` or `owner` is no string.
         """
         return self._begin(list(blocks), kind, owner, max_steps, None, [])
 
@@ -169,7 +166,7 @@ class LeaseBook:
         blocks: list[Block],
         load: Load,
         owner: str,
-        max_steps: SupportsIndex | None,
+        max_steps: int | None,
     ) -> Lease:
         """Take blocks for what arrives, and hold them until the lease ends. O(blocks).
 
@@ -187,15 +184,14 @@ class LeaseBook:
         blocks: list[Block],
         kind: str,
         owner: str,
-        max_steps: SupportsIndex | None,
+        max_steps: int | None,
         load: Load | None,
         new: list[Block],
     ) -> Lease:
         for name, text in (("kind", kind), ("owner", owner)):
             if not isinstance(text, str):
                 raise InvalidArgumentError(f"{name}: wanted a string, got {type(text).__name__}")
-        steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
-        deadline = None if steps is None else self._pool.step + steps
+        deadline = None if max_steps is None else self._pool.step + max_steps
         lease = Lease(self, self._next_id, kind, owner, deadline, blocks, load)
         self.active[lease.lease_id] = lease
         try:

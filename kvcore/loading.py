@@ -14,8 +14,6 @@ find it, and what is out of sight is given back.
 
 from __future__ import annotations
 
-from typing import SupportsIndex
-
 from kvcore.block import Block
 from kvcore.errors import InvalidArgumentError
 from kvcore.forward import keep
@@ -34,7 +32,7 @@ def begin(
     seq: KVSequence,
     num_tokens: int,
     owner: str,
-    max_steps: SupportsIndex | None,
+    max_steps: int | None,
 ) -> Lease:
     """Take blocks for the KV of a sequence's first `num_tokens` tokens, or none.
 
@@ -42,7 +40,7 @@ def begin(
 
     Raises:
         OutOfBlocksError: too few blocks are free.
-        InvalidArgumentError: `owner` is no string, or `max_steps` is below 1.
+        InvalidArgumentError: `owner` is no string.
     """
     computed = seq.num_computed_tokens
     firsts = tuple([table.first_loaded(computed, num_tokens) for table in seq.tables])
@@ -192,3 +190,4 @@ def _set(load: Load, entries: list[list[Block]], kept: list[int]) -> None:
         full = load.num_tokens // table.block_size
         table.renew(entries[number], kept[number], full if is_cached else 0)
     seq.num_computed_tokens = load.num_tokens
+    seq.stop = 0  # what a whole step counts up to is not known of these tables yet

@@ -228,11 +228,9 @@ class KVCacheManager:
             SequenceTooLongError: more tokens than `max_model_len`.
         """
         width = None if chunk is None else as_int("chunk", chunk, 1)
-        external = as_int("num_external", num_external, 0)
-        is_blind = as_bool("skip_reading", skip_reading)
         packed, key, checked = describe(tokens, namespace, items, self.max_model_len)
-        external = as_int("num_external", external, 0, len(packed))
-        if is_blind or not self.enable_caching:
+        external = as_int("num_external", num_external, 0, len(packed))
+        if as_bool("skip_reading", skip_reading) or not self.enable_caching:
             key = None
         deferred = self.leases.num_deferred_blocks()
         return planned(self.pool, self._shapes, packed, key, checked, width, external, deferred)
@@ -474,8 +472,9 @@ class KVCacheManager:
             InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
         """
         count = None if num_tokens is None else as_int("num_tokens", num_tokens, 0)
+        steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
         self._check_open(seq)
-        return self.leases.begin(blocks_tail_first(seq, count), kind, owner, max_steps)
+        return self.leases.begin(blocks_tail_first(seq, count), kind, owner, steps)
 
     def begin_load(
         self,
@@ -505,15 +504,17 @@ class KVCacheManager:
                 string.
         """
         count = as_int("num_tokens", num_tokens, 0)
+        steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
         self._check_open(seq)
         count = as_int("num_tokens", count, seq.num_computed_tokens + 1, len(seq.packed))
-        return loading.begin(self.pool, self.leases, seq, count, owner, max_steps)
+        return loading.begin(self.pool, self.leases, seq, count, owner, steps)
 
     def commit_load(self, lease: Lease) -> bool:
         """State that all KV of a load has arrived; the lease ends.
 
         The sequence has computed its tokens then: what they fill can be hit by others from now on,
-        and what is out of sight is given back. Where the load does not fit any more (the sequence
+        and what is out of sight is given back, as is room that it had behind its full blocks:
+        `reserve` what comes next anew. Where the load does not fit any more (the sequence
         is closed, cut or set back to before what it had computed then, has other tokens, or has
         computed them itself) or has ended, nothing changes but that its blocks are free.
         O(num_tokens).

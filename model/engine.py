@@ -505,7 +505,7 @@ class Engine:
 
     def _give_up(self, step: Step) -> None:
         """End everything: what a pass has written is unknown, so nothing of it may be found."""
-        for request in (*self._scheduler.running, *self._scheduler.waiting):
+        for request in self._scheduler.unfinished:
             self.abort(request)
         self._scheduler.drop(step)
         if self._unread is not None:

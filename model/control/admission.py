@@ -14,7 +14,8 @@ Invariants:
 Does not know: the order of requests, budgets of tokens, how blocks are copied.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import kvcore
@@ -153,8 +154,11 @@ class Room:
             self.drop_copy(request)
             return None
         owner = str(request.request_id)
-        lease = request.load = self._kv.begin_load(sequence, copy.num_tokens, owner=owner)
-        return _transfer_back(request, copy, lease)
+        lease = self._kv.begin_load(sequence, copy.num_tokens, owner=owner)
+        with _ended_if_broken(lease):
+            transfer = _transfer_back(request, copy, lease)
+        request.load = lease
+        return transfer
 
     def end_transfers(self, stores: Iterable[Transfer], loads: Iterable[Transfer]) -> None:
         """The transfers of a step are done: what was loaded is computed. O(their blocks)."""
@@ -200,15 +204,27 @@ class Room:
         copy = HostCopy(sequence.num_computed_tokens, tuple(places))
         if request.load is not None or not 0 < copy.num_blocks <= self.num_host_blocks_left:
             return None
-        request.host_copy = copy
-        self.num_host_blocks_left -= copy.num_blocks
-        lease = self._kv.lease(sequence, "store", owner=str(request.request_id))
         blocks = [
             block_id
             for table, (first, stop) in zip(sequence.tables, places, strict=True)
             for block_id in table.block_ids[first:stop]
         ]
-        return Transfer(request, tuple(blocks), copy, ((0, copy.num_blocks),), lease)
+        lease = self._kv.lease(sequence, "store", owner=str(request.request_id))
+        with _ended_if_broken(lease):
+            transfer = Transfer(request, tuple(blocks), copy, ((0, copy.num_blocks),), lease)
+        request.host_copy = copy
+        self.num_host_blocks_left -= copy.num_blocks
+        return transfer
+
+
+@contextmanager
+def _ended_if_broken(lease: kvcore.Lease) -> Iterator[None]:
+    """End a lease that no transfer comes to have."""
+    try:
+        yield
+    except BaseException:
+        lease.end()
+        raise
 
 
 def _transfer_back(request: Request, copy: HostCopy, lease: kvcore.Lease) -> Transfer:

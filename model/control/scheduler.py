@@ -60,6 +60,11 @@ class Scheduler(StepPlanner):
         return bool(self._unfinished)
 
     @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """Every request that waits or runs, and any that a broken plan left between. O(those)."""
+        return tuple(self._unfinished.values())
+
+    @property
     def guesses(self) -> bool:
         """Whether requests bring drafts. O(1)."""
         return self._drafter is not None
@@ -135,8 +140,9 @@ class Scheduler(StepPlanner):
             raise InvalidArgumentError(f"request: {request!r} was not added to this scheduler")
         del self._unfinished[request.request_id]
         self._followers.pop(request.request_id, None)
-        queue = self._running if request.status is Status.RUNNING else self._waiting
-        queue.remove(request)
+        for queue in (self._running, self._waiting):
+            if request in queue:  # of none, if a plan was broken off while it changed its place
+                queue.remove(request)
         self._room.drop_copy(request)
         sequence = request.finish(reason)
         if sequence is not None:

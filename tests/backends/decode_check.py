@@ -136,6 +136,7 @@ QUICK = settings(
 
 @given(SEQS_OF, st.integers(1, 40), st.integers(1, 3), st.none() | st.integers(1, 5000))
 @example([(1, 100_000)] + [(1, 20)] * 15, 33, 1, None)
+@example([(2, 19), (1, 1500), (2, 32), (1, 200_000)], 30, 2, None)  # 47 tiles are not long
 @QUICK
 def check_plan(seqs, target, most, window):
     """Every split is one program's, the merge finds it there, and no tile is left out."""
@@ -150,17 +151,17 @@ def check_plan(seqs, target, most, window):
             assert count <= tiles
             assert (count > 0) == (tiles > 0)
             assert mine[s] == [(first + split, split, count) for split in range(count)]
-    check_balance(work=plan(seqs, target, most, window, alike=False)[0], wanted=wanted)
+    check_balance(plan(seqs, target, most, window, alike=False)[0], wanted, target)
 
 
-def check_balance(work, wanted):
-    """Where lengths differ much, no part of more than half a chunk comes behind a smaller one."""
+def check_balance(work, wanted, target):
+    """Where lengths differ much, parts of sequences longer than half a chunk come first."""
     live = [tiles for tiles in wanted if tiles]
-    sizes = [wanted[s] / count for s, _, count in work if s < len(wanted)]
     if len(live) > 1 and max(live) * len(live) > 1.25 * sum(live):
-        half = max(sizes) / 2.25
-        small = [size < half for size in sizes]
-        assert small == sorted(small), sizes
+        chunk = -(-sum(live) // target)
+        finer = max(-(-chunk // splits.FINER.value), min(chunk, splits.SHORT.value))
+        small = [2 * wanted[s] <= finer for s, _, _ in work if s < len(wanted)]
+        assert small == sorted(small), (work, finer)
 
 
 @given(st.integers(1, 16), st.integers(1, 3000), st.integers(1, 40))

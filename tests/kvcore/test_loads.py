@@ -246,3 +246,44 @@ def test_a_plan_of_a_load_says_what_comes_to_be_taken(groups, known, held, more,
         worst = max(worst, free - kv.num_free_blocks)
         kvcore.check(kv)
     assert wanted == {(worst, 0)}
+
+
+@pytest.mark.parametrize("namespace", [kvcore.DEFAULT_NAMESPACE, None])
+def test_after_a_load_a_whole_step_counts_no_token_past_the_table(namespace):
+    """Whole steps had counted up to what the table had before."""
+    kv = kvcore.KVCacheManager(64, 4)
+    seq = kv.open([1, 2, 3], namespace=namespace)
+    kv.reserve(seq, 40)
+    kv.commit(seq, 3)
+    kv.append(seq, 5)
+    kv.decode_step([seq], [6])
+    kv.decode_step([seq], [6])
+    assert kv.commit_load(kv.begin_load(seq, seq.num_tokens))
+    kvcore.check(kv)
+    for _ in range(12):
+        kv.decode_step([seq], [7])
+        kvcore.check(kv)
+    assert (seq.num_computed_tokens, len(seq.block_table)) == (17, 5)
+
+
+class _Number:
+    """An integer that does something when it is looked at."""
+
+    def __init__(self, does):
+        self.does = does
+
+    def __index__(self):
+        self.does()
+        return 3
+
+
+def test_a_deadline_that_calls_the_manager_is_looked_at_before_anything_is_taken():
+    kv = kvcore.KVCacheManager(9, 4, enable_caching=False)
+    first, second = kv.open(range(12)), kv.open(range(12))
+    lease = kv.begin_load(first, 12, max_steps=_Number(lambda: kv.reserve(second, 12)))
+    assert not {*lease.load.block_ids[0]} & {*second.block_table}
+    kvcore.check(kv)
+    with pytest.raises(kvcore.StaleSequenceError):
+        kv.lease(second, max_steps=_Number(lambda: kv.close(second)))
+    kvcore.check(kv)
+    assert kv.num_free_blocks == 5

@@ -1,10 +1,13 @@
-"""What a waiting head wants is looked up once; every step is planned as if it always were."""
+"""What a waiting head wants is looked up once; a plan that breaks leaves nothing of it behind."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcore
 from model import Request, SamplingParams, Scheduler, SchedulerConfig
+from model.control import admission
+from model.control.step import Step
 from tests.model.simulation import SimulatedModel
 from tests.model.test_scheduler_machine import GROUPS, TEXTS
 from tests.model.test_scheduler_order import add, make
@@ -90,3 +93,36 @@ def test_every_step_is_planned_as_if_the_head_were_looked_up_anew(
         assert not scheduler.has_unfinished
         plans.append(plan)
     assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("breaks", ["_transfer_back", "Transfer"])
+def test_a_plan_that_breaks_while_a_copy_comes_back_leaves_nothing_behind(breaks, monkeypatch):
+    groups = [kvcore.FullAttention(), kvcore.SlidingWindow(3)]
+    kv = kvcore.KVCacheManager(10, 2, groups=groups, enable_caching=False)
+    sizes = SchedulerConfig(
+        max_num_batched_tokens=12, max_num_seqs=4, num_host_blocks=20, watermark=0.0
+    )
+    scheduler, model = Scheduler(kv, sizes), SimulatedModel(kv)
+
+    def run(num_steps):
+        for _ in range(num_steps):
+            planned = scheduler.schedule()
+            model.copy(scheduler.update(planned, model.compute(planned)))
+
+    def fail(*_):
+        raise MemoryError
+
+    params = SamplingParams(max_tokens=8)
+    scheduler.add(Request(0, [0, 1, 2, 3], params))
+    run(4)
+    scheduler.add(Request(1, [1, 1, 2, 3], params, priority=-5))
+    monkeypatch.setattr(admission, breaks, fail)
+    with pytest.raises(MemoryError):
+        run(60)
+    for request in scheduler.unfinished:
+        scheduler.abort(request)
+    scheduler.drop(Step(()))
+    assert not scheduler.has_unfinished
+    assert not kv.leases.active
+    assert kv.num_free_blocks == kv.num_usable_blocks
+    kvcore.check(kv)
