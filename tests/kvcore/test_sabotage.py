@@ -50,7 +50,27 @@ def hunt(name, settings=HUNT):
     return None
 
 
-@pytest.mark.parametrize("name", SABOTAGES)
+LONG = {  # searches of ten seconds and more
+    "groups_are_asked_once_where_a_cut_may_stand",
+    "groups_hit_what_one_of_them_lacks",
+    "loads_fail_without_the_copies_of_forks",
+    "loads_join_whatever_the_tokens_are_now",
+    "look_ups_forget_what_they_were_asked_to_keep",
+    "look_ups_make_what_they_find_young",
+    "manager_keeps_from_others_what_was_not_looked_up",
+    "untold_tokens_are_guessed_for_a_fork",
+}
+
+
+def marked(name):
+    return pytest.param(name, marks=pytest.mark.slow) if name in LONG else name
+
+
+def test_those_that_take_long_are_planted():
+    assert set(SABOTAGES) >= LONG
+
+
+@pytest.mark.parametrize("name", [*map(marked, SABOTAGES)])
 def test_a_planted_bug_is_caught_for_the_right_reason(name):
     assert hunt(name) in SABOTAGES[name].properties
 
