@@ -175,7 +175,10 @@ class LeaseBook:
             blocks: the same in the order in which they are to be released.
             load: what they are for.
             owner: who, for reports.
-            max_steps: as `begin`, and so are its errors.
+            max_steps: as for `begin`.
+
+        Raises:
+            InvalidArgumentError: `owner` is no string.
         """
         return self._begin(blocks, "load", owner, max_steps, load, new)
 

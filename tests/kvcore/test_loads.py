@@ -5,7 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvcore
-from tests.kvcore.test_peaks import GROUPS
+from tests.kvcore.test_manager import filled
+from tests.kvcore.test_peaks import GROUPS, PLENTY, used
 
 WINDOW = [kvcore.FullAttention(), kvcore.SlidingWindow(6)]
 
@@ -13,14 +14,6 @@ WINDOW = [kvcore.FullAttention(), kvcore.SlidingWindow(6)]
 @pytest.fixture
 def kv():
     return kvcore.KVCacheManager(64, 4, groups=WINDOW, record_events="xxh3-128")
-
-
-def run(kv, tokens, **options):
-    seq = kv.open(tokens, **options)
-    todo = seq.num_tokens - seq.num_computed_tokens
-    kv.reserve(seq, todo)
-    kv.commit(seq, todo)
-    return seq
 
 
 def test_a_window_has_null_entries_for_what_no_query_after_the_load_sees(kv):
@@ -48,7 +41,7 @@ def test_a_load_in_half_a_block_can_be_hit_once_the_block_is_full(kv):
 
 
 def test_what_is_found_is_not_loaded_again_and_passes_when_the_load_has_joined(kv):
-    first = run(kv, range(16))
+    first = filled(kv, range(16))
     seq = kv.open(range(30))
     assert seq.block_tables == first.block_tables == ((1, 2, 3, 4), (0, 0, 7, 8))
     lease = kv.begin_load(seq, 24)
@@ -61,7 +54,7 @@ def test_what_is_found_is_not_loaded_again_and_passes_when_the_load_has_joined(k
 
 @pytest.mark.parametrize("ends", ["end", "fails", "late"])
 def test_a_load_that_fails_leaves_its_sequence_where_it_was(kv, ends):
-    run(kv, range(16))
+    filled(kv, range(16))
     seq = kv.open(range(30))
     before, free = seq.block_tables, kv.num_free_blocks
     lease = kv.begin_load(seq, 24, max_steps=3)
@@ -139,7 +132,7 @@ def test_a_load_from_before_a_reset_is_shared_with_nobody(kv):
 
 
 def test_what_cannot_be_loaded_is_refused(kv):
-    seq = run(kv, range(10))
+    seq = filled(kv, range(10))
     kv.expect(seq, 3)
     for count in (-1, 0, 10, 11):  # computed, or not told yet
         with pytest.raises(kvcore.InvalidArgumentError, match="num_tokens: wanted"):
@@ -176,9 +169,6 @@ def test_a_window_leaves_nothing_in_the_tree_once_its_blocks_are_reused(kv):
     assert kvcore.fold([*stored, *kv.events.take()]) == kvcore.fold((), kv.snapshot())
 
 
-PLENTY = 400
-
-
 def most(kv, seq, external, total, chunk):
     """The most blocks in use at one moment, whatever the chunks are."""
     worst = 0
@@ -208,15 +198,6 @@ def test_a_sequence_that_is_loaded_holds_so_many_blocks_and_never_more(
     assert peak == wanted
 
 
-def used(groups, known, *, held):
-    """A manager in which a prefix is found, perhaps held by another sequence."""
-    kv = kvcore.KVCacheManager(PLENTY, 2, groups=groups)
-    first = run(kv, range(known))
-    if not held:
-        kv.close(first)
-    return kv
-
-
 @given(
     groups=GROUPS,
     known=st.integers(1, 30),
@@ -230,7 +211,7 @@ def test_a_plan_of_a_load_says_what_comes_to_be_taken(groups, known, held, more,
     external, total = known + more, known + more + rest
     worst, wanted = 0, set()
     for first in range(external, total + 1):
-        kv = used(groups, known, held=held)
+        kv = used(groups, known, holds=held)
         plan = kv.plan(range(total), chunk=chunk, num_external=external)
         free = kv.num_free_blocks
         seq = kv.open(range(total))
