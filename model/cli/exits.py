@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from model.cli.progress import say
 from model.errors import ModelError
 
 BAD_INPUT = 2
@@ -185,12 +186,11 @@ def _flushed_output() -> Iterator[None]:
 
 
 def _say(text: str, *, is_one_line: bool = True) -> None:
-    if sys.stderr is not None:  # print takes None for stdout
-        with contextlib.suppress(OSError, RuntimeError):  # there is nowhere left to complain
-            if is_one_line:
-                line = " ".join(text.split())
-                text = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
-            print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, RuntimeError):  # there is nowhere left to complain
+        if is_one_line:
+            line = " ".join(text.split())
+            text = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
+        say(text)
 
 
 def _drop_output() -> None:

@@ -15,9 +15,10 @@ _PATIENCE_S = 3.0
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, if there is one. O(line)."""
-    if sys.stderr is not None:  # print takes None for stdout
-        print(line, file=sys.stderr, flush=True)
+    """Write a line to stderr, if there is one, in one go: others write there too. O(line)."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"{line}\n")  # print writes the end of a line apart
+        sys.stderr.flush()
 
 
 @contextlib.contextmanager

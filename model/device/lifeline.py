@@ -108,5 +108,6 @@ def _checked(said: object) -> tuple[int, bytes]:
 
 
 def _end_process() -> None:
-    print(f"error: {LOST}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"error: {LOST}\n")  # in one go: other processes write there too
+    sys.stderr.flush()
     os._exit(_FAILED)

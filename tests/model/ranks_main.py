@@ -31,6 +31,12 @@ from model.twins import TwinEngine
 from tests.model.tiny_configs import cases, make_config
 
 
+def say(line: str) -> None:
+    """Write a line in one go: all ranks write there, and `print` writes its end apart."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def walk(ranks: Ranks, names: list[str]) -> None:
     """Print `{"config/variant": outcome}`: "equal", "refused: ..." or what else came."""
     outcomes = {}
@@ -38,7 +44,7 @@ def walk(ranks: Ranks, names: list[str]) -> None:
         if f"{name}/{variant}" in names:
             outcomes[f"{name}/{variant}"] = _outcome(ranks, name, variant)
     if ranks.leads:
-        print(json.dumps(outcomes))
+        say(json.dumps(outcomes))
 
 
 def _outcome(ranks: Ranks, name: str, variant: str) -> str:
@@ -85,7 +91,7 @@ def diverge(ranks: Ranks) -> None:
         else:
             engine.follow()
     except RanksDivergedError as error:
-        print(f"rank {ranks.rank}: {error}", flush=True)
+        say(f"rank {ranks.rank}: {error}")
 
 
 def die(ranks: Ranks) -> None:
@@ -99,7 +105,7 @@ def die(ranks: Ranks) -> None:
             engine._step = lambda: os._exit(0) if next(left, None) is None else step()
             engine.follow()
     except RankLostError as error:
-        print(f"rank {ranks.rank}: {error}", flush=True)
+        say(f"rank {ranks.rank}: {error}")
         os._exit(0)  # what waits for the other rank must not wait
 
 
@@ -135,7 +141,7 @@ def odd(ranks: Ranks) -> None:
     gc.collect()
     kept = sum(type(each) is Request for each in gc.get_objects())
     found = {"num_blocks": engine.kv.num_blocks, "tokens": tokens}
-    print(json.dumps({"rank": ranks.rank, "kept": kept, **found}), flush=True)
+    say(json.dumps({"rank": ranks.rank, "kept": kept, **found}))
 
 
 def main() -> None:

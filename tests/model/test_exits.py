@@ -51,6 +51,14 @@ def test_a_bug_keeps_its_traceback_and_does_not_exit_like_a_difference(capsys):
     assert "please report" in report
 
 
+def test_a_line_is_one_write_because_processes_that_share_a_network_share_a_terminal(monkeypatch):
+    writes = []
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "write", writes.append)
+    assert code_of(UsageError("two\nlines")) == 2
+    assert writes == ["error: two lines\n"]
+
+
 def test_a_body_that_ends_well_goes_on():
     with exits():
         pass

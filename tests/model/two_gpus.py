@@ -53,7 +53,8 @@ _TOKENS_BEFORE_S = float(os.environ.get("TWO_GPUS_TOKENS_BEFORE_S", "165"))
 
 def tell(ranks: Ranks, what: str, **values: object) -> None:
     told = {"at_s": round(time.monotonic() - _BEGAN, 1), "rank": ranks.rank, "what": what}
-    print(json.dumps({**told, **values}), flush=True)
+    sys.stdout.write(f"{json.dumps({**told, **values})}\n")  # in one go: both write there
+    sys.stdout.flush()
 
 
 def wait_for_device() -> None:
