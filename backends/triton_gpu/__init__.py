@@ -17,7 +17,8 @@ it moves. To read them, from the simplest on:
   `hopper_items` who takes which, `hopper_load` the warp that loads, `hopper_consume` those that
   multiply.
 - `paged_attention` chooses among them; `place` and `launch` are how a call becomes a launch,
-  `warm_up` meets every variant before the first request, `backend` is the face.
+  `warm_up` meets every variant before the first request, `ahead` compiles them in processes of
+  their own, `backend` is the face.
 """
 
 import importlib
@@ -63,7 +64,8 @@ def load() -> "TritonBackend":
     if fault:
         raise BackendUnavailableError("triton", fault, "the backend numba, or triton >= 3.7")
     module = importlib.import_module("backends.triton_gpu.backend")
-    backend: TritonBackend = module.TritonBackend(interpreting=interpreting)
+    place = importlib.import_module("backends.triton_gpu.place").Place(interpreting=interpreting)
+    backend: TritonBackend = module.TritonBackend(place)
     return backend
 
 

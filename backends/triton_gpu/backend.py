@@ -22,9 +22,9 @@ class TritonBackend:
 
     name = "triton"
 
-    def __init__(self, *, interpreting: bool) -> None:
-        self._place = Place(interpreting=interpreting)
-        halves = (torch.float16,) if interpreting else (torch.float16, torch.bfloat16)
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        halves = (torch.float16,) if place.interpreting else (torch.float16, torch.bfloat16)
         self._capabilities = Capabilities(
             dtypes=(torch.float32, *halves),
             max_head_dim=256,
@@ -82,4 +82,4 @@ class TritonBackend:
 
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """See `Backend.warmup`."""
-        warm_up(self, self._place, layers, max_num_seqs, max_query_len)
+        warm_up(TritonBackend, self._place, layers, max_num_seqs, max_query_len)

@@ -419,8 +419,7 @@ def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:
     """
     rest = cache.k.shape[3] - cache.v.shape[3]
     return (
-        not place.interpreting
-        and place.is_hopper(query.device)
+        place.is_hopper(query.device)
         and query.element_size() == 2
         and cache.k.dtype == query.dtype
         and cache.v.shape[3] in (128, 256, 512)

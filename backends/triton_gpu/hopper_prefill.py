@@ -26,7 +26,6 @@ FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -308,8 +307,7 @@ def can_attend(
     """
     block_size, _, head_dim = cache.k.shape[1:]
     return (
-        not place.interpreting
-        and _is_hopper(query.device)
+        place.is_hopper(query.device)
         and query.element_size() == 2
         and (cache.k.dtype == query.dtype or _can_divide(query, cache))
         and 40 <= head_dim <= 256
@@ -329,11 +327,6 @@ def _can_divide(query: Tensor, cache: KVCache) -> bool:
         and query.dtype == torch.bfloat16
         and query.shape[2] <= 128
     )
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _can_copy(tensor: Tensor) -> bool:

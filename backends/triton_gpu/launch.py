@@ -21,6 +21,7 @@ import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -233,7 +234,7 @@ class Variant:
             _have_context()
         with self._place.guard(self._device):
             compiled = self._compiled.get(alignment)
-            if compiled is None or self._place.interpreting:
+            if compiled is None or not self._place.launches:
                 self._first(grid, alignment, seen, tensors, numbers)
                 return
             compiled.run(
@@ -254,18 +255,34 @@ class Variant:
         for name, number in zip(names, numbers, strict=False):
             if isinstance(number, int) and name not in self._launcher.integers:
                 raise TypeError(f"{name} is an integer, and the kernel would be compiled for it")
-        launch = self._launcher.kernel[grid]
+        if not self._place.interpreting:
+            _name_kernels()
+        launch = self._place.starter(self._launcher.kernel, grid)
         seen = (t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in tensors)
         described = (each and each.described() for each in boxes)
         made = launch(*described, *seen, *numbers, *self._constants, **self._options)
         compiled = self._compiled[alignment] = cast("Compiled", made)
-        if not alignment and not self._place.interpreting:
+        if not alignment and self._place.launches:
             self._short = shorten(compiled)
 
     @property
     def alignments(self) -> frozenset[tuple[bool, ...]]:
         """What has been compiled (in the interpreter: called)."""
         return frozenset(self._compiled)
+
+
+_launchers: dict[tuple[str, str], "Launcher"] = {}
+
+
+@lru_cache(maxsize=1)
+def _name_kernels() -> None:
+    """Give every kernel the name that it has on disk, always in one order. 0.1 s, once.
+
+    What goes into Triton's name for a kernel depends on which of the functions that it calls have a
+    name already: a process that met kernels in another order would compile them once more.
+    """
+    for _, each in sorted(_launchers.items()):
+        _ = each.kernel.cache_key
 
 
 class Launcher:
@@ -289,6 +306,7 @@ class Launcher:
         self.pointers = tuple(self.names.index(name) - boxes for name in pointers)
         """Among the tensors."""
         self._variants: dict[Hashable, Variant] = {}
+        _launchers[kernel.__module__, kernel.__name__] = self
 
     def variant(
         self,

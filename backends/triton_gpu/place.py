@@ -1,28 +1,35 @@
 """Where kernels are launched: a CUDA device, or Triton's interpreter on the CPU.
 
 Decides the guard around a launch: on a GPU the tensors' device becomes the current one; the
-interpreter keeps global state, so there launches take turns. Keeps the plans of calls that have
-passed their checks once: a plan depends on nothing but its key. `jit` and `Kernel` give Triton's
-decorator a type.
+interpreter keeps global state, so there launches take turns. Says what plans ask about a GPU. Keeps
+the plans of calls that have passed their checks once: a plan depends on nothing but its key. `jit`
+and `Kernel` give Triton's decorator a type.
 """
 
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 import triton
 from torch import Tensor
 
 HOPPER = 9
+_E4M3 = (8, 9)
 MOST_PLANS = 4096
 """Plans kept; then all are forgotten, and made anew as calls come."""
 
 
 class Kernel(Protocol):
     """What `jit` makes of a function."""
+
+    __name__: str
+    cache_key: str
+    """What it is, and what it calls, as a name; computed when first asked for."""
+    warmup: Callable[..., object]
+    """Compiles it for arguments, and launches nothing."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         """The launcher for a grid."""
@@ -42,15 +49,30 @@ else:
     device_function = triton.jit
 
 
+class Gpu(NamedTuple):
+    """What plans and compilers ask about a GPU."""
+
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    shared_bytes: int
+    """That a program may have."""
+
+
+SMALL = Gpu((0, 0), 4, 99 << 10)
+"""What the interpreter counts as."""
+
+
 class Place:
     """A device type and the guard that a launch needs there."""
 
-    __slots__ = ("_alone", "_plans", "_turns", "device", "interpreting", "stream")
+    __slots__ = ("_alone", "_plans", "_turns", "device", "interpreting", "launches", "stream")
 
     def __init__(self, *, interpreting: bool) -> None:
         self.interpreting = interpreting
         self.device = torch.device("cpu" if interpreting else "cuda")
         """The current CUDA device, or the CPU under the interpreter."""
+        self.launches = not interpreting
+        """Whether compiled kernels run here."""
         self._turns = threading.Lock()
         self._alone = interpreting or torch.cuda.device_count() == 1
         self._plans: dict[Hashable, object] = {}
@@ -67,25 +89,33 @@ class Place:
             self._plans.clear()
         self._plans[key] = plan
 
+    def gpu(self, device: torch.device) -> Gpu:
+        """The device as plans see it."""
+        return SMALL if self.interpreting else _gpu(device)
+
     def num_multiprocessors(self, device: torch.device) -> int:
-        """Of a GPU; the interpreter counts as a small one."""
-        return 4 if self.interpreting else _multiprocessors_and_major(device)[0]
+        """Of a GPU."""
+        return self.gpu(device).num_multiprocessors
 
     def can_chain(self, device: torch.device) -> bool:
         """Whether a kernel may be launched before the one it depends on has ended (PDL)."""
-        return not self.interpreting and _multiprocessors_and_major(device)[1] >= HOPPER
+        return self.gpu(device).capability[0] >= HOPPER
 
     def is_hopper(self, device: torch.device) -> bool:
         """Whether the device has the matrix instructions of compute capability 9."""
-        return not self.interpreting and _multiprocessors_and_major(device)[1] == HOPPER
+        return self.gpu(device).capability[0] == HOPPER
 
     def has_e4m3(self, device: torch.device) -> bool:
         """Whether the device widens e4m3 by an instruction of its own (from sm_89 on)."""
-        return not self.interpreting and _has_e4m3(device)
+        return self.gpu(device).capability >= _E4M3
 
     def shared_bytes(self, device: torch.device) -> int:
-        """Shared memory that a program may have; the interpreter counts as a small GPU."""
-        return 99 << 10 if self.interpreting else _shared_bytes(device)
+        """Shared memory that a program may have."""
+        return self.gpu(device).shared_bytes
+
+    def starter(self, kernel: Kernel, grid: tuple[int, int, int]) -> Callable[..., object]:
+        """What launches a kernel for the first time; compiles it."""
+        return kernel[grid]
 
     def is_current(self, index: int | None) -> bool:
         """Whether launches on this GPU need no guard."""
@@ -122,20 +152,10 @@ def sign(tensor: Tensor | None) -> Hashable:
 
 
 @lru_cache
-def _multiprocessors_and_major(device: torch.device) -> tuple[int, int]:
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major
-
-
-@lru_cache
-def _has_e4m3(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-@lru_cache
-def _shared_bytes(device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+def _gpu(device: torch.device) -> Gpu:
+    found = torch.cuda.get_device_properties(device)
+    shared_bytes = int(found.shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    return Gpu((found.major, found.minor), found.multi_processor_count, shared_bytes)
 
 
 def ceil_div(count: int, size: int) -> int:

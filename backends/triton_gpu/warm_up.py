@@ -5,59 +5,67 @@ so that kernels start and return. Which variants of attention there are, the pla
 of every number of sequences and of query tokens by which plans may differ are planned, which
 compiles nothing, and those are called whose plans ask for a variant that none before did.
 
-Compilers leave Python's lock for half of their time, so a few threads call at once (more would keep
-it from the caller's own work); a variant that two of them ask for is compiled twice.
+Where kernels are compiled, other processes compile them while the calls are made (`ahead.py`).
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 
 import torch
 
 from backends.contract import AttentionTerms, Backend, LayerCall, PagedBatch, SharedPrefix
-from backends.triton_gpu import cascade, decode, latent
+from backends.triton_gpu import ahead, cascade, decode, latent
 from backends.triton_gpu.hopper_prefill import LONG, ROWS, heads_an_item
 from backends.triton_gpu.launch import Variant
 from backends.triton_gpu.paged_attention import MOST_ROWS, Known, plan_attention
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.splits import VECTORS
 
-_MOST_THREADS = 3
-
 
 def warm_up(
-    backend: Backend,
+    backend_at: Callable[[Place], Backend],
     place: Place,
     layers: Sequence[LayerCall],
     max_num_seqs: int,
     max_query_len: int,
 ) -> None:
-    """Call every operation in every way that asks for a variant; see `Backend.warmup`."""
-    caches = [tensor for layer in layers for tensor in layer.cache.tensors]
-    if not caches:
+    """Call every operation in every way that asks for a variant; see `Backend.warmup`.
+
+    Args:
+        backend_at: the backend's class.
+        place: where to call.
+        layers: how layers will call.
+        max_num_seqs: the most sequences of a batch.
+        max_query_len: the most query tokens of a sequence.
+    """
+    if not layers:
         return
-    device = caches[0].device
+    calls = partial(calls_at, backend_at, tuple(layers), max_num_seqs, max_query_len)
+    if place.launches:
+        ahead.make(calls, place, place.gpu(layers[0].cache.k.device))
+    else:
+        for call in calls(place):
+            call()
+
+
+def calls_at(
+    backend_at: Callable[[Place], Backend],
+    layers: Sequence[LayerCall],
+    max_num_seqs: int,
+    max_query_len: int,
+    place: Place,
+) -> list[Callable[[], object]]:
+    """The calls of a warm-up; of each layer those that take longest to compile first."""
+    backend = backend_at(place)
     calls = [
         call
         for layer in layers
         for call in _calls(backend, place, layer, max_num_seqs, max_query_len)
     ]
-    first = torch.zeros(1, 2, dtype=torch.int64, device=device)  # the first block onto itself
-    calls.append(partial(backend.copy_blocks, caches, first))
-    if place.interpreting:
-        for call in calls:
-            call()
-        return
-    with ThreadPoolExecutor(
-        min(_MOST_THREADS, os.cpu_count() or 1),
-        initializer=torch.cuda.set_stream,  # the caller's, which has made what the calls read
-        initargs=(torch.cuda.current_stream(device),),
-    ) as threads:
-        for done in [threads.submit(call) for call in calls]:
-            done.result()
+    caches = [tensor for layer in layers for tensor in layer.cache.tensors]
+    first = torch.zeros(1, 2, dtype=torch.int64, device=caches[0].device)  # onto itself
+    return [*calls, partial(backend.copy_blocks, caches, first)]
 
 
 def _calls(

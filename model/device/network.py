@@ -10,6 +10,7 @@ Does not know: requests, sampling, how many blocks there are and why, why a step
 
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -208,9 +209,11 @@ class PagedNetwork:
             max_num_seqs: the most sequences of a step.
             max_query_len: the most tokens of one of them.
         """
-        passes = passes_for(self.device.type)
-        passes.warm_up(self.vocab_size, self._network.dtype, self.device)
-        self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
+        passes, dtype = passes_for(self.device.type), self._network.dtype
+        with ThreadPoolExecutor(1) as beside:  # the backend waits for compilers most of its time
+            drawn = beside.submit(passes.warm_up, self.vocab_size, dtype, self.device)
+            self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
+            drawn.result()
 
     def layer_calls(self) -> tuple[backends.LayerCall, ...]:
         """How the layers call the backend, each kind once. One forward pass of one token."""

@@ -24,7 +24,8 @@ has_triton = importlib.util.find_spec("triton") is not None
 if has_triton:
     hopper_prefill = importlib.import_module("backends.triton_gpu.hopper_prefill")
     launch = importlib.import_module("backends.triton_gpu.launch")
-    Place = importlib.import_module("backends.triton_gpu.place").Place
+    place_module = importlib.import_module("backends.triton_gpu.place")
+    Place = place_module.Place
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -203,7 +204,8 @@ def test_what_hopper_cannot_serve_goes_to_the_portable_kernel(monkeypatch, chang
     query = inputs.query
     if shift:  # by two bytes
         query = torch.empty(query.numel() + 1, dtype=BF16)[1:].view(query.shape)
-    monkeypatch.setattr(hopper_prefill, "_is_hopper", lambda _: True)
+    hopper = place_module.Gpu((9, 0), 132, 227 << 10)
+    monkeypatch.setattr(place_module, "_gpu", lambda _: hopper)
     place = Place(interpreting=False)
     terms = dataclasses.replace(inputs.terms, scale=scale)
     arguments = (query, inputs.cache, inputs.out, terms)

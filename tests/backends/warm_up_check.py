@@ -17,8 +17,6 @@ from backends.triton_gpu import (
     cascade,
     copy_blocks,
     decode,
-    hopper_latent,
-    hopper_prefill,
     latent,
     merge,
     prefill,
@@ -26,7 +24,7 @@ from backends.triton_gpu import (
     store_kv,
     warm_up,
 )
-from backends.triton_gpu.place import Place
+from backends.triton_gpu.place import Gpu, Place
 from backends.triton_gpu.warm_up import batch_sizes, variants_asked
 
 MAX_NUM_SEQS, MAX_QUERY_LEN = 40, 6
@@ -39,14 +37,8 @@ LENGTHS = (2, 3, 4, 5, 6, 7, 11, 16, 17, 33, 64, 100, 128, 129, 400, 735, 864, 1
 class OnHopper(Place):
     """Plans as on a GPU; launches nothing."""
 
-    def num_multiprocessors(self, device):
-        return 132
-
-    def can_chain(self, device):
-        return True
-
-    def shared_bytes(self, device):
-        return 227 << 10
+    def gpu(self, device):
+        return Gpu((9, 0), 132, 227 << 10)
 
 
 def compiled():
@@ -102,7 +94,6 @@ def unmet(place, case, max_num_seqs, max_query_len):
 
 
 def check_hopper():
-    hopper_prefill.can_attend = hopper_latent.can_attend = lambda *_: True
     place, base = OnHopper(interpreting=True), CASE.with_(dtype=torch.bfloat16, seqs=((1, 9),))
     cases = [
         base.with_(num_kv_heads=kv, group=heads // kv, head_dim=size)

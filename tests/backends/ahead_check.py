@@ -1,0 +1,50 @@
+"""What processes compile ahead is what their caller asks for; by test_triton_ahead.
+
+For a GPU that need not be here. A program of its own, because it tells Triton of that GPU.
+"""
+
+import sys
+from functools import partial
+
+import torch
+import triton
+
+from backends import AttentionTerms, KVCache, LayerCall
+from backends.triton_gpu import ahead
+from backends.triton_gpu.backend import TritonBackend
+from backends.triton_gpu.place import Gpu
+from backends.triton_gpu.warm_up import calls_at
+
+HOPPER = Gpu((9, 0), 132, 227 << 10)
+
+
+def job(dtype):
+    """Calls of a warm-up: prefill for Hopper and in its portable form, decode, copies."""
+    k = torch.empty(100, 16, 1, 64, dtype=dtype, device="meta")
+    sinks = torch.empty(2, device="meta")
+    kinds = (AttentionTerms(0.125), AttentionTerms(0.125, sinks=sinks))
+    cache = KVCache(k, torch.empty_like(k))
+    layers = tuple(LayerCall(2, dtype, cache, terms, shared_prefix=True) for terms in kinds)
+    return partial(calls_at, TritonBackend, layers, 2, 40)
+
+
+def main():
+    calls = job(torch.bfloat16)
+    with ahead._Compilers(HOPPER, calls) as compilers:
+        numbers = sorted(iter(compilers.finished.get, None))
+    triton.runtime.driver.set_active(ahead._Driver(HOPPER))
+    found = []
+    triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    made = calls(ahead._Elsewhere(HOPPER))
+    assert numbers == list(range(len(made))), numbers
+    for call in made:
+        call()
+    assert len(found) > len(made), found
+    assert all(found), found
+    job(torch.float32)(ahead._Elsewhere(HOPPER))[-1]()  # which nobody has compiled
+    assert not found[-1]
+    sys.stdout.write("all is found\n")
+
+
+if __name__ == "__main__":
+    main()

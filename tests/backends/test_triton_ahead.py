@@ -1,0 +1,169 @@
+"""What other processes compile is found, and whatever they do, each call is made once."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed here", allow_module_level=True)
+
+from triton.runtime.jit import JITCallable
+
+from backends.triton_gpu import ahead, backend, launch, place
+from tests.backends import ahead_calls
+
+HOPPER = place.Gpu((9, 0), 132, 227 << 10)
+assert backend  # whose import brings in all kernels
+KERNELS = dict(launch._launchers)
+
+
+class Naming(place.Place):
+    """Where a kernel is asked for its name, and not compiled."""
+
+    def __init__(self):
+        super().__init__(interpreting=False)
+        self.launches = False
+        self.names = {}
+
+    def starter(self, kernel, grid):
+        name = kernel.__module__, kernel.__name__
+        return lambda *_, **__: self.names.update({name: kernel.cache_key})
+
+
+def forget_names():
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith("backends.tri")]
+    values = [value for module in modules for value in vars(module).values()]
+    for value in values:
+        each = value.kernel if isinstance(value, launch.Launcher) else value
+        if isinstance(each, JITCallable):
+            each.hash, each.used_global_vals = None, {}
+    launch._name_kernels.cache_clear()
+
+
+def names(order):
+    """What kernels are called on disk in a process that compiles them in this order."""
+    forget_names()
+    where = Naming()
+    for key in order:
+        variant = launch.Variant(KERNELS[key], where, torch.device("cpu"), (), {})
+        variant._first((1, 1, 1), (), (), (), ())
+    return where.names
+
+
+@given(st.permutations(sorted(KERNELS)))
+@settings(max_examples=20, deadline=None)
+def test_a_kernel_has_one_name_on_disk_whichever_a_process_compiles_first(order):
+    assert names(order) == names(sorted(KERNELS))
+
+
+def test_without_an_order_of_its_own_triton_gives_kernels_other_names(monkeypatch):
+    """When it no longer does, `launch._name_kernels` has nothing left to do."""
+    order = sorted(KERNELS)
+    monkeypatch.setattr(launch, "_name_kernels", lambda: None)
+    launch._name_kernels.cache_clear = lambda: None
+    assert names(order) != names(order[::-1])
+
+
+def made(folder, behaviour="compiles", count=6):
+    """The calls of a job, in the order of what became of them."""
+    calls = partial(ahead_calls.marking, folder, count, behaviour=behaviour)
+    ahead.make(calls, place.Place(interpreting=False), HOPPER)
+    events = (folder / "order").read_text().splitlines()
+    found = [event for event in events if event.startswith("made")]
+    assert sorted(found) == [f"made {number}" for number in range(count)]  # each once
+    return events
+
+
+def test_calls_are_made_once_their_kernels_are_there(tmp_path):
+    events = made(tmp_path)
+    assert "compiled 0" in events
+    for number in range(5):  # the last is the caller's, while the helper starts
+        assert events.index(f"compiled {number}") < events.index(f"made {number}")
+
+
+def test_calls_that_are_quick_wait_for_nobody_and_leave_no_process(tmp_path):
+    events = made(tmp_path, "quick")
+    assert [event for event in events if event.startswith("made")] == [
+        f"made {number}" for number in reversed(range(6))
+    ]
+
+
+@pytest.mark.parametrize("behaviour", ["fails", "dies"])
+def test_what_another_process_cannot_compile_is_left_to_the_caller(tmp_path, behaviour):
+    events = made(tmp_path, behaviour)
+    assert "compiled 1" not in events
+    assert "compiled 0" in events
+
+
+def test_without_a_helper_the_caller_makes_all_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead, "_COMMAND", "print('what a start may say'); raise SystemExit(1)")
+    assert len(made(tmp_path, "quick")) == 6
+    (tmp_path / "order").unlink()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert len(made(tmp_path, "quick")) == 6
+
+
+def test_a_call_that_fails_ends_all_processes(tmp_path):
+    with pytest.raises(ValueError, match="the caller's own"):
+        made(tmp_path, "hangs")
+    pids = (tmp_path / "pids").read_text().split()
+    assert pids
+    until = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+def test_what_other_processes_compile_is_found_by_triton(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "tests.backends.ahead_check"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "all is found\n"
+
+
+WARM_UP = """
+import sys, torch, triton, backends
+found = []
+triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+backend = backends.get_backend("triton")
+k = torch.empty(100, 16, 8, 128, dtype=torch.bfloat16, device=backend.device)
+cache = backends.KVCache(k, torch.empty_like(k))
+layer = backends.LayerCall(16, k.dtype, cache, backends.AttentionTerms(0.1), shared_prefix=True)
+backend.warmup([layer], max_num_seqs=64, max_query_len=512)
+torch.cuda.synchronize()
+print(len(found), found.count(False))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_a_start_compiles_a_few_kernels_itself_and_the_next_start_none(tmp_path):
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", WARM_UP]
+    counts = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        counts.append([*map(int, done.stdout.split())])
+    (first, made), second = counts
+    assert 0 < made < first / 2
+    assert second == [first, 0]
