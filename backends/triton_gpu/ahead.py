@@ -7,23 +7,23 @@ without memory, as if on the caller's GPU, which none of them touches: a launch 
 and ends there. What is compiled lies on disk, where Triton finds it when the caller makes the call.
 
 Decides: who compiles what, and how the helper is told and listened to. Invariants: a helper that
-fails or is missing costs time and nothing else; no process outlives its work.
+fails, hangs or is missing costs time and nothing else; no process outlives its caller.
 
 Does not know: which calls there are, what Triton keeps where.
 """
 
+import io
 import os
 import pickle
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 import torch
@@ -35,6 +35,11 @@ from backends.triton_gpu.place import Gpu, Kernel, Place
 
 _COMMAND = "from backends.triton_gpu.ahead import main; main()"
 _BEGUN = b"begun\n"
+_END_S = 5.0
+MOST_CHILDREN = 16
+"""Each takes some 150 MB, and its assembler as much."""
+PATIENCE_S = 60.0
+"""How long none of them finishes a call before the caller goes on without them."""
 
 
 Calls = Callable[[Place], Sequence[Callable[[], object]]]
@@ -57,7 +62,7 @@ def make(calls: Calls, place: Place, gpu: Gpu) -> None:
     with _Compilers(gpu, calls) as compilers:
         while left and not compilers.have_begun.is_set():
             left.popitem()[1]()
-        for number in iter(compilers.finished.get, None) if left else ():
+        while left and (number := compilers.next_finished()) is not None:
             if number in left:
                 left.pop(number)()
     for call in left.values():  # no process has compiled for it
@@ -69,55 +74,78 @@ class _Compilers:
 
     Attributes:
         have_begun: that they compile.
-        finished: the numbers of calls whose kernels are on disk, as they come; None: no more will.
     """
 
     def __init__(self, gpu: Gpu, calls: Calls) -> None:
         self._job = gpu, calls
         self._helper: subprocess.Popen[bytes] | None = None
-        self._listener: threading.Thread
+        self._listener: threading.Thread | None = None
+        self._finished: SimpleQueue[int | None] = SimpleQueue()
         self.have_begun = threading.Event()
-        self.finished: SimpleQueue[int | None] = SimpleQueue()
 
     def __enter__(self) -> Self:
-        with suppress(OSError):  # no such program, no more processes: whoever calls compiles
-            self._helper = helper = _start(self._job)
-            self._listener = threading.Thread(target=self._listen, args=(helper,), daemon=True)
-            self._listener.start()
+        try:
+            job = _pickled(self._job)
+            self._helper = helper = _start()
+            listener = threading.Thread(target=self._listen, args=(helper, job), daemon=True)
+            listener.start()
+            self._listener = listener
+        except Exception:  # noqa: BLE001  # no Python, no processes, no threads: the caller compiles
+            self._end()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._helper is not None:
-            with suppress(ProcessLookupError):
-                if self._helper.poll() is None:
-                    os.killpg(self._helper.pid, signal.SIGKILL)
-            self._listener.join()
+        self._end()
 
-    def _listen(self, helper: "subprocess.Popen[bytes]") -> None:
-        with helper:
+    def next_finished(self) -> int | None:
+        """The number of a call whose kernels are on disk; None: none has come for long, or will."""
+        with suppress(Empty):
+            return self._finished.get(timeout=PATIENCE_S)
+        return None
+
+    def _listen(self, helper: "subprocess.Popen[bytes]", job: bytes) -> None:
+        with suppress(OSError, ValueError):  # the helper has ended, or is ended now
+            if helper.stdin:
+                helper.stdin.write(job)
+                helper.stdin.flush()
             for line in helper.stdout or ():
                 if line == _BEGUN:
                     self.have_begun.set()
                 elif line.strip().isdigit():
-                    self.finished.put(int(line))
-        self.finished.put(None)
+                    self._finished.put(int(line))
+        self._finished.put(None)
         self.have_begun.set()
 
+    def _end(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is None:
+            return
+        if self.have_begun.is_set() and helper.stdin:
+            with suppress(OSError, subprocess.TimeoutExpired):
+                helper.stdin.close()  # it ends its children then, and waits for them
+                helper.wait(_END_S)
+        with suppress(ProcessLookupError):  # also of a helper that has left children
+            os.killpg(helper.pid, signal.SIGKILL)
+        helper.wait()
+        if self._listener:
+            self._listener.join(_END_S)
+            if self._listener.is_alive():  # a fork of another thread's has the pipe
+                return
+        with suppress(OSError), helper:  # closes the pipes
+            pass
 
-def _start(job: tuple[Gpu, Calls]) -> "subprocess.Popen[bytes]":
+
+def _start() -> "subprocess.Popen[bytes]":
     if not hasattr(os, "fork"):
         raise OSError("this system does not fork")
-    with tempfile.TemporaryFile() as told:
-        _Pickler(told).dump(job)
-        told.seek(0)
-        return subprocess.Popen(  # noqa: S603  # this very Python
-            [sys.executable, "-c", _COMMAND],
-            stdin=told,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _path()},
-            start_new_session=True,  # a group, to be ended as one
-        )
+    return subprocess.Popen(  # noqa: S603  # this very Python
+        [sys.executable, "-P", "-c", _COMMAND],  # -P: what lies here is not imported
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": _path()},
+        start_new_session=True,  # a group, to be ended as one
+    )
 
 
 def main() -> None:
@@ -126,11 +154,19 @@ def main() -> None:
     gpu, make_calls = job
     triton.runtime.driver.set_active(_Driver(gpu))
     calls = make_calls(_Elsewhere(gpu))
-    share = min(len(calls), len(os.sched_getaffinity(0)))
+    share = num_children(len(calls))
     _say(_BEGUN)
     children = [_fork(range(first, len(calls), share), calls) for first in range(share)]
+    threading.Thread(target=_end_with_caller, args=(children,), daemon=True).start()
     for child in children:
         os.waitpid(child, 0)
+
+
+def num_children(num_calls: int) -> int:
+    """How many processes share so many calls: as many as cores, where others may start some too."""
+    neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")  # torchrun's
+    cores = len(os.sched_getaffinity(0)) // (int(neighbours) if neighbours.isdigit() else 1)
+    return max(1, min(num_calls, cores, MOST_CHILDREN))
 
 
 def _fork(numbers: Sequence[int], calls: Sequence[Callable[[], object]]) -> int:
@@ -139,14 +175,23 @@ def _fork(numbers: Sequence[int], calls: Sequence[Callable[[], object]]) -> int:
         return child
     try:
         for number in numbers:
-            calls[number]()
-            _say(b"%d\n" % number)
+            with suppress(Exception):  # whoever makes the call is told
+                calls[number]()
+                _say(b"%d\n" % number)
     finally:
         os._exit(0)
 
 
+def _end_with_caller(children: Sequence[int]) -> None:
+    """End what is left when nobody waits for it: the caller closes its pipe, or is gone."""
+    sys.stdin.buffer.read()
+    for child in children:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+
+
 def _say(line: bytes) -> None:
-    os.write(1, line)  # in one go: all children write there
+    os.write(1, b"\n" + line)  # in one go: all write there; and apart from what a start may say
 
 
 class _Elsewhere(Place):
@@ -200,10 +245,17 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+def _pickled(job: tuple[Gpu, Calls]) -> bytes:
+    written = io.BytesIO()
+    _Pickler(written).dump(job)
+    return written.getvalue()
+
+
 def _seen(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _path() -> str:
     """Where the helper finds what this process has found."""
-    return os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+    entries: list[object] = [*sys.path]  # of which imports pass over what is no string
+    return os.pathsep.join(str(Path(each).absolute()) for each in entries if isinstance(each, str))

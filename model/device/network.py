@@ -10,7 +10,6 @@ Does not know: requests, sampling, how many blocks there are and why, why a step
 
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -202,18 +201,19 @@ class PagedNetwork:
     def warm_up(
         self, calls: Sequence[backends.LayerCall], max_num_seqs: int, max_query_len: int
     ) -> None:
-        """Have the kernels of all layers and of any draw compiled: seconds to a minute.
+        """Have the kernels of all layers compiled: seconds to a minute.
 
         Args:
             calls: those of the layers.
             max_num_seqs: the most sequences of a step.
             max_query_len: the most tokens of one of them.
         """
-        passes, dtype = passes_for(self.device.type), self._network.dtype
-        with ThreadPoolExecutor(1) as beside:  # the backend waits for compilers most of its time
-            drawn = beside.submit(passes.warm_up, self.vocab_size, dtype, self.device)
-            self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
-            drawn.result()
+        self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
+
+    def warm_up_draws(self) -> None:
+        """Have the kernels of any draw compiled: seconds at most."""
+        passes = passes_for(self.device.type)
+        passes.warm_up(self.vocab_size, self._network.dtype, self.device)
 
     def layer_calls(self) -> tuple[backends.LayerCall, ...]:
         """How the layers call the backend, each kind once. One forward pass of one token."""

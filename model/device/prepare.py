@@ -16,8 +16,10 @@ Invariants: no block of the caches changes; what could not be done is told, and 
 Does not know: requests.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -72,15 +74,18 @@ def prepare_network(
     """
     # No module is called beside a trace, which changes what calling one does.
     calls = network.layer_calls()
-    with ThreadPoolExecutor(max_workers=2) as side:
-        if config.compile and network.device.type == "cuda":
+    is_on_gpu = network.device.type == "cuda"
+    with ThreadPoolExecutor(3, initializer=_same_gpu() if is_on_gpu else None) as side:
+        if config.compile and is_on_gpu:
             side.submit(start_compiler)  # takes seconds, most of them in processes of its own
-        kernels = side.submit(
-            network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens
+        kernels = (
+            side.submit(network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens),
+            side.submit(network.warm_up_draws),
         )
         prepared = _captured(network, config)
-        kernels.result()
-    if prepared.how.startswith("eager") or network.device.type != "cuda":
+        for each in kernels:
+            each.result()
+    if prepared.how.startswith("eager") or not is_on_gpu:
         return prepared
     if any(network.layout.chunks):  # a step has other tables then, of other lengths
         return replace(prepared, how=f"{prepared.how}, no graphs of attention in chunks")
@@ -105,6 +110,11 @@ def prepare_network(
         ) from error
     how = f"{prepared.how}, {num_graphs} graphs"
     return Prepared(how, graphs)
+
+
+def _same_gpu() -> Callable[[], None]:
+    """What makes this thread's GPU that of another thread, which begins with the first one."""
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def recorded_tokens(num_parameters: int, num_layers: int, config: EngineConfig) -> int:

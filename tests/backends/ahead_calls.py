@@ -1,8 +1,14 @@
 """Calls for `backends.triton_gpu.ahead` that leave marks; a module that other processes find."""
 
+import importlib
 import os
+import signal
+import sys
 import time
 from functools import partial
+from pathlib import Path
+
+from backends.triton_gpu import ahead, place
 
 _PATIENCE_S = 30
 
@@ -18,7 +24,7 @@ def marking(folder, count, where, *, behaviour="compiles"):
         if where.launches:
             if behaviour != "quick" and number == count - 1:
                 _wait_for(folder / "begun")
-            if behaviour == "hangs":
+            if behaviour in ("raises", "orphans"):
                 raise ValueError("the caller's own")
             _append(folder / "order", f"made {number}")
             return
@@ -28,7 +34,9 @@ def marking(folder, count, where, *, behaviour="compiles"):
             raise ValueError("this kernel cannot be compiled")
         if behaviour == "dies" and number == 1:
             os.abort()
-        if behaviour == "hangs":
+        if behaviour == "orphans" and number == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        if behaviour in ("hangs", "raises", "orphans"):
             time.sleep(1000)
         _append(folder / "order", f"compiled {number}")
 
@@ -45,3 +53,13 @@ def _wait_for(path):
     while not path.exists() and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.5)  # what the helper says comes a moment later
+
+
+def make(folder, behaviour, count=6):
+    """Make such calls, as if on an H100."""
+    calls = partial(marking, folder, count, behaviour=behaviour)
+    ahead.make(calls, place.Place(interpreting=False), place.Gpu((9, 0), 132, 227 << 10))
+
+
+if __name__ == "__main__":
+    importlib.import_module("tests.backends.ahead_calls").make(Path(sys.argv[1]), sys.argv[2])

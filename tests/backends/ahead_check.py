@@ -31,7 +31,7 @@ def job(dtype):
 def main():
     calls = job(torch.bfloat16)
     with ahead._Compilers(HOPPER, calls) as compilers:
-        numbers = sorted(iter(compilers.finished.get, None))
+        numbers = sorted(iter(compilers.next_finished, None))
     triton.runtime.driver.set_active(ahead._Driver(HOPPER))
     found = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
