@@ -42,7 +42,7 @@ NOT_SCORED = {"__init__", "build_hook"}
 FILES = sorted(p.stem for p in (ROOT / "kvcore").glob("*.py") if p.stem not in NOT_SCORED)
 # After those of the file itself; first the fast ones that most mutants die of, then the slow ones.
 TESTS = (
-    ("manager", "capabilities", "decode_step", "untold", "bad_transfers"),
+    ("manager", "capabilities", "decode_step", "untold", "loads", "bad_transfers"),
     ("machines", "pool_properties"),
     ("block", "free_queue", "groups", "hashing", "pool", "content_tree", "idle_blocks"),
     ("peaks", "pool_map", "hostile", "invariants", "tokens", "slots", "short_ways", "look_ups"),

@@ -168,6 +168,13 @@ def test_wherever_it_stood_and_whatever_it_is_kept_for(found, kept):
     assert (ids(idle), idle.num_shelved, idle.queue.length) == ([], 0, 0)
 
 
+def test_however_many_were_found():
+    blocks, idle = waiting(300)
+    looked_up(idle, blocks[1:299])
+    given_back(idle, blocks[298:0:-1])
+    assert ids(idle) == list(range(300))
+
+
 @pytest.mark.parametrize("change", ["kept", "over", "another"])
 def test_what_is_kept_for_something_else_since_does_not_go_back(change):
     blocks = [Block(number) for number in range(4)]
@@ -223,15 +230,16 @@ def test_room_for_wishes_is_made_for_all_blocks_or_for_none():
     assert idle.kept == {0: ((1, 9),), 1: (), 2: (), 3: (), 4: (), 5: ((2, 7),)}
 
 
-def test_a_wish_that_another_of_its_deadline_outdoes_still_ends_then():
+@pytest.mark.parametrize("end", [9, 9_000_000])
+def test_a_wish_that_another_of_its_deadline_outdoes_still_ends_then(end):
     block = Block(0)
     idle = IdleBlocks()
-    idle.keep(block, [(1, 9)])
-    idle.keep(block, [(3, 9)])
-    assert idle.kept == {0: ((3, 9),)}
-    idle.expire(8)
-    assert idle.kept == {0: ((3, 9),)}
-    idle.expire(9)
+    idle.keep(block, [(1, end + 1 - 1)])  # another int, of that value
+    idle.keep(block, [(3, end)])
+    assert idle.kept == {0: ((3, end),)}
+    idle.expire(end - 1)
+    assert idle.kept == {0: ((3, end),)}
+    idle.expire(end)
     assert idle.kept == {}
 
 

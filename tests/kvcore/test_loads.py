@@ -121,6 +121,39 @@ def test_a_sequence_that_goes_on_meanwhile_keeps_what_it_computes(kv):
     assert not kv.commit_load(late)
 
 
+@pytest.mark.parametrize("computed", range(0, 29, 4))
+@pytest.mark.parametrize("groups", [WINDOW, WINDOW[:1]], ids=["with a window", "without"])
+def test_a_load_joins_a_sequence_that_has_what_stands_before_it_and_lacks_what_it_ends_with(
+    groups, computed
+):
+    kv = kvcore.KVCacheManager(64, 4, groups=groups)
+    seq = kv.open(range(30))
+    kv.reserve(seq, 12)
+    kv.commit(seq, 12)
+    lease = kv.begin_load(seq, 24)
+    assert lease.load.first_blocks == (3, 4)[: len(groups)]
+    if computed < 12:
+        kv.truncate(seq, computed)
+        kv.extend(seq, range(computed, 30))
+    elif computed > 12:
+        kv.reserve(seq, computed - 12)
+        kv.commit(seq, computed - 12)
+    free, before = kv.num_free_blocks, (seq.num_computed_tokens, seq.block_tables)
+    assert kv.commit_load(lease) == (12 <= computed < 24)
+    if not 12 <= computed < 24:
+        assert (seq.num_computed_tokens, seq.block_tables) == before
+        assert kv.num_free_blocks == free + (3, 5)[len(groups) - 1]  # all that was to be loaded
+    kvcore.check(kv)
+
+
+@pytest.mark.parametrize("stop", range(1, 25))
+def test_what_is_loaded_is_kept_as_far_as_the_wish_reaches(stop):
+    kv = kvcore.KVCacheManager(64, 4)
+    seq = kv.open(range(24), retain=[kvcore.Retention(stop - 1, stop)])
+    assert kv.commit_load(kv.begin_load(seq, 24))
+    assert kv.pool.idle_blocks.kept.keys() == set(seq.block_table[: -(-stop // 4)])
+
+
 def test_a_load_from_before_a_reset_is_shared_with_nobody(kv):
     seq = kv.open(range(30))
     lease = kv.begin_load(seq, 24)
