@@ -164,8 +164,9 @@ def main() -> None:
 
 def num_children(num_calls: int) -> int:
     """How many processes share so many calls: as many as cores, where others may start some too."""
-    neighbours = os.environ.get("LOCAL_WORLD_SIZE", "1")  # torchrun's
-    cores = len(os.sched_getaffinity(0)) // (int(neighbours) if neighbours.isdigit() else 1)
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
+    neighbours = max(1, int(said)) if said.isdecimal() else 1
+    cores = len(os.sched_getaffinity(0)) // neighbours
     return max(1, min(num_calls, cores, MOST_CHILDREN))
 
 
@@ -184,7 +185,8 @@ def _fork(numbers: Sequence[int], calls: Sequence[Callable[[], object]]) -> int:
 
 def _end_with_caller(children: Sequence[int]) -> None:
     """End what is left when nobody waits for it: the caller closes its pipe, or is gone."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):
+        pass
     for child in children:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)

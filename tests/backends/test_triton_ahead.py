@@ -169,7 +169,8 @@ def test_what_a_helper_says_when_it_starts_and_what_lies_around_changes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("calls", "neighbours", "children"), [(40, "1", 16), (5, "1", 5), (40, "8", 4), (40, "x", 16)]
+    ("calls", "neighbours", "children"),
+    [(40, "1", 16), (5, "1", 5), (40, "8", 4), (40, "0", 16), (40, "x", 16)],
 )
 def test_processes_are_no_more_than_calls_and_cores(monkeypatch, calls, neighbours, children):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32), raising=False)
