@@ -146,6 +146,36 @@ def test_a_load_joins_a_sequence_that_has_what_stands_before_it_and_lacks_what_i
     kvcore.check(kv)
 
 
+@pytest.mark.parametrize(("before", "after"), [(b"a", b"a"), (b"a", b"b"), (b"b", b"a")])
+def test_a_load_joins_no_sequence_whose_items_have_become_others(kv, before, after):
+    seq = kv.open(range(8), items=[kvcore.Item(before, 4, 2)])
+    lease = kv.begin_load(seq, 8)
+    kv.truncate(seq, 4)
+    kv.extend(seq, range(4, 8), items=[kvcore.Item(after, 4, 2)])
+    assert kv.commit_load(lease) == (before == after)
+
+
+@pytest.mark.parametrize("count", range(1, 41))
+def test_of_a_window_whose_blocks_no_hit_can_use_a_load_leaves_what_computing_leaves(count):
+    groups = [kvcore.FullAttention(block_size=16), kvcore.SlidingWindow(3, block_size=4)]
+    loaded, computed = (kvcore.KVCacheManager(64, 4, groups=groups) for _ in range(2))
+    seqs = [kv.open(range(40)) for kv in (loaded, computed)]
+    assert loaded.commit_load(loaded.begin_load(seqs[0], count))
+    computed.reserve(seqs[1], count)
+    tables = [seqs[0].block_tables, seqs[1].block_tables]
+    computed.commit(seqs[1], count)
+    loaded.close(seqs[0])
+    computed.close(seqs[1])
+    for pair in zip(*tables, strict=True):
+        for ours, other in zip(*pair, strict=True):
+            if ours:
+                states = [
+                    kvcore.describe_block(loaded, ours),
+                    kvcore.describe_block(computed, other),
+                ]
+                assert states[0].state == states[1].state
+
+
 @pytest.mark.parametrize("stop", range(1, 25))
 def test_what_is_loaded_is_kept_as_far_as_the_wish_reaches(stop):
     kv = kvcore.KVCacheManager(64, 4)
