@@ -120,8 +120,7 @@ def _fits(load: Load) -> bool:
     if not seq.is_open or computed >= num_tokens or seq.packed[:num_tokens] != load.packed:
         return False
     for number, table in enumerate(seq.tables):
-        first = load.first_blocks[number]
-        if first > max(computed // table.block_size, table.first_kept(num_tokens)):
+        if load.first_blocks[number] > table.first_loaded(computed, num_tokens):
             return False
     return cut_items(seq.items, num_tokens) == load.items
 

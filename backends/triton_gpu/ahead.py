@@ -259,5 +259,4 @@ def _seen(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -
 
 def _path() -> str:
     """Where the helper finds what this process has found."""
-    entries: list[object] = [*sys.path]  # of which imports pass over what is no string
-    return os.pathsep.join(str(Path(each).absolute()) for each in entries if isinstance(each, str))
+    return os.pathsep.join(str(Path(each).absolute()) for each in sys.path)

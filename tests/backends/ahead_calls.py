@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from backends.triton_gpu import ahead, place
+from tests.backends.gpus import H100
 
 _PATIENCE_S = 30
 
@@ -38,6 +39,8 @@ def marking(folder, count, where, *, behaviour="compiles"):
             os.kill(os.getppid(), signal.SIGKILL)
         if behaviour in ("hangs", "raises", "orphans"):
             time.sleep(1000)
+        if behaviour == "slow":
+            time.sleep(0.6)
         _append(folder / "order", f"compiled {number}")
 
     return [partial(call, number) for number in range(count)]
@@ -58,7 +61,7 @@ def _wait_for(path):
 def make(folder, behaviour, count=6):
     """Make such calls, as if on an H100."""
     calls = partial(marking, folder, count, behaviour=behaviour)
-    ahead.make(calls, place.Place(interpreting=False), place.Gpu((9, 0), 132, 227 << 10))
+    ahead.make(calls, place.Place(interpreting=False), H100)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,8 @@ import triton
 from backends import AttentionTerms, KVCache, LayerCall
 from backends.triton_gpu import ahead
 from backends.triton_gpu.backend import TritonBackend
-from backends.triton_gpu.place import Gpu
 from backends.triton_gpu.warm_up import calls_at
-
-HOPPER = Gpu((9, 0), 132, 227 << 10)
+from tests.backends.gpus import H100
 
 
 def job(dtype):
@@ -30,18 +28,18 @@ def job(dtype):
 
 def main():
     calls = job(torch.bfloat16)
-    with ahead._Compilers(HOPPER, calls) as compilers:
+    with ahead._Compilers(H100, calls) as compilers:
         numbers = sorted(iter(compilers.next_finished, None))
-    triton.runtime.driver.set_active(ahead._Driver(HOPPER))
+    triton.runtime.driver.set_active(ahead._Driver(H100))
     found = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
-    made = calls(ahead._Elsewhere(HOPPER))
+    made = calls(ahead._Elsewhere(H100))
     assert numbers == list(range(len(made))), numbers
     for call in made:
         call()
     assert len(found) > len(made), found
     assert all(found), found
-    job(torch.float32)(ahead._Elsewhere(HOPPER))[-1]()  # which nobody has compiled
+    job(torch.float32)(ahead._Elsewhere(H100))[-1]()  # which nobody has compiled
     assert not found[-1]
     sys.stdout.write("all is found\n")
 

@@ -20,7 +20,6 @@ from triton.runtime.jit import JITCallable
 from backends.triton_gpu import ahead, backend, launch, place
 from tests.backends import ahead_calls
 
-HOPPER = place.Gpu((9, 0), 132, 227 << 10)
 assert backend  # whose import brings in all kernels
 KERNELS = dict(launch._launchers)
 
@@ -97,10 +96,14 @@ def is_alive(pid):
         return False
 
 
-def test_calls_are_made_once_their_kernels_are_there(tmp_path):
-    events = made(tmp_path)
-    for number in range(5):  # the last is the caller's, while the helper starts
-        assert events.index(f"compiled {number}") < events.index(f"made {number}")
+def all_are_waited_for(events):
+    """Whether no call was made before what it needs; the last is the caller's, at the start."""
+    return all(events.index(f"compiled {n}") < events.index(f"made {n}") for n in range(5))
+
+
+@pytest.mark.parametrize("behaviour", ["compiles", "slow"])
+def test_calls_are_made_once_their_kernels_are_there(tmp_path, behaviour):
+    assert all_are_waited_for(made(tmp_path, behaviour))
 
 
 def test_calls_that_are_quick_wait_for_nobody(tmp_path):
@@ -160,12 +163,17 @@ def test_without_a_helper_the_caller_makes_all_calls(tmp_path, monkeypatch, wher
 def test_what_a_helper_says_when_it_starts_and_what_lies_around_changes_nothing(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "sitecustomize.py").write_text("import sys; sys.stdout.write('7 ')")
-    (tmp_path / "pickle.py").write_text("raise SystemExit(1)")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(Path("/no string, which imports pass over"))
-    assert "compiled 0" in made(tmp_path / "here")
+    for name in ("found", "around", "marks"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "found/sitecustomize.py").write_text(
+        "import os, pathlib; os.write(1, b'7 '); pathlib.Path(__file__).with_name('ran').touch()"
+    )
+    (tmp_path / "around/pickle.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path / "around")
+    entries = [Path("/no string"), str(tmp_path / "found"), *sys.path]
+    monkeypatch.setattr(sys, "path", entries)
+    assert all_are_waited_for(made(tmp_path / "marks", "slow"))
+    assert (tmp_path / "found/ran").exists()
 
 
 @pytest.mark.parametrize(

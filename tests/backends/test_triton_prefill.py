@@ -26,6 +26,7 @@ if has_triton:
     launch = importlib.import_module("backends.triton_gpu.launch")
     place_module = importlib.import_module("backends.triton_gpu.place")
     Place = place_module.Place
+    gpus = importlib.import_module("tests.backends.gpus")
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
@@ -204,8 +205,7 @@ def test_what_hopper_cannot_serve_goes_to_the_portable_kernel(monkeypatch, chang
     query = inputs.query
     if shift:  # by two bytes
         query = torch.empty(query.numel() + 1, dtype=BF16)[1:].view(query.shape)
-    hopper = place_module.Gpu((9, 0), 132, 227 << 10)
-    monkeypatch.setattr(place_module, "_gpu", lambda _: hopper)
+    monkeypatch.setattr(place_module, "_gpu", lambda _: gpus.H100)
     place = Place(interpreting=False)
     terms = dataclasses.replace(inputs.terms, scale=scale)
     arguments = (query, inputs.cache, inputs.out, terms)

@@ -24,8 +24,9 @@ from backends.triton_gpu import (
     store_kv,
     warm_up,
 )
-from backends.triton_gpu.place import Gpu, Place
+from backends.triton_gpu.place import Place
 from backends.triton_gpu.warm_up import batch_sizes, variants_asked
+from tests.backends.gpus import H100
 
 MAX_NUM_SEQS, MAX_QUERY_LEN = 40, 6
 TRITON = backends.get_backend("triton")
@@ -38,7 +39,7 @@ class OnHopper(Place):
     """Plans as on a GPU; launches nothing."""
 
     def gpu(self, device):
-        return Gpu((9, 0), 132, 227 << 10)
+        return H100
 
 
 def compiled():

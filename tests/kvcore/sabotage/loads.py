@@ -49,8 +49,7 @@ def loads_join_whatever_the_tokens_are_now(load):
     if not seq.is_open or not seq.num_computed_tokens < load.num_tokens <= len(seq.packed):
         return False
     return all(
-        load.first_blocks[number]
-        <= max(seq.num_computed_tokens // table.block_size, table.first_kept(load.num_tokens))
+        load.first_blocks[number] <= table.first_loaded(seq.num_computed_tokens, load.num_tokens)
         for number, table in enumerate(seq.tables)
     )
 
