@@ -103,7 +103,7 @@ def triton(request, monkeypatch):
         return
     asked = []
     monkeypatch.setattr(hopper_prefill, "can_attend", lambda *call: bool(asked.append(call)))
-    yield type(backend)(interpreting=False)  # the process's own keeps plans of the other path
+    yield gpus.backend_apart()
     assert asked
 
 
@@ -206,7 +206,7 @@ def test_what_hopper_cannot_serve_goes_to_the_portable_kernel(monkeypatch, chang
     if shift:  # by two bytes
         query = torch.empty(query.numel() + 1, dtype=BF16)[1:].view(query.shape)
     monkeypatch.setattr(place_module, "_gpu", lambda _: gpus.H100)
-    place = Place(interpreting=False)
+    place = gpus.backend_apart()._place
     terms = dataclasses.replace(inputs.terms, scale=scale)
     arguments = (query, inputs.cache, inputs.out, terms)
     assert hopper_prefill.can_attend(place, *arguments) == served
