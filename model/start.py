@@ -20,7 +20,7 @@ import kvcore
 from model.cli.exits import stopping
 from model.cli.options import ModelOptions
 from model.control.config import EngineConfig
-from model.device.prepare import is_small
+from model.device.begin import is_small
 from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
 from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError

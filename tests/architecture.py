@@ -131,6 +131,7 @@ MODEL_LAYERS = (
     ("device/parallel",),
     ("loader",),
     ("device/network",),
+    ("device/begin",),
     ("device/cuda_graphs", "device/profile", "device/quantised"),
     ("device/prepare",),
     ("device/sanitized",),

@@ -58,8 +58,8 @@ def make(calls: Calls, place: Place, gpu: Gpu) -> None:
         place: where to make them.
         gpu: what the place runs on.
     """
-    left = dict(enumerate(calls(place)))
     with _Compilers(gpu, calls) as compilers:
+        left = dict(enumerate(calls(place)))
         while left and not compilers.have_begun.is_set():
             left.popitem()[1]()
         while left and (number := compilers.next_finished()) is not None:

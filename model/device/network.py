@@ -59,6 +59,7 @@ class PagedNetwork:
 
     Attributes:
         rope: chooses its rotary factors, where they change with the length; else None.
+        begun: how it runs since `begin.py` began to prepare it; None: it has not, or all is done.
 
     Raises:
         UnsupportedModelError: the network cannot run with a paged cache, or not on this backend.
@@ -82,6 +83,7 @@ class PagedNetwork:
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
         self._captured: Captured | None = None
+        self.begun: str | None = None
 
     @property
     def _is_compiled(self) -> bool:

@@ -4,7 +4,7 @@ Decides: how a network runs. Kernels are compiled in any case. Then, unless it i
 
 | | on a GPU | on a CPU |
 |---|---|---|
-| its operations without its modules (`fx_trace.py`) | always | where asked for, and it is small |
+| its operations without its modules (`begin.py`) | always | where asked for, and it is small |
 | in compiled pieces (`piecewise.py`) | where asked for | never |
 | steps as CUDA graphs (`cuda_graphs.py`), up to some thousand tokens | always | never |
 
@@ -16,33 +16,24 @@ Invariants: no block of the caches changes; what could not be done is told, and 
 Does not know: requests.
 """
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from model.control.config import EngineConfig
+from model.device.begin import begin
 from model.device.cuda_graphs import StepGraphs
 from model.device.draw_graphs import DrawGraphs
 from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
-from model.device.piecewise import start_compiler
 from model.device.profile import largest_step
 from model.errors import InvalidArgumentError, UnsupportedModelError
 
-_SMALL_PARAMETERS = 32_000_000
 _COMPILED_TOKENS = 512
 _LAUNCH_S = 5e-4  # what a host takes for the launches of a layer
 _FLOPS = 6e14  # of a GPU, in products
 _LEAST_TOKENS = 256
 _MOST_TOKENS = 8192
-
-
-def is_small(num_parameters: int) -> bool:
-    """Whether a CPU takes longer for Python's way through a network than for its arithmetic."""
-    return num_parameters <= _SMALL_PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,21 +63,12 @@ def prepare_network(
     Raises:
         InvalidArgumentError: there is no memory left for it.
     """
-    # No module is called beside a trace, which changes what calling one does.
-    calls = network.layer_calls()
-    is_on_gpu = network.device.type == "cuda"
-    with ThreadPoolExecutor(3, initializer=_same_gpu() if is_on_gpu else None) as side:
-        if config.compile and is_on_gpu:
-            side.submit(start_compiler)  # takes seconds, most of them in processes of its own
-        kernels = (
-            side.submit(network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens),
-            side.submit(network.warm_up_draws),
-        )
-        prepared = _captured(network, config)
-        for each in kernels:
-            each.result()
-    if prepared.how.startswith("eager") or not is_on_gpu:
+    prepared = Prepared(begin(network, config))
+    network.begun = None  # once more would be from the beginning
+    if prepared.how.startswith("eager") or network.device.type != "cuda":
         return prepared
+    if config.compile:
+        prepared = _compiled(network, config)
     if any(network.layout.chunks):  # a step has other tables then, of other lengths
         return replace(prepared, how=f"{prepared.how}, no graphs of attention in chunks")
     num_slots = (network.num_blocks - 1) * config.block_size
@@ -112,11 +94,6 @@ def prepare_network(
     return Prepared(how, graphs)
 
 
-def _same_gpu() -> Callable[[], None]:
-    """What makes this thread's GPU that of another thread, which begins with the first one."""
-    return partial(torch.cuda.set_device, torch.cuda.current_device())
-
-
 def recorded_tokens(num_parameters: int, num_layers: int, config: EngineConfig) -> int:
     """The most tokens of a step that is recorded: with more the host launches while the GPU works.
 
@@ -134,18 +111,8 @@ def compiled_tokens(max_num_batched_tokens: int) -> int:
     return max(max(FEW) + 1, min(max_num_batched_tokens, _COMPILED_TOKENS))
 
 
-def _captured(network: PagedNetwork, config: EngineConfig) -> Prepared:
-    """Capture and compile a network as far as it can be."""
-    is_on_gpu = network.device.type == "cuda"
-    pays = is_on_gpu or (config.compile and is_small(network.num_parameters))
-    if config.eager or config.sanitize or not pays:
-        return Prepared("eager")
-    try:
-        network.capture()
-    except UnsupportedModelError as error:
-        return Prepared(f"eager ({error})")
-    if not (is_on_gpu and config.compile):
-        return Prepared("captured")
+def _compiled(network: PagedNetwork, config: EngineConfig) -> Prepared:
+    """Compile a captured network, if that can be."""
     count = compiled_tokens(config.max_num_batched_tokens)
     rows = max(1, min(count - 1, config.max_num_seqs))
     num_groups = len(network.layout.windows)

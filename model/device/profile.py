@@ -14,6 +14,7 @@ import backends
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.device.batch import StepTensors
+from model.device.begin import begin
 from model.device.memory import host_free_bytes
 from model.device.network import PagedNetwork
 from model.device.sampler import Draw, sample
@@ -23,8 +24,8 @@ from model.errors import InvalidArgumentError
 def free_bytes(network: PagedNetwork, config: EngineConfig) -> int | None:
     """Memory that caches may take on the network's device; None where nobody says.
 
-    On a GPU: what is free once the largest step's tensors are counted, which costs that step; where
-    the size is given anyhow, what is free now.
+    On a GPU: what is free once the largest step's tensors are counted, which costs that step and
+    that the network's preparation begins; where the size is given anyhow, what is free now.
 
     Raises:
         InvalidArgumentError: not even the largest step fits.
@@ -52,6 +53,7 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
     """The most memory that a step allocates beside what is allocated already."""
     device = network.device
     network.allocate(1, config.block_size)
+    begin(network, config)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     count, num_groups = config.max_num_batched_tokens, len(network.layout.windows)

@@ -90,21 +90,21 @@ def test_each_request_of_a_step_has_a_row_and_one_for_each_draft():
 
 @pytest.mark.parametrize("guess", [None, "ngram"])
 def test_the_step_that_is_measured_has_all_its_rows(guess, monkeypatch):
-    """On a GPU; here the sizes of what would be computed there."""
+    """On a GPU; here the sizes of what would be computed there, once kernels are compiled."""
     seen = []
 
     def largest(num_tokens, num_rows, *rest):
-        seen.append((num_tokens, num_rows))
+        seen.append((num_tokens, num_rows, network.begun))
         raise torch.cuda.OutOfMemoryError
 
     for name in ("memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: 0)
     monkeypatch.setattr(profile, "largest_step", largest)
-    network = PagedNetwork(build("qwen3", 25), ReferenceBackend())
-    config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=300, drafts=guess)
+    network = PagedNetwork(build("qwen3", 25), backends.get_backend("numba"))
+    config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=300, drafts=guess, compile=True)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         profile._peak_bytes(network, config)
-    assert seen == [(300, 20 * 9 if guess else 20)]
+    assert seen == [(300, 20 * 9 if guess else 20, "captured")]
 
 
 @pytest.mark.parametrize(
