@@ -7,9 +7,11 @@ calls PyTorch's operators directly: the same operations on the same weights, so 
 Decides: what can be captured. The trace runs on fake tensors, which have shapes and no values, so a
 network that looks at values (rotary scaling by length; experts that are called one by one) cannot
 be traced, and is refused. What is written into a tensor that nothing else sees becomes a new one.
-It runs twice, with different numbers of tokens: every number that differs must be a multiple of one
-of these, and becomes that multiple. What does nothing (a cast to the dtype that is there already, a
-product with 1) is left out. At the end the function is compared with the network, bit for bit.
+The numbers of tokens and rows in it are primes that no network has for anything else: every number
+that is a multiple of one becomes that multiple of whatever the number is later. What does nothing
+(a cast to the dtype that is there already, a product with 1) is left out. At the end the function
+is compared with the network, bit for bit, at other sizes, where a number that was taken for what it
+is not gives other shapes.
 
 Invariants: a capture that exists gave the network's own logits on every size that it was tried on;
 attention is called as the network calls it, layer by layer, with the same terms.
@@ -31,7 +33,7 @@ import backends
 from model.device.attention import Attending
 from model.errors import UnsupportedModelError
 
-_SIZES = ((5, 3), (11, 7))  # tokens and rows of the two traces: no multiple of one is of another
+_SIZES = (10_007, 9_973)  # tokens and rows of the trace: primes, and no size of a network
 _TRIALS = ((1, 1), (2, 1), (13, 6))
 
 
@@ -83,7 +85,7 @@ class Captured:
 
 
 def capture(network: PreTrainedModel, device: torch.device) -> Captured:
-    """Trace a network whose attention is ours. Costs two traces and a few forward passes.
+    """Trace a network whose attention is ours. Costs a trace and a few forward passes.
 
     Raises:
         UnsupportedModelError: it cannot be captured, and why.
@@ -93,8 +95,7 @@ def capture(network: PreTrainedModel, device: torch.device) -> Captured:
     level = logger.level
     try:
         logger.setLevel(logging.CRITICAL)
-        first, second = (_trace(network, device, *size, terms) for size in _SIZES)
-        module = _merged(first, second)
+        module = _sizeless(_trace(network, device, terms))
     except UnsupportedModelError:
         raise
     except Exception as error:  # a tracer raises what it likes
@@ -111,15 +112,12 @@ def capture(network: PreTrainedModel, device: torch.device) -> Captured:
 
 
 def _trace(
-    network: PreTrainedModel,
-    device: torch.device,
-    num_tokens: int,
-    num_rows: int,
-    terms: dict[int, backends.AttentionTerms],
+    network: PreTrainedModel, device: torch.device, terms: dict[int, backends.AttentionTerms]
 ) -> fx.GraphModule:
     def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
         return _logits(network, input_ids, position_ids, rows, _Noting(terms))
 
+    num_tokens, num_rows = _SIZES
     tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
     positions = torch.zeros_like(tokens)
     rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -145,14 +143,10 @@ class _Noting:
         return marked
 
 
-def _merged(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
-    """One graph for any size out of two for given ones, without what does nothing."""
-    graph = first.graph
-    nodes, others = list(graph.nodes), list(second.graph.nodes)
-    if [(node.op, str(node.target)) for node in nodes] != [
-        (node.op, str(node.target)) for node in others
-    ]:
-        raise UnsupportedModelError("capture: wanted the same operations for any number of tokens")
+def _sizeless(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph for any size out of one for given ones, without what does nothing."""
+    graph = module.graph
+    nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     with graph.inserting_after(inputs[-1]):
         call = graph.placeholder("call")
@@ -160,11 +154,11 @@ def _merged(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
         num_tokens = graph.placeholder("num_tokens")
         num_rows = graph.placeholder("num_rows")
     numbers = _Numbers(graph, after=call, names=(num_tokens, num_rows))
-    for node, other in zip(nodes, others, strict=True):
-        node.meta["sized"] = _sized(node.meta.get("val"), other.meta.get("val"))
+    for node in nodes:
+        node.meta["sized"] = _sized(node.meta.get("val"))
         if node.op == "call_function":
-            node.args = numbers.merge(node.args, other.args)
-            node.kwargs = numbers.merge(node.kwargs, other.kwargs)
+            node.args = numbers.replaced(node.args)
+            node.kwargs = numbers.replaced(node.kwargs)
     for node in nodes:
         if node.op == "call_function":
             _simplify(node, call)
@@ -172,20 +166,23 @@ def _merged(first: fx.GraphModule, second: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         if node.op == "call_function":
             _make_direct(node)
-    first.recompile()
+    module.recompile()
     for node in graph.nodes:
         if node.op == "get_attr":  # found at once, without the way through nn.Module's own table
-            first.__dict__[node.target] = getattr(first, node.target)
-    return first
+            module.__dict__[node.target] = getattr(module, node.target)
+    return module
 
 
-def _sized(value: object, other: object) -> dict[int, int]:
+def _sized(value: object) -> dict[int, int]:
     """Which dimensions of a tensor depend on a size of the trace: that size, or -1."""
-    if not (isinstance(value, Tensor) and isinstance(other, Tensor)):
+    if not isinstance(value, Tensor):
         return {}
-    places = {both: place for place, both in enumerate(zip(*_SIZES, strict=True))}
-    lengths = enumerate(zip(value.shape, other.shape, strict=True))
-    return {dim: places.get(both, -1) for dim, both in lengths if both[0] != both[1]}
+    lengths = enumerate(value.shape)
+    return {
+        dim: _SIZES.index(length) if length in _SIZES else -1
+        for dim, length in lengths
+        if length and any(length % size == 0 for size in _SIZES)
+    }
 
 
 class _Numbers:
@@ -197,32 +194,26 @@ class _Numbers:
         self._names = names
         self._made: dict[tuple[int, int], fx.Node] = {}
 
-    def merge(self, left: Any, right: Any) -> Any:  # noqa: ANN401  # arguments of any operator
-        """The arguments of one node out of those of its twin."""
-        if isinstance(left, tuple | list) and len(left) == len(right):
-            return type(left)(self.merge(one, two) for one, two in zip(left, right, strict=True))
-        if isinstance(left, dict) and left.keys() == right.keys():
-            return {name: self.merge(value, right[name]) for name, value in left.items()}
-        if isinstance(left, fx.Node):
-            if isinstance(right, fx.Node) and left.name == right.name:
-                return left
-        elif isinstance(left, int) and not isinstance(left, bool) and left != right:
-            return self._multiple(left, right)
-        elif left == right:
-            return left
-        raise UnsupportedModelError(f"capture: wanted one value at any size, got {left}, {right}")
+    def replaced(self, value: Any) -> Any:  # noqa: ANN401  # arguments of any operator
+        """The arguments of a node, for any size."""
+        if isinstance(value, tuple | list):
+            return type(value)(self.replaced(one) for one in value)
+        if isinstance(value, dict):
+            return {name: self.replaced(one) for name, one in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self.replaced, (value.start, value.stop, value.step)))
+        if isinstance(value, int) and not isinstance(value, bool) and value != 0:
+            for place, size in enumerate(_SIZES):
+                if value % size == 0:
+                    return self._multiple(place, value // size)
+        return value
 
-    def _multiple(self, left: int, right: int) -> fx.Node:
-        for place, (one, two) in enumerate(zip(*_SIZES, strict=True)):
-            factor = left // one
-            if factor > 0 and (left, right) == (factor * one, factor * two):
-                return self._node(place, factor)
-        raise UnsupportedModelError(
-            f"capture: wanted a number that is a multiple of the number of tokens, got {left} "
-            f"for {_SIZES[0][0]} and {right} for {_SIZES[1][0]}"
-        )
-
-    def _node(self, place: int, factor: int) -> fx.Node:
+    def _multiple(self, place: int, factor: int) -> fx.Node:
+        if not 0 < factor < min(_SIZES):
+            raise UnsupportedModelError(
+                f"capture: wanted a number that is a multiple of the number of tokens or rows, got "
+                f"{factor * _SIZES[place]} for {_SIZES[0]} tokens and {_SIZES[1]} rows"
+            )
         if factor == 1:
             return self._names[place]
         if (place, factor) not in self._made:

@@ -155,7 +155,7 @@ class PagedNetwork:
     def capture(self) -> None:
         """Run the network's operations without its modules from now on: the same bits, sooner.
 
-        Costs two traces and a few forward passes.
+        Costs a trace and a few forward passes.
 
         Raises:
             UnsupportedModelError: it cannot be captured, and why; it runs as before.

@@ -121,6 +121,42 @@ def test_a_capture_that_computes_something_else_is_caught(name, monkeypatch):
         capture(network, CPU)
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x * (1 / x.shape[1]), "give other logits than it does"),
+        (lambda x: x + (x.shape[1] - 1), "give other logits than it does"),
+        (lambda x: x if x.shape[1] > 50 else x * 2, "give other logits than it does"),
+        (lambda x: x * 2 if x.shape[1] > 50 else x, "give other logits than it does"),
+        (
+            lambda x: x + x.shape[1] ** 2,
+            "a multiple of the number of tokens or rows, got 100140049",
+        ),
+        (lambda x: x * -x.shape[1], "a multiple of the number of tokens or rows, got -10007"),
+    ],
+)
+def test_what_depends_on_a_size_in_another_way_than_as_a_multiple_is_refused(function, message):
+    network = switched(build("qwen3", 3))
+    network.model.norm.register_forward_hook(lambda _module, _inputs, output: function(output))
+    with pytest.raises(UnsupportedModelError, match=message):
+        capture(network, CPU)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x / x.shape[1],
+        lambda x: x + 3 * x.shape[1],
+        lambda x: x * torch.ones(2 * x.shape[1], dtype=x.dtype)[::2, None],
+        lambda x: torch.cat([x, x], dim=1)[:, x.shape[1] :],
+    ],
+)
+def test_multiples_of_a_size_are_those_of_any_other(function):
+    network = switched(build("qwen3", 3))
+    network.model.norm.register_forward_hook(lambda _module, _inputs, output: function(output))
+    check_is_the_network(network)
+
+
 def test_what_a_capture_leaves_out_is_nothing_but_casts_that_change_nothing():
     network = switched(build("qwen3", 3)).to(torch.bfloat16)
     captured = capture(network, CPU)  # in bfloat16 the norms really cast, to float32 and back
