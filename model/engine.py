@@ -57,6 +57,8 @@ _TRIED = [  # what may be asked of a request; what is not tried waits for the fi
 class Engine:
     """Runs requests on a loaded model.
 
+    On a GPU whose memory is measured, making one takes most of what `prepare` does.
+
     Args:
         model: its attention is switched to the paged one.
         backend: runs attention and holds the caches.
@@ -200,9 +202,10 @@ class Engine:
         """Do now what the first requests would wait for; in words how the network runs then.
 
         Compiles kernels, captures, compiles and records the network, as `config` asks and
-        `prepare.py` decides: seconds, a minute where all is compiled for the first time. Then a few
-        requests run on another engine that is thrown away: what they count and find is forgotten
-        with it, and what they have written is where nobody looks. Nothing may run meanwhile.
+        `begin.py` and `prepare.py` decide: seconds, half a minute where all is compiled for the
+        first time, all but the recording in the constructor where that measures memory. A few
+        requests run then on another engine that is thrown away: what they count and find is
+        forgotten with it, and what they have written is where nobody looks. Nothing may run meanwhile.
 
         Raises:
             InvalidArgumentError: there is no memory left for it.

@@ -1,11 +1,19 @@
 """What is done first: all of a network's preparation that needs no more cache than one block.
 
-Its kernels are compiled, its operations are traced and PyTorch's compiler is loaded, side by side:
-kernels in processes of their own, the rest under Python's lock. Where memory is measured this comes
-before, because the step that is measured runs the same kernels.
+Its kernels are compiled in processes of their own; meanwhile PyTorch's compiler is loaded, and the
+network is traced and compiled. Where memory is measured this comes before, because the step that is
+measured runs the same kernels.
 
-Decides: when a network's operations run without its modules (`fx_trace.py`): on a GPU always, on a
-CPU where asked for and where it is small.
+Decides: how a network runs. Kernels are compiled in any case. Then, unless it is to run as it is:
+
+| | on a GPU | on a CPU |
+|---|---|---|
+| its operations without its modules (`fx_trace.py`) | always | where asked for, and it is small |
+| in compiled pieces (`piecewise.py`) | where asked for | never |
+| steps as CUDA graphs (`cuda_graphs.py`), up to some thousand tokens | always | never |
+
+The last are recorded when the caches are there (`prepare.py`). A network that looks at values
+cannot be captured, and then nothing else is done: a graph would replay what it decided once.
 
 Invariants: no block of the caches changes; what could not be done is told, and what is left runs.
 
@@ -18,12 +26,16 @@ from functools import partial
 
 import torch
 
+import backends
 from model.control.config import EngineConfig
+from model.device.batch import StepTensors
+from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
 from model.device.piecewise import start_compiler
 from model.errors import UnsupportedModelError
 
 _SMALL_PARAMETERS = 32_000_000
+_COMPILED_TOKENS = 512
 
 
 def is_small(num_parameters: int) -> bool:
@@ -32,7 +44,7 @@ def is_small(num_parameters: int) -> bool:
 
 
 def begin(network: PagedNetwork, config: EngineConfig) -> str:
-    """Compile kernels and trace the network; how it runs then. Nothing where that has been done.
+    """Compile kernels, trace and compile the network; how it runs then. Only once.
 
     Takes a few seconds, tens of them where no kernel is found on disk.
 
@@ -48,18 +60,59 @@ def begin(network: PagedNetwork, config: EngineConfig) -> str:
     is_traced = not (config.eager or config.sanitize) and (
         is_on_gpu or (config.compile and is_small(network.num_parameters))
     )
+    is_compiled = is_traced and is_on_gpu and config.compile
     with ThreadPoolExecutor(3, initializer=_same_gpu() if is_on_gpu else None) as side:
         kernels = (
             side.submit(network.warm_up, calls, config.max_num_seqs, config.max_num_batched_tokens),
             side.submit(network.warm_up_draws),
         )
-        if config.compile and is_on_gpu and is_traced:
+        if is_compiled:
             side.submit(start_compiler)  # most of it in processes of its own
         how = _captured(network) if is_traced else "eager"
+        if is_compiled and how == "captured":
+            how = _compiled(network, config)
         for each in kernels:
             each.result()
     network.begun = how
     return how
+
+
+def largest_step(
+    num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
+) -> StepTensors:
+    """A step of one prompt, which writes nowhere and reads the null block. O(num_tokens).
+
+    Args:
+        num_tokens: of the prompt.
+        num_rows: logits that are wanted, of its first tokens.
+        block_size: tokens a block.
+        num_groups: layer groups of the cache.
+        device: where it runs.
+    """
+    width = -(-num_tokens // block_size)
+    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
+    batch = backends.PagedBatch(
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        block_table=torch.zeros((1, width), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
+    return StepTensors(
+        input_ids=tokens,
+        position_ids=torch.zeros_like(tokens),  # the same tensor would be taken for a rule
+        logit_rows=torch.arange(num_rows, device=device),
+        paged=(batch,) * num_groups,
+    )
+
+
+def compiled_tokens(max_num_batched_tokens: int) -> int:
+    """Tokens of the step that pieces are compiled with; they serve any number then. O(1).
+
+    Never as few as have pieces of their own: what all others run in would be compiled by a request.
+    """
+    return max(max(FEW) + 1, min(max_num_batched_tokens, _COMPILED_TOKENS))
 
 
 def _same_gpu() -> Callable[[], None]:
@@ -73,3 +126,19 @@ def _captured(network: PagedNetwork) -> str:
     except UnsupportedModelError as error:
         return f"eager ({error})"
     return "captured"
+
+
+def _compiled(network: PagedNetwork, config: EngineConfig) -> str:
+    """Compile a captured network, if that can be."""
+    count = compiled_tokens(config.max_num_batched_tokens)
+    rows = max(1, min(count - 1, config.max_num_seqs))
+    num_groups = len(network.layout.windows)
+    steps = [
+        largest_step(tokens, its_rows, config.block_size, num_groups, network.device)
+        for tokens, its_rows in ((count, rows), (max(FEW), min(rows, max(FEW) - 1)))
+    ]
+    try:
+        network.compile(*steps)
+    except UnsupportedModelError as error:
+        return f"captured ({error})"
+    return "compiled"

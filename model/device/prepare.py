@@ -1,22 +1,13 @@
 """What is done before the first request, so that none of them waits for it.
 
-Decides: how a network runs. Kernels are compiled in any case. Then, unless it is to run as it is:
-
-| | on a GPU | on a CPU |
-|---|---|---|
-| its operations without its modules (`begin.py`) | always | where asked for, and it is small |
-| in compiled pieces (`piecewise.py`) | where asked for | never |
-| steps as CUDA graphs (`cuda_graphs.py`), up to some thousand tokens | always | never |
-
-A network that looks at values cannot be captured, and then nothing else is done, because a graph
-would replay what it decided once.
+Decides: what is recorded. What comes before that may have begun already (`begin.py`).
 
 Invariants: no block of the caches changes; what could not be done is told, and what is left runs.
 
 Does not know: requests.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -24,12 +15,9 @@ from model.control.config import EngineConfig
 from model.device.begin import begin
 from model.device.cuda_graphs import StepGraphs
 from model.device.draw_graphs import DrawGraphs
-from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
-from model.device.profile import largest_step
-from model.errors import InvalidArgumentError, UnsupportedModelError
+from model.errors import InvalidArgumentError
 
-_COMPILED_TOKENS = 512
 _LAUNCH_S = 5e-4  # what a host takes for the launches of a layer
 _FLOPS = 6e14  # of a GPU, in products
 _LEAST_TOKENS = 256
@@ -63,14 +51,12 @@ def prepare_network(
     Raises:
         InvalidArgumentError: there is no memory left for it.
     """
-    prepared = Prepared(begin(network, config))
+    how = begin(network, config)
     network.begun = None  # once more would be from the beginning
-    if prepared.how.startswith("eager") or network.device.type != "cuda":
-        return prepared
-    if config.compile:
-        prepared = _compiled(network, config)
+    if how.startswith("eager") or network.device.type != "cuda":
+        return Prepared(how)
     if any(network.layout.chunks):  # a step has other tables then, of other lengths
-        return replace(prepared, how=f"{prepared.how}, no graphs of attention in chunks")
+        return Prepared(f"{how}, no graphs of attention in chunks")
     num_slots = (network.num_blocks - 1) * config.block_size
     longest = min(max_model_len or num_slots, num_slots)
     graphs = StepGraphs(
@@ -90,8 +76,7 @@ def prepare_network(
             "kv_memory_fraction: the cache leaves no memory for the graphs of steps: give "
             "it less, or run the network as it is"
         ) from error
-    how = f"{prepared.how}, {num_graphs} graphs"
-    return Prepared(how, graphs)
+    return Prepared(f"{how}, {num_graphs} graphs", graphs)
 
 
 def recorded_tokens(num_parameters: int, num_layers: int, config: EngineConfig) -> int:
@@ -101,27 +86,3 @@ def recorded_tokens(num_parameters: int, num_layers: int, config: EngineConfig) 
     """
     launching = num_layers * _LAUNCH_S * _FLOPS / (2 * num_parameters)
     return min(config.max_num_batched_tokens, max(_LEAST_TOKENS, int(launching)), _MOST_TOKENS)
-
-
-def compiled_tokens(max_num_batched_tokens: int) -> int:
-    """Tokens of the step that pieces are compiled with; they serve any number then. O(1).
-
-    Never as few as have pieces of their own: what all others run in would be compiled by a request.
-    """
-    return max(max(FEW) + 1, min(max_num_batched_tokens, _COMPILED_TOKENS))
-
-
-def _compiled(network: PagedNetwork, config: EngineConfig) -> Prepared:
-    """Compile a captured network, if that can be."""
-    count = compiled_tokens(config.max_num_batched_tokens)
-    rows = max(1, min(count - 1, config.max_num_seqs))
-    num_groups = len(network.layout.windows)
-    steps = [
-        largest_step(tokens, its_rows, config.block_size, num_groups, network.device)
-        for tokens, its_rows in ((count, rows), (max(FEW), min(rows, max(FEW) - 1)))
-    ]
-    try:
-        network.compile(*steps)
-    except UnsupportedModelError as error:
-        return Prepared(f"captured ({error})")
-    return Prepared("compiled")

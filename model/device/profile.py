@@ -10,11 +10,9 @@ Does not know: how many blocks there will be (`memory.py`).
 
 import torch
 
-import backends
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
-from model.device.batch import StepTensors
-from model.device.begin import begin
+from model.device.begin import begin, largest_step
 from model.device.memory import host_free_bytes
 from model.device.network import PagedNetwork
 from model.device.sampler import Draw, sample
@@ -63,33 +61,3 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
     sample(torch.zeros_like(logits), [drawn] * len(logits))
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
-
-
-def largest_step(
-    num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
-) -> StepTensors:
-    """A step of one prompt, which writes nowhere and reads the null block. O(num_tokens).
-
-    Args:
-        num_tokens: of the prompt.
-        num_rows: logits that are wanted, of its first tokens.
-        block_size: tokens a block.
-        num_groups: layer groups of the cache.
-        device: where it runs.
-    """
-    width = -(-num_tokens // block_size)
-    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
-    batch = backends.PagedBatch(
-        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
-        block_table=torch.zeros((1, width), dtype=torch.int32, device=device),
-        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
-        max_query_len=num_tokens,
-        max_seq_len=num_tokens,
-    )
-    return StepTensors(
-        input_ids=tokens,
-        position_ids=torch.zeros_like(tokens),  # the same tensor would be taken for a rule
-        logit_rows=torch.arange(num_rows, device=device),
-        paged=(batch,) * num_groups,
-    )

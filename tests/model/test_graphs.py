@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 import backends
 from model import EngineConfig, SamplingParams
 from model.device import sampler
+from model.device.begin import compiled_tokens
 from model.device.cuda_graphs import Bucket, Buckets, StepGraphs, _passed
 from model.device.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, is_recorded, row_terms
 from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
-from model.device.prepare import Prepared, compiled_tokens, recorded_tokens
+from model.device.prepare import Prepared, recorded_tokens
 from model.device.shared_prefix import Worth
 from model.engine import Engine
 from tests.model.networks import build

@@ -9,6 +9,7 @@ import backends
 from model import EngineConfig, InvalidArgumentError
 from model.cli.settings import num_bytes
 from model.device import profile
+from model.device.begin import largest_step
 from model.device.layout import LayerShape, plan_layout
 from model.device.memory import cgroup_rooms, host_free_bytes, plan_memory, show_bytes
 from model.device.network import PagedNetwork
@@ -173,7 +174,7 @@ def test_on_a_cpu_an_engine_asks_the_system_and_refuses_what_is_not_there(monkey
 def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone_and_writes_nothing(architecture):
     network = PagedNetwork(build(architecture), backends.get_backend("numba"))
     network.allocate(1, 4)
-    step = profile.largest_step(50, 3, 4, len(network.layout.windows), network.device)
+    step = largest_step(50, 3, 4, len(network.layout.windows), network.device)
     assert network.logits(step).shape == (3, 320)
     assert not any(storage.any() for storage in network.caches.storages)
 

@@ -7,10 +7,10 @@ import torch
 
 import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
+from model.device.begin import largest_step
 from model.device.fx_trace import capture
 from model.device.piecewise import Segmented, compile_segments
 from model.device.prepare import prepare_network
-from model.device.profile import largest_step
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from tests.model.networks import CONFIGS, build
