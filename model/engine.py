@@ -205,7 +205,8 @@ class Engine:
         `begin.py` and `prepare.py` decide: seconds, half a minute where all is compiled for the
         first time, all but the recording in the constructor where that measures memory. A few
         requests run then on another engine that is thrown away: what they count and find is
-        forgotten with it, and what they have written is where nobody looks. Nothing may run meanwhile.
+        forgotten with it, and what they have written is where nobody looks. Nothing may run
+        meanwhile.
 
         Raises:
             InvalidArgumentError: there is no memory left for it.
@@ -570,12 +571,11 @@ def _allocate(
 ) -> MemoryPlan:
     """Have the caches; on several ranks as many blocks as the one with the least memory has."""
     networks = [network] if ahead is None else [network, ahead]
-    found = [free_bytes(each, config) for each in networks]
     plan = plan_memory(
         config,
         network.layout,
         is_gpu=network.device.type == "cuda",
-        free_bytes=min([each for each in found if each is not None], default=None),
+        free_bytes=free_bytes(networks, config),
         beside=None if ahead is None else ahead.layout,
     )
     if model.ranks is not None:

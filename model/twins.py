@@ -57,6 +57,7 @@ class TwinEngine(Engine):
 
     Raises:
         InvalidArgumentError: the model is whole, or as an engine.
+        RankLostError: another rank is gone.
     """
 
     def __init__(
@@ -67,9 +68,10 @@ class TwinEngine(Engine):
         *,
         is_checked: bool = False,
     ) -> None:
-        super().__init__(model, backend, config)
         if model.ranks is None:
             raise InvalidArgumentError("model: wanted one that several ranks share, it is whole")
+        with noticing():
+            super().__init__(model, backend, config)
         self._ranks = model.ranks
         self._is_checked = is_checked
         self._said: list[Submission | _Aborted | _Emptied] = []

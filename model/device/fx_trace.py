@@ -7,11 +7,11 @@ calls PyTorch's operators directly: the same operations on the same weights, so 
 Decides: what can be captured. The trace runs on fake tensors, which have shapes and no values, so a
 network that looks at values (rotary scaling by length; experts that are called one by one) cannot
 be traced, and is refused. What is written into a tensor that nothing else sees becomes a new one.
-The numbers of tokens and rows in it are primes that no network has for anything else: every number
-that is a multiple of one becomes that multiple of whatever the number is later. What does nothing
-(a cast to the dtype that is there already, a product with 1) is left out. At the end the function
-is compared with the network, bit for bit, at other sizes, where a number that was taken for what it
-is not gives other shapes.
+The numbers of tokens and rows in it are primes above any that a step has, and no network has them
+for anything else: every number that is a multiple of one becomes that multiple of whatever the
+number is later. What does nothing (a cast to the dtype that is there already, a product with 1) is
+left out. At the end the function is compared with the network, bit for bit, at sizes of steps: a
+number that depends on them in another way is still that of the trace there.
 
 Invariants: a capture that exists gave the network's own logits on every size that it was tried on;
 attention is called as the network calls it, layer by layer, with the same terms.
@@ -33,8 +33,9 @@ import backends
 from model.device.attention import Attending
 from model.errors import UnsupportedModelError
 
-_SIZES = (10_007, 9_973)  # tokens and rows of the trace: primes, and no size of a network
-_TRIALS = ((1, 1), (2, 1), (13, 6))
+_SIZES = (1_299_709, 1_299_689)  # tokens and rows of the trace
+_NEAR = 6  # numbers so near to one of them come from it too
+_TRIALS = ((1, 1), (2, 1), (13, 6), (300, 40))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
@@ -95,7 +96,10 @@ def capture(network: PreTrainedModel, device: torch.device) -> Captured:
     level = logger.level
     try:
         logger.setLevel(logging.CRITICAL)
-        module = _sizeless(_trace(network, device, terms))
+        traced = _trace(network, device, terms)
+        if device.type == "cuda":
+            _check_replayable(traced)
+        module = _sizeless(traced)
     except UnsupportedModelError:
         raise
     except Exception as error:  # a tracer raises what it likes
@@ -177,12 +181,28 @@ def _sized(value: object) -> dict[int, int]:
     """Which dimensions of a tensor depend on a size of the trace: that size, or -1."""
     if not isinstance(value, Tensor):
         return {}
-    lengths = enumerate(value.shape)
-    return {
-        dim: _SIZES.index(length) if length in _SIZES else -1
-        for dim, length in lengths
-        if length and any(length % size == 0 for size in _SIZES)
-    }
+    sized = {}
+    for dim, length in enumerate(value.shape):
+        if _is_symbol(length):
+            sized[dim] = -1
+        elif length and any(length % size == 0 for size in _SIZES):
+            sized[dim] = _SIZES.index(length) if length in _SIZES else -1
+    return sized
+
+
+def _is_symbol(value: object) -> bool:
+    """Whether a number depends on what a tensor holds."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _check_replayable(module: fx.GraphModule) -> None:
+    """Raise where a number depends on what a tensor holds: no graph can replay that."""
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if any(map(_is_symbol, value.shape if isinstance(value, Tensor) else (value,))):
+            raise UnsupportedModelError(
+                f"capture: wanted sizes that depend on no value, got those of {node.target}"
+            )
 
 
 class _Numbers:
@@ -206,14 +226,13 @@ class _Numbers:
             for place, size in enumerate(_SIZES):
                 if value % size == 0:
                     return self._multiple(place, value // size)
+                if abs(value - size) <= _NEAR:
+                    raise _no_multiple(value)
         return value
 
     def _multiple(self, place: int, factor: int) -> fx.Node:
-        if not 0 < factor < min(_SIZES):
-            raise UnsupportedModelError(
-                f"capture: wanted a number that is a multiple of the number of tokens or rows, got "
-                f"{factor * _SIZES[place]} for {_SIZES[0]} tokens and {_SIZES[1]} rows"
-            )
+        if factor < 1 or any(factor % size == 0 for size in _SIZES):
+            raise _no_multiple(factor * _SIZES[place])
         if factor == 1:
             return self._names[place]
         if (place, factor) not in self._made:
@@ -221,6 +240,13 @@ class _Numbers:
                 made = self._graph.call_function(operator.mul, (self._names[place], factor))
             self._made[place, factor] = made
         return self._made[place, factor]
+
+
+def _no_multiple(number: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"capture: wanted a number that is a multiple of the number of tokens or rows, got "
+        f"{number} for {_SIZES[0]} tokens and {_SIZES[1]} rows"
+    )
 
 
 _PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: what ranks give each other
@@ -385,10 +411,19 @@ def _check(
     vocab_size = network.config.get_text_config().vocab_size
     input_ids = torch.arange(1, tokens + 1, device=device)[None] * 7919 % vocab_size
     position_ids = torch.arange(tokens, device=device)[None] * 3
-    kept = torch.arange(rows, device=device)
+    kept = torch.arange(rows, device=device) * (tokens - 1) // max(1, rows - 1)  # first to last
     with torch.inference_mode():
         wanted = _logits(network, input_ids, position_ids, kept, Mixing())
-        got = captured.logits(input_ids, position_ids, kept, Mixing())
+        try:
+            got = captured.logits(input_ids, position_ids, kept, Mixing())
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # an operator raises what it likes
+            reason = str(error).strip().split("\n", 1)[0]
+            raise UnsupportedModelError(
+                f"{type(network).__name__}: its captured operations fail for {tokens} tokens: "
+                f"{reason}"
+            ) from error
     if not torch.equal(wanted, got):
         raise UnsupportedModelError(
             f"{type(network).__name__}: its captured operations give other logits than it does"

@@ -49,11 +49,9 @@ def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callabl
 
 def start_compiler() -> None:
     """Start the processes that PyTorch's compiler compiles in, and load it. Seconds, once."""
-    pool = import_module("torch._inductor.async_compile")
-    pool.maybe_warm_pool()  # they load PyTorch themselves
+    import_module("torch._inductor.async_compile").maybe_warm_pool()  # they load PyTorch too
     import_module("torch._inductor.compile_fx")
     import_module("torch._inductor.codecache").torch_key()  # reads all of PyTorch's sources
-    pool.AsyncCompile.use_process_pool()  # who asks is told no until a first answer has come
 
 
 _LEAST = 2

@@ -8,6 +8,8 @@ Invariants: nothing of the profile stays allocated; no cache but one block exist
 Does not know: how many blocks there will be (`memory.py`).
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from model.control.config import EngineConfig
@@ -19,29 +21,37 @@ from model.device.sampler import Draw, sample
 from model.errors import InvalidArgumentError
 
 
-def free_bytes(network: PagedNetwork, config: EngineConfig) -> int | None:
-    """Memory that caches may take on the network's device; None where nobody says.
+def free_bytes(networks: Sequence[PagedNetwork], config: EngineConfig) -> int | None:
+    """Memory that caches may take on the networks' device; None where nobody says.
 
     On a GPU: what is free once the largest step's tensors are counted, which costs that step and
-    that the network's preparation begins; where the size is given anyhow, what is free now.
+    that the preparation of all networks begins; where the size is given anyhow, what is free now.
+
+    Args:
+        networks: those that each need caches; they have none.
+        config: of the engine.
 
     Raises:
         InvalidArgumentError: not even the largest step fits.
     """
-    device = network.device
+    device = networks[0].device
     if device.type != "cuda":
         return host_free_bytes()
     peak_bytes = 0
     if config.num_blocks is None and config.kv_memory_bytes is None:
         try:
-            peak_bytes = _peak_bytes(network, config)
+            for each in networks:  # first all: kernels and compiled networks stay
+                each.allocate(1, config.block_size)
+                begin(each, config)
+            peak_bytes = max([_peak_bytes(each, config) for each in networks])
         except torch.cuda.OutOfMemoryError as error:
             raise InvalidArgumentError(
                 f"max_num_batched_tokens: a step of {config.max_num_batched_tokens} tokens does "
                 f"not fit into the memory of {device}"
             ) from error
         finally:
-            network.free()
+            for each in networks:
+                each.free()
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     return max(0, int(free) - peak_bytes)
@@ -50,8 +60,6 @@ def free_bytes(network: PagedNetwork, config: EngineConfig) -> int | None:
 def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
     """The most memory that a step allocates beside what is allocated already."""
     device = network.device
-    network.allocate(1, config.block_size)
-    begin(network, config)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     count, num_groups = config.max_num_batched_tokens, len(network.layout.windows)

@@ -121,18 +121,32 @@ def test_a_capture_that_computes_something_else_is_caught(name, monkeypatch):
         capture(network, CPU)
 
 
+MULTIPLE = "a multiple of the number of tokens or rows, got "
+TOKENS = capturing._SIZES[0]
+
+
+def _only(x, kept):
+    return torch.cat([x[:, :kept], x[:, kept:] * 0], 1)
+
+
+def _padded(x):
+    wide = torch.nn.functional.pad(x, (0, 0, 0, 64))
+    return wide.view(1, x.shape[1] + 64, -1)[:, : x.shape[1]]
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
         (lambda x: x * (1 / x.shape[1]), "give other logits than it does"),
-        (lambda x: x + (x.shape[1] - 1), "give other logits than it does"),
+        (lambda x: x + (x.shape[1] + 64), "give other logits than it does"),
         (lambda x: x if x.shape[1] > 50 else x * 2, "give other logits than it does"),
         (lambda x: x * 2 if x.shape[1] > 50 else x, "give other logits than it does"),
-        (
-            lambda x: x + x.shape[1] ** 2,
-            "a multiple of the number of tokens or rows, got 100140049",
-        ),
-        (lambda x: x * -x.shape[1], "a multiple of the number of tokens or rows, got -10007"),
+        (lambda x: _only(x, x.shape[1] * 3 // 4 + 8), "give other logits than it does"),
+        (_padded, "its captured operations fail for 1 tokens"),
+        (lambda x: x + x.shape[1] ** 2, f"{MULTIPLE}{TOKENS**2} "),
+        (lambda x: x * -x.shape[1], f"{MULTIPLE}-{TOKENS} "),
+        (lambda x: x + torch.arange(x.shape[1] + 1)[1:, None], f"{MULTIPLE}{TOKENS + 1} "),
+        (lambda x: x + torch.arange(x.shape[1] - 1).sum(), f"{MULTIPLE}{TOKENS - 1} "),
     ],
 )
 def test_what_depends_on_a_size_in_another_way_than_as_a_multiple_is_refused(function, message):

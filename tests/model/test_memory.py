@@ -1,5 +1,7 @@
 """How many blocks there are: what was asked for, what is free, what can be used."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ import backends
 from model import EngineConfig, InvalidArgumentError
 from model.cli.settings import num_bytes
 from model.device import profile
-from model.device.begin import largest_step
+from model.device.begin import begin, largest_step
 from model.device.layout import LayerShape, plan_layout
 from model.device.memory import cgroup_rooms, host_free_bytes, plan_memory, show_bytes
 from model.device.network import PagedNetwork
@@ -89,23 +91,66 @@ def test_each_request_of_a_step_has_a_row_and_one_for_each_draft():
         assert limits.max_rows == 100
 
 
-@pytest.mark.parametrize("guess", [None, "ngram"])
-def test_the_step_that_is_measured_has_all_its_rows(guess, monkeypatch):
-    """On a GPU; here the sizes of what would be computed there, once kernels are compiled."""
-    seen = []
+class _Gpu:
+    """Of a network as `free_bytes` sees it, and of torch.cuda, on a machine without one."""
 
-    def largest(num_tokens, num_rows, *rest):
-        seen.append((num_tokens, num_rows, network.begun))
+    def __init__(self, monkeypatch):
+        for name in ("reset_peak_memory_stats", "synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, 2 * GIB))
+        for name in ("begin", "largest_step", "sample"):
+            monkeypatch.setattr(profile, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.peaks.pop(0))
+        self.peaks = [3 * MIB, 2 * MIB]
+        self.done = []
+
+    def begin(self, network, _):
+        self.done.append(("begin", network.num_blocks))
+        begin(network, EngineConfig(compile=True))
+
+    def largest_step(self, num_tokens, num_rows, block_size, num_groups, _):
+        self.done.append(("step", num_tokens, num_rows))
+        return largest_step(num_tokens, num_rows, block_size, num_groups, torch.device("cpu"))
+
+    def sample(self, logits, _):
+        self.done.append(("sample", len(logits)))
+
+
+def networks_on_a_gpu(monkeypatch, count):
+    """Networks whose device is a GPU where it is first asked for."""
+    backend = backends.get_backend("numba")
+    networks = [PagedNetwork(build("qwen3", 25), backend) for _ in range(count)]
+    kinds = iter([SimpleNamespace(type="cuda")])
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(PagedNetwork, "device", property(lambda _: next(kinds, cpu)))
+    return networks
+
+
+@pytest.mark.parametrize("guess", [None, "ngram"])
+def test_the_largest_step_is_measured_with_all_its_rows_when_all_networks_are_ready(
+    guess, monkeypatch
+):
+    gpu, networks = _Gpu(monkeypatch), networks_on_a_gpu(monkeypatch, 2)
+    rows = 20 * 9 if guess else 20
+    config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=300, drafts=guess)
+    assert profile.free_bytes(networks, config) == GIB - 3 * MIB
+    measured = [("step", 300, rows), ("sample", rows)]
+    assert gpu.done == [("begin", 1), ("begin", 1), *measured, *measured]
+    assert [each.begun for each in networks] == ["captured", "captured"]
+    assert [each.num_blocks for each in networks] == [0, 0]
+
+
+def test_a_step_that_does_not_fit_is_told_and_leaves_no_cache(monkeypatch):
+    def fail(*_):
         raise torch.cuda.OutOfMemoryError
 
-    for name in ("memory_allocated", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    monkeypatch.setattr(profile, "largest_step", largest)
-    network = PagedNetwork(build("qwen3", 25), backends.get_backend("numba"))
-    config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=300, drafts=guess, compile=True)
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        profile._peak_bytes(network, config)
-    assert seen == [(300, 20 * 9 if guess else 20, "captured")]
+    _Gpu(monkeypatch)
+    monkeypatch.setattr(profile, "largest_step", fail)
+    (network,) = networks_on_a_gpu(monkeypatch, 1)
+    with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens: a step of 300 tokens"):
+        profile.free_bytes([network], EngineConfig(max_num_batched_tokens=300))
+    assert network.num_blocks == 0
 
 
 @pytest.mark.parametrize(
