@@ -428,6 +428,7 @@ def test_a_full_step_with_drafts_is_replayed_and_its_memory_is_counted():
     for guess in (None, "ngram"):
         network = PagedNetwork(model, backend)
         limits = EngineConfig(max_num_seqs=64, max_num_batched_tokens=512, drafts=guess)
+        network.allocate(1, limits.block_size)
         peaks.append(profile._peak_bytes(network, limits))
         network.free()
     # 320 rows in place of 64, of 320 float32 logits each, and what a draw makes of them
