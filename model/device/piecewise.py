@@ -234,7 +234,7 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
     with graph.inserting_before(first):
         for place, parts in enumerate(zip(*[node.args[1:] for node in nodes], strict=True)):
             own = [getattr(module, part.target) for part in parts]
-            whole = nn.Parameter(torch.cat([one.data for one in own]), requires_grad=False)
+            whole = nn.Parameter(_laid_out([one.data for one in own]), requires_grad=False)
             for one, part in zip(own, whole.data.split([len(one) for one in own]), strict=True):  # type: ignore[no-untyped-call]
                 one.data = part
             setattr(module, f"{name}_{place}", whole)
@@ -249,6 +249,18 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
             start += size
     for node in nodes:
         graph.erase_node(node)
+
+
+def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other in one: in theirs, where they lie so, or in a new one."""
+    first = tensors[0]
+    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for each in tensors:
+        if each.data_ptr() != at or each.untyped_storage().data_ptr() != storage:
+            return torch.cat([*tensors])
+        at += each.numel() * each.itemsize
+    size = (sum([len(each) for each in tensors]), *first.shape[1:])
+    return first.as_strided(size, first.stride(), first.storage_offset())
 
 
 class _Cutter:

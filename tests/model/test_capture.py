@@ -171,6 +171,17 @@ def test_multiples_of_a_size_are_those_of_any_other(function):
     check_is_the_network(network)
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: x + x[x > 0].sum(), lambda x: x * torch.nonzero(x).shape[0]]
+)
+def test_sizes_that_depend_on_values_are_captured_where_nothing_is_replayed(function):
+    network = switched(build("qwen3", 3))
+    network.model.norm.register_forward_hook(lambda _module, _inputs, output: function(output))
+    check_is_the_network(network)
+    with pytest.raises(UnsupportedModelError, match="wanted sizes that depend on no value"):
+        capturing._check_replayable(capturing._trace(network, CPU, {}))
+
+
 def test_what_a_capture_leaves_out_is_nothing_but_casts_that_change_nothing():
     network = switched(build("qwen3", 3)).to(torch.bfloat16)
     captured = capture(network, CPU)  # in bfloat16 the norms really cast, to float32 and back

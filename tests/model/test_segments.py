@@ -1,15 +1,18 @@
 """A captured network in compiled pieces: near the same numbers, each kind compiled once."""
 
 import operator
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.device.begin import largest_step
 from model.device.fx_trace import capture
-from model.device.piecewise import Segmented, compile_segments
+from model.device.piecewise import Segmented, _laid_out, compile_segments
 from model.device.prepare import prepare_network
 from model.engine import Engine
 from model.errors import UnsupportedModelError
@@ -101,6 +104,22 @@ def test_joined_weights_are_held_once_and_the_network_goes_on_with_them():
         whole = parts[0].weight.untyped_storage().nbytes()
         assert whole == sum(part.weight.nbytes for part in parts)
     assert torch.allclose(captured.logits(*step, Telling()), before, atol=1e-5)
+    held = [each.data_ptr() for each in network.parameters()]
+    again = compile_segments(capture(network, CPU), "eager")
+    assert [each.data_ptr() for each in network.parameters()] == held
+    with torch.no_grad():
+        assert torch.allclose(again.logits(*step, Telling()), before, atol=1e-5)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.lists(st.integers(1, 3), min_size=6))
+def test_tensors_that_lie_one_after_the_other_are_one_where_they_lie(order, lengths):
+    whole = torch.arange(sum(lengths[:6]) * 2.0).view(-1, 2)
+    parts = whole.split(lengths[:6])
+    chosen = [parts[place] for place in order]
+    laid_out = _laid_out(chosen)
+    assert laid_out.equal(torch.cat(chosen))
+    lies_so = all(after == before + 1 for before, after in pairwise(order))
+    assert (laid_out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()) == lies_so
 
 
 def test_a_planted_wrong_cut_is_seen():
