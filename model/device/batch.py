@@ -86,6 +86,36 @@ class StepTensors:
         )
 
 
+def prompt_step(
+    num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
+) -> StepTensors:
+    """A step of one prompt, which writes nowhere and reads the null block. O(num_tokens).
+
+    Args:
+        num_tokens: of the prompt.
+        num_rows: logits that are wanted, of its first tokens.
+        block_size: tokens a block.
+        num_groups: layer groups of the cache.
+        device: where it runs.
+    """
+    width = -(-num_tokens // block_size)
+    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
+    batch = backends.PagedBatch(
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        block_table=torch.zeros((1, width), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
+    return StepTensors(
+        input_ids=tokens,
+        position_ids=torch.zeros_like(tokens),  # the same tensor would be taken for a rule
+        logit_rows=torch.arange(num_rows, device=device),
+        paged=(batch,) * num_groups,
+    )
+
+
 def chosen_ids(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
     """The tokens of a step, those that the step before has drawn in their places. O(num_tokens).
 

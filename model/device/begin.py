@@ -26,9 +26,8 @@ from functools import partial
 
 import torch
 
-import backends
 from model.control.config import EngineConfig
-from model.device.batch import StepTensors
+from model.device.batch import prompt_step
 from model.device.few_rows import FEW
 from model.device.network import PagedNetwork
 from model.device.piecewise import start_compiler
@@ -77,36 +76,6 @@ def begin(network: PagedNetwork, config: EngineConfig) -> str:
     return how
 
 
-def largest_step(
-    num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
-) -> StepTensors:
-    """A step of one prompt, which writes nowhere and reads the null block. O(num_tokens).
-
-    Args:
-        num_tokens: of the prompt.
-        num_rows: logits that are wanted, of its first tokens.
-        block_size: tokens a block.
-        num_groups: layer groups of the cache.
-        device: where it runs.
-    """
-    width = -(-num_tokens // block_size)
-    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
-    batch = backends.PagedBatch(
-        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
-        block_table=torch.zeros((1, width), dtype=torch.int32, device=device),
-        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
-        max_query_len=num_tokens,
-        max_seq_len=num_tokens,
-    )
-    return StepTensors(
-        input_ids=tokens,
-        position_ids=torch.zeros_like(tokens),  # the same tensor would be taken for a rule
-        logit_rows=torch.arange(num_rows, device=device),
-        paged=(batch,) * num_groups,
-    )
-
-
 def compiled_tokens(max_num_batched_tokens: int) -> int:
     """Tokens of the step that pieces are compiled with; they serve any number then. O(1).
 
@@ -134,7 +103,7 @@ def _compiled(network: PagedNetwork, config: EngineConfig) -> str:
     rows = max(1, min(count - 1, config.max_num_seqs))
     num_groups = len(network.layout.windows)
     steps = [
-        largest_step(tokens, its_rows, config.block_size, num_groups, network.device)
+        prompt_step(tokens, its_rows, config.block_size, num_groups, network.device)
         for tokens, its_rows in ((count, rows), (max(FEW), min(rows, max(FEW) - 1)))
     ]
     try:

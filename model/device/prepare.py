@@ -1,6 +1,7 @@
 """What is done before the first request, so that none of them waits for it.
 
-Decides: what is recorded. What comes before that may have begun already (`begin.py`).
+Decides: which steps are recorded. What comes before that, and how a network runs, is `begin.py`'s,
+and may have been done already.
 
 Invariants: no block of the caches changes; what could not be done is told, and what is left runs.
 
@@ -40,7 +41,7 @@ class Prepared:
 def prepare_network(
     network: PagedNetwork, config: EngineConfig, drawn: torch.Tensor, max_model_len: int | None
 ) -> Prepared:
-    """Capture, compile and record what can be; a few seconds, a minute where all is compiled anew.
+    """Capture, compile and record what can be; seconds, half a minute where all is compiled anew.
 
     Args:
         network: its caches are allocated.

@@ -3,7 +3,7 @@
 Decides: what the largest step is: every token of the budget in one prompt, and as many rows sampled
 as requests may run, with the drafts that each may bring.
 
-Invariants: nothing of the profile stays allocated; no cache but one block exists meanwhile.
+Invariants: nothing of the profile stays allocated; no cache has more than one block meanwhile.
 
 Does not know: how many blocks there will be (`memory.py`).
 """
@@ -14,7 +14,8 @@ import torch
 
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
-from model.device.begin import begin, largest_step
+from model.device.batch import prompt_step
+from model.device.begin import begin
 from model.device.memory import host_free_bytes
 from model.device.network import PagedNetwork
 from model.device.sampler import Draw, sample
@@ -63,7 +64,7 @@ def _peak_bytes(network: PagedNetwork, config: EngineConfig) -> int:
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     count, num_groups = config.max_num_batched_tokens, len(network.layout.windows)
-    step = largest_step(count, config.max_rows, config.block_size, num_groups, device)
+    step = prompt_step(count, config.max_rows, config.block_size, num_groups, device)
     logits = network.logits(step)
     drawn = Draw(SamplingParams(temperature=1.0, top_p=0.5), stream=0, index=0)  # takes most
     sample(torch.zeros_like(logits), [drawn] * len(logits))

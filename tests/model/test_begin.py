@@ -1,4 +1,4 @@
-"""What is prepared before the cache has its size is not prepared again, and a size changes none."""
+"""What is prepared before the cache has its size is gone on with, and not prepared again."""
 
 import pytest
 import torch

@@ -125,6 +125,13 @@ MULTIPLE = "a multiple of the number of tokens or rows, got "
 TOKENS = capturing._SIZES[0]
 
 
+def ending(function):
+    """A network whose last hidden states go through a function."""
+    network = switched(build("qwen3", 3))
+    network.model.norm.register_forward_hook(lambda _module, _inputs, output: function(output))
+    return network
+
+
 def _only(x, kept):
     return torch.cat([x[:, :kept], x[:, kept:] * 0], 1)
 
@@ -150,8 +157,7 @@ def _padded(x):
     ],
 )
 def test_what_depends_on_a_size_in_another_way_than_as_a_multiple_is_refused(function, message):
-    network = switched(build("qwen3", 3))
-    network.model.norm.register_forward_hook(lambda _module, _inputs, output: function(output))
+    network = ending(function)
     with pytest.raises(UnsupportedModelError, match=message):
         capture(network, CPU)
 
@@ -166,8 +172,7 @@ def test_what_depends_on_a_size_in_another_way_than_as_a_multiple_is_refused(fun
     ],
 )
 def test_multiples_of_a_size_are_those_of_any_other(function):
-    network = switched(build("qwen3", 3))
-    network.model.norm.register_forward_hook(lambda _module, _inputs, output: function(output))
+    network = ending(function)
     check_is_the_network(network)
 
 
@@ -175,8 +180,7 @@ def test_multiples_of_a_size_are_those_of_any_other(function):
     "function", [lambda x: x + x[x > 0].sum(), lambda x: x * torch.nonzero(x).shape[0]]
 )
 def test_sizes_that_depend_on_values_are_captured_where_nothing_is_replayed(function):
-    network = switched(build("qwen3", 3))
-    network.model.norm.register_forward_hook(lambda _module, _inputs, output: function(output))
+    network = ending(function)
     check_is_the_network(network)
     with pytest.raises(UnsupportedModelError, match="wanted sizes that depend on no value"):
         capturing._check_replayable(capturing._trace(network, CPU, {}))

@@ -11,7 +11,8 @@ import backends
 from model import EngineConfig, InvalidArgumentError
 from model.cli.settings import num_bytes
 from model.device import profile
-from model.device.begin import begin, largest_step
+from model.device.batch import prompt_step
+from model.device.begin import begin
 from model.device.layout import LayerShape, plan_layout
 from model.device.memory import cgroup_rooms, host_free_bytes, plan_memory, show_bytes
 from model.device.network import PagedNetwork
@@ -99,7 +100,7 @@ class _Gpu:
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, 2 * GIB))
-        for name in ("begin", "largest_step", "sample"):
+        for name in ("begin", "prompt_step", "sample"):
             monkeypatch.setattr(profile, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.peaks.pop(0))
         self.peaks = [3 * MIB, 2 * MIB]
@@ -109,9 +110,9 @@ class _Gpu:
         self.done.append(("begin", network.num_blocks))
         begin(network, EngineConfig(compile=True))
 
-    def largest_step(self, num_tokens, num_rows, block_size, num_groups, _):
+    def prompt_step(self, num_tokens, num_rows, block_size, num_groups, _):
         self.done.append(("step", num_tokens, num_rows))
-        return largest_step(num_tokens, num_rows, block_size, num_groups, torch.device("cpu"))
+        return prompt_step(num_tokens, num_rows, block_size, num_groups, torch.device("cpu"))
 
     def sample(self, logits, _):
         self.done.append(("sample", len(logits)))
@@ -146,7 +147,7 @@ def test_a_step_that_does_not_fit_is_told_and_leaves_no_cache(monkeypatch):
         raise torch.cuda.OutOfMemoryError
 
     _Gpu(monkeypatch)
-    monkeypatch.setattr(profile, "largest_step", fail)
+    monkeypatch.setattr(profile, "prompt_step", fail)
     (network,) = networks_on_a_gpu(monkeypatch, 1)
     with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens: a step of 300 tokens"):
         profile.free_bytes([network], EngineConfig(max_num_batched_tokens=300))
@@ -219,7 +220,7 @@ def test_on_a_cpu_an_engine_asks_the_system_and_refuses_what_is_not_there(monkey
 def test_the_largest_step_runs_on_a_cache_of_the_null_block_alone_and_writes_nothing(architecture):
     network = PagedNetwork(build(architecture), backends.get_backend("numba"))
     network.allocate(1, 4)
-    step = largest_step(50, 3, 4, len(network.layout.windows), network.device)
+    step = prompt_step(50, 3, 4, len(network.layout.windows), network.device)
     assert network.logits(step).shape == (3, 320)
     assert not any(storage.any() for storage in network.caches.storages)
 

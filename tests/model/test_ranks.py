@@ -4,11 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from model.device.ranks import join_ranks
-from model.errors import UsageError
+from model.engine import Engine
+from model.errors import RankLostError, UsageError
+from model.twins import TwinEngine
 from tests.model.walk import DATA
 
 _ROOT = Path(__file__).parents[2]
@@ -167,3 +170,12 @@ def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, si
     }
     assert not wrong
     assert sum(outcome == "equal" for outcome in outcomes.values()) > least
+
+
+def test_a_rank_that_is_lost_while_an_engine_is_made_is_told(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("[enforce fail at pair.cc] Connection closed by peer [127.0.0.1]:1")
+
+    monkeypatch.setattr(Engine, "__init__", fail)
+    with pytest.raises(RankLostError):
+        TwinEngine(SimpleNamespace(ranks=object()), None)

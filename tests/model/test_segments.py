@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
-from model.device.begin import largest_step
+from model.device.batch import prompt_step
 from model.device.fx_trace import capture
 from model.device.piecewise import Segmented, _laid_out, compile_segments
 from model.device.prepare import prepare_network
@@ -53,7 +53,7 @@ def test_pieces_give_what_the_network_gives_for_any_number_of_tokens_and_rows(ar
 def test_what_was_compiled_with_a_step_of_its_own_serves_parts_of_other_tensors():
     captured = capture(switched(build("llama", 3)), CPU)
     pieces = compile_segments(captured, "eager")
-    largest = largest_step(16, 5, 4, 1, CPU)
+    largest = prompt_step(16, 5, 4, 1, CPU)
     with torch.no_grad():
         pieces.logits(largest.input_ids, largest.position_ids, largest.logit_rows, Telling())
     pieces.settle()
