@@ -5,14 +5,13 @@ through the block table and only at positions that a row of the sequence sees. K
 speed: O(num_tokens * seq_len * num_q_heads * head_dim), a few query tokens at a time, so that what
 they need of a long context fits in memory.
 
-The distance allowed to a row is twice the error of the same algorithm emulated in the cache's dtype
-(float32 sums, probabilities and result rounded), with a floor of one rounding of the row's terms.
+How far a backend may be from it, and why, is derived in `_allowed`.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -66,7 +65,6 @@ def attention(query: Tensor, cache: KVCache, batch: PagedBatch, terms: Attention
     q = query.detach().double().cpu().numpy()
     k = stands_for(cache.k, cache.k_scale).numpy()
     v = stands_for(cache.v, cache.v_scale).numpy()
-    numbers = _Numbers.of(terms)
     step = max(1, _ROWS // q.shape[1])
     out = np.full((*q.shape[:2], v.shape[3]), math.nan)
     allowed = np.zeros(q.shape[:2])
@@ -81,7 +79,7 @@ def attention(query: Tensor, cache: KVCache, batch: PagedBatch, terms: Attention
                 seen &= keys > positions[:, None] - terms.window
             where = tables[s, keys // k.shape[1]], keys % k.shape[1]
             one = _Rows(q[rows], k[where], v[where], seen)
-            out[rows], allowed[rows] = _exact_and_allowed(one, numbers, query.dtype)
+            out[rows], allowed[rows] = _exact_and_allowed(one, terms, query.dtype)
     return Expected(torch.from_numpy(out), torch.from_numpy(allowed))
 
 
@@ -110,74 +108,92 @@ def quantise(rows: Tensor, scale: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
-    """The terms of a row, in the precision that it is computed in."""
-
-    scale: float
-    soft_cap: float | None
-    sinks: Floats | None
-
-    @classmethod
-    def of(cls, terms: AttentionTerms) -> "_Numbers":
-        sinks = None if terms.sinks is None else terms.sinks.detach().double().cpu().numpy()
-        return cls(terms.scale, terms.soft_cap, sinks)
-
-    def in_float32(self) -> "_Numbers":
-        return replace(self, sinks=None if self.sinks is None else self.sinks.astype(np.float32))
-
-
-@dataclass(frozen=True, slots=True)
 class _Rows:
-    """Query tokens of one sequence, and what any of them sees."""
+    """Query tokens of one sequence, and the keys that any of them sees."""
 
     query: Floats  # [num_rows, num_q_heads, head_dim]
     keys: Floats  # [num_keys, num_kv_heads, head_dim]
     values: Floats  # [num_keys, num_kv_heads, value_dim]
     seen: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]  # [num_rows, num_keys]
 
-    def in_float32(self) -> "_Rows":
-        query, keys, values = (
-            each.astype(np.float32) for each in (self.query, self.keys, self.values)
-        )
-        return _Rows(query, keys, values, self.seen)
 
-
-def _exact_and_allowed(rows: _Rows, numbers: _Numbers, dtype: torch.dtype) -> tuple[Floats, Floats]:
-    """The exact rows, and the error allowed for each of their heads."""
-    exact, terms, largest = _attend(rows, numbers, None)
-    emulated, _, _ = _attend(rows.in_float32(), numbers.in_float32(), dtype)
-    error = np.linalg.norm(_rounded(emulated, dtype) - exact, axis=-1)
-    unit = torch.finfo(dtype).eps / 2
-    # in float32 the rounding of the logits themselves matters: it grows with their terms
-    roundings = 1 + (4 + 2 * largest if dtype == torch.float32 else 0)
-    floor = unit * roundings * np.linalg.norm(terms, axis=-1)
-    return exact, 2 * np.maximum(error, floor)
-
-
-def _attend(
-    rows: _Rows, numbers: _Numbers, round_to: torch.dtype | None
-) -> tuple[Floats, Floats, Floats]:
-    """Of each row and head (the sum, the same with absolute values, the largest absolute logit)."""
-    scale, soft_cap, sinks = numbers.scale, numbers.soft_cap, numbers.sinks
+def _exact_and_allowed(
+    rows: _Rows, terms: AttentionTerms, dtype: torch.dtype
+) -> tuple[Floats, Floats]:
+    """The exact rows [num_rows, num_q_heads, value_dim], and the error allowed for each head."""
     keys, values = rows.keys.transpose(1, 2, 0), rows.values.transpose(1, 0, 2)
     seen = rows.seen[:, None]
-    logits = _product(rows.query, keys) * scale
-    if soft_cap is not None:
-        logits = soft_cap * np.tanh(logits / soft_cap)
+    logits = _product(rows.query, keys) * terms.scale
+    if terms.soft_cap is not None:
+        logits = terms.soft_cap * np.tanh(logits / terms.soft_cap)
     logits = np.where(seen, logits, -math.inf)
     highest = logits.max(axis=-1)
-    if sinks is not None:
+    sinks = np.full(highest.shape[1], -math.inf)
+    if terms.sinks is not None:
+        sinks = terms.sinks.detach().double().cpu().numpy()
         highest = np.maximum(highest, sinks)
     p = np.exp(logits - highest[..., None])
-    total = p.sum(axis=-1)
-    if sinks is not None:
-        total = total + np.exp(sinks - highest)
-    if round_to is not None:
-        p = _rounded(p, round_to)
-    out = _product(p, values) / total[..., None]
-    terms = _product(p, np.abs(values)) / total[..., None]
-    sizes = _product(np.abs(rows.query), np.abs(keys)) * abs(scale)
-    return out, terms, np.where(seen, sizes, 0).max(axis=-1)
+    p_sink = np.exp(sinks - highest)
+    total = p.sum(axis=-1) + p_sink
+    p, p_sink = p / total[..., None], p_sink / total
+    out = _product(p, values)
+    sizes = _product(np.abs(rows.query), np.abs(keys)) * abs(terms.scale)
+    sink_sizes = np.where(p_sink > 0, np.abs(sinks), 0)
+    return out, _allowed(p, sizes, p_sink, sink_sizes, values, out, seen.sum(axis=-1), dtype)
+
+
+def _allowed(
+    p: Floats,  # [num_rows, num_q_heads, num_keys]: probabilities
+    sizes: Floats,  # the same: |scale| * sum over d of |q_d k_d|, of each logit
+    p_sink: Floats,  # [num_rows, num_q_heads]
+    sink_sizes: Floats,  # the same: |logit| of the sink
+    values: Floats,  # [num_kv_heads, num_keys, value_dim]
+    out: Floats,  # [num_rows, num_q_heads, value_dim]: the exact result
+    num_keys: Floats,  # [num_rows, 1]: how many keys each row sees
+    dtype: torch.dtype,
+) -> Floats:
+    """The largest Euclidean error of each row, [num_rows, num_q_heads].
+
+    To first order, for a kernel that computes in float32 (unit roundoff u = 2^-24) and whose
+    probabilities and result may be rounded to `dtype` (unit roundoff U). Write n for the keys that
+    a row sees, |.| for the Euclidean norm, s_k for `sizes`, p_k for the probabilities; a sink is
+    a key whose value is 0. References: N. J. Higham, Accuracy and Stability of Numerical
+    Algorithms, 2nd ed. (2002), called H; N. J. Higham and T. Mary, A new approach to probabilistic
+    rounding error analysis, SIAM J. Sci. Comput. 41 (2019), called HM.
+
+    - Rounding to `dtype`: of each p_k, then of the result (H 2.2): U (sum p_k |v_k| + |out|).
+    - Probabilities: p_k errs by a factor 1 + e_k, |e_k| <= 4u (1 + s_k). The 4u are for exp itself.
+      Of the 4u s_k, q.k takes two: not the worst case u d s_k (H 3.1), because the products of a
+      row and a key do not repeat, so their roundings are independent with mean 0 (HM) and the
+      error of the sum is about u s_k for any d. The third is for the scale and log2(e), folded
+      into the query or the logit, the fourth for subtracting the maximum. Numerator and total take
+      the same p_k, so that the result moves by sum p_k e_k (v_k - out): by at most
+      4u sum p_k (1 + s_k) |v_k - out|, which is 0 where all values are equal.
+    - Sums over keys: adding t_1 .. t_n errs by at most u times the sum of the sizes of the partial
+      sums (the running error bound, H 3.3 and 4.2). The total's are at most 1 (relative to the
+      whole), n/2 together if all p_k are equal, which moves the result by u n |out| / 2. The
+      numerator's are a part of `out` that grows alike, another u n |out| / 2, and around it a sum
+      of p_k (v_k - out), which wanders without a direction: its size is at most about
+      r = sqrt(sum p_k^2 |v_k - out|^2), together u n r. Independent roundings would leave sqrt(n)
+      of n, but tokens repeat, and adding the same number again rounds the same way each time:
+      here the worst case is met. Four roundings more are of the division and of scales.
+
+    The bound holds for any order of the sums; kernels that sum in tiles stay below it. Nothing is
+    doubled or added for safety.
+    """
+    u, rounding = 2.0**-24, torch.finfo(dtype).eps / 2
+    group = out.shape[1] // values.shape[0]
+    of_values = np.linalg.norm(values, axis=-1).repeat(group, axis=0)  # [num_q_heads, num_keys]
+    of_out = np.linalg.norm(out, axis=-1)
+    squares = of_values**2 + of_out[..., None] ** 2 - 2 * _product(out, values.transpose(0, 2, 1))
+    apart = np.sqrt(np.maximum(squares, 0))  # |v_k - out|: [num_rows, num_q_heads, num_keys]
+    to_dtype = (p * of_values).sum(axis=-1) + of_out
+    probabilities = 4 * (p * (1 + sizes) * apart).sum(axis=-1)
+    probabilities += 4 * p_sink * (1 + sink_sizes) * of_out
+    wandering = np.sqrt(((p * apart) ** 2).sum(axis=-1))
+    sums = num_keys * (of_out + wandering) + 4 * of_out
+    allowed: Floats = rounding * to_dtype + u * (probabilities + sums)
+    return allowed
 
 
 def _product(rows: Floats, matrices: Floats) -> Floats:
@@ -188,11 +204,6 @@ def _product(rows: Floats, matrices: Floats) -> Floats:
     product: Floats = torch.bmm(left, torch.from_numpy(matrices)).numpy()
     apart = product.reshape(num_kv_heads, num_rows, -1, matrices.shape[2]).transpose(1, 0, 2, 3)
     return apart.reshape(num_rows, rows.shape[1], -1)
-
-
-def _rounded(array: Floats, dtype: torch.dtype) -> Floats:
-    """The array's values as this dtype would hold them."""
-    return torch.from_numpy(array).to(dtype).to(torch.float32).numpy()
 
 
 def slot_mapping(batch: PagedBatch, block_size: int, size: int) -> list[int]:

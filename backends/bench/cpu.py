@@ -17,13 +17,15 @@ GATHER, DENSE, COPY = "gather + SDPA", "SDPA on contiguous K/V", "copy"
 def bench_cpu(backend: Backend, *, quick: bool) -> list[Row]:
     """Attention and movement on the CPU against torch; quick: small cases, few rounds."""
     rounds = 3 if quick else 21
-    half, single = torch.float16, torch.float32
-    cases = [DecodeCase(4, 256, head_dim=64, dtype=single), DecodeCase(1, 128, new=128)]
+    half, single, brain = torch.float16, torch.float32, torch.bfloat16
+    cases = [DecodeCase(4, 256, head_dim=64, dtype=single)]
+    cases += [DecodeCase(1, 128, new=128, dtype=dtype) for dtype in (single, brain)]
     if not quick:
-        large = [DecodeCase(8, 2048, dtype=dtype) for dtype in (single, torch.bfloat16, half)]
-        prefill = [DecodeCase(1, 512, new=512, dtype=dtype) for dtype in (single, half)]
-        large += [DecodeCase(8, 2048, cache_dtype=kind) for kind in backend.capabilities.quantised]
-        cases += [*large, *prefill, DecodeCase(1, 2048, new=256)]
+        cases += [DecodeCase(8, 2048, dtype=dtype) for dtype in (single, brain, half)]
+        cases += [DecodeCase(8, 2048, cache_dtype=kind) for kind in backend.capabilities.quantised]
+        for new, length in ((512, 512), (2048, 2048), (256, 2048)):
+            cases += [DecodeCase(1, length, new=new, dtype=dtype) for dtype in (single, brain)]
+        cases += [DecodeCase(1, 512, new=512, dtype=half)]
     rows = [_attention_on_cpu(backend, case, rounds) for case in cases]
     tokens = 256 if quick else 8192
     key, value = (torch.randn(tokens, 8, HEAD_DIM).bfloat16() for _ in range(2))
@@ -72,8 +74,10 @@ def _attention_on_cpu(backend: Backend, case: DecodeCase, rounds: int) -> Row:
         return backend.paged_attention(query, cache, batch, terms)
 
     def attend(k: Tensor, v: Tensor) -> Tensor:
-        used = None if case.new == 1 else mask
-        return scaled_dot_product_attention(rows, k, v, attn_mask=used, enable_gqa=True)
+        if case.new in {1, case.length}:  # without a mask, which costs torch the keys that it hides
+            causal = case.new > 1
+            return scaled_dot_product_attention(rows, k, v, is_causal=causal, enable_gqa=True)
+        return scaled_dot_product_attention(rows, k, v, attn_mask=mask, enable_gqa=True)
 
     others: dict[str, Callable[[], object]] = {
         GATHER: lambda: attend(gather(cache.k), gather(cache.v)),

@@ -1,4 +1,4 @@
-"""One item of attention: a query tile over some KV heads, tile after tile of its keys.
+"""One item of decode or of few rows: a query tile over some KV heads, tile after tile of keys.
 
 The formula and the order of the loops stand in `paged_attention`, the products in `tiles`, the
 softmax in `rows`; here they meet. Compiled code from here is part of `SOURCE_DIGEST`, see `bits`.
@@ -18,7 +18,7 @@ from backends.numba_cpu.tiles import TILE, Floats, add_tile, score_tile
 SOURCE_DIGEST = zlib.crc32(Path(__file__).read_bytes(), rows.SOURCE_DIGEST)
 
 ROWS = 16
-"""Query rows an item has a KV head, about."""
+"""Query rows an item has a KV head, at most; those of more rows are for `prefill`."""
 
 
 @jit()
@@ -63,7 +63,7 @@ def attend_item(
                 span(scores, h * most * TILE, most * TILE),
                 span(sums, h * most * value_size, most * value_size),
                 span(highest, h * most, most), span(total, h * most, most),
-                count, group, value_size, position - tile, live, window, soft_cap,
+                (0, num_rows), group, value_size, position - tile, live, window, soft_cap,
             )  # fmt: skip
         add_tile(
             sums,
@@ -81,6 +81,6 @@ def attend_item(
         first = first_row * strides[8] + (head + h) * group * strides[9]
         piece = span(sums, h * most * value_size, most * value_size)
         store_rows(
-            piece, span(total, h * most, most), scales[1][head + h],
+            piece, value_size, span(total, h * most, most), scales[1][head + h],
             count, group, value_size, out, first, strides,
         )  # fmt: skip

@@ -1,19 +1,20 @@
-"""Attention over the paged cache on a CPU: decode, prefill and chunked prefill by one kernel.
+"""Attention over the paged cache on a CPU: decode, prefill and chunked prefill.
 
     out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
     (of a quantised cache k = k_scale * stored: folded into the scale; v_scale: into the result)
 
 Layout: a row is one (query token, query head); the rows of an item share a KV head. Keys come in
-tiles of 64 positions, whatever the block size, by way of the block table. In decode the tiles are
-the outer loop and the KV heads the inner one, so that memory is walked in order. A row's arithmetic
+tiles of 64 positions, whatever the block size, by way of the block table. In decode (`item`) the
+tiles are the outer loop and the KV heads the inner one, so that memory is walked in order; items of
+more rows (`prefill`) widen each tile once for all of them. A row's arithmetic
 depends neither on block ids nor on the cut into threads: outputs are bitwise equal under any
 permutation of the blocks and any number of threads.
 
-Bytes moved: K and V once an item (about 16 rows a KV head). Sums are float32; the error stays below
-twice that of an exact computation rounded to the cache's dtype. Offsets are int64. Values are
-checked before anything is written: query_start_loc, lengths, table entries. Shapes are checked once
-a signature; addresses are asked for in every call.
+Bytes moved: K and V once an item (up to 16 rows a KV head, or about 256). Sums are float32; error:
+at most what `backends.oracle` allows. Offsets are int64. Values are checked before anything is
+written: query_start_loc, lengths, table entries. Shapes are checked once a signature; addresses are
+asked for in every call.
 """
 
 import zlib
@@ -29,16 +30,19 @@ from torch import Tensor
 from backends.checks import check_paged_attention
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch, SharedPrefix
 from backends.errors import InvalidArgumentError
-from backends.numba_cpu import item, schedule
+from backends.numba_cpu import item, prefill, schedule
 from backends.numba_cpu.bits import LOG2E, TAGS, Tag, at, jit, span
 from backends.numba_cpu.item import ROWS, attend_item
+from backends.numba_cpu.matmul import LANES, ROWS_AT_ONCE
 from backends.numba_cpu.plans import Plans, sign
+from backends.numba_cpu.prefill import PREFILL_ROWS, attend_prefill, padded
 from backends.numba_cpu.scales import per_head
 from backends.numba_cpu.schedule import FAULTS, Longs, check_batch, cut, make_items
 from backends.numba_cpu.tiles import TILE, Floats
 from backends.numba_cpu.workers import Workers
 
 SOURCE_DIGEST = zlib.crc32(schedule.SOURCE_DIGEST.to_bytes(4), item.SOURCE_DIGEST)
+SOURCE_DIGEST = zlib.crc32(prefill.SOURCE_DIGEST.to_bytes(4), SOURCE_DIGEST)
 
 SERIAL_COST = 1 << 18  # multiply-adds below which a second thread costs more than it saves
 
@@ -107,7 +111,8 @@ def _kernels(source_digest: int) -> _Kernels:
     ) -> None:
         _ = source_digest
         num_kv_heads, group, size, value_size = sizes[1:]
-        most = num_kv_heads * max(1, ROWS // group) * group
+        most = max(num_kv_heads * ROWS, padded(max(PREFILL_ROWS, group), ROWS_AT_ONCE))
+        width = padded(value_size, LANES)
         arrays = (
             at(tensors[0], 1, tags[0]),
             at(tensors[1], 1, tags[1]),
@@ -117,11 +122,12 @@ def _kernels(source_digest: int) -> _Kernels:
         tables = at(block_table, 1, np.int32(0))
         floats = (
             np.empty(most * size, np.float32),
-            np.empty(most * value_size, np.float32),
+            np.empty(most * width, np.float32),
             np.empty(most, np.float32),
             np.empty(most, np.float32),
             np.empty(most * TILE, np.float32),
         )
+        packed = (np.empty(TILE * size, np.float32), np.empty(TILE * width, np.float32))
         offsets = (np.empty(TILE, np.int64), np.empty(TILE, np.int64))
         scale, soft_cap = np.float32(numbers[0]), np.float32(numbers[1])
         factor = scale if soft_cap > 0 else scale * np.float32(LOG2E)
@@ -130,11 +136,19 @@ def _kernels(source_digest: int) -> _Kernels:
             index, head = unit // num_kv_heads, unit % num_kv_heads
             table = span(tables, items[index, 0] * table_stride, 1)
             place = (items[index, 1], items[index, 2], items[index, 3])
+            numbers_here = (factor, soft_cap, window)
+            if place[1] * group > ROWS:
+                attend_prefill(
+                    arrays, strides, sizes, table, place, head, sinks,
+                    scales, numbers_here, floats, packed, offsets,
+                )  # fmt: skip
+                unit += 1
+                continue
             # decode: all heads at once, memory in order; else a head at a time, its tile in cache
             num_heads = min(num_kv_heads - head, stop - unit) if place[1] == 1 else 1
             attend_item(
                 arrays, strides, sizes, table, place, (head, num_heads), sinks,
-                scales, (factor, soft_cap, window), floats, offsets,
+                scales, numbers_here, floats, offsets,
             )  # fmt: skip
             unit += num_heads
 
@@ -224,7 +238,7 @@ def _plan(query: Tensor, cache: KVCache, out: Tensor | None) -> AttentionPlan:
         (*query.stride()[:2], *cache.k.stride()[:3], *cache.v.stride()[:3], *of_out),
         (block_size, num_kv_heads, group, head_dim, value_dim),
         num_blocks,
-        max(1, ROWS // group),
+        max(1, PREFILL_ROWS // group),
         num_q_heads * (head_dim + value_dim) // 2,
         np.empty(0, np.float32),
         (per_head("k_scale", None, num_kv_heads), per_head("v_scale", None, num_kv_heads)),

@@ -43,6 +43,7 @@ def load_rows(
 @jit()
 def store_rows(
     sums: Floats,
+    width: int,  # from one row of sums to the next
     total: Floats,
     scale: np.float32,
     count: int,
@@ -55,7 +56,7 @@ def store_rows(
     """The rows' sums times the values' scale over their totals, rounded, into the output."""
     for r in range(count * group):
         target = span(out, first + r // group * strides[8] + r % group * strides[9], size)
-        row = span(sums, r * size, size)
+        row = span(sums, r * width, size)
         share = scale / total[r]
         for d in range(size):
             target[d] = narrow(row[d] * share, target[d])
@@ -114,9 +115,13 @@ def _soften(
         if t < first or t > last:
             scores[t] = _MINUS_INF
     before = highest[0]
-    now = before
-    for t in range(TILE):
-        now = max(now, scores[t])
+    a = b = c = d = e = f = g = h = before  # one maximum would wait for itself 64 times
+    for t in range(0, TILE, 8):
+        a, b = max(a, scores[t]), max(b, scores[t + 1])
+        c, d = max(c, scores[t + 2]), max(d, scores[t + 3])
+        e, f = max(e, scores[t + 4]), max(f, scores[t + 5])
+        g, h = max(g, scores[t + 6]), max(h, scores[t + 7])
+    now = max(a, b, c, d, e, f, g, h)
     added = np.float32(0.0)
     for t in range(TILE):
         p = exp2(scores[t] - now)
@@ -134,7 +139,7 @@ def soften_rows(
     sums: Floats,
     highest: Floats,
     total: Floats,
-    count: int,
+    which: tuple[int, int],  # first row, past the last one
     group: int,
     size: int,
     last: int,  # of the first token's keys, in this tile
@@ -143,7 +148,7 @@ def soften_rows(
     soft_cap: np.float32,
 ) -> None:
     """Probabilities of a tile, and sums so far rescaled to the new maxima."""
-    for r in range(count * group):
+    for r in range(which[0], which[1]):
         end = last + r // group
         first = 0 if window == 0 else max(0, end - window + 1)
         row = span(scores, r * TILE, TILE)

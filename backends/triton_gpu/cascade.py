@@ -26,7 +26,7 @@ from backends.contract import AttentionTerms, KVCache, PagedBatch, SharedPrefix
 from backends.triton_gpu.e4m3 import scale_step, widen
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
-from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+from backends.triton_gpu.soft_cap import base2_logits
 from backends.triton_gpu.splits import MAX_PLANNED
 
 ROWS = 64
@@ -190,10 +190,7 @@ def _walk_prefix(
             k = widen(k, NATIVE)
             v = widen(v, NATIVE)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if HAS_CAP:
-            logits = cap_logits(logits * scale, soft_cap) * LOG2E
-        else:
-            logits = logits * (scale * LOG2E)
+        logits = base2_logits(logits, scale, soft_cap, HAS_CAP)
         logits = tl.where(live[None, :], logits, float("-inf"))
         now = tl.maximum(highest, tl.max(logits, 1))
         p = tl.exp2(logits - now[:, None])

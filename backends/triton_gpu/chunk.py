@@ -16,7 +16,7 @@ import triton.language as tl
 
 from backends.triton_gpu.e4m3 import widen
 from backends.triton_gpu.place import device_function
-from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+from backends.triton_gpu.soft_cap import base2_logits
 
 
 @device_function
@@ -74,10 +74,7 @@ def walk_chunk(
             k = widen(k, NATIVE)
             v = widen(v, NATIVE)
         logits = tl.dot(k, q, input_precision="ieee")
-        if HAS_CAP:
-            logits = cap_logits(logits * scale, soft_cap) * LOG2E
-        else:
-            logits = logits * (scale * LOG2E)
+        logits = base2_logits(logits, scale, soft_cap, HAS_CAP)
         logits = tl.where(live, logits, float("-inf"))
         now = tl.maximum(highest, tl.max(logits, 1, keep_dims=True))
         p = tl.exp2(logits - now)

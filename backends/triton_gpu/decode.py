@@ -16,8 +16,8 @@ keys. Sequences with more than `most` query tokens are left alone. Of a quantise
 the keys is part of the scale, that of the values part of the result; products are float16.
 
 Bytes moved: K and V once, plus 8 * head_dim a part and row where a sequence is cut.
-Error: at most twice that of the same algorithm emulated in the queries' dtype. Deterministic for
-given lengths, and in the batch-invariant plan for a given sequence; blocks may lie in any order.
+Error: at most what `backends.oracle` allows. Deterministic for given lengths, and in the
+batch-invariant plan for a given sequence; blocks may lie in any order.
 """
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton

@@ -32,7 +32,7 @@ from backends.contract import KVCache
 from backends.triton_gpu.hopper_items import gluon_function
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.place import Place
-from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+from backends.triton_gpu.soft_cap import LOG2E, base2_logits
 from backends.triton_gpu.splits import count_tiles, find_part
 
 TILE = 64
@@ -100,9 +100,6 @@ def _walk(
     sums = gl.full([VALUES, ROWS], 0.0, gl.float32, LAYOUT)
     p_tile = p_tiles.index(GROUP_ID)
     first = begin // TILE * TILE
-    factor = scale * LOG2E
-    if HAS_CAP:
-        factor = LOG2E
     FROM: gl.constexpr = 0 if SHARED else GROUP_ID
     for i in range(FROM, (end - first + TILE - 1) // TILE, 1 if SHARED else 2):
         buffer = i % 2 if SHARED else GROUP_ID
@@ -113,13 +110,12 @@ def _walk(
         logits = warpgroup_mma(c, q.permute((1, 0)), blank, use_acc=False, is_async=True)
         logits = warpgroup_mma(r, q_rest.permute((1, 0)), logits, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        if HAS_CAP:
-            logits = cap_logits(logits * scale, soft_cap)
+        logits = base2_logits(logits, scale, soft_cap, HAS_CAP)
         key = (first + i * TILE + lane)[:, None]
         live = (key >= begin) & (key < gl.minimum(limit, end)[None, :])
         if HAS_WINDOW:
             live = live & (key >= (limit - window)[None, :])
-        logits = gl.where(live, logits * factor, float("-inf"))
+        logits = gl.where(live, logits, float("-inf"))
         now = gl.maximum(highest, gl.max(logits, 0))
         p = gl.exp2(logits - now[None, :])
         rescale = gl.exp2(highest - now)[None, :]

@@ -18,8 +18,8 @@ has too few items for them, the keys of items are cut, and the programs add the 
 (`hopper_merge`).
 
 Bytes moved: K and V once an item, from L2 mostly. Sums and the softmax are float32; the
-probabilities are rounded to the cache's dtype before they meet V. Error: at most twice that of the
-same algorithm emulated in that dtype. Deterministic; blocks may lie in any order. Sources of ideas:
+probabilities are rounded to the cache's dtype before they meet V. Error: at most what
+`backends.oracle` allows. Deterministic; blocks may lie in any order. Sources of ideas:
 FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 """
 
@@ -46,6 +46,8 @@ ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
 LONG = 1024
 """Keys of a sequence below which cutting them gains nothing."""
+MOST_CAP = 512.0
+"""The largest soft cap; its logits err by up to 3e-7 times the cap, however small they are."""
 
 
 def layout_of(width: int, itemsize: int) -> gl.NVMMASharedLayout:
@@ -302,8 +304,9 @@ def can_attend(
 
     It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or, of
     bfloat16 queries, of e4m3; head_dim 40 to 256, of e4m3 to 128, in steps of 16 bytes; block_size
-    a power of two from 8; a scale above 0; and what the copy engine asks for: addresses and strides
-    in steps of 16 bytes, blocks of a cache a whole number of slots apart, and fewer than 2^31.
+    a power of two from 8; a scale above 0; no soft cap above MOST_CAP; and what the copy engine
+    asks for: addresses and strides in steps of 16 bytes, blocks of a cache a whole number of slots
+    apart, and fewer than 2^31.
     """
     block_size, _, head_dim = cache.k.shape[1:]
     return (
@@ -315,9 +318,15 @@ def can_attend(
         and block_size >= 8
         and block_size & (block_size - 1) == 0
         and terms.scale > 0
+        and not is_large_cap(terms)
         and all(_can_copy(tensor) for tensor in (query, out, cache.k, cache.v))
         and all(_slots(tensor) < 1 << 31 for tensor in (cache.k, cache.v))
     )
+
+
+def is_large_cap(terms: AttentionTerms) -> bool:
+    """Whether the soft cap is one that this kernel would apply with too large an error."""
+    return terms.soft_cap is not None and terms.soft_cap > MOST_CAP
 
 
 def _can_divide(query: Tensor, cache: KVCache) -> bool:

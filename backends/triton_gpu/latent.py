@@ -15,8 +15,7 @@ of rows, parts at most), parts planned by `splits` and added up by `merge`, as i
 quantised cache is widened to float16; its scale is part of the scale and of the result.
 
 Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row where a sequence is
-cut. Error: at most twice that of the same algorithm emulated in the queries' dtype. Deterministic;
-blocks may lie in any order.
+cut. Error: at most what `backends.oracle` allows. Deterministic; blocks may lie in any order.
 """
 
 # ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
@@ -38,7 +37,7 @@ from backends.triton_gpu.e4m3 import scale_step, widen
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
-from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+from backends.triton_gpu.soft_cap import LOG2E, base2_logits
 from backends.triton_gpu.splits import (
     MAX_PLANNED,
     Grid,
@@ -102,10 +101,7 @@ def _walk(
             if E4M3:
                 c_rest = widen(c_rest, NATIVE).to(q.dtype)
             logits = tl.dot(c_rest, q_rest, logits, input_precision="ieee")
-        if HAS_CAP:
-            logits = cap_logits(logits * scale, soft_cap) * LOG2E
-        else:
-            logits = logits * (scale * LOG2E)
+        logits = base2_logits(logits, scale, soft_cap, HAS_CAP)
         live = inside[:, None] & (key[:, None] < limit[None, :])
         if HAS_WINDOW:
             live = live & (key[:, None] >= limit[None, :] - window)

@@ -64,6 +64,7 @@ def paged_attention(
         addresses |= out.data_ptr()
     signature = (
         "attention", sign(query), sign(out), cache.form, batch.form, terms.form,
+        hopper_prefill.is_large_cap(terms),
         min(batch.max_query_len, LONGEST), reach if alike else reach >= hopper_prefill.LONG,
         addresses & 15,
     )  # fmt: skip

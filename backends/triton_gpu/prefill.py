@@ -18,8 +18,8 @@ A cache of 8-bit floats is widened to float16, which holds all its values; K's s
 softmax's, V's the result.
 
 Bytes moved: K and V once a tile of rows. Sums and the softmax are float32; the probabilities are
-rounded to the cache's dtype before they meet V. Error: at most twice that of the same algorithm
-emulated in that dtype. Deterministic; blocks may lie in any order. Only `block_id * stride` is
+rounded to the cache's dtype before they meet V. Error: at most what `backends.oracle` allows.
+Deterministic; blocks may lie in any order. Only `block_id * stride` is
 int64. Values are the caller's duty.
 """
 
@@ -37,7 +37,7 @@ from backends.triton_gpu.e4m3 import scale_step, widen
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.place import Place, device_function, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
-from backends.triton_gpu.soft_cap import LOG2E, cap_logits
+from backends.triton_gpu.soft_cap import LOG2E, tanh
 
 DEEP = 160 << 10  # bytes of shared memory for three stages of 64 keys
 HUGE = 224 << 10  # of 128
@@ -114,8 +114,8 @@ def _walk_keys(
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         factor = tl.maximum(tl.abs(scale), 1e-30) * LOG2E  # above 0, for -inf * 0 is NaN
         if HAS_CAP:
-            logits = cap_logits(logits * scale, soft_cap)
-            factor = LOG2E
+            logits = tanh(logits * (scale / soft_cap))
+            factor = soft_cap * LOG2E
         elif NEGATIVE:
             logits = -logits
         if MASKED:

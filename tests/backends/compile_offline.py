@@ -134,6 +134,8 @@ ON_HOPPER = (
     Case(head_dim=256, group=1, block_size=128),
     Case(split=True),
     Case(split=True, features=True, cap=True),
+    Case(cap=True),
+    Case(cap=True, e4m3=True),
     Case(head_dim=256, group=1, block_size=128, split=True),
     Case(head_dim=96, group=3),
     Case(e4m3=True),
@@ -224,6 +226,8 @@ def check_hopper(case, *, planned):
     assert len(loops) == 2 * (3 if case.features else 2), len(loops)
     for loop in loops:
         check_overlap(loop, products=count_products(case, shape))
+    if case.cap:  # issuing instructions is what a capped step waits for
+        assert min(map(len, loops)) <= 13 * 64 * shape.tile // 128 + 40, min(map(len, loops))
 
 
 def count_products(case, shape):

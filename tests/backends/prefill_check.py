@@ -8,6 +8,8 @@ import sys
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from backends.conformance.cases import build
 from backends.triton_gpu import prefill_order
 from backends.triton_gpu.place import Place
 from backends.triton_gpu.prefill_order import Items
+from backends.triton_gpu.soft_cap import tanh
 
 BASE = AttentionCase("", ((20, 40), (1, 9), (3, 3)), num_kv_heads=1, head_dim=16, padding=1)
 BYTES = BASE.with_(cache_dtype=torch.float8_e4m3fn, scales="head", num_kv_heads=2)
@@ -124,15 +127,32 @@ def check_scale(case, scale):
     assert inputs.expected().worst_ratio(inputs.run(backend)) <= 1, (case.name, scale)
 
 
+@triton.jit
+def _tanh_of(x, out, size: tl.constexpr):
+    at = tl.arange(0, size)
+    tl.store(out + at, tanh(tl.load(x + at)))
+
+
+def check_tanh():
+    """Within 5e-7 of the value, as a share of it, near 0 as well as where it is 1."""
+    sizes = torch.cat([torch.logspace(-6, 3, 4095), torch.tensor([torch.inf])])
+    x = torch.cat([sizes, -sizes])
+    out = torch.empty_like(x)
+    _tanh_of[(1,)](x, out, x.numel())
+    errors = (out.double() / x.double().tanh() - 1).abs()
+    assert errors.max() < 6e-7, errors.max()
+
+
 if __name__ == "__main__":
+    check_tanh()
     check_order()
     check_pieces()
     for number in (-0.3, 0.0, 0.3):
         check_scale(BASE, number)
         check_scale(BASE.with_(soft_cap=2.0, window=7, sinks=True, dtype=torch.float16), number)
-    triton = backends.get_backend("triton")
-    triton._capabilities = replace(triton.capabilities, quantised=(torch.float8_e4m3fn,))
+    backend = backends.get_backend("triton")
+    backend._capabilities = replace(backend.capabilities, quantised=(torch.float8_e4m3fn,))
     for case in QUANTISED:
-        for finding in check_attention(triton, case):
+        for finding in check_attention(backend, case):
             assert finding.passed, finding
     sys.stdout.write("prefill is right\n")

@@ -29,6 +29,7 @@ def test_a_quick_run_reports_every_case_against_its_yardsticks():
     rows = {row["case"]: row for row in report["rows"]}
     assert rows.keys() == {
         "decode 4 x 256, 32/8 heads d64, float32",
+        "prefill 128 of 1 x 128, 32/8 heads d128, float32",
         "prefill 128 of 1 x 128, 32/8 heads d128, bfloat16",
         "store_kv, 256 tokens, bf16",
         "copy_blocks, 16 blocks, bf16",

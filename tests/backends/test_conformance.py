@@ -97,6 +97,33 @@ class RoundsTheLogitsToHalf(HonestBackend):
         return super().shape_logits(logits, scale, soft_cap).half().float()
 
 
+class RoundsTheQueryToTf32(HonestBackend):
+    def paged_attention(self, query, *arguments, **options):
+        rounded = (query.contiguous().view(torch.int32) + (1 << 12)) & -(1 << 13)
+        return super().paged_attention(rounded.view(torch.float32), *arguments, **options)
+
+
+class EndsTheSeriesOfTheExponentialEarly(HonestBackend):
+    """Each probability is off by up to 4e-5; the check allows 1e-6 of a row of a few keys."""
+
+    def probabilities(self, logits, sinks):
+        wide = logits if sinks is None else torch.cat([logits, sinks[:, None]], 1)
+        x = (wide - wide.amax(-1, keepdim=True)) / math.log(2)
+        rest = (x - x.round()) * math.log(2)
+        p = sum(rest**i / math.factorial(i) for i in range(5)) * torch.exp2(x.round())
+        return (p / p.sum(-1, keepdim=True))[:, : logits.shape[1]]
+
+
+class ScalesTheLogitsAHundredThousandthTooMuch(HonestBackend):
+    def shape_logits(self, logits, scale, soft_cap):
+        return super().shape_logits(logits, scale * (1 + 1e-5), soft_cap)
+
+
+class LosesTwoMillionthsOfTheSum(HonestBackend):
+    def probabilities(self, logits, sinks):
+        return super().probabilities(logits, sinks) * (1 - 2e-6)
+
+
 class ReadsTheTableTail(HonestBackend):
     def gather(self, cache, table, first, last):
         everything = cache[table.long()].flatten(0, 1)
@@ -306,6 +333,10 @@ SABOTAGE = {
     IgnoresTheSinks: "accuracy",
     SinksOfTheWrongHead: "accuracy",
     RoundsTheLogitsToHalf: "accuracy",
+    RoundsTheQueryToTf32: "accuracy",
+    EndsTheSeriesOfTheExponentialEarly: "accuracy",
+    ScalesTheLogitsAHundredThousandthTooMuch: "accuracy",
+    LosesTwoMillionthsOfTheSum: "accuracy",
     ReadsTheTableTail: "attention raised",
     MultipliesUnmaskedValues: "poison",
     SumsInBlockOrder: "permutation",

@@ -3,6 +3,7 @@
 import os
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -13,6 +14,7 @@ from backends import conformance
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import bits, build
+from backends.numba_cpu.matmul import multiply_rows
 from backends.numba_cpu.workers import Workers
 from tests.backends.strategies import attention_cases
 
@@ -20,6 +22,10 @@ NUMBA = backends.get_backend("numba")
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIXED = AttentionCase("mixed", ((1, 300), (40, 70), (1, 5), (0, 0), (9, 9)), num_kv_heads=3)
+REPEATED = AttentionCase(
+    "the same value again and again", ((0, 3), (15, 52), (0, 0), (0, 0)),
+    num_kv_heads=1, group=1, head_dim=4, value_dim=1, block_size=1, values="equal",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -32,6 +38,11 @@ def test_it_passes_the_conformance_kit(quick):
 @example(AttentionCase("one huge logit under a cap", ((1, 40),), values="huge", soft_cap=0.5))
 @example(AttentionCase("nothing at all", ()))
 @example(AttentionCase("no query token beside a window", ((0, 9), (1, 9)), window=2))
+@example(REPEATED)
+@example(AttentionCase("several items a prompt", ((90, 260),), 1, 8, 24, window=70, sinks=True))
+@example(
+    AttentionCase("rows that see no more of a tile", ((64, 200),), 1, 3, 8, window=70, sinks=True)
+)
 def test_random_batches_match_the_oracle(case):
     for finding in check_attention(NUMBA, case):
         assert finding.passed, finding
@@ -53,6 +64,22 @@ def test_stored_rows_are_found_where_the_slots_say(slots, dtype, block_size):
     cache, where = backends.KVCache(*caches), torch.tensor(slots, dtype=torch.int64)
     NUMBA.store_kv(key, value, cache, where)
     assert torch.equal(bits(caches.view(2, 60, 2, 6)), bits(wanted))
+
+
+def test_a_product_of_four_rows_is_numpys_and_its_bits_do_not_depend_on_how_wide_it_is():
+    generator = np.random.default_rng(0)
+    for num_terms, width in ((0, 16), (1, 64), (7, 48), (64, 80), (33, 128)):
+        c, a, b = (
+            generator.normal(size=shape).astype(np.float32)
+            for shape in ((4, width), (4, num_terms), (num_terms, width))
+        )
+        wide, narrow = c.flatten(), c.flatten()
+        multiply_rows(wide, width, a.flatten(), num_terms, b.flatten(), width, num_terms, width)
+        for j in range(0, width, 16):
+            part = narrow[j:], width, a.flatten(), num_terms, b.flatten()[j:], width, num_terms, 16
+            multiply_rows(*part)
+        assert np.allclose(wide.reshape(4, width), c + a @ b, rtol=1e-5, atol=1e-5)
+        assert (wide == narrow).all()
 
 
 def test_every_number_of_threads_gives_the_same_bits(monkeypatch):

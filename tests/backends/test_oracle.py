@@ -65,6 +65,26 @@ def test_without_features_it_is_torchs_attention():
     assert got.relative_error(got.out * 1.5) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("values", ["random", "equal"])
+@pytest.mark.parametrize("length", [1, 52, 1500])
+def test_float32_sums_one_key_at_a_time_are_allowed_and_an_error_a_few_times_theirs_is_not(
+    values, length
+):
+    """The order with the largest error; where values are equal, all roundings go the same way."""
+    case = AttentionCase("", ((1, length),), num_kv_heads=1, group=4, value_dim=32, values=values)
+    inputs = build(case, torch.device("cpu"))
+    query, [(k, _)], _ = contents(case)
+    logits = (query[0] @ k[:, 0].T) * inputs.terms.scale
+    p = torch.exp(logits - logits.amax(-1, keepdim=True))
+    sums, total = torch.zeros(4, 32), torch.zeros(4)
+    for i in range(length):
+        sums += p[:, i, None] * k[i, :, :32]
+        total += p[:, i]
+    out, got = (sums / total[:, None])[None], inputs.expected()
+    assert got.worst_ratio(out) <= 1
+    assert got.worst_ratio(out * (1 + 4 * (length + 40) * 2.0**-24)) > 1
+
+
 def test_slots_by_hand():
     batch = PagedBatch(
         query_start_loc=torch.tensor([0, 3, 3, 4], dtype=torch.int32),

@@ -196,6 +196,8 @@ def test_the_short_way_to_launch_is_taken_where_the_launcher_is_known(monkeypatc
         ({"strided": True}, True),
         ({"scale": -0.1}, False),
         ({"scale": 0.0}, False),
+        ({"soft_cap": 50.0}, True),
+        ({"soft_cap": 1000.0}, False),
         ({"shift": True}, False),
     ],
 )
