@@ -7,6 +7,10 @@ number and a newer time says the same. A batch that begins by clearing everythin
 is, so it may follow anything. Where what is missing cannot be had, the publisher's contents are
 forgotten, because what they have become is not known.
 
+A batch with the next number is older than the last one applied if it comes late from a life before:
+it is asked for like a batch that comes too early. And an answer that does not begin with the last
+batch applied proves nothing about what was known: that is forgotten.
+
 A publisher can repeat at least its last batch. So an answer covers all that had come before it was
 asked for: it has it, or has what followed, or it was a life before's, which came late. What came
 after the request is looked at when the answer has ended, and may be asked for in its turn.
@@ -102,8 +106,9 @@ class Follower:
                 return False
             if self.next is not None:
                 self._restart()
-        current = batch.time >= self._time
-        if sequence == (self.next or 0) or (batch.begins_anew and current):
+        is_newer = batch.time >= self._time
+        is_next = sequence == (self.next or 0) and (is_newer or not self._can_ask)
+        if is_next or (batch.begins_anew and is_newer):
             self._apply(sequence, batch)
             return False
         if self._can_ask:
@@ -119,10 +124,11 @@ class Follower:
         True: the publisher has started again. The rest of the answer is of no use.
         """
         known = self.next
+        follows = self._heard or known is None  # else it need not be the life that is known
         self._heard = True
-        if batch.begins_anew or sequence == (known or 0):
+        if batch.begins_anew or (follows and sequence == (known or 0)):
             self._apply(sequence, batch)
-        elif known is None or sequence > known:
+        elif known is None or sequence >= known:
             self._leap(sequence, batch)
         elif sequence == known - 1 and batch.time != self._time:
             self._restart()
@@ -144,11 +150,10 @@ class Follower:
         numbers = sorted(early)
         for place, sequence in enumerate(numbers):
             batch = early[sequence]
-            if not answered and sequence > (self.next or 0):
-                if batch.time > self._time:
-                    self._leap(sequence, batch)
-                else:
-                    self.stats.num_repeated += 1
+            if not answered and batch.time < self._time:
+                self.stats.num_repeated += 1  # or of a life before: it is not asked for any more
+            elif not answered and sequence > (self.next or 0):
+                self._leap(sequence, batch)
             elif self.live(sequence, batch):
                 self._early = {number: early[number] for number in numbers[place:]}
                 return True

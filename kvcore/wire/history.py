@@ -7,7 +7,9 @@ gap, asks, and is answered with a snapshot. (One that began at 0 again would see
 The buffer keeps the newest batches, up to a number of bytes and always one. Who asks for older ones
 gets the last snapshot, which clears what was before, and every batch after it. So a snapshot serves
 all who come until the buffer has moved past it, and a cache that was empty at the beginning needs
-none at first. This knows nothing of sockets.
+none at first. With `keep_base` the buffer never moves past the last snapshot: it grows beyond its
+limit until the next one (`rebase`), which `is_base_old` asks for in time. This knows nothing of
+sockets.
 """
 
 from __future__ import annotations
@@ -30,19 +32,37 @@ class History:
         first: the number of the first batch.
         replay_bytes: how much to keep.
         base: a payload that says, all anew, what can be hit before the first batch.
+        keep_base: keep the last snapshot and every batch after it, so that every request can be
+            answered at any time.
 
     Attributes:
         last: the number of the newest batch, `first - 1` before there is one.
     """
 
-    __slots__ = ("_base", "_kept", "_kept_bytes", "_replay_bytes", "last")
+    __slots__ = ("_base", "_keep_base", "_kept", "_kept_bytes", "_replay_bytes", "_tail_bytes",
+                 "last")  # fmt: skip
 
-    def __init__(self, first: int, replay_bytes: int, base: bytes) -> None:
+    def __init__(
+        self, first: int, replay_bytes: int, base: bytes, *, keep_base: bool = False
+    ) -> None:
         self.last = first - 1
         self._replay_bytes = replay_bytes
+        self._keep_base = keep_base
         self._kept: deque[Sent] = deque()
         self._kept_bytes = 0
+        self._tail_bytes = 0  # of the batches after the snapshot
         self._base: Sent | None = Sent(first - 1, base)
+
+    @property
+    def is_base_old(self) -> bool:
+        """Whether a history that keeps its snapshot should be given a new one (`rebase`). O(1).
+
+        True once the batches after the snapshot exceed both half of `replay_bytes` and the size of
+        the snapshot: snapshots add at most as many bytes as the batches themselves have.
+        """
+        if not self._keep_base or self._base is None:
+            return False
+        return self._tail_bytes > max(self._replay_bytes // 2, len(self._base.payload))
 
     def add(self, payload: bytes, *, anew: bool = False) -> Sent:
         """Number a batch and keep it. O(batches that have to go).
@@ -55,18 +75,27 @@ class History:
         sent = Sent(self.last, payload)
         self._kept.append(sent)
         self._kept_bytes += len(payload)
+        self._tail_bytes += len(payload)
         if anew:
             self._base = sent
-        while self._kept_bytes > self._replay_bytes and len(self._kept) > 1:
-            gone = self._kept.popleft()
-            self._kept_bytes -= len(gone.payload)
-            if self._base is not None and self._base.sequence < gone.sequence:
-                self._base = None
+            self._tail_bytes = 0
+        self._trim()
         return sent
 
     def rebase(self, payload: bytes) -> None:
-        """Take a snapshot of the moment after the newest batch. O(1)."""
+        """Take a snapshot of the moment after the newest batch. O(batches that have to go)."""
         self._base = Sent(self.last, payload)
+        self._tail_bytes = 0
+        self._trim()
+
+    def _trim(self) -> None:
+        """Drop the oldest batches that exceed the limit."""
+        while self._kept_bytes > self._replay_bytes and len(self._kept) > 1:
+            if self._base is not None and self._base.sequence < self._kept[0].sequence:
+                if self._keep_base:
+                    return
+                self._base = None
+            self._kept_bytes -= len(self._kept.popleft().payload)
 
     def since(self, sequence: int) -> list[Sent] | None:
         """Return the batches from a number on, or a snapshot and those after it. O(batches).

@@ -3,11 +3,17 @@
 `publish` is called by the thread that owns the manager, once a step: it takes the events and hands
 them to a thread of the publisher's own, which spells, numbers and sends them and answers requests
 for what was missed. A reader that is too slow loses batches; it asks for them on the replay
-socket. Nothing is remembered of the blocks that are told of: where the buffer is too short, the
-owner's thread is asked for a snapshot of the cache, which its next `publish` gives.
+socket. Nothing is remembered of the blocks that are told of: a reader that the buffer cannot serve
+needs a snapshot of the cache, and only the owner's thread can take one, in `publish`.
 
-If the publisher's thread falls behind by too many batches, what waits is given up and a snapshot
-takes its place, as the next batch.
+An idle engine calls no `publish`. So by default a snapshot is taken ahead: when half of the buffer
+has been filled since the last one, the next `publish` takes another, and the buffer keeps the last
+one and every batch after it. Then every request is answered at once by the publisher's thread. With
+`wake`, a snapshot is taken only when a reader asks for one, and `wake` makes the owner's thread
+call `publish`.
+
+If the publisher's thread falls behind by too many batches, the waiting ones are given up and a
+snapshot takes their place, as the next batch.
 """
 
 from __future__ import annotations
@@ -80,9 +86,12 @@ class Publisher:
         publish_salted: tell of content with a salt too, and of its salt.
         first_sequence: the number of the first batch, at least 1, for what was there before it is
             numbered too; None: the time in microseconds.
-        replay_bytes: how much of what was sent is kept.
-        wake: called, by the publisher's thread, when a snapshot is wanted and `publish` should be
-            called soon though no step may be due; None: the next step is soon enough.
+        replay_bytes: how many bytes of batches are kept for replays. Without `wake` also the last
+            snapshot and all batches after it are kept, about twice a snapshot where that is more.
+        wake: called, by the publisher's thread, when a reader needs a snapshot and `publish` should
+            be called soon, though no step may be due. None: `publish` takes a snapshot whenever
+            the batches since the last one exceed half of `replay_bytes` (and the size of that
+            snapshot), so that a late reader is answered while the engine is idle.
 
     Attributes:
         endpoint: where it publishes, with the port that was picked.
@@ -127,12 +136,13 @@ class Publisher:
             publish_salted=publish_salted,
         )  # fmt: skip
         self._log.take()
-        self._history = History(first, kept, self._encoder.snapshot(manager.snapshot()))
+        base = self._encoder.snapshot(manager.snapshot())
+        self._history = History(first, kept, base, keep_base=replay is not None and wake is None)
         self._first = first
         self._queue: deque[tuple[Event, ...] | Snapshot | _Anew] = deque()
         self._wake_owner = wake
         self._asking: list[bytes] = []
-        self._snapshot_wanted = self._overflowed = self._closing = False
+        self._snapshot_wanted = self._closing = False
         self._num_bytes = self._num_replays = self._num_snapshots = 0
         self._num_overflows = self._num_refused = 0
         self._context = zmq.Context()
@@ -153,7 +163,7 @@ class Publisher:
     def publish(self) -> None:
         """Send what has changed since the last call. Call it after each step, from its thread.
 
-        Waits for nothing. O(1), and O(contents) where a snapshot is wanted.
+        Waits for nothing. O(1), and O(contents) where a snapshot is due.
 
         Raises:
             ClosedError: the publisher is closed.
@@ -161,22 +171,21 @@ class Publisher:
         if self._closing or not self._thread.is_alive():
             raise ClosedError("publish: wanted an open publisher, got one that is closed")
         events = self._log.take()
-        if not events and not self._snapshot_wanted and not self._overflowed:
+        if not events and not self._snapshot_wanted:
             return
-        queue = self._queue
-        if len(queue) >= MAX_WAITING:
-            self._overflowed = True
+        is_full = len(self._queue) >= MAX_WAITING
+        if is_full:
             self._num_overflows += 1
-            return
-        if self._overflowed or (events and isinstance(events[0], EventsLost)):
-            self._overflowed = self._snapshot_wanted = False
-            queue.append(_Anew(self._manager.snapshot()))
+            self._queue = deque()  # the publisher's thread ends the batch that it is at
+        if is_full or (events and isinstance(events[0], EventsLost)):
+            self._snapshot_wanted = False
+            self._queue.append(_Anew(self._manager.snapshot()))
         else:
             if events:
-                queue.append(events)
+                self._queue.append(events)
             if self._snapshot_wanted:
                 self._snapshot_wanted = False
-                queue.append(self._manager.snapshot())
+                self._queue.append(self._manager.snapshot())
         self._ring()
 
     def stats(self) -> PublisherStats:
@@ -242,8 +251,10 @@ class Publisher:
                 if self._ear.fileno() in ready:
                     self._ear.recv(4096)
                 closing = self._closing
-                while self._queue:
-                    self._send(self._queue.popleft())
+                while queue := self._queue:
+                    self._send(queue.popleft())
+                if self._history.is_base_old:
+                    self._snapshot_wanted = True  # the next `publish` takes one
                 if self._router is not None and self._router in ready:
                     self._hear(self._router)
                 if closing:

@@ -4,7 +4,9 @@ One thread reads all of them. For each publisher there is a socket for what it p
 something is asked for, one for the answer: a new one for each request, so that an answer that comes
 too late meets nobody. A publisher that says nothing for a while is asked, which finds what was lost
 last and whether it still answers. One that does not answer for longer is forgotten; when it speaks
-again, it is followed again.
+again, it is followed again. A publisher is also asked when its connection was lost and made anew,
+before anything that arrives over the new connection is read: an engine that restarted numbers its
+batches from 0 again, and a number alone does not tell its first batches from the ones expected.
 """
 
 from __future__ import annotations
@@ -248,11 +250,13 @@ class _Link:
         self.follower = Follower(name, index, can_ask=source.replay is not None)
         self.heard_at = self._asked_at = self._live_at = time.monotonic()
         self.was_heard = False
-        self._live = self._listen()
+        self._num_connected = 0
+        self._listen()
         self._asked: zmq.Socket[bytes] | None = None
         self._num_asked = 0
         if source.replay is not None:
-            self._socket(zmq.DEALER, "replay", source.replay).close()
+            with self._socket(zmq.DEALER) as asking:
+                _connect(asking, "replay", source.replay)
 
     def join(self, poller: zmq.Poller) -> None:
         """Begin to listen, and ask what there is."""
@@ -268,7 +272,9 @@ class _Link:
         self.close()
 
     def close(self) -> None:
-        """Close the socket that listens."""
+        """Close the sockets that listen."""
+        self._live.disable_monitor()  # first: ZeroMQ waits for a monitor that is not read
+        self._connected.close(linger=0)
         self._live.close(linger=0)
 
     def read(self, ready: Mapping[object, int]) -> None:
@@ -279,11 +285,14 @@ class _Link:
             for _ in range(_AT_ONCE):  # then it is the others' turn
                 if not self._live.poll(0):
                     break
-                self._take(self._live.recv_multipart())
+                frames = self._live.recv_multipart()
+                self._note_connections()
+                self._take(frames)
 
     def tend(self, ask_after_s: float, forget_after_s: float) -> None:
         """Ask, or ask again, or forget, if it is time to."""
         now = time.monotonic()
+        self._note_connections()
         if now - self._live_at >= forget_after_s:
             self._listen_again()
         if self._source.replay is None:
@@ -319,18 +328,33 @@ class _Link:
         if asked:
             self._ask()
 
-    def _listen(self) -> zmq.Socket[bytes]:
-        opened = self._socket(zmq.SUB, "endpoint", self._source.endpoint)
-        opened.subscribe(self._source.topic.encode())
-        return opened
+    def _listen(self) -> None:
+        """Open the socket that listens, and the one that tells when it is connected."""
+        self._live = self._socket(zmq.SUB)
+        self._live.subscribe(self._source.topic.encode())
+        self._connected = self._live.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        try:
+            _connect(self._live, "endpoint", self._source.endpoint)
+        except EndpointError:
+            self.close()
+            raise
+
+    def _note_connections(self) -> None:
+        """Ask what there is if a connection was made anew since the last look."""
+        before = self._num_connected
+        while self._connected.poll(0):
+            self._connected.recv_multipart()
+            self._num_connected += 1
+        if self._num_connected > max(before, 1):  # the first is no news: `join` has asked
+            self._ask()
 
     def _listen_again(self) -> None:
         """Connect anew: ZeroMQ cuts off who sends too much at once, and for good."""
         self._live_at = time.monotonic()
         if self._poller is not None:
             self._poller.unregister(self._live)
-        self._live.close(linger=0)
-        self._live = self._listen()
+        self.close()
+        self._listen()
         if self._poller is not None:
             self._poller.register(self._live, zmq.POLLIN)
 
@@ -339,7 +363,8 @@ class _Link:
         self._hang_up()
         if self._source.replay is None:
             return
-        self._asked = self._socket(zmq.DEALER, "replay", self._source.replay)
+        self._asked = self._socket(zmq.DEALER)
+        _connect(self._asked, "replay", self._source.replay)
         self._asked_at = time.monotonic()
         self._asked.send_multipart((b"", sequence_bytes(self.follower.ask())))
         if self._poller is not None:
@@ -373,17 +398,24 @@ class _Link:
                 self._ask()
                 return
 
-    def _socket(self, kind: int, argument: str, endpoint: str) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
         opened: zmq.Socket[bytes] = self._context.socket(kind)
         opened.linger = 0
         opened.rcvhwm = _HIGH_WATER
         opened.maxmsgsize = self._max_message_bytes
-        try:
-            opened.connect(endpoint)
-        except (zmq.ZMQError, TypeError, UnicodeError) as error:
-            opened.close()
-            raise EndpointError(argument, str(endpoint), str(error)) from None
         return opened
+
+
+def _connect(opened: zmq.Socket[bytes], argument: str, endpoint: str) -> None:
+    """Connect a socket.
+
+    Raises:
+        EndpointError: an address that is none.
+    """
+    try:
+        opened.connect(endpoint)
+    except (zmq.ZMQError, TypeError, UnicodeError) as error:
+        raise EndpointError(argument, str(endpoint), str(error)) from None
 
 
 def _read(frames: list[bytes]) -> tuple[int, Batch]:

@@ -1,6 +1,7 @@
 """What vLLM's scheduler asks of kvcore's manager is right in memory, whatever happens."""
 
 import random
+from dataclasses import replace
 from itertools import takewhile
 
 import pytest
@@ -11,6 +12,7 @@ import kvcore
 from kvcore.adapters import vllm_manager
 from kvcore.adapters.vllm_manager import Manager, Manager022
 from tests.adapters.vllm_world import CHUNKS, PLAIN, WINDOWS, Request, World, manager_of
+from tests.adapters.vllm_world import settings as settings_of
 
 GROUPS = {"plain": PLAIN, "windows": WINDOWS, "chunks": CHUNKS}
 
@@ -18,10 +20,12 @@ GROUPS = {"plain": PLAIN, "windows": WINDOWS, "chunks": CHUNKS}
 def live(dice, groups, kind=Manager, num_steps=60):
     """Let a random crowd of requests live over few blocks, and check what they read."""
     num_blocks = dice.choice([24, 30, 60])
-    manager = manager_of(groups, num_blocks, kind, event_names="sha256")
+    manager = manager_of(groups, num_blocks, kind, event_names="sha256", keep_fresh=True)
+    ahead = dice.random() < 0.5
     world = World(
-        manager, ahead=dice.random() < 0.5, budget=dice.choice([5, 16, 40]),
+        manager, ahead=ahead, budget=dice.choice([5, 16, 40]),
         defers=kind is not Manager022 and dice.random() < 0.3,
+        num_drafts=0 if ahead else dice.choice([0, 2, 5]), looks_twice=dice.random() < 0.3,
     )  # fmt: skip
     manager.kv.events.max_names = dice.choice([2, 20, 10_000])
     told = set()
@@ -37,10 +41,10 @@ def live(dice, groups, kind=Manager, num_steps=60):
                 )
             )  # fmt: skip
         crowd = world.waiting + world.running
-        if crowd and dice.random() < 0.05:
+        if crowd and dice.random() < 0.1:
             world.abort(dice.choice(crowd))
         if dice.random() < 0.05:
-            manager.reset_prefix_cache()
+            world.reset(preempts=dice.random() < 0.3)
         world.step()
         kvcore.check(manager.kv)
         if dice.random() < 0.3:
@@ -80,7 +84,8 @@ def test_every_request_reads_what_its_own_tokens_have_written(groups, dice, kind
 def test_prefixes_are_hit_and_requests_give_way_in_such_lives():
     worlds = [live(random.Random(seed), PLAIN) for seed in range(20)]
     assert sum(world.num_hits for world in worlds) > 200
-    assert sum(world.num_deferred for world in worlds) > 20
+    assert sum(world.num_deferred for world in worlds) > 5
+    assert sum(world.num_accepted for world in worlds) > 100
 
 
 class SaltIgnored(Manager):
@@ -284,3 +289,439 @@ def test_a_connectors_tokens_are_refused():
 
 def test_nothing_of_vllm_is_imported_by_the_manager():
     assert "vllm" not in vars(vllm_manager)
+
+
+class Stats:
+    """Counts look-ups as vLLM's does."""
+
+    def __init__(self):
+        self.reset, self.seen = False, []
+
+    def record(self, num_tokens, num_hits, preempted):
+        self.seen.append((num_tokens, num_hits, preempted))
+
+
+class Heard:
+    """Notes what a collector hears."""
+
+    def __init__(self):
+        self.of = {"evicted": [], "allocated": [], "accessed": []}
+        self.num_resets = 0
+
+    def on_block_evicted(self, block):
+        self.of["evicted"].append(block.block_id)
+
+    def on_block_allocated(self, block):
+        self.of["allocated"].append(block.block_id)
+
+    def on_block_accessed(self, block):
+        self.of["accessed"].append(block.block_id)
+
+    def reset(self):
+        self.num_resets += 1
+
+
+def test_look_ups_are_counted_when_a_request_is_admitted_and_handed_out_once():
+    manager = manager_of(new_stats=Stats)
+    first, second, third = (Request(name, range(9)) for name in "abc")
+    second.num_preemptions, third.skip_reading_prefix_cache = 1, True
+    assert manager.log_stats
+    for one, hits in ((first, 0), (second, 8), (third, 0)):
+        manager.record_prefix_cache_stats(one, hits)
+    counted = manager.make_prefix_cache_stats()
+    assert counted.seen == [(9, 0, False), (9, 8, True)]
+    manager.record_prefix_cache_stats(first, 4)
+    assert counted.seen == [(9, 0, False), (9, 8, True)]
+    assert manager.make_prefix_cache_stats().seen == [(9, 4, False)]
+    silent = manager_of()
+    silent.record_prefix_cache_stats(first, 0)
+    assert not silent.log_stats
+    assert silent.make_prefix_cache_stats() is None
+
+
+def test_022_counts_each_look_up_when_it_is_made():
+    manager = manager_of(kind=Manager022, new_stats=Stats)
+    one = Request("a", range(9))
+    assert manager.get_computed_blocks(one)[1] == 0
+    assert manager.make_prefix_cache_stats().seen == [(9, 0, False)]
+
+
+def test_where_nothing_is_cached_no_prefix_is_looked_up():
+    manager = manager_of(enable_caching=False)
+    assert not manager.prefix_cache_lookup_enabled(Request("a", range(9)))
+    assert manager.allocate_slots(one := Request("a", range(9)), 9)
+    assert manager.estimate_cached_tokens(one) == 0
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_a_reset_is_refused_while_a_request_holds_blocks_and_changes_nothing(groups):
+    heard = Heard()
+    manager = manager_of(groups, new_stats=Stats, collector=heard)
+    one = Request("a", range(30))
+    manager.allocate_slots(one, 30)
+    assert not manager.reset_prefix_cache()
+    assert (heard.num_resets, manager.prefix_cache_stats.reset) == (0, False)
+    found = manager.get_computed_blocks(Request("b", range(30)))[1]
+    assert found == 24 if len(groups) > 1 and groups is CHUNKS else found == 28
+    one.num_computed_tokens = 30
+    manager.free(one)
+    assert manager.get_computed_blocks(Request("b", range(30)))[1] == found
+    assert manager.reset_prefix_cache()  # what a look-up found does not hold it up
+    assert (heard.num_resets, manager.prefix_cache_stats.reset) == (1, True)
+    assert manager.get_computed_blocks(Request("b", range(30)))[1] == 0
+
+
+@pytest.mark.parametrize("groups", [PLAIN, WINDOWS], ids=["plain", "windows"])
+def test_room_is_made_for_drafts_and_never_past_the_longest_request(groups):
+    manager = manager_of(groups, 200)
+    one = Request("a", range(10), max_tokens=300)
+
+    def sizes():
+        return {len(ids) for ids in manager.get_block_ids("a")}
+
+    manager.allocate_slots(one, 10, num_lookahead_tokens=3)
+    assert sizes() == {4}
+    one.num_computed_tokens = 10
+    manager.new_step_starts()
+    assert manager.allocate_slots(one, 1, num_lookahead_tokens=5).get_block_ids()[0] == []
+    assert manager.allocate_slots(one, 1, num_lookahead_tokens=6).get_block_ids()[0] != []
+    assert sizes() == {5}
+    one.all_token_ids += [7] * 180
+    manager.allocate_slots(one, 180)
+    one.num_computed_tokens = 190
+    manager.allocate_slots(one, 9, num_lookahead_tokens=1)
+    assert sizes() == {50}
+    manager.allocate_slots(one, 9, num_lookahead_tokens=9)
+    assert sizes() == {50}
+    other = Request("b", range(199))
+    assert manager.allocate_slots(other, 199, num_lookahead_tokens=9) is not None
+    assert {len(ids) for ids in manager.get_block_ids("b")} == {50}
+
+
+def test_a_block_is_findable_in_the_step_that_fills_it_and_not_before():
+    manager = manager_of()
+    one = Request("a", range(6))
+
+    def findable():
+        found = manager.get_computed_blocks(Request("b", [*one.all_token_ids, 9]))[1]
+        manager.new_step_starts()
+        assert found == manager.estimate_cached_tokens(one)
+        return found
+
+    manager.allocate_slots(one, 3)
+    assert findable() == 0
+    one.num_computed_tokens = 3
+    manager.allocate_slots(one, 1)
+    assert findable() == 4
+    one.num_computed_tokens = 4
+    manager.allocate_slots(one, 2 + 3)  # with three drafts, of which nothing is known
+    assert findable() == 4
+    one.num_computed_tokens = 6
+    one.all_token_ids += [1, 1]
+    manager.cache_blocks(one, 7)
+    assert findable() == 4
+    manager.cache_blocks(one, 8)
+    assert findable() == 8
+    manager.cache_blocks(Request("unknown", range(9)), 8)
+    assert findable() == 8
+
+
+@pytest.mark.parametrize("groups", [WINDOWS, CHUNKS], ids=["windows", "chunks"])
+def test_what_a_request_with_windows_has_computed_is_findable_when_it_has_ended(groups):
+    manager = manager_of(groups)
+    one = Request("a", range(7))
+    manager.allocate_slots(one, 7)
+    for token in range(9):
+        one.num_computed_tokens = one.num_tokens
+        one.all_token_ids.append(token)
+        manager.new_step_starts()
+        manager.allocate_slots(one, 1)
+    one.num_computed_tokens = one.num_tokens
+    manager.free(one)
+    assert manager.get_computed_blocks(Request("b", [*one.all_token_ids, 9]))[1] == 16
+
+
+def test_a_step_is_sent_with_what_its_window_sees_though_it_is_let_go_after_it():
+    manager = manager_of(WINDOWS)
+    one = Request("a", range(30))
+    manager.allocate_slots(one, 30)
+    now = manager.get_block_ids("a")
+    assert 0 not in now[1]
+    manager.take_new_block_ids()
+    assert manager.get_block_ids("a")[1][:6] == [0] * 6
+    assert manager.get_block_ids("a")[0] == now[0]
+    assert manager.get_block_ids("unknown") == ([], [])
+
+
+def test_what_only_a_step_in_flight_sees_is_given_back_when_that_is_over():
+    manager = manager_of(WINDOWS)
+    one = Request("a", range(30), max_tokens=9)
+    manager.allocate_slots(one, 14)
+    held = []
+    for computed, flying in ((14, 14), (22, 16), (30, 15), (31, 1), (31, 0)):
+        one.num_computed_tokens, one.num_in_flight_tokens = computed, flying
+        if computed == 30:
+            one.all_token_ids += [5, 5]
+        manager.new_step_starts()
+        manager.allocate_slots(one, min(8, one.num_tokens - computed))
+        held.append(len(manager._flying["a"]))
+    assert held == [2, 3, 2, 0, 0]
+    assert not manager.kv.leases.counts()
+
+
+def test_a_whole_request_must_fit_as_vllm_counts_it_where_that_is_wanted():
+    def fits(num_tokens, *, wanted=True, caps=(None, None), held=0, **options):
+        manager = Manager(replace(settings_of(WINDOWS, 21), caps=caps))
+        if held:
+            manager.allocate_slots(Request("held", range(held)), held)
+        one = Request("a", range(100, 100 + num_tokens))
+        return manager.allocate_slots(one, 4, full_sequence_must_fit=wanted, **options) is not None
+
+    assert fits(40)
+    assert not fits(41)
+    assert fits(41, wanted=False)
+    assert fits(60, caps=(None, 5))
+    assert not fits(61, caps=(None, 5))
+    assert fits(8, caps=(None, 5), held=32)
+    assert not fits(9, caps=(None, 5), held=32)
+    assert fits(400, caps=(10, 10))
+
+
+def test_blocks_that_are_reserved_or_the_watermark_stay_free():
+    def made(reserved, watermark, *, status="WAITING", alone=False, size=8):
+        manager = manager_of(num_blocks=11, watermark_blocks=watermark)
+        one = Request("a", range(4 * size))
+        one.status.name = status
+        return manager.allocate_slots(
+            one, 4 * size, reserved_blocks=reserved, has_scheduled_reqs=not alone
+        )
+
+    assert made(2, 0)
+    assert not made(3, 0)
+    assert made(0, 2)
+    assert not made(0, 3)
+    assert made(1, 1)
+    assert not made(1, 2)
+    assert made(1, 2, alone=True)
+    assert made(2, 3, status="RUNNING")
+    assert not made(3, 3, alone=True)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("reserved", [0, 1])
+def test_what_look_ups_hold_gives_way_to_a_request_that_needs_it(reserved, wanted):
+    manager = manager_of(num_blocks=8)
+    first = Request("a", range(12))
+    manager.allocate_slots(first, 12)
+    first.num_computed_tokens = 12
+    manager.free(first)
+    assert manager.get_computed_blocks(Request("b", range(13)))[1] == 12
+    large = Request("c", range(50, 70))
+    options = {"full_sequence_must_fit": wanted, "reserved_blocks": reserved}
+    assert manager.allocate_slots(large, 20, **options)
+    assert not manager._found
+    assert manager.allocate_slots(Request("d", range(80, 93)), 13) is None
+
+
+def test_a_second_look_up_of_a_request_takes_the_place_of_the_first():
+    manager = manager_of()
+    first = Request("a", range(9))
+    manager.allocate_slots(first, 9)
+    second = Request("b", range(13))
+    free = manager.kv.num_free_blocks
+    assert [manager.get_computed_blocks(second)[1] for _ in range(3)] == [8, 8, 8]
+    assert len(manager.kv.sequences) == 2
+    second.all_token_ids.append(3)  # it may have more tokens by then
+    blocks, hits, _ = manager.get_computed_blocks(second)
+    assert manager.allocate_slots(second, 14 - hits, hits, blocks) is not None
+    assert manager._running["b"].num_tokens == 14
+    assert manager.kv.num_free_blocks == free - 2
+
+
+def test_a_request_whose_tokens_have_grown_since_its_look_up_is_looked_up_again():
+    manager = manager_of()
+    manager.allocate_slots(first := Request("a", range(9)), 9)
+    first.num_computed_tokens = 9
+    manager.free(first)
+    second = Request("b", range(9))
+    blocks, hits, _ = manager.get_computed_blocks(second)
+    second.all_token_ids += [5, 5, 5, 5]
+    assert manager.allocate_slots(second, 13 - hits, hits, blocks) is not None
+    assert manager._running["b"].num_computed_tokens == 12
+    assert manager.get_block_ids("b")[0][:2] == blocks.get_block_ids()[0]
+
+
+def test_a_request_is_described_once_until_it_runs():
+    asked = []
+    manager = manager_of(bytes_of=lambda rows: asked.append(1) or b"rows")
+    one = Request("a", range(9))
+    one.prompt_embeds = Rows([1] * 9)
+    for _ in range(3):
+        manager.get_computed_blocks(one)
+    assert len(asked) == 3  # of three blocks
+    manager.allocate_slots(one, 9)
+    assert not manager._prompts
+    other = Request("b", range(9))
+    manager.get_computed_blocks(other)
+    manager.free(other)
+    assert not manager._prompts
+    assert not manager._found
+
+
+class Rows(list):
+    """Embeddings, as far as they are asked."""
+
+    dtype, shape = "f", (9, 4)
+
+    def __getitem__(self, place):
+        return Rows(list.__getitem__(self, place))
+
+
+def test_a_collector_hears_of_blocks_that_are_handed_out_and_of_hits():
+    heard = Heard()
+    manager = manager_of(WINDOWS, collector=heard)
+    first = Request("a", range(25))
+    manager.allocate_slots(first, 25)
+    fresh = [block for ids in manager.get_block_ids("a") for block in ids]
+    assert heard.of == {"evicted": fresh, "allocated": fresh, "accessed": []}
+    first.num_computed_tokens = 25
+    manager.free(first)
+    second = Request("b", range(26))
+    blocks, hits, _ = manager.get_computed_blocks(second)
+    assert hits == 24
+    manager.allocate_slots(second, 2, hits, blocks)
+    found = [block for ids in blocks.get_block_ids() for block in ids if block]
+    assert heard.of["accessed"] == found
+    assert not manager.take_new_block_ids()
+
+
+def test_fresh_blocks_are_named_once_and_hits_are_not():
+    manager = manager_of(keep_fresh=True)
+    manager.allocate_slots(first := Request("a", range(9)), 9)
+    assert manager.take_new_block_ids() == manager.get_block_ids("a")[0]
+    first.num_computed_tokens = 9
+    first.all_token_ids += range(4)
+    manager.allocate_slots(first, 4)
+    second = Request("b", range(11))
+    blocks, hits, _ = manager.get_computed_blocks(second)
+    manager.allocate_slots(second, 3, hits, blocks)
+    assert manager.take_new_block_ids() == [
+        manager.get_block_ids("a")[0][3], manager.get_block_ids("b")[0][2]
+    ]  # fmt: skip
+    assert manager.take_new_block_ids() == []
+
+
+def test_a_step_ends_with_nothing_held_for_look_ups():
+    manager = manager_of()
+    manager.allocate_slots(first := Request("a", range(9)), 9)
+    first.num_computed_tokens = 9
+    manager.free(first)
+    for end in (manager.new_step_starts, manager.take_new_block_ids):
+        manager.get_computed_blocks(Request("b", range(9)))
+        assert manager.usage > 0
+        end()
+        assert manager.usage == 0
+
+
+def test_a_deferred_request_gives_back_what_its_steps_still_see_when_told():
+    manager = manager_of(WINDOWS)
+    one = Request("a", range(30))
+    manager.allocate_slots(one, 30)
+    used = manager.usage
+    one.num_in_flight_tokens = one.num_computed_tokens = 30
+    leases = manager.pop_blocks_for_free(one)
+    assert manager.usage == used
+    assert manager.pop_blocks_for_free(one) == []
+    manager.block_pool.free_blocks(reversed(leases))
+    assert manager.usage == 0
+
+
+def test_blocks_are_shown_as_vllm_shows_them():
+    blocks = vllm_manager.Blocks(([1, 0], [5]))
+    assert blocks.get_block_ids() == ([1, 0], [5])
+    assert blocks.get_block_ids(group_ids=[1]) == ([5],)
+    assert blocks.get_block_ids(allow_none=True) == ([1, 0], [5])
+    assert [[one.is_null for one in group] for group in blocks.blocks] == [[False, True], [False]]
+    empty = blocks.new_empty()
+    assert empty.get_block_ids() == ([], [])
+    assert empty.get_block_ids(allow_none=True) is None
+    assert vllm_manager.Blocks(([], [5])).get_block_ids(allow_none=True) == ([], [5])
+    blocks.get_block_ids()[0].append(9)
+    assert blocks.get_block_ids() == ([1, 0], [5])
+
+
+def test_the_face_of_the_pool_counts_what_is_held():
+    manager = manager_of(num_blocks=11)
+    assert (manager.block_pool.num_gpu_blocks, manager.usage) == (11, 0.0)
+    manager.allocate_slots(Request("a", range(12)), 12)
+    assert manager.block_pool.get_num_free_blocks() == 7
+    assert manager.usage == pytest.approx(0.3)
+    assert manager.take_kv_cache_block_copies() == ([], [])
+    assert manager.take_boundary_state_offloads() == {}
+    assert manager.take_events() == []
+
+
+def test_where_blocks_are_too_few_nothing_has_changed():
+    manager = manager_of(num_blocks=4)
+    one = Request("a", range(12))
+    manager.allocate_slots(one, 6)
+    one.num_computed_tokens = 6
+    assert manager.allocate_slots(one, 12) is None
+    assert manager.estimate_cached_tokens(one) == 4
+    assert manager.allocate_slots(Request("b", range(50, 70)), 20) is None
+    assert len(manager.kv.sequences) == 1
+    with pytest.raises(kvcore.InvalidArgumentError, match="num_new_tokens=0"):
+        manager.allocate_slots(Request("c", range(9)), 0)
+
+
+def test_reserved_blocks_are_not_counted_twice_where_a_whole_request_must_fit():
+    manager = manager_of(num_blocks=11)
+    options = {"full_sequence_must_fit": True, "reserved_blocks": 2}
+    assert manager.allocate_slots(Request("a", range(40)), 4, **options) is not None
+
+
+def test_a_request_that_must_fit_counts_no_hits_and_no_more_than_the_longest():
+    manager = manager_of(WINDOWS, 120)
+    options = {"full_sequence_must_fit": True}
+    assert manager.allocate_slots(Request("a", range(400)), 4, **options) is not None
+    manager = manager_of(num_blocks=11)
+    first = Request("b", range(21))
+    manager.allocate_slots(first, 21)  # keeps 6 of 10 blocks
+    second = Request("c", range(36))
+    blocks, hits, _ = manager.get_computed_blocks(second)
+    assert hits == 20
+    assert manager.allocate_slots(second, 4, hits, blocks, **options) is not None
+
+
+def test_a_running_request_with_windows_leaves_what_is_reserved():
+    manager = manager_of(WINDOWS, 13)
+    one = Request("a", range(30))
+    one.status.name = "RUNNING"
+    manager.allocate_slots(one, 8)
+    one.num_computed_tokens = 8
+    assert manager.allocate_slots(one, 4, reserved_blocks=9) is None
+    assert manager.allocate_slots(one, 4, reserved_blocks=4) is not None
+
+
+def test_windows_publish_a_chunk_at_once_and_a_decoded_token_with_the_next():
+    manager = manager_of(WINDOWS)
+    one = Request("a", range(6))
+    manager.allocate_slots(one, 6)
+    assert manager.estimate_cached_tokens(one) == 4
+    one.num_computed_tokens = 6
+    one.all_token_ids += [1, 1]
+    manager.new_step_starts()
+    manager.allocate_slots(one, 2)
+    assert manager.estimate_cached_tokens(one) == 8
+    for known in range(9, 14):
+        one.num_computed_tokens = known - 1
+        one.all_token_ids.append(1)
+        manager.new_step_starts()
+        manager.allocate_slots(one, 1)
+        computed = (known - 1) // 4 * 4  # what this step computes is told in the next one
+        assert manager.estimate_cached_tokens(one) == computed
+    manager.free(one)
+    assert manager.get_block_ids("a") == ([], [])
+    manager.allocate_slots(two := Request("b", range(60, 70)), 10)
+    manager.free(two)
+    assert manager.get_block_ids("b") == ([], [])

@@ -21,12 +21,14 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched import scheduler as module
 from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 import kvcore
 from kvcore.adapters import vllm as adapter
 from kvcore.adapters.vllm_events import Speller
 from kvcore.adapters.vllm_manager import Manager, Settings
+from tests.adapters import vllm_world
 from tests.adapters.vllm_schedule import FULL, PLUGIN, WINDOW, answer, make, prompts, run
 
 PARAMETERS = signature(PLUGIN.own_manager).parameters
@@ -36,6 +38,11 @@ SMALL = {
     "hits": ([FULL], 200, 64, 8, prompts(12, 80, 64), 10, False),
     "few blocks": ([FULL], 14, 64, 8, prompts(12, 50), 40, False),
     "windows": ([FULL, WINDOW], 400, 64, 8, prompts(12, 200, 160), 20, False),
+}
+
+ASKED = SMALL | {
+    "a step ahead, few blocks": ([FULL], 14, 64, 8, prompts(12, 50), 40, True),
+    "a step ahead, windows": ([FULL, WINDOW], 60, 64, 8, prompts(12, 200, 160), 20, True),
 }
 
 
@@ -85,6 +92,135 @@ def tokens_hit_after_giving_way(hasher):
         output = scheduler.schedule()
         scheduler.update_from_output(output, answer(scheduler, output))
     return output.scheduled_cached_reqs.num_computed_tokens[0]
+
+
+class Noted(Manager):
+    """Notes what it is asked, and what it answers."""
+
+    def __init__(self, settings):
+        super().__init__(settings)
+        self.told = []
+
+    def note(self, *what):
+        self.told.append(what)
+        return what[-1]
+
+    def new_step_starts(self):
+        super().new_step_starts()
+        self.note("a step")
+
+    def get_computed_blocks(self, request):
+        found = super().get_computed_blocks(request)
+        self.note("look up", request.request_id, found[1], found[0].get_block_ids())
+        return found
+
+    def allocate_slots(
+        self,
+        request,
+        num_new_tokens,
+        num_new_computed_tokens=0,
+        new_computed_blocks=None,
+        **options,
+    ):
+        done = super().allocate_slots(
+            request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, **options
+        )
+        asked = [options.get(name, default) for name, default in (
+            ("num_lookahead_tokens", 0), ("full_sequence_must_fit", False),
+            ("has_scheduled_reqs", True), ("reserved_blocks", 0),
+        )]  # fmt: skip
+        ids = done and done.get_block_ids()
+        self.note(
+            "allocate", request.request_id, num_new_tokens, num_new_computed_tokens, asked, ids
+        )
+        return done
+
+    def cache_blocks(self, request, num_computed_tokens):
+        super().cache_blocks(request, num_computed_tokens)
+        self.note("cache", request.request_id, num_computed_tokens)
+
+    def free(self, request):
+        super().free(request)
+        self.note("free", request.request_id)
+
+    def reset_prefix_cache(self):
+        return self.note("reset", super().reset_prefix_cache())
+
+
+def told_by_vllm(case, num_drafts, resets):
+    """What vLLM's own scheduler asks of the manager, with the tokens that the stand-in draws."""
+    specs, num_blocks, budget, at_once, texts, written, ahead = case
+    scheduler = make(specs, num_blocks, budget, at_once, ahead=ahead)
+    scheduler.log_stats = False  # counts no more drafts than its configuration has
+    params = SamplingParams(max_tokens=written, ignore_eos=True, temperature=0.0)
+    for number, tokens in enumerate(texts):
+        scheduler.add_request(Request(str(number), tokens, params, None))
+    flying, step = [], 0
+    while scheduler.has_unfinished_requests() or flying:
+        if step in resets:
+            scheduler.reset_prefix_cache(reset_running_requests=resets[step])
+        step += 1
+        output = scheduler.schedule()
+        if output.total_num_scheduled_tokens:
+            flying.append((output, drawn_by_vllm(scheduler, output)))
+            if ahead and len(flying) < 2:
+                continue
+        given = flying.pop(0)
+        scheduler.update_from_output(*given)
+        left = [scheduler.requests[name] for name in given[1].req_ids if name in scheduler.requests]
+        if num_drafts:
+            drafts = [vllm_world.guessed(as_there(one), num_drafts) for one in left]
+            scheduler.update_draft_token_ids(
+                DraftTokenIds([one.request_id for one in left], drafts)
+            )
+    return scheduler.kv_cache_manager
+
+
+def as_there(request, num_tokens=None):
+    """A request as the stand-in draws for it."""
+    known = request.num_tokens if num_tokens is None else num_tokens
+    return SimpleNamespace(num_tokens=known, identity=(None, None, None))
+
+
+def drawn_by_vllm(scheduler, output):
+    made = answer(scheduler, output)
+    for place, name in enumerate(made.req_ids):
+        request = scheduler.requests[name]
+        drafts = output.scheduled_spec_decode_tokens.get(name, [])
+        if made.sampled_token_ids[place]:
+            known = as_there(request, request.num_computed_tokens - len(drafts))
+            made.sampled_token_ids[place] = vllm_world.drawn(known, drafts)
+    return made
+
+
+@pytest.mark.skipif(adapter.minor_version() != "0.32", reason="the stand-in makes 0.32's calls")
+@pytest.mark.parametrize("resets", [{}, {3: False, 5: True}], ids=["runs", "resets"])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("case", ASKED.values(), ids=ASKED)
+def test_the_stand_in_asks_what_vllms_scheduler_asks(case, num_drafts, resets, monkeypatch):
+    specs, num_blocks, budget, _, texts, written, ahead = case
+    if ahead and num_drafts:
+        pytest.skip("the stand-in brings no drafts a step ahead")
+    managers = []
+
+    def noted(*args, **options):
+        managers.append(Noted(adapter.settings_of(*args, **options)))
+        return managers[-1]
+
+    monkeypatch.setattr(module, "KVCacheManager", noted)
+    case = (specs, num_blocks, budget, 64, texts, written, ahead)
+    told = told_by_vllm(case, num_drafts, resets).told
+    ours = Noted(managers[0].settings)
+    world = vllm_world.World(ours, ahead=ahead, budget=budget, num_drafts=num_drafts)
+    for number, tokens in enumerate(texts):
+        world.add(vllm_world.Request(str(number), tokens, max_tokens=written))
+    step = 0
+    while world.waiting or world.running or world.flying:
+        if step in resets:
+            world.reset(preempts=resets[step])
+        step += 1
+        world.step()
+    assert [told for told in ours.told if "probe" not in told] == told
 
 
 def whose(dice):

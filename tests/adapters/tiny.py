@@ -3,7 +3,14 @@
 import random
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 VOCABULARY = 61
 SIZES = {
@@ -28,6 +35,18 @@ def network(kind, seed=0):
             **SIZES, num_hidden_layers=3, sliding_window=WINDOW, layer_types=layers
         )
         made = Gemma3ForCausalLM(config)
+    return draw_weights(made, seed)
+
+
+def gemma_2(soft_cap, seed=0):
+    """A Gemma 2 whose attention scores reach beyond its soft cap; None: it has no cap."""
+    layers = ["sliding_attention", "full_attention"]
+    config = Gemma2Config(
+        **SIZES, num_hidden_layers=2, sliding_window=WINDOW, layer_types=layers,
+        attn_logit_softcapping=soft_cap, query_pre_attn_scalar=SIZES["head_dim"],
+    )  # fmt: skip
+    made = Gemma2ForCausalLM(config)
+    made.set_attn_implementation("eager")  # the one that Transformers wants for Gemma 2
     return draw_weights(made, seed)
 
 

@@ -1,18 +1,20 @@
 """Transformers' continuous batching with the stock cache and with kvcore's, beside each other.
 
-`python -m tests.adapters.transformers_runs` prints what both compute for the same requests.
+`python -m tests.adapters.transformers_runs` prints what both compute for the same requests, and
+how many texts of a network with soft caps are those of plain `generate`.
 """
 
 import random
 import time
 import warnings
+from operator import eq
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, logging
 
 import kvcore
 from kvcore.adapters.transformers import install
-from tests.adapters.tiny import draw_tokens, network
+from tests.adapters.tiny import draw_tokens, gemma_2, network
 
 WAIT_S = 60
 PAGE = 4
@@ -43,9 +45,9 @@ class Run:
         processor = manager.batch_processor = manager._create_batch_processor()
         self._count(processor)
         self.cache = processor.cache
-        ids = [manager.add_request(list(prompt)) for prompt in prompts]
+        self.request_ids = [manager.add_request(list(prompt)) for prompt in prompts]
         for number in cancelled:
-            manager.cancel_request(ids[number])
+            manager.cancel_request(self.request_ids[number])
         wanted = generation.num_return_sequences * len(prompts) - len(cancelled)
         wall, cpu = time.perf_counter(), time.process_time()
         manager.start()  # with all of it in the queue: every run schedules the same
@@ -102,6 +104,29 @@ def hot_and_cold(count):
     ]
 
 
+def texts_alone(model, prompts):
+    """What plain `generate` writes for each prompt."""
+    return [
+        model.generate(torch.tensor([prompt]), generation_config=greedy())[
+            0, len(prompt) :
+        ].tolist()
+        for prompt in prompts
+    ]
+
+
+def texts_that_are_right(model, prompts, backends=("stock", None, "numba")):
+    """How many texts are those of plain `generate`: stock, with kvcore, with a backend in it."""
+    wanted = texts_alone(model, prompts)
+    counts = []
+    for backend in backends:
+        if backend != "stock":
+            install(model, backend=backend)
+        made = Run(model, prompts, sizes(200))
+        texts = [made.tokens[request_id] for request_id in made.request_ids]
+        counts.append(sum(map(eq, texts, wanted)))
+    return counts
+
+
 def main():
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
@@ -121,6 +146,11 @@ def main():
                 f"  {ours.starved:8}  {ours.tokens == stock.tokens}"
                 f"  {with_kernels.tokens == stock.tokens}"
             )
+    print("Gemma 2, texts that are plain generate's: stock  kvcore  with numba")
+    for soft_cap in (1.5, 5.0, None):
+        counts = texts_that_are_right(gemma_2(soft_cap), prompts_that_share(60))
+        stock, ours, with_kernels = [f"{count} of 60" for count in counts]
+        print(f"soft cap {soft_cap!s:31} {stock}  {ours}  {with_kernels}")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 `python -m tests.adapters.vllm_schedule` in an environment with vLLM. Both schedulers run the same
 requests in one process, in turns, and are given the same made-up tokens; a step's time is the least
-of all rounds, and a case's is the sum over its steps. `schedule` is `schedule()` alone; `step` adds
-`update_from_output()`, and `arrival` is what `Request` and `add_request()` take: there vLLM hashes.
+of all rounds, and a case's is the sum over its steps. `schedule` is `schedule()` alone, `update` is
+`update_from_output()` and `step` both; `arrival` is what `Request` and `add_request()` take: there
+vLLM hashes. `--events` turns KV events on, on both sides; they are made and given to a publisher
+that drops them.
 """
 
 import argparse
@@ -14,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVEventsConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core import single_type_kv_cache_manager as kinds
@@ -64,7 +66,7 @@ def model_config():
     return ModelConfig(str(MODEL), dtype="float32", skip_tokenizer_init=True, max_model_len=2048)
 
 
-def make(specs, num_blocks, budget, at_once, *, ahead, policy="fcfs", chunk=0):
+def make(specs, num_blocks, budget, at_once, *, ahead, policy="fcfs", chunk=0, events=False):
     blocks = CacheConfig(block_size=16, enable_prefix_caching=True)
     blocks.num_gpu_blocks = num_blocks
     config = VllmConfig(
@@ -79,6 +81,7 @@ def make(specs, num_blocks, budget, at_once, *, ahead, policy="fcfs", chunk=0):
             policy=policy,
             long_prefill_token_threshold=chunk,
         ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
     )
     if hasattr(kinds, "register_all_kvcache_specs"):  # not in 0.22
         kinds.register_all_kvcache_specs(config)
@@ -92,10 +95,10 @@ def make(specs, num_blocks, budget, at_once, *, ahead, policy="fcfs", chunk=0):
     )
 
 
-def run(case):
+def run(case, *, events=False):
     """Run a case once with the manager that the module names now; return its times."""
     specs, num_blocks, budget, at_once, texts, written, ahead = case
-    scheduler = make(specs, num_blocks, budget, at_once, ahead=ahead)
+    scheduler = make(specs, num_blocks, budget, at_once, ahead=ahead, events=events)
     hasher = None
     if scheduler.kv_cache_manager.__class__.__module__.startswith("vllm"):
         hasher = get_request_block_hasher(16, sha256)
@@ -149,6 +152,7 @@ def main():
     )
     made.add_argument("--rounds", type=int, default=5)
     made.add_argument("--case", nargs="+", default=list(CASES), choices=CASES)
+    made.add_argument("--events", action="store_true")
     options = made.parse_args()
     init_none_hash(sha256)
     sides = {"vllm": PLUGIN.own_manager, "kvcore": PLUGIN.manager}
@@ -158,7 +162,7 @@ def main():
         for _ in range(options.rounds):
             for side, manager in sides.items():
                 module.KVCacheManager = manager
-                found = run(CASES[name])
+                found = run(CASES[name], events=options.events)
                 old = best.setdefault(side, found)
                 for key in ("schedule", "update", "arrival"):
                     old[key] = [min(pair) for pair in zip(old[key], found[key], strict=True)]
@@ -168,7 +172,8 @@ def main():
 def report(name, own, ours):
     parts = [f"{name:22}"]
     for label, keys in (
-        ("schedule", ["schedule"]), ("step", ["schedule", "update"]), ("arrival", ["arrival"]),
+        ("schedule", ["schedule"]), ("update", ["update"]), ("step", ["schedule", "update"]),
+        ("arrival", ["arrival"]),
     ):  # fmt: skip
         times = [
             1e6 * sum(sum(one[key]) for key in keys) / len(one[keys[0]]) for one in (own, ours)

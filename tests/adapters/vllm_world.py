@@ -1,10 +1,15 @@
 """A small scheduler in vLLM's manner, over a memory that knows what every slot holds.
 
-It makes the calls that vLLM's scheduler makes, in their order; a step writes the KV of its tokens
-and then reads all that its queries see. What is read must be what the request's own tokens give: a
-block that is another's, not written, or written over, is found there. No vLLM is needed.
+It makes the calls that vLLM's scheduler makes, in their order (`test_vllm_plugin.py` compares them
+where vLLM is installed); a step writes the KV of its tokens and then reads all that its queries
+see. What is read must be what the request's own tokens give: a block that is another's, not
+written, or written over, is found there. No vLLM is needed.
+
+After each pass the manager's word is taken too: which blocks it names as fresh, and how much of
+what runs others can hit.
 """
 
+from copy import copy
 from types import SimpleNamespace
 
 import kvcore
@@ -31,6 +36,8 @@ class Request:
         self.stop = len(prompt) + max_tokens
         self.num_computed_tokens = self.num_in_flight_tokens = self.num_output_placeholders = 0
         self.num_preemptions = self.stale = 0
+        self.drops_stale = False
+        self.drafts = []
         self.skip_reading_prefix_cache = False
         self.cache_salt = salt
         self.lora_request = lora and SimpleNamespace(lora_name=lora, lora_int_id=1)
@@ -61,11 +68,17 @@ class World:
         budget: tokens a step.
         defers: what a step reads must stay until it has been processed, also where its request
             has ended; otherwise until the next one is executed.
+        num_drafts: guesses that a decode brings; not with `ahead`. Some of them are wrong.
+        looks_twice: a request that is not admitted at once is looked up a second time.
     """
 
-    def __init__(self, manager, *, ahead=False, budget=16, defers=False):
+    def __init__(
+        self, manager, *, ahead=False, budget=16, defers=False, num_drafts=0, looks_twice=False
+    ):
         self.manager = manager
         self.ahead = ahead
+        self.num_drafts = num_drafts
+        self.looks_twice = looks_twice
         self.budget = budget
         self.defers = defers
         self.waiting, self.running, self.flying = [], [], []
@@ -73,7 +86,7 @@ class World:
         self.num_sent = self.num_processed = self.num_deferred = 0
         self.memory, self.tables = {}, {}
         self.finished = {}
-        self.num_hits = 0
+        self.num_hits = self.num_accepted = 0
 
     def add(self, request):
         self.waiting.append(request)
@@ -85,6 +98,27 @@ class World:
                 queue.remove(request)
         request.status.name = "FINISHED_ABORTED"
         self.free(request)
+
+    def reset(self, *, preempts=False):
+        """Forget the cache, as vLLM does: where requests run, they give way or it is refused."""
+        while preempts and self.running:
+            one = self.running.pop()
+            self.preempt(one)
+            one.drops_stale = one.stale > 0
+        done = self.manager.reset_prefix_cache()
+        assert done == (not self.running and not self.deferred), "reset"
+        if done:
+            probe = [self.lookup_of(one) for one in self.waiting]
+            assert not any(probe), "hit after a reset"
+        return done
+
+    def lookup_of(self, one):
+        """How many tokens of a request a new one would hit."""
+        twin = copy(one)
+        twin.request_id = "probe"
+        hits = self.manager.get_computed_blocks(twin)[1]
+        self.manager.free(twin)
+        return hits
 
     def free(self, one):
         if self.defers and one.num_in_flight_tokens:
@@ -111,13 +145,25 @@ class World:
             self.process(*self.flying.pop(0))
 
     def schedule(self):
+        """Decide a step: how many tokens of whom. What runs comes first, then what waits."""
         self.manager.new_step_starts()
-        budget, scheduled, gave_way = self.budget, {}, False
-        place = 0
+        scheduled, handed_out = {}, []
+        budget, gave_way = self.schedule_running(scheduled, handed_out)
+        if not gave_way:
+            self.schedule_waiting(scheduled, handed_out, budget)
+        self.check_fresh(handed_out, gave_way)
+        self.check_findable(scheduled)
+        return list(scheduled.items())
+
+    def schedule_running(self, scheduled, handed_out):
+        """Return what is left of the budget, and whether one gave way."""
+        budget, gave_way, place = self.budget, False, 0
         while place < len(self.running) and budget:
             one = self.running[place]
             todo = one.num_tokens + one.num_output_placeholders - one.num_computed_tokens
-            done = one.num_computed_tokens + 1 - one.num_output_placeholders >= one.stop
+            todo += len(one.drafts)
+            known = one.num_computed_tokens + 2 - one.num_output_placeholders
+            done = one.num_output_placeholders > 0 and known >= one.stop
             count = 0 if done else min(todo, budget)
             if not count:
                 place += 1
@@ -131,12 +177,17 @@ class World:
             else:
                 for group, ids in enumerate(appended.get_block_ids()):
                     self.tables[one][group] += ids
+                    handed_out += ids
                 scheduled[one] = count
                 budget -= count
                 place += 1
-        while self.waiting and budget and not gave_way:
+        return budget, gave_way
+
+    def schedule_waiting(self, scheduled, handed_out, budget):
+        while self.waiting and budget:
             one = self.waiting[0]
-            blocks, hits, *_ = self.manager.get_computed_blocks(one)
+            for _ in range(1 + self.looks_twice):
+                blocks, hits, *_ = self.manager.get_computed_blocks(one)
             count = min(one.num_tokens - hits, budget)
             if self.manager.allocate_slots(
                 one, count, hits, blocks, full_sequence_must_fit=True,
@@ -148,15 +199,46 @@ class World:
             one.status.name = "RUNNING"
             one.num_computed_tokens = hits
             self.tables[one] = list(self.manager.get_block_ids(one.request_id))
+            found = blocks.get_block_ids()
+            for group, ids in enumerate(self.tables[one]):
+                assert ids[: len(found[group])] == found[group], "hit and not in the table"
+                handed_out += ids[len(found[group]) :]
             scheduled[one] = count
             budget -= count
-        self.manager.take_new_block_ids()
-        return list(scheduled.items())
+
+    def check_fresh(self, handed_out, gave_way):
+        """Blocks are named as fresh once, when they are handed out, and what is hit is not."""
+        fresh = self.manager.take_new_block_ids()
+        if not self.manager.settings.keep_fresh:
+            assert not fresh
+            return
+        if gave_way:  # what was handed out to one that gave way is named too
+            named, wanted = {*fresh} & {*handed_out}, {*handed_out}
+        else:
+            named, wanted = sorted(fresh), sorted(handed_out)
+        assert named == wanted, f"handed out are {handed_out}, named {fresh}"
+        assert not self.manager.take_new_block_ids(), "named twice"
+
+    def check_findable(self, scheduled):
+        """What a step computes can be hit in it, in whole blocks, and nothing that is not known."""
+        is_plain = len(self.manager.settings.groups) == 1
+        for one in self.running:
+            count = scheduled.get(one, 0)
+            computed = min(one.num_computed_tokens + count, one.num_tokens)
+            told = self.manager.estimate_cached_tokens(one)
+            size = self.manager._common
+            if not self.manager.enable_caching:
+                assert told == 0
+            elif count and (is_plain or (count > 1 and not one.drafts)):
+                assert told == computed - computed % size, f"{one.request_id}: {told} findable"
+            else:
+                assert told <= computed
 
     def preempt(self, one):
         self.free(one)
         one.status.name = "PREEMPTED"
         one.num_computed_tokens = one.num_output_placeholders = 0
+        one.drafts = []
         one.stale = one.num_in_flight_tokens
         one.num_preemptions += 1
         self.waiting.insert(0, one)
@@ -170,8 +252,9 @@ class World:
         seen_there = {}
         groups = self.manager.settings.groups
         for one, count, (start, tables) in step:
-            while one.num_tokens < start + count:  # what the device has sampled already
-                one.all_token_ids.append(sampled(one, one.num_tokens))
+            drafts = iter(one.drafts)
+            while one.num_tokens < start + count:  # a draft, or what the device has sampled already
+                one.all_token_ids.append(next(drafts, sampled(one, one.num_tokens)))
                 one.unread = getattr(one, "unread", 0) + 1
             for number, group in enumerate(groups):
                 for position in range(start, start + count):
@@ -197,29 +280,57 @@ class World:
                 assert self.memory[place] == value, f"{place} is written while a step reads it"
         self.num_processed += 1
         for one, count, (start, _) in step:
-            one.num_in_flight_tokens -= count
-            was_stale = one.stale > 0  # it gave way since: its token counts, its counts do not
-            if was_stale:
-                one.stale -= count
-            if one.status.name.startswith("FINISHED") or start + count < one.num_tokens:
-                continue
-            one.all_token_ids.append(sampled(one, one.num_tokens))
-            if self.ahead and not was_stale:
-                one.num_output_placeholders -= 1
-                self.manager.cache_blocks(
-                    one, one.num_computed_tokens - one.num_output_placeholders
-                )
-            if one.num_tokens >= one.stop:
-                one.status.name = "FINISHED_STOPPED"
-                (self.waiting if was_stale else self.running).remove(one)
-                self.finished[one.request_id] = tuple(one.all_token_ids)
-                self.free(one)
+            self.read(one, count, start)
         while self.deferred and self.deferred[0][0] <= self.num_processed:
             self.manager.block_pool.free_blocks(reversed(self.deferred.pop(0)[1]))
+
+    def read(self, one, count, start):
+        """Take what a step has drawn for a request."""
+        one.num_in_flight_tokens -= count
+        was_stale = one.stale > 0  # it gave way since: its token counts, its counts do not
+        if was_stale:
+            one.stale -= count
+            if one.drops_stale:
+                one.drops_stale = one.stale > 0
+                return
+        if one.status.name.startswith("FINISHED") or start + count < one.num_tokens:
+            return
+        drafts = one.drafts[: start + count - one.num_tokens] if self.num_drafts else []
+        tokens = drawn(one, drafts)
+        if not was_stale:
+            one.num_computed_tokens -= len(drafts) + 1 - len(tokens)
+        self.num_accepted += len(tokens) - 1
+        one.all_token_ids += tokens[: one.stop - one.num_tokens]
+        if self.ahead and not was_stale:
+            one.num_output_placeholders -= 1
+            self.manager.cache_blocks(one, one.num_computed_tokens - one.num_output_placeholders)
+        if one.num_tokens >= one.stop:
+            one.status.name = "FINISHED_STOPPED"
+            (self.waiting if was_stale else self.running).remove(one)
+            self.finished[one.request_id] = tuple(one.all_token_ids)
+            self.free(one)
+            return
+        one.drafts = guessed(one, self.num_drafts)
 
 
 def slot(group, table, position):
     return table[position // group.block_size] * group.block_size + position % group.block_size
+
+
+def drawn(one, drafts):
+    """What the device draws: behind a draft only where it was right."""
+    tokens = [sampled(one, one.num_tokens)]
+    for place, draft in enumerate(drafts, 1):
+        if draft != tokens[-1]:
+            break
+        tokens.append(sampled(one, one.num_tokens + place))
+    return tokens
+
+
+def guessed(one, count):
+    """Drafts of which some are wrong, by their place."""
+    places = range(one.num_tokens, one.num_tokens + count)
+    return [(sampled(one, place) + (place % 4 == 1)) % 3 for place in places]
 
 
 def sampled(one, position):

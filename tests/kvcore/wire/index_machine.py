@@ -1,10 +1,12 @@
 """Publishers that name the same content differently, and what an index says of them.
 
 Their streams are made up, not a manager's: a block may go before what follows it, and a window may
-follow what is gone. Each has a group that sees everything and one with a window. Beside the index
-stands what each has told, as sets of paths. Of windows the index may know less: what they follow is
-known by a name alone.
+follow what is gone. Each has a group that sees everything and two with windows, whose blocks may
+have other sizes. Beside the index stands what each has told, as sets of paths. Of windows the index
+may know less: what they follow is known by a name alone.
 """
+
+from math import lcm
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -12,64 +14,86 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvcore import wire
 from tests.kvcore.wire.machine import IndexDiffersError
 
-WINDOW = 2
+GROUPS = {2: 1, 4: 2}  # by the window, in tokens
+WIDTHS = st.sampled_from([*GROUPS])
+EQUAL = {"A": (1, 1), "B": (1, 1), "C": (1, 1)}
+SIZES = st.sampled_from([
+    EQUAL, {"A": (2, 1), "B": (1, 2), "C": (2, 2)}, {"A": (1, 1), "B": (2, 3), "C": (1, 3)}
+])  # fmt: skip
 WHO = st.sampled_from("ABC")
-PATHS = st.sampled_from(["010", "01", "011", "0100", "0", "1"])
+ALL_PATHS = ("010", "01", "011", "0100", "0", "1", "010011", "010012")
+PATHS = st.sampled_from(ALL_PATHS)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Blocks are of one token, and a path is its tokens; a name is its publisher and its path."""
+    """A path is its tokens; a name is its publisher, the size of its block, and its path.
+
+    `sizes` has tokens a block: of the group that sees everything, and of those with windows.
+    """
 
     make_index = wire.Index
 
-    @initialize()
-    def start(self):
+    @initialize(sizes=SIZES)
+    def start(self, sizes=EQUAL):
+        self.sizes = sizes
         self.index = self.make_index()
         self.full = {who: set() for who in "ABC"}
-        self.window = {who: set() for who in "ABC"}
+        self.windows = {who: {width: set() for width in GROUPS} for who in "ABC"}
         self.groups = {who: set() for who in "ABC"}  # that something was told of
 
     @rule(who=WHO, path=PATHS, begin=st.sampled_from([0, 0, 1, 2]))
     def store(self, who, path, begin=0):
         """Tell of the blocks of a path from some place on: known where what they follow is."""
+        size = self.sizes[who][0]
+        path = whole(path, size)
+        begin = min(whole(begin, size), len(path) - size)
+        if not path:
+            return
         self.groups[who].add("full")
-        begin = min(begin, len(path) - 1)
         if not begin or path[:begin] in self.full[who]:
-            self.full[who] |= {path[:end] for end in range(begin + 1, len(path) + 1)}
-        self.tell(who, self.stored(who, path, begin, "full_attention"))
+            ends = range(begin + size, len(path) + 1, size)
+            self.full[who] |= {path[:end] for end in ends}
+        self.tell(who, self.stored(who, path, begin, size, "full_attention"))
 
     @rule(path=PATHS)
     def store_everywhere(self, path):
         for who in "ABC":
             self.store(who, path)
 
-    @rule(who=WHO, path=PATHS)
-    def store_in_window(self, who, path):
+    @rule(who=WHO, path=PATHS, width=WIDTHS)
+    def store_in_window(self, who, path, width=2):
         """Tell of the last block of a path."""
-        self.groups[who].add("window")
-        self.window[who].add(path)
-        self.tell(who, self.stored(who, path, len(path) - 1, "sliding_window", WINDOW))
+        size = self.sizes[who][1]
+        if path := whole(path, size):
+            self.groups[who].add(width)
+            self.windows[who][width].add(path)
+            begin = len(path) - size
+            self.tell(who, self.stored(who, path, begin, size, "sliding_window", width))
 
     @rule(who=WHO, path=PATHS)
     def remove(self, who, path):
         """Tell that a block is gone; nothing can hit what follows it."""
-        self.full[who] = {held for held in self.full[who] if not held.startswith(path)}
-        self.tell(who, wire.Removed([name(who, path)], group_idx=0))
+        size = self.sizes[who][0]
+        if path := whole(path, size):
+            self.full[who] = {held for held in self.full[who] if not held.startswith(path)}
+            self.tell(who, wire.Removed([name(who, size, path)], group_idx=0))
 
-    @rule(who=WHO, place=st.integers(0, 3))
-    def remove_one_from_window(self, who, place):
-        if held := sorted(self.window[who]):
-            self.remove_from_window(who, held[place % len(held)])
+    @rule(who=WHO, place=st.integers(0, 3), width=WIDTHS)
+    def remove_one_from_window(self, who, place, width):
+        if held := sorted(self.windows[who][width]):
+            self.remove_from_window(who, held[place % len(held)], width)
 
-    def remove_from_window(self, who, path):
-        self.window[who].discard(path)
-        self.tell(who, wire.Removed([name(who, path)], group_idx=1))
+    def remove_from_window(self, who, path, width=2):
+        self.windows[who][width].discard(path)
+        removed = [name(who, self.sizes[who][1], path)]
+        self.tell(who, wire.Removed(removed, group_idx=GROUPS[width]))
 
     @rule(path=st.sampled_from(["0", "01"]))
     def remove_everywhere(self, path):
         for who in "ABC":
-            for held in sorted(self.window[who]):
-                self.remove_from_window(who, held)
+            for width in GROUPS:
+                for held in sorted(self.windows[who][width]):
+                    self.remove_from_window(who, held, width)
             self.remove(who, path)
 
     @rule(who=WHO, clear=st.booleans())
@@ -78,18 +102,19 @@ class IndexMachine(RuleBasedStateMachine):
             self.tell(who, wire.Cleared())
         else:
             self.index.forget(who)
-        self.full[who], self.window[who], self.groups[who] = set(), set(), set()
+        self.full[who], self.groups[who] = set(), set()
+        self.windows[who] = {width: set() for width in GROUPS}
 
     def tell(self, who, event):
         self.index.apply(who, wire.Batch(0.0, (event,)))
 
     @staticmethod
-    def stored(who, path, begin, kind, window=None):
-        names = [name(who, path[:end]) for end in range(begin + 1, len(path) + 1)]
-        parent = name(who, path[:begin]) if begin else None
+    def stored(who, path, begin, size, kind, window=None):
+        names = [name(who, size, path[:end]) for end in range(begin + size, len(path) + 1, size)]
+        parent = name(who, size, path[:begin]) if begin else None
         return wire.Stored(
-            names, parent, [int(token) for token in path[begin:]], 1,
-            group_idx=int(window is not None), kv_cache_spec_kind=kind,
+            names, parent, [int(token) for token in path[begin:]], size,
+            group_idx=GROUPS.get(window, 0), kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
         )  # fmt: skip
 
@@ -97,13 +122,14 @@ class IndexMachine(RuleBasedStateMachine):
     def it_says_what_was_told(self):
         if not hasattr(self, "index"):
             return
-        for path in set().union(*self.full.values(), *self.window.values()):
+        for path in ALL_PATHS:
             found = self.index.match([int(token) for token in path])
             for who in "ABC":
                 longest, said = self.truth(who, path), found.get(who, 0)
-                if said > longest or (said < longest and "window" not in self.groups[who]):
+                if said > longest or (said < longest and self.groups[who] == {"full"}):
                     raise IndexDiffersError(f"{who} holds {longest} of {path}, got {said}")
-        held = sum(map(len, self.full.values())) + sum(map(len, self.window.values()))
+        held = sum(map(len, self.full.values()))
+        held += sum(len(some) for each in self.windows.values() for some in each.values())
         if not 0 <= (stats := self.index.stats()).num_contents <= stats.num_held <= held:
             raise IndexDiffersError(f"{held} contents were told of, got {stats}")
 
@@ -121,11 +147,15 @@ class IndexMachine(RuleBasedStateMachine):
 
     def truth(self, who, path):
         """The longest beginning of a path that each of its groups can serve."""
-        for length in range(len(path), 0, -1):
-            seen = range(max(0, length - WINDOW + 1), length)
-            needed = {path[: place + 1] for place in [*seen, length - 1]}
-            served = {"full": path[:length] in self.full[who], "window": needed <= self.window[who]}
-            if self.groups[who] and all(served[group] for group in self.groups[who]):
+        groups, (full, size) = self.groups[who], self.sizes[who]
+        step = lcm(*[full if group == "full" else size for group in groups])
+        for length in range(whole(len(path), step), 0, -step):
+            served = {"full": path[:length] in self.full[who]}
+            for width, held in self.windows[who].items():
+                first = min(max(0, length - width + 1) // size, max(0, length // size - 1))
+                ends = range((first + 1) * size, length + 1, size)
+                served[width] = {path[:end] for end in ends} <= held
+            if groups and all(served[group] for group in groups):
                 return length
         return 0
 
@@ -139,5 +169,12 @@ class IndexMachine(RuleBasedStateMachine):
                 raise IndexDiffersError(f"all are forgotten, and left is {stats}")
 
 
-def name(who, path):
-    return f"{who}{path}".encode()
+def name(who, size, path):
+    return f"{who}{size}{path}".encode()
+
+
+def whole(path, size):
+    """What of a path, or of a length, is in whole blocks."""
+    length = path if isinstance(path, int) else len(path)
+    length -= length % size
+    return length if isinstance(path, int) else path[:length]

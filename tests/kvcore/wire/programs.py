@@ -8,8 +8,8 @@ class Life:
 
     def __init__(self, *, plain=False, layout="full", kept=1):
         self.drawn = {
-            "plain": plain, "salted": False, "layout": layout, "blocks": 8, "patience": 100,
-            "form": "map", "names": "u64", "kept bytes": kept,
+            "plain": plain, "idle": False, "salted": False, "layout": layout, "blocks": 8,
+            "patience": 100, "form": "map", "names": "u64", "kept bytes": kept,
         }  # fmt: skip
 
     def draw(self, strategy, label):
@@ -165,7 +165,37 @@ def what_is_salted_goes_unsaid_and_the_rest_does_not(machine):
     serve(machine, [1] * 8)
 
 
+def a_new_life_that_goes_on_with_the_next_number_is_asked_for(machine):
+    machine.start(PLAIN)
+    serve(machine, [0, 1])
+    machine.restart("a", PLAIN)
+    serve(machine, [0, 0], "lost")
+    serve(machine, [1, 1])
+
+
+def the_next_number_of_a_life_before_comes_too_late(machine):
+    machine.start(PLAIN)
+    for fate in ("arrives", "arrives", "waits"):
+        serve(machine, [len(machine.prompts), 1], fate)
+    machine.restart("a", PLAIN)
+    serve(machine, [1, 0])
+    machine.settle()
+    serve(machine, [1, 0, 1, 1])
+    machine.come_late("a", 2)
+
+
+def an_answer_that_begins_late_may_be_of_another_life(machine):
+    machine.start(Life(plain=True))
+    serve(machine, [0, 1])
+    machine.restart("a", Life(plain=True))
+    serve(machine, [0, 0], "lost")
+    serve(machine, [1, 1])
+
+
 PROGRAMS = (
+    a_new_life_that_goes_on_with_the_next_number_is_asked_for,
+    the_next_number_of_a_life_before_comes_too_late,
+    an_answer_that_begins_late_may_be_of_another_life,
     what_is_lost_while_an_answer_is_made_is_in_neither,
     a_snapshot_after_a_clearing_that_was_lost_clears,
     a_snapshot_is_as_old_as_its_number,
@@ -215,7 +245,27 @@ def what_is_told_again_is_followed_again(machine):
     machine.remove("A", "01")
 
 
+def what_follows_a_block_that_is_gone_is_not_held_when_that_comes_back(machine):
+    machine.store_in_window("C", "1")
+    for who in "AB":
+        machine.store(who, "01")
+    machine.remove("A", "0")
+    machine.store("A", "010", 2)
+    machine.store("A", "01")
+
+
+def what_one_window_lets_go_of_another_still_holds(machine):
+    for width in (2, 4):
+        machine.store_in_window("A", "0", width)
+        machine.store_in_window("A", "01", width)
+    machine.remove_from_window("A", "0", 4)
+    machine.it_says_what_was_told()
+    machine.remove_from_window("A", "01", 2)
+
+
 INDEX_PROGRAMS = (
+    what_follows_a_block_that_is_gone_is_not_held_when_that_comes_back,
+    what_one_window_lets_go_of_another_still_holds,
     what_is_out_of_the_tree_is_not_followed,
     what_is_out_of_the_tree_takes_no_other_with_it,
     what_is_told_again_is_followed_again,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import kvcore
 from kvcore import wire
+from kvcore.wire.messages import sequence_bytes, sequence_of
 
 
 def text(value):
@@ -293,3 +294,83 @@ def test_lost_events_cannot_be_a_batch():
 def test_an_unknown_form_is_refused(options):
     with pytest.raises(kvcore.InvalidArgumentError, match="wanted"):
         wire.Encoder([kvcore.FullAttention(2)], **options)
+
+
+def test_each_image_is_an_extra_key_wherever_it_reaches_and_whatever_it_masks():
+    film = kvcore.Item(b"a film", 0, 3, b"\x01\x00\x01")
+    kv = kvcore.KVCacheManager(8, 4, record_events="xxh3-128")
+    items = [film, kvcore.Item(b"\x00\x01\xff", 3, 2), kvcore.Item(b"cat", 6, 2)]
+    seq = kv.open(range(8), items=items)
+    kv.reserve(seq, 8)
+    kv.commit(seq, 8)
+    encoder = wire.Encoder(kv.groups)
+    [event] = wire.decode(encoder.batch(kv.events.take())).events
+    first, second = [keys[:-1] for keys in event.extra_keys]
+    assert first == (["612066696c6d", 0], ["0001ff", 3])
+    assert second == (["0001ff", -1], ["636174", 2])
+    assert all(keys[-1].startswith(b"KVI1") for keys in event.extra_keys)
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3-128", "sha256"])
+def test_a_name_on_the_wire_is_its_last_8_bytes_or_all_of_it(algorithm):
+    names = kvcore.block_names(range(6), 2, algorithm=algorithm)
+    for some in ((), names[:1], names):
+        numbers = [int.from_bytes(name[-8:], "big") for name in some]
+        assert wire.wire_names(some) == wire.wire_names(some, "u64") == numbers
+        assert wire.wire_names(some, "bytes") == [*some]
+
+
+def test_the_end_of_an_answer_is_the_number_that_no_batch_has():
+    assert wire.END == b"\xff" * 8
+
+
+@pytest.mark.parametrize("size", [0, 7, 9])
+def test_a_sequence_number_is_8_bytes(size):
+    assert sequence_of(sequence_bytes(2**62 + 5)) == 2**62 + 5
+    with pytest.raises(wire.MalformedError, match=f"wanted 8 bytes, got {size}"):
+        sequence_of(bytes(size))
+
+
+SOUND_EVENTS = {
+    "blocks of one token": ["BlockStored", [1, 2], None, [7, 8], 1],
+    "the largest token": ["BlockStored", [1], None, [0, 2**32 - 1], 2],
+    "no blocks": ["BlockStored", [], None, [], 4],
+    "more fields than are known": ["BlockStored", [1], None, [7], 1, *[None] * 20],
+    "a map of more than 15": {"type": "BlockRemoved", "block_hashes": [1]} | {
+        f"new {number}": 0 for number in range(20)
+    },
+    "many extra keys": [
+        "BlockStored", [*range(300)], None, [7] * 300, 1, None, "GPU", None, [None] * 300
+    ],
+}  # fmt: skip
+BROKEN_TOO = {
+    "too many tokens": ["BlockStored", [1], None, [1, 2, 3], 2],
+    "blocks of less than nothing": ["BlockStored", [1], None, [], -1],
+    "no block and blocks of less than nothing": ["BlockStored", [], None, [], -1],
+    "too many extra keys": ["BlockStored", [1], None, [1], 1, None, "GPU", None, [None, None]],
+    "a later token too large": ["BlockStored", [1], None, [2**33, 1], 2],
+}
+
+
+@pytest.mark.parametrize("name", [*SOUND_EVENTS, *BROKEN_TOO])
+def test_an_event_is_read_where_its_parts_fit_each_other(name):
+    event = (SOUND_EVENTS | BROKEN_TOO)[name]
+    read = wire.decode(msgspec.msgpack.encode([1.0, [*[event] * 3, ["AllBlocksCleared"]]]))
+    is_sound = name in SOUND_EVENTS
+    assert (len(read.events), read.num_malformed) == ((4, 0) if is_sound else (1, 3))
+
+
+@pytest.mark.parametrize("head", [b"\xde\x00\x01", b"\xdf\x00\x00\x00\x01"])
+def test_a_map_may_say_its_length_in_two_bytes_or_in_four(head):
+    event = head + text("type") + text("AllBlocksCleared")
+    batch = head[:-1] + b"\x02" + text("ts") + TIME + text("events") + b"\x92" + event
+    read = wire.decode(batch + msgspec.msgpack.encode(["AllBlocksCleared"]))
+    assert (read.time, read.num_malformed) == (2.5, 0)
+    assert [isinstance(event, wire.Cleared) for event in read.events] == [True, True]
+
+
+def test_a_batch_begins_anew_where_it_begins_by_clearing_all():
+    cleared, removed = wire.Cleared(), wire.Removed([1])
+    told = [(), (cleared,), (cleared, removed), (removed, cleared)]
+    assert [wire.Batch(1.0, events).begins_anew for events in told] == [False, True, True, False]
+    assert wire.Batch(1.0, ()).num_malformed == 0

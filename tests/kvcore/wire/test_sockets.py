@@ -94,6 +94,43 @@ def test_where_the_buffer_is_too_short_the_owner_is_woken_for_a_snapshot(kv):
         assert publisher.stats().num_snapshots >= 1
 
 
+@pytest.mark.parametrize("replay_bytes", [0, 400, 4000])
+def test_an_idle_publisher_without_wake_answers_a_late_reader(kv, replay_bytes):
+    with wire.Publisher(kv, ANYWHERE, ANYWHERE, replay_bytes=replay_bytes) as publisher:
+        for first in range(0, 200, 2):
+            serve(kv, [first, first + 1])
+            publisher.publish()
+            until(lambda first=first: publisher.stats().num_batches == first // 2 + 1)
+        with follow(publisher) as follower:
+            true = {name for run in kv.snapshot().stored for name in wire.wire_names(run.names)}
+            until(lambda: follower.index.held_names("0") == true)
+        stats = publisher.stats()
+        assert 0 < stats.num_snapshots * max(replay_bytes // 2, 60) < stats.num_bytes
+
+
+def test_a_publisher_that_nobody_can_ask_takes_no_snapshots(kv):
+    with wire.Publisher(kv, ANYWHERE, replay_bytes=0) as publisher:
+        for first in range(0, 40, 2):
+            serve(kv, [first, first + 1])
+            publisher.publish()
+        until(lambda: publisher.stats().num_batches == 20)
+        assert publisher.stats().num_snapshots == 0
+
+
+def test_a_history_that_keeps_its_snapshot_answers_all_and_forgets_what_is_older():
+    history = wire.History(5, 100, b"base", keep_base=True)
+    for number in range(5, 25):
+        history.add(b"%10d" % number)
+        assert history.is_base_old == (number >= 10)
+        for wanted in (0, number + 7):
+            assert [sent.sequence for sent in history.since(wanted)] == [*range(4, number + 1)]
+    history.rebase(b"later")
+    assert [sent.sequence for sent in history.since(0)] == [24]
+    assert [sent.sequence for sent in history.since(15)] == [*range(15, 25)]
+    assert [sent.sequence for sent in history.since(14)] == [24]
+    assert not history.is_base_old
+
+
 def test_a_publisher_that_takes_anothers_place_is_followed(kv):
     serve(kv, [1, 2, 3, 4])
     first = wire.Publisher(kv, ANYWHERE, ANYWHERE)
@@ -174,6 +211,68 @@ def test_a_replay_is_what_was_sent_under_its_topic_and_ends(kv, context, form, t
     assert answer[2] == [b"", *[b"" for _ in topic], wire.END, b""]
 
 
+def answered(asking):
+    """The numbers of an answer, and its payloads, up to its end."""
+    found = []
+    while (frames := asking.recv_multipart())[-2] != wire.END:
+        found.append((int.from_bytes(frames[-2], "big"), frames[-1]))
+    return found
+
+
+def test_each_request_is_answered_once_however_many_wait_for_a_snapshot(kv, context):
+    wanted = threading.Event()
+    with wire.Publisher(kv, ANYWHERE, ANYWHERE, replay_bytes=0, wake=wanted.set) as publisher:
+        first, second, third = [raw(context, zmq.DEALER, publisher.replay) for _ in range(3)]
+
+        def ask(*askers):
+            """Let the snapshot be outdated, and take another for those who ask."""
+            before = publisher.stats()
+            for place in range(2):
+                serve(kv, [before.num_batches + place] * 2)
+                publisher.publish()
+            until(lambda: publisher.stats().num_batches == before.num_batches + 2)
+            wanted.clear()
+            for asking in askers:
+                asking.send_multipart((b"", bytes(8)))
+                assert wanted.wait(PATIENCE_S)
+            until(lambda: len(publisher._asking) == len(askers))
+            publisher.publish()
+            last = publisher.stats().last_sequence
+            for asking in askers:
+                [(number, payload)] = answered(asking)
+                assert number == last
+                assert wire.decode(payload).begins_anew
+            return last
+
+        with first, second, third:
+            ask(first, second)
+            last = ask(third)
+            for asking in (first, second, third):
+                asking.send_multipart((b"", last.to_bytes(8, "big")))
+                assert [number for number, _ in answered(asking)] == [last]
+            until(lambda: publisher.stats().num_replays == 6)
+            assert (publisher.stats().num_snapshots, publisher.stats().num_refused) == (2, 0)
+
+
+def test_a_publisher_counts_what_it_has_sent(kv, publisher, context):
+    with raw(context, zmq.DEALER, publisher.replay) as asking:
+        serve(kv, [1, 2])
+        publisher.publish()
+        publisher.publish()  # nothing has changed
+        serve(kv, [3, 4])
+        publisher.publish()
+        until(lambda: publisher.stats().num_batches == 2)
+        last = publisher.stats().last_sequence
+        asking.send_multipart((b"", (last - 1).to_bytes(8, "big")))
+        sent = answered(asking)
+    assert [number for number, _ in sent] == [last - 1, last]
+    until(lambda: publisher.stats().num_replays == 1)
+    assert publisher.stats() == wire.PublisherStats(
+        last_sequence=last, num_batches=2, num_bytes=sum(len(payload) for _, payload in sent),
+        num_replays=1, num_snapshots=0, num_overflows=0, num_refused=0,
+    )  # fmt: skip
+
+
 def test_requests_that_are_none_are_refused_and_the_next_is_answered(kv, publisher, context):
     with raw(context, zmq.DEALER, publisher.replay) as asking:
         for frames in ([b"x"], [b"", b"1234567"], [b"", bytes(8), b""], [b"x", bytes(8)]):
@@ -213,6 +312,64 @@ def test_an_engines_own_answers_are_read_with_a_topic_and_without(context, topic
             answers.send_multipart([client, b"", *[b"" for _ in topic], wire.END, b""])
             assert until(lambda: follower.match([0, 7, 1, 7, 2, 7]).get("e") == 6)
             assert follower.status()["e"].met.num_malformed == 0
+
+
+class Engine:
+    """Numbers its batches from 0, publishes the last of them, and answers as often as it is asked.
+
+    Args:
+        tokens: of a batch each.
+        time: of the first batch.
+    """
+
+    def __init__(self, tokens, time, endpoint=ANYWHERE, replay=ANYWHERE):
+        self.batches = [
+            wire.encode(time + place, [wire.Stored([token], None, [token] * 2, 2)], 0, "map")
+            for place, token in enumerate(tokens)
+        ]
+        self.context = zmq.Context()
+        self.live, self.answers = self.context.socket(zmq.PUB), self.context.socket(zmq.ROUTER)
+        self.num_asked = 0
+        for each, address in ((self.live, endpoint), (self.answers, replay)):
+            each.bind(address)
+        self.source = wire.Source(
+            *[each.last_endpoint.decode() for each in (self.live, self.answers)]
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.context.destroy(linger=0)
+
+    def until(self, true):
+        until(lambda: self.speak() or true())
+
+    def speak(self):
+        self.answer()
+        last = len(self.batches) - 1
+        self.live.send_multipart([b"", last.to_bytes(8, "big"), self.batches[last]])
+
+    def answer(self):
+        while self.answers.poll(0):
+            client, _, wanted = self.answers.recv_multipart()
+            self.num_asked += 1
+            first = int.from_bytes(wanted, "big")
+            for number, payload in enumerate(self.batches[first:], first):
+                self.answers.send_multipart([client, b"", number.to_bytes(8, "big"), payload])
+            self.answers.send_multipart([client, b"", wire.END, b""])
+
+
+def test_an_engine_that_restarts_at_0_is_not_taken_for_the_one_before():
+    """The first that is heard of it has just the number that was to come next."""
+    with Engine([1], 1.0) as first:
+        follower = wire.Subscriber({"e": first.source}, ask_after_s=9.0)
+        first.until(lambda: follower.match([1, 1]) == {"e": 2})
+    source = first.source
+    with follower, Engine([2, 3], 5.0, source.endpoint, source.replay) as second:
+        second.until(lambda: follower.match([3, 3]) == {"e": 2})
+        second.until(lambda: follower.match([2, 2]) == {"e": 2})
+        assert follower.match([1, 1]) == {}
 
 
 class Hostile:
@@ -321,10 +478,8 @@ def test_batches_that_wait_too_long_give_way_to_a_snapshot(kv, monkeypatch):
     monkeypatch.setattr("kvcore.wire.publisher.MAX_WAITING", 0)
     with wire.Publisher(kv, ANYWHERE, ANYWHERE) as publisher, follow(publisher) as follower:
         serve(kv, [1, 2])
-        publisher.publish()
+        publisher.publish()  # the last before the engine is idle
         assert publisher.stats().num_overflows == 1
-        monkeypatch.setattr("kvcore.wire.publisher.MAX_WAITING", 9)
-        publisher.publish()
         until(lambda: follower.match([1, 2]) == {"0": 2})
         assert publisher.stats().num_batches == 1
 

@@ -8,15 +8,20 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvcore import wire
 from tests.kvcore.wire.index_machine import IndexMachine
-from tests.kvcore.wire.machine import IndexDiffersError, StreamMachine
+from tests.kvcore.wire.machine import CountMachine, IndexDiffersError, StreamMachine
 from tests.kvcore.wire.programs import INDEX_PROGRAMS, PROGRAMS
 from tests.kvcore.wire.sabotage import SABOTAGES, ClingingIndex
 
 TestStreams = StreamMachine.TestCase
+TestCounts = CountMachine.TestCase
 TestIndexes = IndexMachine.TestCase
 # Shrinking takes minutes: a failure is reported as it was found. For a short one, add Phase.shrink.
 TestStreams.settings = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate], report_multiple_bugs=False
+)
+# An example costs little there, so there are as many where a profile has fewer.
+TestCounts.settings = settings(
+    TestStreams.settings, max_examples=max(60, settings.default.max_examples)
 )
 
 HUNT = settings(
@@ -46,18 +51,24 @@ def test_a_planted_bug_is_caught(seam, broken):
         run_state_machine_as_test(machine, settings=HUNT)
 
 
-@pytest.mark.parametrize("program", INDEX_PROGRAMS)
-def test_an_index_of_different_names_tells_the_truth_after(program):
-    machine = IndexMachine()
+def run_on_index(program, machine):
     machine.start()
     program(machine)
     machine.it_says_what_was_told()
+    machine.what_is_held_is_in_the_tree()
     machine.teardown()
+
+
+@pytest.mark.parametrize("program", INDEX_PROGRAMS)
+def test_an_index_of_different_names_tells_the_truth_after(program):
+    run_on_index(program, IndexMachine())
 
 
 def test_a_node_that_clings_to_what_it_followed_is_caught():
     machine = type("Clinging", (IndexMachine,), {"make_index": ClingingIndex})
-    with pytest.raises((IndexDiffersError, KeyError)):
+    with pytest.raises((IndexDiffersError, KeyError)):  # noqa: PT012  # short programs first
+        for program in INDEX_PROGRAMS:
+            run_on_index(program, machine())
         run_state_machine_as_test(machine, settings=HUNT)
 
 
