@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 
 from kvcore.block import Block, Node
 from kvcore.block_table import BlockTable
+from kvcore.content_tree import ContentTree
 from kvcore.errors import InvariantError
 from kvcore.events import fold
 from kvcore.groups import first_kept_block
@@ -80,6 +81,7 @@ def index(manager: KVCacheManager) -> None:
     for number, tree in enumerate(manager.pool.trees):
         for root in tree.roots():
             _check_root(root)
+        _check_no_loop(tree)
         for node in tree.nodes():
             if len(node.tokens) < manager.groups[number].block_size * BYTES_PER_TOKEN:
                 _fail("P6", f"a node has {len(node.tokens)} bytes of tokens")
@@ -95,6 +97,18 @@ def index(manager: KVCacheManager) -> None:
     if listed:
         _fail("P6", "a tree lists a block that cannot be owned")
     _check_own_nodes(manager.pool.blocks, used)
+
+
+def _check_no_loop(tree: ContentTree) -> None:
+    """Raise where a node stands in two places, so that a walk might never end. O(nodes)."""
+    known: set[int] = set()
+    pending = list(tree.roots())
+    while pending:
+        node = pending.pop()
+        if id(node) in known:
+            _fail("P6", f"a node with {len(node.tokens)} bytes of tokens stands in two places")
+        known.add(id(node))
+        pending += node.child_nodes()
 
 
 def visibility(manager: KVCacheManager) -> None:

@@ -543,10 +543,17 @@ class KVCacheManager:
         return late
 
     def fail_load(self, seq: KVSequence, num_tokens: SupportsIndex) -> tuple[KVSequence, ...]:
-        """State that KV after the first `num_tokens` tokens was committed and never arrived.
+        """State that the KV of this sequence's computed tokens after `num_tokens` never arrived.
 
-        Nothing that spells this prefix beyond them can be hit any more, and every sequence that has
-        such a block computes it again: `num_computed_tokens` falls, the tokens stay. O(num_blocks).
+        These tokens are not computed any more. Other blocks that hold the first of them, after the
+        same tokens, may be built on them: they cannot be hit any more, and every sequence that has
+        such a block computes it again. Its `num_computed_tokens` falls, its tokens stay. Where
+        `num_tokens` is all that the sequence has computed, nothing of it has failed and nothing
+        changes. O(all tokens and blocks of the sequences and of that content).
+
+        Args:
+            seq: an open sequence.
+            num_tokens: how many of its first tokens have their KV.
 
         Returns:
             The sequences that this has set back, in the order in which they were opened.
@@ -770,32 +777,40 @@ class KVCacheManager:
         block_tables: object,
         slot_mapping: object,
         *,
+        counts: Sequence[SupportsIndex] | None = None,
         row_stride: SupportsIndex | None = None,
         group: SupportsIndex = 0,
     ) -> None:
-        """Write a decode step's block tables and slots into buffers of the caller. O(blocks).
+        """Write a step's block tables and slots into buffers of the caller. O(blocks + slots).
+
+        The slots are those of the tokens that the step computes: one sequence's after another's,
+        each sequence's from its first token that is not computed. Call it before the step's tokens
+        are committed.
 
         Args:
-            seqs: open sequences, each with room for the token after its computed ones.
+            seqs: open sequences, each once, with room for what the step computes.
             block_tables: a writable, contiguous buffer of int32 or int64, [rows, entries of a row],
                 or flat: row `i` gets the table of sequence `i`; what follows in the row is
                 untouched.
             slot_mapping: a writable, contiguous buffer of int64, or of int32 where the cache has
-                fewer than 2**31 slots: [at least len(seqs)]; where each sequence's next token goes.
+                fewer than 2**31 slots: [at least sum(counts)]; what follows is untouched.
+            counts: for each sequence how many tokens the step computes: of a prompt or a chunk of
+                it, of drafts, or one. None: a decode step, one each.
             row_stride: entries from one row to the next of a flat `block_tables`.
             group: which layer group.
 
         Raises:
-            NotReservedError: a sequence has no room for its next token.
-            InvalidArgumentError: a table is longer than a row, a slot does not fit into 32 bits, or
-                a buffer does not fit. Nothing is written then.
+            NotReservedError: a sequence has no room for its tokens.
+            InvalidArgumentError: a sequence twice, not one count for each, or `counts` is None and
+                a sequence has more than one token to compute; a table is longer than a row, a slot
+                does not fit into 32 bits, or a buffer does not fit. Nothing is written then.
         """
         stride = None if row_stride is None else as_int("row_stride", row_stride, 1)
         number = as_int("group", group, 0, len(self.groups) - 1)
+        each = None if counts is None else as_counts("counts", counts)
         running = as_list("seqs", seqs)
-        for seq in running:
-            self._check_open(seq)
-        write_rows(running, number, block_tables, slot_mapping, stride)
+        self._checked_step(running, [1] * len(running))
+        write_rows(running, each, number, block_tables, slot_mapping, stride)
 
     def num_missing_blocks(
         self,
@@ -945,9 +960,7 @@ class KVCacheManager:
         """Return the sequences of a step as a list: open ones of this manager, each once."""
         running = seqs.copy() if type(seqs) is list else as_list("seqs", seqs)
         if len(running) != len(numbers):
-            raise InvalidArgumentError(
-                f"wanted one number for each of {len(running)} sequences, got {len(numbers)}"
-            )
+            check_lengths(len(running), numbers)  # raises
         if self._last_step == running:  # ours compare by identity; none has been closed since
             return running
         try:

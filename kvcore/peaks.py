@@ -170,12 +170,8 @@ def most_held(
         width: room reaches at most so far beyond the settled ones, and never beyond the end.
     """
     last = max(start, stop - width)  # from here on nothing is taken any more
-    period, reserved = 1, 0
-    for number, table in enumerate(tables):
-        if table.forgets:
-            period = lcm(period, table.block_size, table.chunk or 1)
-            reserved = max(reserved, lengths[number] * table.block_size)
-    first = last - period + 1
+    sizes = [lcm(table.block_size, table.chunk or 1) for table in tables if table.forgets]
+    first = last - lcm(*sizes) + 1  # before the last period nothing is held that is not held later
     most, settled = 0, start
     while True:
         kept = [table.first_kept(settled) for table in tables]
@@ -190,6 +186,4 @@ def most_held(
         most = max(most, held)
         if moment == last:
             return most
-        settled = passing
-        if settled < first and settled + width >= reserved:
-            settled = first
+        settled = max(passing, first)

@@ -319,33 +319,51 @@ def committable(seq: KVSequence, num_tokens: int) -> int:
 
 def write_rows(
     seqs: Sequence[KVSequence],
+    counts: list[int] | None,
     group: int,
     block_tables: object,
     slot_mapping: object,
     row_stride: int | None,
 ) -> None:
-    """Write a group's tables of a step, and the slot of each next token; or nothing. O(blocks).
+    """Write a group's tables of a step and the slots of its tokens, or nothing.
+
+    O(blocks + slots).
 
     Args:
         seqs: open sequences.
+        counts: for each, how many tokens after its computed ones the step computes; None: one.
         group: which layer group.
         block_tables: a buffer of int32 or int64, a row for each sequence.
         slot_mapping: a buffer of int32 or int64.
         row_stride: entries from one row to the next; None: `block_tables` has two dimensions.
 
     Raises:
-        NotReservedError: a sequence has no room for its next token.
-        InvalidArgumentError: a buffer does not fit.
+        NotReservedError: a sequence has no room for its tokens.
+        InvalidArgumentError: a buffer does not fit, there is not one count for each, or `counts`
+            is None and a sequence has more than one token to compute.
     """
+    if counts is not None and len(counts) != len(seqs):
+        raise InvalidArgumentError(
+            f"counts: wanted one for each of {len(seqs)} sequences, got {len(counts)}"
+        )
     slots = array("q")
     tables: list[array[int]] = []
     longest = 0
-    for seq in seqs:
+    for index, seq in enumerate(seqs):
         table = seq.tables[group]
-        position = seq.num_computed_tokens
-        if position >= len(table.blocks) * table.block_size:
-            raise NotReservedError(f"{seq!r} has no room for its next token")
-        slots.append(slot_of(table.block_ids, position, table.block_size))
+        start = seq.num_computed_tokens
+        stop = start + 1 if counts is None else start + counts[index]
+        if stop > len(table.blocks) * table.block_size:
+            _refuse_slots(seq, table, None if counts is None else counts[index])
+        if counts is not None:
+            slots.extend(slots_of(table.block_ids, start, stop, table.block_size))
+        elif len(seq.packed) + seq.num_untold_tokens > stop:
+            raise InvalidArgumentError(
+                f"counts: wanted the number of tokens that this step computes for each sequence, "
+                f"got None; {seq!r} has {seq.num_tokens - start} tokens to compute"
+            )
+        else:
+            slots.append(slot_of(table.block_ids, start, table.block_size))
         tables.append(table.block_ids)
         longest = max(longest, len(table.block_ids))
     rows, stride = row_view("block_tables", block_tables, row_stride, len(tables), longest)
@@ -357,3 +375,14 @@ def write_rows(
     put_ints(view, 0, slots)
     for index, block_ids in enumerate(tables):
         put_ints(rows, index * stride, block_ids)
+
+
+def _refuse_slots(seq: KVSequence, table: BlockTable, count: int | None) -> NoReturn:
+    """Raise: a table has no room for so many tokens after the computed ones; None: for one."""
+    if count is None:
+        raise NotReservedError(f"{seq!r} has no room for its next token")
+    room = len(table.blocks) * table.block_size - seq.num_computed_tokens
+    count = as_int("counts", count, 0, 2**62)  # what is beyond may be too long to print
+    raise NotReservedError(
+        f"counts: {seq!r} has room for {room} tokens after the computed ones, got {count}"
+    )

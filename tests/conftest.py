@@ -1,6 +1,6 @@
-"""Hypothesis profiles: `default` for a save and the gate, `ci` for more, `deep` for an hour's hunt.
+"""Hypothesis profiles, which docs/testing.md describes, and one fixture for every test.
 
-And the collector is kept away from what was imported.
+The fixture keeps the collector away from what was imported.
 """
 
 import gc
@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Wall-clock deadlines say more about the machine than about the code.
-settings.register_profile("default", max_examples=60, stateful_step_count=40, deadline=None)
+SIZES = {"max_examples": 60, "stateful_step_count": 40, "deadline": None}
+settings.register_profile("default", derandomize=True, print_blob=False, **SIZES)
+settings.register_profile("search", derandomize=False, print_blob=True, **SIZES)
 settings.register_profile(
     "ci",
     max_examples=200,

@@ -10,6 +10,7 @@ on every slot that the block table names. A wrong table, or a block that is reus
 another text.
 """
 
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -44,10 +45,10 @@ class Device:
     def slot(self, table, position):
         return table[position // self.block_size] * self.block_size + position % self.block_size
 
-    def forward(self, table, tokens, start):
-        """Write the KV of the tokens from `start` on, read it all, return the next token."""
-        for position in range(start, len(tokens)):
-            self.slots[self.slot(table, position)] = (position, tokens[position])
+    def forward(self, table, slots, tokens, start):
+        """Write the KV of the tokens from `start` on to the slots, read it all, return a token."""
+        for slot, position in zip(slots, range(start, len(tokens)), strict=True):
+            self.slots[slot] = (position, tokens[position])
         self.num_written += len(tokens) - start
         seen = [self.slots[self.slot(table, position)] for position in range(len(tokens))]
         return sum((place + 1) * (token + 7) for place, token in seen) % 997
@@ -177,8 +178,9 @@ class SmallEngine:
                 break
             self.running.append(self.waiting.popleft())
         for request in list(self.running):
-            table = self.blocks.table(request)
-            sampled = self.device.forward(table, request.tokens, request.num_computed)
+            table, start = self.blocks.table(request), request.num_computed
+            slots = [self.device.slot(table, p) for p in range(start, len(request.tokens))]
+            sampled = self.device.forward(table, slots, request.tokens, start)
             self.blocks.computed(request, sampled)
             if request.is_finished:
                 self.running.remove(request)
@@ -204,7 +206,7 @@ class StepEngine(SmallEngine):
         self.admit()
         running = self.running
         todo = [seq.num_tokens - seq.num_computed_tokens for seq in self.seqs()]
-        sampled = self.forward()
+        sampled = self.forward(todo)
         done = [r for r, token in zip(running, sampled, strict=True) if self.join(r, token)]
         for request in done:  # the last token is never computed: it gets no room
             index = running.index(request)
@@ -228,11 +230,22 @@ class StepEngine(SmallEngine):
                 return
             self.running.append(self.waiting.popleft())
 
-    def forward(self):
-        return [
-            self.device.forward(r.seq.block_table, r.tokens, r.seq.num_computed_tokens)
-            for r in self.running
-        ]
+    def forward(self, todo):
+        """kvcore writes a row of block ids for each request and a slot for each token to compute.
+
+        Prompts, chunks and decoders are one batch: `todo` says how many tokens each computes.
+        """
+        seqs = self.seqs()
+        width = max((len(seq.block_table) for seq in seqs), default=1)
+        tables, slots = array("i", [0]) * (len(seqs) * width), array("q", [-1]) * sum(todo)
+        self.kv.write_step(seqs, tables, slots, counts=todo, row_stride=width)
+        sampled, first = [], 0
+        for row, (request, count) in enumerate(zip(self.running, todo, strict=True)):
+            table, own = tables[row * width : (row + 1) * width], slots[first : first + count]
+            start = request.seq.num_computed_tokens
+            sampled.append(self.device.forward(table, own, request.tokens, start))
+            first += count
+        return sampled
 
     @staticmethod
     def join(request, token):
@@ -261,7 +274,7 @@ class AheadEngine(StepEngine):
         self.admit()
         running = list(self.running)
         todo = [seq.num_tokens - seq.num_computed_tokens for seq in self.seqs()]
-        sampled = self.forward()  # sent: the device goes on with its own tokens
+        sampled = self.forward(todo)  # sent: the device goes on with its own tokens
         self.end_leases()  # the step before is over: this one was sent behind it
         for request, token in zip(running, sampled, strict=True):
             if self.join(request, token):  # by its length: nobody has read the token

@@ -204,6 +204,21 @@ class Shadow:
         """Raise what whoever looks at the memory itself has found."""
         self._fail("kernel", message)
 
+    def name_of(self, seq: KVSequence) -> str:
+        """What the calls of an error call a sequence. O(1)."""
+        return self._name(seq)
+
+    def whose(self, block_id: int) -> str:
+        """Who has a block, or has written it last, in words. O(sequences * blocks of each)."""
+        for seq in self._names:
+            if any(block_id in table.block_ids for table in seq.tables):
+                return self._name(seq)
+        shadow = self._blocks.get(block_id)
+        if shadow is None:
+            return "no sequence, never written"
+        by = "a copy" if shadow.writer is None else self._name(shadow.writer)
+        return f"no sequence, last written by {by}"
+
     def _check_block(
         self, seq: KVSequence, index: int, block_id: int, start: int, stop: int
     ) -> None:

@@ -10,7 +10,7 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO, cast
@@ -25,6 +25,12 @@ from kvcore.testing.machines import machines_for
 
 NOTHING, FOUND, MISUSED, KNOWN = 0, 1, 2, 3
 
+BEGINS = {
+    "--json": '{\n  "adapter": "',
+    "--junit": "<?xml version='1.0' encoding='utf-8'?>\n<testsuite name=\"kvcore.testing ",
+}
+"""What a file that a flag has written begins with."""
+
 TO_SEE = {
     "hits": "prompts that hit",
     "evictions": "cached blocks that were reused",
@@ -38,6 +44,7 @@ def main(arguments: Sequence[str], out: TextIO | None = None) -> int:
     options = _parser().parse_args(arguments)
     show = out or sys.stdout
     try:
+        _check_files({"--json": options.json, "--junit": options.junit})
         make = load(options.adapter)
         machines = _chosen(options.machine, machines_for(check_adapter(_made(make))))
         result = hunt(
@@ -105,6 +112,21 @@ def _chosen(
     if unknown:
         raise AdapterError(f"--machine: wanted some of {', '.join(by_name)}, got {unknown[0]}")
     return tuple(by_name[name] for name in names)
+
+
+def _check_files(files: Mapping[str, Path | None]) -> None:
+    """Raise unless each file is a new one, an empty one, or one that its flag has written."""
+    for flag, path in files.items():
+        if path is None or not path.is_file():
+            continue
+        begins = BEGINS[flag].encode()
+        with path.open("rb") as there:
+            head = there.read(len(begins))
+        if head not in {b"", begins}:
+            raise AdapterError(
+                f"{flag}: {str(path)!r} holds something that {flag} has not written: name another "
+                "file, or remove it"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,9 @@
 
 An adapter maps the eight verbs of `Allocator` to the calls that an engine makes for the same
 purpose, in the same order. What not every allocator does is a `Promise`: the machines use only what
-is promised, and check all of it. Nothing of an allocator's insides is ever asked for.
+is promised, and check all of it. One call is made without a promise: a second `finish` of a request
+may be accepted or refused, but must change nothing. Nothing of an allocator's insides is ever asked
+for.
 """
 
 from __future__ import annotations

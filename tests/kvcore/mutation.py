@@ -1,17 +1,21 @@
-"""The mutation score: change one thing in a file, run the tests, and see whether one notices.
+"""The mutation score: change one thing in a file, run the tests, and see whether one fails.
 
-The changes are those of cosmic-ray (`pip install cosmic-ray`); this runs them quickly. Each mutant
-is imported in a process of its own, forked from one that has loaded pytest already, so no file on
-the disk is ever changed. What differs in annotations or in `@final` alone is no mutant: nothing
-evaluates those.
+The changes are those of cosmic-ray; this runs them quickly. Each mutant is imported in a process of
+its own, forked from one that has loaded pytest already, so no file on the disk is ever changed.
+What differs in annotations or in `@final` alone is no mutant: nothing evaluates those.
 
     python -m tests.kvcore.mutation kvcore/pool.py
     python -m tests.kvcore.mutation --sample 20
+    python -m tests.kvcore.mutation --changed main --minutes 4 --minimum 75
 
-The second scores every file of the core by twenty of its mutants, always the same ones, and a
-larger sample begins with a smaller one; without a sample all of them are tried. Every mutant that
-no test notices is printed, and the score. A mutant that never ends is stopped: a round of tests may
-take `PATIENCE` times the CPU time that it takes on the file as it is.
+The second scores every file of kvcore and of model/control by twenty of its mutants; without a
+sample all of them are tried. The third takes the files that differ from a revision, one mutant of
+each after another, until the time is over. The order of a file's mutants is always the same. Every
+mutant that no test catches is printed, and the score.
+
+`AREAS` says which tests are run: first those named after the file, then the rounds of its area.
+With `--tests` these are run instead, on a mutant of any file. A mutant that never ends is stopped:
+a round of tests may take `PATIENCE` times the CPU time that it takes on the file as it is.
 """
 
 import argparse
@@ -22,12 +26,17 @@ import gc
 import importlib.abc
 import importlib.util
 import io
+import itertools
 import os
 import random
 import resource
+import signal
+import subprocess
 import sys
-from itertools import islice
+import time
+from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import hypothesis.stateful
 import hypothesis.strategies
@@ -38,25 +47,63 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
 
 ROOT = Path(__file__).parents[2]
-NOT_SCORED = {"__init__", "build_hook"}
-FILES = sorted(p.stem for p in (ROOT / "kvcore").glob("*.py") if p.stem not in NOT_SCORED)
-# After those of the file itself; first the fast ones that most mutants die of, then the slow ones.
-TESTS = (
-    ("manager", "capabilities", "decode_step", "untold", "loads", "bad_transfers"),
-    ("machines", "pool_properties"),
-    ("block", "free_queue", "groups", "hashing", "pool", "content_tree", "idle_blocks"),
-    ("peaks", "pool_map", "hostile", "invariants", "tokens", "slots", "short_ways", "look_ups"),
-    ("block_keys", "inexpressible", "determinism"),
-    ("cost",),
-    ("faults",),
-    ("small_scope",),
+NOT_SCORED = {"__init__", "__main__", "build_hook"}
+
+
+class Area(NamedTuple):
+    """Some files, and the rounds of tests that are run on their mutants, the fast ones first.
+
+    `loads` are the modules that take long to import and are not ours: loaded once, for all mutants.
+    """
+
+    files: str
+    tests: str
+    rounds: tuple[str, ...]
+    loads: tuple[str, ...] = ()
+
+
+AREAS = (  # a file belongs to the first that matches
+    Area("kvcore/wire/*.py", "tests/kvcore/wire", ("messages stream", "sockets"), ("zmq",)),
+    Area("kvcore/adapters/vllm*.py", "tests/adapters", ("vllm_prompts vllm_manager",), ("torch",)),
+    Area(
+        "kvcore/adapters/transformers*.py",
+        "tests/adapters",
+        ("transformers_cache transformers_ledger",),
+        ("torch", "transformers"),
+    ),
+    Area(
+        "kvcore/*.py",
+        "tests/kvcore",
+        (
+            "manager capabilities decode_step untold steps loads bad_transfers",
+            "machines pool_properties",
+            "block free_queue groups hashing pool content_tree idle_blocks deadlines",
+            "peaks pool_map hostile invariants tokens slots short_ways look_ups",
+            "block_keys inexpressible determinism",
+            "cost",
+            "faults",
+            "small_scope",
+        ),
+    ),
+    Area(
+        "model/control/*.py",
+        "tests/model",
+        (
+            "scheduler scheduler_late scheduler_order scheduler_waits swap request pace",
+            "scheduler_machine settings args grammar drafts view/pool_frames",
+            "async_engine engine_sampling shared_prefix batch flags",
+        ),
+        ("torch", "transformers", "llguidance"),
+    ),
 )
+DEFAULT = ("kvcore/*.py", "model/control/*.py")  # scored where no file is named
 OPTIONS = ["-x", "-q", "--tb=no", "--assert=plain", "--hypothesis-profile=mutation"]
 OPTIONS += ["-o", "addopts=", "-m", "not slow and not walk", "-p", "no:cacheprovider"]
 OPTIONS += ["-p", "_hypothesis_pytestplugin"]
 PATIENCE = 5  # times what a round takes, and
 SECONDS = 20  # seconds of CPU besides, because a busy machine is slower
 GIGABYTES = 4
+FEW = 30  # fewer mutants than that give no verdict
 
 hypothesis.settings.register_profile(
     "mutation",
@@ -125,88 +172,180 @@ def mutants(source):
             yield mutant
 
 
-def cpu_time():
-    return sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+def files_of(patterns):
+    """The files that are scored, of those that fit the patterns."""
+    found = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return [p for p in dict.fromkeys(found) if p.stem not in NOT_SCORED]
 
 
-def survives(path, source, rounds, limits):
-    """Run rounds of tests on a file with other source, in a process of its own."""
+def changed_since(base):
+    """The files that are scored and differ from a revision."""
+    git = ["git", "-C", str(ROOT), "diff", "--name-only", base, "--", "*.py"]
+    names = subprocess.run(git, check=True, capture_output=True, text=True).stdout.split()
+    return [
+        p for p in files_of([area.files for area in AREAS]) if str(p.relative_to(ROOT)) in names
+    ]
+
+
+def area_of(path):
+    """The area of a file, None if it has none."""
+    return next((area for area in AREAS if path in ROOT.glob(area.files)), None)
+
+
+def rounds_for(path):
+    """The tests to run on a mutant of a file, those that are named after it first."""
+    area = area_of(path)
+    if area is None:
+        raise SystemExit(f"{path}: AREAS has no tests for it: name some with --tests")
+    own = sorted((ROOT / area.tests).glob(f"test_{path.stem}*.py"))
+    named = [
+        [ROOT / area.tests / place for place in map(test_file, r.split())] for r in area.rounds
+    ]
+    return [tuple(map(str, tests)) for tests in (own, *named) if tests]
+
+
+def test_file(name):
+    return Path(name).parent / f"test_{Path(name).name}.py"
+
+
+def begin(path, source, rounds, limits):
+    """Run rounds of tests on a file with other source, in a process of its own; return its id.
+
+    `limits` are seconds of CPU, and of the clock, for each round.
+    """
     child = os.fork()
     if child:
-        return os.waitpid(child, 0)[1] == 0
-    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES << 30, GIGABYTES << 30))
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+        return child
+    os.setsid()  # what it starts can be ended with it
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES << 30, GIGABYTES << 30))
     sys.dont_write_bytecode = True
     sys.meta_path.insert(0, Planted(path, source))
-    for tests, limit in zip(rounds, limits, strict=True):
+    for tests, (cpu, clock) in zip(rounds, limits, strict=True):
+        used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
         hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
-        resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_time() + limit), hard))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used + cpu), hard))
+        signal.alarm(int(clock))
         if pytest.main([*OPTIONS, *tests]):
             os._exit(1)
     os._exit(0)
 
 
-def limits_of(path, rounds):
-    """How much CPU time each round may take: by what it takes when nothing is wrong."""
-    limits = []
-    for tests in rounds:
-        begun = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if not survives(path, path.read_text(encoding="utf-8"), [tests], [3600]):
+def run(tasks, jobs):
+    """Run tasks, at most `jobs` at once; yield (key, status, CPU, clock) of each as it ends.
+
+    A task is a key and the arguments of `begin`.
+    """
+    tasks, running = iter(tasks), {}
+    while True:
+        for key, *arguments in itertools.islice(tasks, jobs - len(running)):
+            running[begin(*arguments)] = key, time.monotonic()
+        if not running:
+            return
+        child, status, used = os.wait4(-1, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        key, begun = running.pop(child)
+        yield key, status, used.ru_utime + used.ru_stime, time.monotonic() - begun
+
+
+def limits_of(rounds, jobs):
+    """How long each round may take: by what it takes when nothing is wrong."""
+    tasks = []
+    for path, all_tests in rounds.items():
+        source = path.read_text(encoding="utf-8")
+        known = {key for key, *_ in tasks}
+        new = [tests for tests in all_tests if tests not in known]
+        tasks += [(tests, path, source, [tests], [(3600, 3600)]) for tests in new]
+    limits = {}
+    for tests, status, cpu, clock in run(tasks, jobs):
+        if status:
             raise SystemExit(f"the tests fail without any mutation: {' '.join(tests)}")
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        limits.append(PATIENCE * (sum(ended[:2]) - sum(begun[:2])) + SECONDS)
+        limits[tests] = PATIENCE * cpu + SECONDS, 2 * PATIENCE * clock + 3 * SECONDS
     return limits
 
 
-def shown(source, mutant):
+def tasks_for(rounds, limits, sample, until):
+    """Mutants to run, one of each file after another, until the time is over."""
+    waiting = [
+        (path, itertools.islice(mutants(path.read_text(encoding="utf-8")), sample))
+        for path in rounds
+    ]
+    while waiting:
+        left = []
+        for path, more in waiting:
+            if time.monotonic() > until:
+                return
+            mutant = next(more, None)
+            if mutant is not None:
+                left.append((path, more))
+                patience = [limits[tests] for tests in rounds[path]]
+                yield (path, mutant), path, mutant, rounds[path], patience
+        waiting = left
+
+
+def shown(path, mutant):
     """The lines that differ."""
-    lines = list(difflib.unified_diff(source.splitlines(), mutant.splitlines(), n=0, lineterm=""))
-    return "\n".join(["  " + line for line in lines[2:]])
+    source = path.read_text(encoding="utf-8")
+    lines = difflib.unified_diff(source.splitlines(), mutant.splitlines(), n=0, lineterm="")
+    return "\n".join(["  " + line for line in [*lines][2:]])
 
 
 def tell(line):
     print(line, flush=True)  # noqa: T201  # a command line prints
 
 
-def rounds_for(path):
-    """The tests to run on a mutant of a file, those of the file itself first."""
-    tests = ROOT / "tests" / "kvcore"
-    rounds = [[tests / f"test_{name}.py" for name in names] for names in ((path.stem,), *TESTS)]
-    rounds = [[str(test) for test in names if test.exists()] for names in rounds]
-    return [names for names in rounds if names]
-
-
-def score(path, sample=None):
-    """Run mutants of a file; print those that survive; return how many there are of both."""
-    source = path.read_text(encoding="utf-8")
-    rounds = rounds_for(path)
-    limits = limits_of(path, rounds)
-    number = survived = 0
-    for number, mutant in enumerate(islice(mutants(source), sample), 1):  # the last is the count
-        if survives(path, mutant, rounds, limits):
-            survived += 1
-            tell(shown(source, mutant))
-        if number % 100 == 0:
-            sys.stderr.write(f"{path.name}: {number} mutants so far\n")
-    tell(f"{path.name}: {number} mutants, {survived} survived")
-    return number, survived
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", nargs="*", type=Path, default=[f"kvcore/{n}.py" for n in FILES])
-    parser.add_argument("--sample", type=int, help="so many mutants of each file, not all")
-    options = parser.parse_args()
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of others take longer than a round
+def score(rounds, options):
+    """Run mutants of files; print those that survive, and the scores; return the one of all."""
+    for area in filter(None, map(area_of, rounds)):
+        for module in area.loads:
+            importlib.import_module(module)
     with contextlib.redirect_stdout(io.StringIO()):
         pytest.main([*OPTIONS, "--markers"])  # loads pytest, once for all
     gc.collect()
     gc.freeze()
-    totals = [score(ROOT / path, options.sample) for path in options.files]
-    number, survived = map(sum, zip(*totals, strict=True))
-    tell(f"{number} mutants, {survived} survived: {100 * (number - survived) / number:.1f} %")
+    until = time.monotonic() + 60 * options.minutes
+    limits = limits_of(rounds, options.jobs)
+    tried, survived = Counter(), Counter()
+    tasks = tasks_for(rounds, limits, options.sample, until)
+    for (path, mutant), status, _, _ in run(tasks, options.jobs):
+        tried[path] += 1
+        if status == 0:
+            survived[path] += 1
+            tell(f"{path.relative_to(ROOT)} survived:\n{shown(path, mutant)}")
+    for path in rounds:
+        tell(f"{path.relative_to(ROOT)}: {tried[path]} mutants, {survived[path]} survived")
+    number, alive = tried.total(), survived.total()
+    percent = 100 * (number - alive) / max(1, number)
+    tell(f"{number} mutants, {alive} survived: {percent:.1f} %")
+    return number, percent
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="what to score; none: all of DEFAULT")
+    parser.add_argument("--changed", metavar="BASE", help="score what differs from this revision")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N mutants of each file")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no more then")
+    parser.add_argument(
+        "--minimum", type=float, default=0, help="fail below this score, in percent"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    parser.add_argument("--tests", nargs="+", help="run these instead of those of the area")
+    options = parser.parse_args()
+    files = [path.resolve() for path in options.files]
+    if options.changed:
+        files = changed_since(options.changed)
+    files = files or ([] if options.changed else files_of(DEFAULT))
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of others take longer than a round
+    own = [tuple(options.tests)] if options.tests else None
+    number, percent = score({path: own or rounds_for(path) for path in files}, options)
+    if number >= FEW and percent < options.minimum:
+        raise SystemExit(f"wanted a score of {options.minimum:g} % at least")
 
 
 if __name__ == "__main__":

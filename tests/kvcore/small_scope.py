@@ -9,13 +9,11 @@ whose verbs are used here: against the naive model, the ghost memory and `kvcore
 """
 
 import argparse
-import contextlib
-import copy
 import time
-from unittest import mock
 
 import kvcore
 from tests.kvcore.machines import ManagerMachine
+from tests.kvcore.machines.outlook import copied
 from tests.kvcore.views import pool_view, sequence_view
 
 SMALL = (5, ([0] * 5, [0] * 4 + [1] * 5))
@@ -129,23 +127,13 @@ def start(layout="full"):
     return machine
 
 
-@contextlib.contextmanager
-def copying(*classes):
-    """Let what is one of its kind, and says so, be copied with all that it belongs to."""
-    with contextlib.ExitStack() as undo:
-        for one in classes:
-            undo.enter_context(mock.patch.object(one, "__reduce__", object.__reduce__))
-        yield
-
-
-@copying(kvcore.KVCacheManager, kvcore.KVSequence, kvcore.Lease)
 def clone(machine):
     """Copy what the machine drives and compares with; not what Hypothesis keeps in it."""
     kept = ("groups", "kv", "naive", "other", "memory", "epoch", "live", "folded", "last_event")
-    copied = object.__new__(ManagerMachine)
-    copied.prompts = machine.prompts
-    vars(copied).update(copy.deepcopy({name: vars(machine)[name] for name in kept}))
-    return copied
+    twin = object.__new__(ManagerMachine)
+    twin.prompts = machine.prompts
+    vars(twin).update(copied({name: vars(machine)[name] for name in kept}))
+    return twin
 
 
 def signature(machine):
@@ -160,8 +148,17 @@ def signature(machine):
     return repr((pool, [sequence_view(real) for real, _, _ in machine.live], leases, loads))
 
 
-def explore(depth, layout="full", seconds=None):
+def foresee(machine):
+    """Ask what each sequence still takes, alone and after a load, and compare with taking it."""
+    for entry in machine.live:
+        machine.foresee(entry, more=7, chunk=2, external=0)
+        machine.foresee(entry, more=5, chunk=3, external=len(entry[1].tokens))
+
+
+def explore(depth, layout="full", seconds=None, *, foresees=False):
     """Visit every state that `depth` operations reach; raise at the first that is wrong.
+
+    With `foresees` every state is also asked what its sequences still take.
 
     Returns:
         The number of different states at each depth, and how many operations were carried out. It
@@ -185,6 +182,8 @@ def explore(depth, layout="full", seconds=None):
                     raise
                 key = signature(successor)
                 if key not in seen:
+                    if foresees:
+                        foresee(successor)
                     seen.add(key)
                     reached.append((successor, (*history, name)))
         frontier = reached

@@ -97,6 +97,20 @@ def test_who_has_computed_the_first_bad_token_too_is_set_back(tokens, kept):
     kvcore.check(kv)
 
 
+def test_nothing_is_taken_back_where_nothing_was_computed_after_what_is_sound():
+    """Others have computed more of the same prompt, and did not build on this sequence's."""
+    kv = kvcore.KVCacheManager(16, 4)
+    longer = filled(kv, range(13))
+    short = kv.open(range(9))
+    assert short.num_computed_tokens == 8
+    assert kv.fail_load(short, 8) == ()
+    assert kv.plan(range(14)).num_cached_tokens == 12
+    assert kv.fail_load(short, 7) == (longer, short)
+    assert (longer.num_computed_tokens, short.num_computed_tokens) == (4, 4)
+    assert kv.plan(range(14)).num_cached_tokens == 4
+    kvcore.check(kv)
+
+
 def test_a_block_that_another_has_too_is_given_back_whole():
     kv = kvcore.KVCacheManager(16, 4)
     seq = filled(kv, range(9))

@@ -3,6 +3,7 @@
 import doctest
 import importlib.util
 import re
+from array import array
 from pathlib import Path
 
 import pytest
@@ -42,17 +43,31 @@ REQUESTS = st.lists(
 )
 
 
+class CheckedDevice(small.Device):
+    """It compares every slot that it is given with the table, and keeps the widths of the calls."""
+
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.widths = set()
+
+    def forward(self, table, slots, tokens, start):
+        wanted = [self.slot(table, position) for position in range(start, len(tokens))]
+        assert list(slots) == wanted
+        self.widths.add(len(wanted))
+        return super().forward(table, slots, tokens, start)
+
+
 def alone(prompt, max_tokens):
     """What a request writes that has the device for itself."""
     device, tokens = small.Device(16, SIZE), list(prompt)
     for _ in range(max_tokens):
-        tokens.append(device.forward(list(range(16)), tokens, 0))
+        tokens.append(device.forward(range(16), range(len(tokens)), tokens, 0))
     return tokens
 
 
 def run(engine, blocks, drawn, num_blocks):
     requests = [small.Request([*shared, *own], count) for shared, own, count in drawn]
-    made = engine(blocks(num_blocks, SIZE), small.Device(num_blocks, SIZE))
+    made = engine(blocks(num_blocks, SIZE), CheckedDevice(num_blocks, SIZE))
     made.run(requests)
     return made, [request.tokens for request in requests]
 
@@ -76,6 +91,19 @@ def test_the_engines_preempt_and_hit(engine, blocks):
     made, texts = run(engine, blocks, drawn, 9)
     assert made.num_preempted > 0
     assert made.device.num_written < sum(len(text) - 1 for text in texts)
+    assert {1, 5} <= made.device.widths  # prompts of several tokens, and decode steps
+
+
+class WritesEveryStepAsADecodeStep(small.StepEngine):
+    def forward(self, todo):
+        tables, slots = array("i", [0] * 64), array("q", [-1] * 64)
+        self.kv.write_step(self.seqs(), tables, slots, row_stride=8)
+        return super().forward(todo)
+
+
+def test_an_engine_that_writes_a_prompt_as_a_decode_step_is_told():
+    with pytest.raises(kvcore.InvalidArgumentError, match=r"counts: .*6 tokens to compute"):
+        run(WritesEveryStepAsADecodeStep, small.KvcoreBlocks, [((1, 2, 3, 4, 5), [6], 3)], 9)
 
 
 class RotatesTables(small.KvcoreBlocks):

@@ -160,10 +160,14 @@ VERBS = {
     "snapshot": lambda s, f: s.kv.snapshot(),
     "names": lambda s, f: s.other.block_names("sha256"),
     "statistics": lambda s, f: s.kv.stats(),
-    "write a step": lambda s, f: s.kv.write_step(
+    "write a decode step": lambda s, f: s.kv.write_step(
+        f.sequence(s.other), array("i", [0] * 20), array("q", [0]), row_stride=f.integer(20)
+    ),
+    "write a mixed step": lambda s, f: s.kv.write_step(
         f.sequence(s.parent, s.child),
         array("i", [0] * 40),
-        array("q", [0] * 2),
+        array("q", [0] * 11),
+        counts=f.sequence(7, f.integer(4)),
         row_stride=f.integer(20),
     ),
     "write slots": lambda s, f: s.parent.write_slot_mapping(

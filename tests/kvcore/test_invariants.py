@@ -127,6 +127,11 @@ def forget_the_sequences(kv):
         block.ref_count = 0
 
 
+def put_a_node_below_itself(kv):
+    upper, lower = [block.node for block in kv.sequences[0].tables[0].blocks[:2]]
+    lower.children, lower.last_child = None, upper
+
+
 DAMAGE = [
     (unlink_from_queue, "P1"),
     (close_the_queue_to_a_circle, "P1"),
@@ -141,6 +146,7 @@ DAMAGE = [
     (swap_children, "P6"),
     (publish_a_stranger, "P6"),
     (attach_an_empty_node, "P6"),
+    (put_a_node_below_itself, "P6"),
     (set_on(twin_node, "first_copy", lambda b: b.next_copy), "P11"),
     (set_on(twin_node, "last_copy", lambda b: b.prev_copy), "P11"),
     (set_on(twin_node, "tokens", lambda t: t[:4]), "P6"),

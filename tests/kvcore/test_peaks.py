@@ -5,6 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvcore
+from tests.kvcore.machines.outlook import most_taken
 
 FULL = kvcore.FullAttention
 SIZES = st.sampled_from([2, 4, 6])
@@ -93,6 +94,54 @@ def test_a_plan_in_chunks_is_what_is_taken_at_the_worst_moment(groups, shared, m
         assert left >= begun - kv.num_free_blocks
         taken = max(taken, free - kv.num_free_blocks)
     assert plan.num_new_blocks + plan.num_revived_blocks == taken
+
+
+@given(groups=GROUPS, total=st.integers(0, 60), chunk=st.integers(1, 20), data=st.data())
+def test_a_sequence_whose_beginning_is_loaded_holds_so_many_blocks(groups, total, chunk, data):
+    external = data.draw(st.integers(0, total))
+    kv = kvcore.KVCacheManager(PLENTY, 2, groups=groups, enable_caching=False)
+    free, seq = kv.num_free_blocks, kv.open([7] * (total + 1))
+    peak = kvcore.peak_blocks(total, 2, groups=groups, chunk=chunk, num_external=external)
+    assert peak == most_taken(kv, seq, total, chunk, external, free)
+
+
+@given(
+    groups=GROUPS,
+    computed=st.integers(0, 30),
+    reserved=st.integers(0, 50),
+    told=st.integers(0, 40),
+    untold=st.integers(0, 6),
+    more=st.integers(0, 60),
+    chunk=st.none() | st.integers(1, 12),
+    external=st.integers(0, 40),
+    shares=st.booleans(),
+)
+@example(  # room that reaches further than the first periods of both
+    groups=[kvcore.SlidingWindow(3, 2), kvcore.ChunkedLocal(12, 6)],
+    computed=1,
+    reserved=40,
+    told=1,
+    untold=0,
+    more=60,
+    chunk=1,
+    external=0,
+    shares=False,
+)
+def test_what_a_sequence_still_takes_is_what_its_way_takes(
+    groups, computed, reserved, told, untold, more, chunk, external, shares
+):
+    """Whatever is told of it, whatever room it has, and whether others hold its blocks."""
+    kv = kvcore.KVCacheManager(PLENTY, 2, groups=groups)
+    seq = kv.open([7] * (told + 1))
+    kv.expect(seq, untold)
+    kv.reserve_to(seq, max(computed, 1))
+    kv.commit(seq, min(computed, seq.num_tokens))
+    if shares:
+        kv.lease(seq)
+    kv.reserve_to(seq, reserved)
+    total, external = seq.num_computed_tokens + more, min(external, told + 1)
+    said = kv.num_missing_blocks(seq, more, chunk=chunk, num_external=external)
+    assert said == most_taken(kv, seq, total, chunk, external, kv.num_free_blocks)
 
 
 @pytest.mark.parametrize("chunk", [0, -1, True, "4"])

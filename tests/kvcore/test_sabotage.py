@@ -6,6 +6,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import kvcore
 from tests.kvcore import machines
+from tests.kvcore.machines.programs import run_programs
 from tests.kvcore.sabotage import SABOTAGES
 from tests.kvcore.views import PropertyError
 
@@ -42,11 +43,16 @@ def hunt(name, settings=HUNT):
     broken = type(name, (planted.machine,), seam)
     try:
         with planted.planted():
-            run_state_machine_as_test(broken, settings=settings)
+            if planted.edits:
+                run_programs(0, 1000)
+            else:
+                run_state_machine_as_test(broken, settings=settings)
     except (PropertyError, kvcore.InvariantError) as error:
         return error.prop
     except kvcore.MisuseError:
         return "P3"
+    except kvcore.OutOfBlocksError:
+        return "P13"
     return None
 
 

@@ -23,8 +23,8 @@ from tests.kvcore.engines import (
 )
 from tests.kvcore.engines.broken import LooksUpOnly
 
-TestOurs = testing.allocator_tests(OurAllocator)
-TestOurWindows = testing.allocator_tests(OurWindows)
+TestOurs = pytest.mark.hypothesis(testing.allocator_tests(OurAllocator))
+TestOurWindows = pytest.mark.hypothesis(testing.allocator_tests(OurWindows))
 
 ROOT = Path(__file__).parents[2]
 HOMES = ("testing/machine.py", "testing/machines.py")
@@ -131,6 +131,48 @@ def test_what_is_not_promised_is_not_asked_for():
     seen = testing.check_allocator(NoFrills, settings=quick(max_examples=10))
     assert not {"cut", "forks", "resets"} & set(seen)
     assert seen["hits"]
+
+
+def test_without_strict_the_only_misuse_is_a_second_finish_and_it_must_change_nothing():
+    called = set()
+
+    class Notes(NoFrills):
+        def __init__(self):
+            super().__init__()
+            ended = []
+
+            def note(verb, call):
+                def noted(request, *arguments):
+                    if any(request is one for one in ended):
+                        called.add(verb)
+                    return call(request, *arguments)
+
+                return noted
+
+            for verb in ("reserve", "commit", "append", "finish", "block_table"):
+                setattr(self, verb, note(verb, getattr(self, verb)))
+            finish = self.finish
+            self.finish = lambda request: (finish(request), ended.append(request))
+
+    class ReleasesAgain(NoFrills):
+        def __init__(self):
+            super().__init__()
+            self.surplus, finish, count = [], self.finish, self.num_free_blocks
+
+            def accept(request):
+                try:
+                    finish(request)
+                except KeyError:  # it has ended: accepted all the same
+                    self.surplus.append(request)
+
+            self.finish = accept
+            self.num_free_blocks = lambda: count() + len(self.surplus)
+
+    requests = [testing.RequestMachine]
+    seen = testing.check_allocator(Notes, machines=requests, settings=quick(max_examples=10))
+    assert seen["misuse"]
+    assert called == {"finish"}
+    assert verdict(ReleasesAgain, requests, max_examples=10) == "P4"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import hypothesis
 import pytest
 
 from kvcore import testing
-from kvcore.testing.command import FOUND, KNOWN, MISUSED, NOTHING, main
+from kvcore.testing.command import BEGINS, FOUND, KNOWN, MISUSED, NOTHING, main
 from kvcore.testing.hunt import hunt
 from tests.kvcore.engines import BROKEN, OurAllocator
 from tests.kvcore.engines.dictionary import DictionaryAllocator
@@ -42,9 +42,21 @@ def test_the_command_finds_prints_and_writes_a_program(tmp_path):
     assert (suite.get("tests"), suite.get("failures")) == ("1", "1")
     assert suite.find("testcase/failure").text == finding["drawn"]
 
+    assert (tmp_path / "found.json").read_text().startswith(BEGINS["--json"])
+    assert (tmp_path / "found.xml").read_text().startswith(BEGINS["--junit"])
+
     names = {"allocator": BROKEN["ignores_the_tenant"][0]()}
     exec(finding["drawn"].replace("\n    ", "\n").strip(), names)  # noqa: S102  # it can be pasted
     assert names["cached"] == 2
+
+
+@pytest.mark.parametrize("flag", ["--json", "--junit"])
+def test_a_report_overwrites_no_file_but_a_report(tmp_path, capsys, flag):
+    path = tmp_path / "adapter.py"
+    path.write_text("class Mine: ...")
+    assert run(TENANT, *QUICK, flag, str(path))[0] == MISUSED
+    assert f"{flag}: {str(path)!r} holds something" in capsys.readouterr().err
+    assert path.read_text() == "class Mine: ..."
 
 
 def test_what_is_known_is_met_counted_and_left_behind():

@@ -26,6 +26,7 @@ def serve(kv: kvcore.KVCacheManager, prompt: list[int], tenant: bytes) -> tuple[
     growths: tuple[kvcore.Growth, ...] = kv.decode_step([], [])
     table, slots = array("i", [0] * 16), array("q", [-1] * 16)
     written: int = seq.write_block_table(table) + seq.write_slot_mapping(0, 1, slots)
+    kv.write_step([seq], table, slots, counts=[1], row_stride=16)
     child, copies = kv.fork(seq)
     orders = [(order.src, order.dst, order.num_tokens) for order in copies]
     lease: kvcore.Lease = kv.lease(child, "step")

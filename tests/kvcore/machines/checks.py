@@ -1,11 +1,13 @@
 """What the manager's machine drives, and all that it compares after every step."""
 
+import functools
 from array import array
 
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant
 
 import kvcore
+from tests.kvcore.machines.refusal import refused
 from tests.kvcore.machines.requests import (
     BLOCK_SIZE,
     GROUPS,
@@ -109,20 +111,45 @@ class ManagerChecks(RuleBasedStateMachine):
                 expect("P25", shared, wanted, "blocks that these sequences share")
 
     def check_slots(self):
-        """P16, P23: what is written for a step is each sequence's table and next slot."""
-        rooms = [self.naive.room(naive) > naive.computed for _, naive, _ in self.live]
-        ready = [real for (real, _, _), room in zip(self.live, rooms, strict=True) if room]
-        width = max([len(table) for real in ready for table in real.block_tables], default=0) + 1
+        """P16, P23: what is written for a step is each sequence's table and its tokens' slots.
+
+        In one state as a mixed step (all that is to be computed, half of it, one token, room for
+        drafts, none), in the next without counts, which is refused unless it is a decode step.
+        """
+        step = []
+        for index, (real, naive, _) in enumerate(self.live):
+            room = self.naive.room(naive) - naive.computed
+            todo = len(naive.all_tokens()) - naive.computed
+            count = (todo, todo // 2, 1, room, 0)[(index + naive.computed) % 5]
+            step.append((real, naive, min(count, room), todo, room))
+        if sum(naive.computed for _, naive, *_ in step) % 2:
+            self.check_written([entry[:3] for entry in step], [entry[2] for entry in step])
+            return
+        ready = [(real, naive, 1, todo) for real, naive, _, todo, room in step if room]
+        self.check_written([entry[:3] for entry in ready if entry[3] < 2], None)
+        if any(todo > 1 for *_, todo in ready):
+            reals = [real for real, *_ in ready]
+            rows, slots = array("i", [-7]) * (99 * len(reals)), array("q", [-7]) * len(reals)
+            call = functools.partial(self.kv.write_step, reals, rows, slots, row_stride=99)
+            refused("P23", kvcore.InvalidArgumentError, self.view, call)
+            expect("P4", {*rows, *slots}, {-7}, "what a refused step has written")
+
+    def check_written(self, step, counts):
+        """What is written of (real, naive, tokens) is what the naive tables say."""
+        reals = [real for real, _, _ in step]
+        width = max([len(t.entries) for _, naive, _ in step for t in naive.tables], default=0) + 1
         for number, (_, _, size) in enumerate(self.groups):
-            rows = array("iq"[number % 2], [-7]) * (len(ready) * width)
-            slots = array("q", [-7]) * len(ready)
-            self.kv.write_step(ready, rows, slots, row_stride=width, group=number)
-            for index, real in enumerate(ready):
-                table = real.block_tables[number]
+            rows = array("iq"[number % 2], [-7]) * (len(step) * width)
+            slots = array("q", [-7]) * (sum(count for _, _, count in step) + 1)
+            self.kv.write_step(reals, rows, slots, counts=counts, row_stride=width, group=number)
+            wanted = []
+            for index, (_, naive, count) in enumerate(step):
+                entries = naive.tables[number].entries
                 row = list(rows[index * width : (index + 1) * width])
-                expect("P16", row, [*table, *[-7] * (width - len(table))], "a row of the step")
-                block_id, offset = self.place(real, number, real.num_computed_tokens)
-                expect("P23", slots[index], block_id * size + offset, "a slot of the step")
+                expect("P16", row, [*entries, *[-7] * (width - len(entries))], "a row of the step")
+                places = range(naive.computed, naive.computed + count)
+                wanted += [entries[p // size] * size + p % size for p in places]
+            expect("P23", list(slots), [*wanted, -7], "the slots of the step")
 
     def check_stats(self):
         """P24: the statistics have a model too, every field of them."""

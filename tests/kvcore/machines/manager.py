@@ -9,6 +9,7 @@ from hypothesis.stateful import multiple, precondition, rule
 
 import kvcore
 from tests.kvcore.machines.checks import LEASES, SEQUENCES
+from tests.kvcore.machines.outlook import OutlookRules
 from tests.kvcore.machines.requests import (
     BLOCK_SIZE,
     NAMESPACES,
@@ -20,12 +21,11 @@ from tests.kvcore.machines.requests import (
     neighbours,
     with_image,
 )
-from tests.kvcore.machines.steps import StepRules
 from tests.kvcore.machines.verbs import opened
 from tests.kvcore.views import expect
 
 
-class ManagerMachine(StepRules):
+class ManagerMachine(OutlookRules):
     """The manager against lists, and against a ghost of the KV memory."""
 
     @rule(entry=SEQUENCES)

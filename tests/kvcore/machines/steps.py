@@ -16,6 +16,24 @@ MOVES = st.tuples(
     st.integers(0, 9),  # room for the next pass
 )
 
+TURNS = st.tuples(
+    st.sampled_from([1, 1, 1, 0, 2, 3]),  # how many join
+    st.sampled_from([1, 1, 1, 0, 2, 3, 5]),  # how many are left to be computed
+    st.integers(0, 6),  # room for the next pass
+)
+FORMS = (
+    "told",
+    "decoder",
+    "decoder",
+    "told for all",
+    "later",
+    "read",
+    "decode",
+    "decode",
+    "make room",
+    "commit",
+)
+
 
 class StepRules(LoadRules):
     """The verbs of whole steps, with sequences in every state."""
@@ -71,28 +89,138 @@ class StepRules(LoadRules):
             num_joining=[len(joins) for joins, _, _ in moves],
             room=None if room_for_all else [room for _, _, room in moves],
         )
-        if any(self.too_long(n) for n in [*lengths, *totals]):
-            refused("P14", kvcore.SequenceTooLongError, self.view, call)
-            return False
-        missing = [
-            sum(self.naive.missing(e[1], total - e[1].computed))
-            for e, total in zip(step, totals, strict=True)
-        ]
-        if sum(missing) > len(self.naive.pool.order()):
-            refused("P13", kvcore.OutOfBlocksError, self.view, call)
+        errors = self.errors(step, totals)
+        if any(map(self.too_long, lengths)):
+            errors.append(kvcore.SequenceTooLongError)
+        if errors:
+            refused("P13", tuple(errors), self.view, call)
             return False
         for (_, naive, _), (joins, _, _) in zip(step, moves, strict=True):
             (naive.tokens if is_told else naive.future).extend(joins)
         for entry, (_, computed, _) in zip(step, moves, strict=True):
             self.write(entry, computed)
-        for growth in call():
-            step[growth.index][2][growth.group].extend(growth.block_ids)
+        self.deliver(step, call())
         for (_, naive, _), total in zip(step, totals, strict=True):
             self.naive.reserve(naive, total - naive.computed)
         for (_, naive, _), (_, computed, _) in zip(step, moves, strict=True):
             self.naive.commit(naive, computed)
         self.agree()
         return True
+
+    @precondition(lambda self: self.live)
+    @rule(
+        forms=st.lists(st.sampled_from(FORMS), min_size=3, max_size=9),
+        moves=st.lists(TURNS, min_size=1, max_size=4),
+        begins=st.integers(0, 3),
+        token=st.integers(0, 2),
+    )
+    def serve(self, forms, moves, begins, token):
+        """Steps of an engine, each in another form, for one or two sequences."""
+        while len(self.live) > 2 and len(self.naive.pool.order()) < 2 * len(self.groups):
+            self.end(self.live[-1])
+        for entry in self.live[:begins]:
+            self.run(entry)
+        for turn, form in enumerate(forms):
+            step = [e for e in self.live[:2] if len(e[1].all_tokens()) < 36]
+            tokens = [turn % 3, 0, token, 1, 2]
+            mine = [moves[(turn + place) % len(moves)] for place in range(len(step))]
+            if form == "decoder":  # with room for drafts, often
+                mine = [(1, 1, room) for _, _, room in mine]
+            joining = [
+                self.joins(entry, tokens[:joins], is_told=form != "later")
+                for entry, (joins, _, _) in zip(step, mine, strict=True)
+            ]
+            most = [
+                max(0, self.most(entry, [] if form == "commit" else joins) - left)
+                for entry, joins, (_, left, _) in zip(step, joining, mine, strict=True)
+            ]
+            rooms = [room for _, _, room in mine]
+            if form == "decode":
+                self.decode_all(step, tokens[: len(step)])
+            elif form == "read":
+                self.read(step, 1 + turn % 3)
+            elif form == "make room":
+                self.reserve_all(step, rooms)
+            elif form == "commit":
+                self.commit_all(step, most)
+            else:
+                going = list(zip(joining, most, rooms, strict=True))
+                is_told, for_all = form != "later", form == "told for all"
+                self.go(step, going, is_told=is_told, room_for_all=for_all)
+
+    @precondition(lambda self: self.live)
+    @rule(token=st.integers(0, 2), steps=st.integers(1, 6))
+    def decode_at_once(self, token, steps):
+        """Whole decode steps in one call each, of everything that has room for what it has."""
+        for _ in range(steps):
+            fits = [min(40, self.naive.room(e[1])) for e in self.told()]
+            step = [
+                e for e, most in zip(self.told(), fits, strict=True) if 0 < len(e[1].tokens) <= most
+            ]
+            if not self.decode_all(step, [token] * len(step)):
+                return
+
+    def decode_all(self, step, tokens):
+        """A decode step in one call, or its refusal: a token is untold or has no room."""
+        reals = [real for real, _, _ in step]
+        todo = [len(naive.tokens) - naive.computed for _, naive, _ in step]
+        errors = self.errors(step, [len(naive.tokens) + 1 for _, naive, _ in step])
+        if any(naive.future for _, naive, _ in step):
+            errors.append(kvcore.UntoldTokensError)
+        if any(self.naive.room(naive) < len(naive.tokens) for _, naive, _ in step):
+            errors.append(kvcore.NotReservedError)
+        decode = functools.partial(self.kv.decode_step, reals, tokens)
+        if errors:
+            refused("P13", tuple(errors), self.view, decode)
+            return False
+        for entry, count in zip(step, todo, strict=True):
+            self.write(entry, count)
+        self.deliver(step, decode())
+        for (_, naive, _), count in zip(step, todo, strict=True):
+            self.naive.reserve(naive, count + 1)
+        for (_, naive, _), count, token in zip(step, todo, tokens, strict=True):
+            self.naive.commit(naive, count)
+            naive.tokens.append(token)
+        self.agree()
+        return True
+
+    def reserve_all(self, step, rooms):
+        """Room after the computed tokens of each, in one call."""
+        reals = [real for real, _, _ in step]
+        reserve = functools.partial(self.kv.reserve_step, reals, rooms)
+        totals = [naive.computed + room for (_, naive, _), room in zip(step, rooms, strict=True)]
+        errors = self.errors(step, totals)
+        if errors:
+            refused("P13", tuple(errors), self.view, reserve)
+            return
+        self.deliver(step, reserve())
+        for (_, naive, _), room in zip(step, rooms, strict=True):
+            self.naive.reserve(naive, room)
+        self.agree()
+
+    def commit_all(self, step, counts):
+        """The next tokens of each are computed, told or not."""
+        for entry, count in zip(step, counts, strict=True):
+            self.write(entry, count)
+        self.kv.commit_step([real for real, _, _ in step], counts)
+        for (_, naive, _), count in zip(step, counts, strict=True):
+            self.naive.commit(naive, count)
+        self.agree()
+
+    def errors(self, step, totals):
+        """Why there cannot be room for so many tokens of each, in all."""
+        missing = [
+            sum(self.naive.missing(naive, total - naive.computed))
+            for (_, naive, _), total in zip(step, totals, strict=True)
+        ]
+        errors = [kvcore.SequenceTooLongError] * any(map(self.too_long, totals))
+        return errors + [kvcore.OutOfBlocksError] * (sum(missing) > len(self.naive.pool.order()))
+
+    @staticmethod
+    def deliver(step, growths):
+        """The runner is told what has joined its tables."""
+        for growth in growths:
+            step[growth.index][2][growth.group].extend(growth.block_ids)
 
     @precondition(lambda self: any(entry[1].future for entry in self.live))
     @rule(most=st.integers(1, 3), is_wrong=st.booleans())

@@ -222,41 +222,6 @@ class ManagerVerbs(ManagerChecks):
             self.naive.commit(entry[1], 1)
             self.append(entry, [token])
 
-    @precondition(lambda self: self.live)
-    @rule(token=st.integers(0, 2), steps=st.integers(1, 6))
-    def decode_at_once(self, token, steps):
-        """Whole decode steps in one call each, of everything that has room for what it has."""
-        for _ in range(steps):
-            fits = [min(40, self.naive.room(e[1])) for e in self.told()]
-            ready = [
-                e for e, most in zip(self.told(), fits, strict=True) if 0 < len(e[1].tokens) <= most
-            ]
-            reals = [real for real, _, _ in ready]
-            todo = [len(naive.tokens) - naive.computed for _, naive, _ in ready]
-            missing = sum(
-                sum(self.naive.missing(naive, count + 1))
-                for (_, naive, _), count in zip(ready, todo, strict=True)
-            )
-            error = None
-            if missing > len(self.naive.pool.order()):
-                error = kvcore.OutOfBlocksError
-            if any(self.too_long(len(naive.tokens) + 1) for _, naive, _ in ready):
-                error = kvcore.SequenceTooLongError
-            if error is not None:
-                decode = functools.partial(self.kv.decode_step, reals, [token] * len(reals))
-                refused("P13", error, self.view, decode)
-                return
-            for entry, count in zip(ready, todo, strict=True):
-                self.write(entry, count)
-            for growth in self.kv.decode_step(reals, [token] * len(reals)):
-                ready[growth.index][2][growth.group].extend(growth.block_ids)
-            for (_, naive, _), count in zip(ready, todo, strict=True):
-                self.naive.reserve(naive, count + 1)
-            for (_, naive, _), count in zip(ready, todo, strict=True):
-                self.naive.commit(naive, count)
-                naive.tokens.append(token)
-            self.agree()
-
     @rule(entry=SEQUENCES, tokens=st.lists(st.integers(0, 2), min_size=1, max_size=6), image=IMAGES)
     def append(self, entry, tokens, image=None):
         real, naive, _ = entry

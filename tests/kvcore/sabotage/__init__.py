@@ -17,6 +17,7 @@ from tests.kvcore.sabotage import (
     pool,
     queue,
     retention,
+    steps,
     untold,
     visibility,
 )
@@ -35,6 +36,7 @@ PARTS = (
     pool,
     queue,
     retention,
+    steps,
     untold,
     visibility,
 )

@@ -25,7 +25,7 @@ def namespaces_leave_out_the_weight_epoch(namespace):
     return encode_namespace(replace(namespace, weight_epoch=0))
 
 
-@patched(encode_namespace, *WRONG_HIT, rows=(37,))
+@patched(encode_namespace, *WRONG_HIT, "P13", rows=(37,))
 def namespaces_are_strings_without_tags(namespace):
     name = (namespace.lora_name or "").encode()
     numbers = struct.pack("<QQ", namespace.lora_version, namespace.weight_epoch)

@@ -62,7 +62,7 @@ def loads_join_after_a_gap(load):
     return seq.is_open and is_ahead and seq.packed[: load.num_tokens] == load.packed
 
 
-@patched(loading._publish, "P10", "P24", "P6", layouts=BESIDE)
+@patched(loading._publish, "P10", "P15", "P24", "P6", layouts=BESIDE)
 def loads_hang_a_window_below_what_it_does_not_follow(pool, load, number, entries, published):
     """What nobody has is left out of the path."""
     seq = load.seq

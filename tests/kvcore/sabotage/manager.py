@@ -1,8 +1,10 @@
 """The manager's handles, tables and cuts, broken."""
 
+from array import array
+
 import kvcore
 from kvcore.items import cut_items
-from kvcore.slots import slot_of
+from kvcore.slots import slot_of, slots_of
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import patched, sabotage
 
@@ -107,7 +109,7 @@ class manager_frees_duplicates_and_goes_on_naming_them(kvcore.KVCacheManager):
         self.pool.release([block for block in new if block.node.first_copy is not block])
 
 
-@sabotage(machines.ManagerMachine, "P16", "P15", rows=(83,))
+@sabotage(machines.ManagerMachine, "P13", "P16", "P15", rows=(83,))
 class manager_swaps_duplicates_and_does_not_say_so(kvcore.KVCacheManager):
     def commit(self, seq, num_tokens):
         before = seq.tables[0].num_published
@@ -197,3 +199,16 @@ class manager_reads_what_is_shared_from_ref_counts(kvcore.KVCacheManager):
 @patched(slot_of, "P23", rows=(63,), layouts=("window",))
 def slots_wrap_around_in_a_window(block_table, position, block_size):
     return slot_of(block_table, position % (2 * block_size), block_size)
+
+
+@patched(slots_of, "P23")
+def slots_of_a_chunk_go_on_past_its_first_block(block_table, start, stop, block_size):
+    slots = slots_of(block_table, start, stop, block_size)
+    return array("q", range(slots[0], slots[0] + len(slots))) if slots else slots
+
+
+@sabotage(machines.ManagerMachine, "P23")
+class manager_writes_one_slot_for_each_prompt(kvcore.KVCacheManager):
+    def write_step(self, seqs, block_tables, slot_mapping, *, counts=None, **options):
+        ones = [1] * len(seqs) if counts is None else counts
+        super().write_step(seqs, block_tables, slot_mapping, counts=ones, **options)

@@ -3,7 +3,9 @@
 `rows` are rows of the corpus of real bugs (docs/corpus.md).
 """
 
+import inspect
 import sys
+import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,7 @@ class Sabotage:
         layouts: the layer groups on which it shows.
         rows: the rows of the corpus that it re-creates.
         patches: functions of kvcore and what takes their place.
+        edits: functions and what has their code instead; the programs of steps must notice.
     """
 
     make: Any
@@ -35,11 +38,14 @@ class Sabotage:
     layouts: tuple
     rows: tuple = ()
     patches: tuple = ()
+    edits: tuple = ()
 
     @contextmanager
     def planted(self):
         """Put the replacements in their place, wherever kvcore has imported the originals."""
         with pytest.MonkeyPatch.context() as patch:
+            for original, replacement in self.edits:
+                patch.setattr(original, "__code__", replacement.__code__)
             for original, replacement in self.patches:
                 for name, module in list(sys.modules.items()):
                     if name.partition(".")[0] == "kvcore":
@@ -106,3 +112,19 @@ def patched(original, *properties, rows=(), layouts=("full",)):
         return replacement
 
     return register
+
+
+def edited(name, original, old, new, *properties):
+    """Register a function of kvcore, a part of whose source is replaced, as a bug of steps."""
+    source = textwrap.dedent(inspect.getsource(original))
+    assert source.count(old) == 1, f"{name}: {original.__name__} has {source.count(old)} {old!r}"
+    made = {}
+    code = compile(source.replace(old, new), inspect.getsourcefile(original), "exec")
+    exec(code, vars(sys.modules[original.__module__]), made)  # noqa: S102  # with its own globals
+    SABOTAGES[name] = Sabotage(
+        kvcore.KVCacheManager,
+        machines.ManagerMachine,
+        frozenset(properties),
+        (),
+        edits=((original, made[original.__name__]),),
+    )

@@ -50,7 +50,7 @@ class manager_publishes_a_half_full_block(kvcore.KVCacheManager):
             publish_until(self, seq, full)
 
 
-@sabotage(machines.ManagerMachine, "P7", "P14", "P9", "P16", rows=(73,))
+@sabotage(machines.ManagerMachine, "P3", "P7", "P14", "P9", "P16", rows=(73,))
 class manager_commits_the_rejected_drafts_too(kvcore.KVCacheManager):
     def commit(self, seq, num_tokens):
         super().commit(seq, num_tokens)
