@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self, TypeVar
 from model.control.params import SamplingParams
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.submission import Prompt, Submission
-from model.errors import InvalidArgumentError, ModelError
+from model.errors import InvalidArgumentError, ModelError, RankLostError
 from model.pace import STREAM_SHARE, Pace
 from model.token_stream import Delta, Sample, TokenStream
 
@@ -140,8 +140,8 @@ class _Command(NamedTuple):
     fail: Callable[[Exception], None]
 
 
-_Given = tuple[int, tuple[SampledToken, ...], FinishReason | None]
-"""request_id, tokens, why it ended."""
+_Given = tuple[int, tuple[SampledToken, ...], FinishReason | None, ModelError | None]
+"""request_id, tokens, why it ended, by which error of its own."""
 
 
 class AsyncEngine:
@@ -176,6 +176,7 @@ class AsyncEngine:
         self._state = EngineState.STARTING
         self._num_faults = 0
         self._last_fault: str | None = None
+        self._fault: Exception | None = None
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._open: dict[int, tuple[TokenStream, Sample]] = {}  # by request_id
         self._held: dict[int, tuple[TokenStream, Sample]] = {}  # have tokens to hand out, likewise
@@ -322,6 +323,17 @@ class AsyncEngine:
         await self.stop()
         return num_cut
 
+    async def ended(self) -> Exception | None:
+        """Wait until the thread has ended, and return what ended it; None: it was stopped.
+
+        Raises:
+            NotServingError: it was not started.
+        """
+        if self._gone is None:
+            raise NotServingError("ended: wanted an engine that was started")
+        await asyncio.shield(self._gone)
+        return self._fault
+
     async def stop(self) -> None:
         """End everything, and the thread with it; the step that it is at is waited for."""
         if self._gone is not None:
@@ -369,8 +381,8 @@ class AsyncEngine:
     async def _compile(self, asked: Sequence[Submission]) -> None:
         """Have grammars compiled beside the steps, not between two of them."""
         for grammar in {one.params.grammar for one in asked}:
-            if grammar is not None:
-                await asyncio.to_thread(self.engine.check_grammar, grammar)
+            if grammar is not None:  # others may wait for it too: this one's end does not end it
+                await asyncio.shield(asyncio.wrap_future(self.engine.compile_grammar(grammar)))
 
     @contextlib.contextmanager
     def _arriving(self, num_samples: int) -> Iterator[None]:
@@ -440,13 +452,13 @@ class AsyncEngine:
         stopped: list[Request] = []
         waits: dict[tuple[float, bool], int] = {}  # since when, for a first token: how many
         num_at_once = 0  # behind the first of one step
-        for number, tokens, reason in given:
+        for number, tokens, reason, error in given:
             place = self._open.get(number)
             if place is None:  # aborted, or ended here by a stop string
                 continue
             stream, sample = place
             num_before, wait = len(sample.tokens), (sample.last_s, not sample.tokens)
-            if sample.add(tokens, reason, now_s):
+            if sample.add(tokens, reason, now_s, error):
                 stopped.append(sample.request)
             if len(sample.tokens) > num_before:
                 waits[wait] = waits.get(wait, 0) + 1
@@ -541,6 +553,7 @@ class AsyncEngine:
     def _ended(self, error: Exception | None) -> None:
         """The thread is at its end: nothing that is or comes into the inbox will be done."""
         self._state = EngineState.STOPPED
+        self._fault = error
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error or NotServingError("engine: it was stopped"))
         reason = NotServingError("engine: wanted one that takes requests, it has stopped")
@@ -607,13 +620,19 @@ class AsyncEngine:
     def _step(self, engine: Engine) -> None:
         try:
             outputs = engine.step()
+        except RankLostError as error:  # nothing goes on without it
+            self._post(functools.partial(self._faulted, error))
+            raise
         except Exception as error:  # noqa: BLE001  # a fault costs the requests it meets
             _log.exception("a step failed; the requests that were in it fail with it")
             self._post(functools.partial(self._faulted, error))
             self._recover(engine)
             return
         if outputs:
-            given = [(o.request.request_id, o.tokens, o.request.finish_reason) for o in outputs]
+            given = [
+                (o.request.request_id, o.tokens, o.request.finish_reason, o.request.error)
+                for o in outputs
+            ]
             self._post(functools.partial(self._deliver, time.perf_counter(), given))
             if any(map(_cannot_wait, outputs)):
                 taken = threading.Event()

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
 from model.control.request import FinishReason, Request, SampledToken
+from model.errors import ModelError
 
 
 class Delta(NamedTuple):
@@ -26,12 +27,14 @@ class Delta(NamedTuple):
         text: what became final; never part of a character.
         tokens: the tokens drawn, each with how likely it was if the parameters ask.
         finish_reason: why it has ended; None: it has not.
+        error: what ended it with `FinishReason.ERROR`.
     """
 
     sample: int
     text: str
     tokens: tuple[SampledToken, ...]
     finish_reason: FinishReason | None
+    error: ModelError | None = None
 
 
 class Text(Protocol):
@@ -63,6 +66,7 @@ class Sample:
         request: the engine's; only what never changes of it is read here.
         tokens: all that have come.
         finish_reason: None: it goes on.
+        error: its own, if one has ended it.
         arrived_s, first_s, last_s: when it was asked for, and when its tokens came.
     """
 
@@ -71,6 +75,7 @@ class Sample:
         "_text",
         "_told_reason",
         "arrived_s",
+        "error",
         "finish_reason",
         "first_s",
         "last_s",
@@ -84,18 +89,23 @@ class Sample:
         self.request = request
         self.tokens: list[SampledToken] = []
         self.finish_reason: FinishReason | None = None
+        self.error: ModelError | None = None
         self.arrived_s = self.first_s = self.last_s = arrived_s
         self._text = text
         self._num_taken = 0
         self._told_reason: FinishReason | None = None  # an error is the stream's, and told by it
 
     def add(
-        self, tokens: Sequence[SampledToken], reason: FinishReason | None, now_s: float
+        self,
+        tokens: Sequence[SampledToken],
+        reason: FinishReason | None,
+        now_s: float,
+        error: ModelError | None = None,
     ) -> bool:
         """Take what a step gave; whether a stop string ends it here. O(1), more with such."""
         if not self.tokens:
             self.first_s = now_s
-        self.last_s = now_s
+        self.last_s, self.error = now_s, error
         for token in tokens:
             self.tokens.append(token)
             self._text.add(token.token_id)
@@ -116,7 +126,7 @@ class Sample:
         """What is new; what ended it only where that came with its tokens. O(tokens since)."""
         tokens = tuple(self.tokens[self._num_taken :])
         self._num_taken += len(tokens)
-        return Delta(self.number, self._text.take(), tokens, self._told_reason)
+        return Delta(self.number, self._text.take(), tokens, self._told_reason, self.error)
 
 
 class TokenStream:

@@ -113,6 +113,7 @@ class EngineConfig(StepLimits):
     kv_scales: Literal["calibrated", "one"] = setting(
         "calibrated",
         help="with --kv-dtype fp8: for each head by what is stored of a few tokens, or 1",
+        needs=("kv_dtype=fp8",),
     )
     swap_memory_bytes: int | None = setting(
         None,
@@ -132,8 +133,9 @@ class EngineConfig(StepLimits):
     )
     sanitize: bool = setting(
         False,
-        help="check every slot that a step writes and reads, and stop at the first that is not "
-        "right; calls the network's modules as they are, and takes up to three times as long",
+        help="check every KV cache access of every step and stop at the first wrong one: a slot "
+        "that was never written, or a block of another request; for debugging: implies eager, and "
+        "steps take two to four times as long on a CPU, longer on a GPU",
     )
     async_scheduling: bool | None = setting(
         None,
@@ -157,6 +159,18 @@ class EngineConfig(StepLimits):
         f"{_LOOKED_UP} by look-up, {_COMPUTED} by a model, which takes a pass for each)",
         least=1,
         most=64,
+        needs=("drafts", "draft_model"),
+    )
+    grammar_token_s: float = setting(
+        0.1,
+        help="the most processor time, in seconds, to find the tokens that may come next in a "
+        "text that follows a grammar; a request that takes more ends with an error",
+        above=0,
+    )
+    grammar_request_s: float = setting(
+        0.5,
+        help="likewise for all tokens of a request; the first millisecond of each is not counted",
+        above=0,
     )
     record_lifetimes: bool = setting(
         False,

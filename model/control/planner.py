@@ -218,13 +218,16 @@ class StepPlanner:
             self._preempt(self._running[-1])
 
     def _keep(self, request: Request, plan: kvcore.Plan) -> None:
-        """Remember what a request wants that found no room, if nobody can make that less.
+        """Remember what a request wants that found no room, unless it may come to want less.
 
-        It wants less once more of its prefix is found, which only one that runs with the same
-        tokens can compute, or once somebody holds what it would revive (`_run`). What is evicted
-        makes it want no less. O(num_running), and O(tokens) of those that begin alike.
+        It wants less once more of its prefix is found, or once a block that it would revive is
+        found in the hands of a running request: one that starts with it (`_run`), or one that has
+        computed the same block itself and is found in its place once the idle copy is evicted.
+        Apart from `_run`, only a running request that begins with the same tokens can bring that
+        about. O(num_running), and O(tokens) of those that begin alike.
         """
-        end = plan.num_cached_tokens + self._stride
+        revives = plan.num_revived_blocks > 0
+        end = self._stride if revives else plan.num_cached_tokens + self._stride
         for other in self._running if self._kv.enable_caching else ():
             known = min(len(other.tokens), len(request.tokens), end)
             if other.namespace == request.namespace and (

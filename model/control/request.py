@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import kvcore
 from model.control.params import SamplingParams
-from model.errors import InvalidArgumentError, RequestStateError, shown
+from model.errors import InvalidArgumentError, ModelError, RequestStateError, shown
 
 _MAX_TOKEN_ID = 2**32 - 1
 _MAX_EPOCH = 2**63 - 1  # `admission.py` has two for each
@@ -100,6 +100,7 @@ class Request:
         is_long: whether it runs as a text beyond `SchedulerConfig.long_above`.
         num_cached_tokens: prompt tokens found in the prefix cache at its first admission.
         num_preemptions: how often it lost its blocks to another request.
+        error: what ended it with `FinishReason.ERROR`; None: nothing has.
 
     Raises:
         InvalidArgumentError: an empty prompt, a token id that is not one, no namespace, or
@@ -113,6 +114,7 @@ class Request:
         "_status",
         "_tokens",
         "eos_token_ids",
+        "error",
         "host_copy",
         "is_long",
         "leader",
@@ -170,6 +172,7 @@ class Request:
         self.is_long = False
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.error: ModelError | None = None
         self._status = Status.WAITING
         self._finish_reason: FinishReason | None = None
 

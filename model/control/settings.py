@@ -9,8 +9,8 @@
 
 Decides: what a declaration says, which values it allows, and how a wrong one is told. Flags
 (`model/cli/settings.py`), fields of files and of requests and the page of flags are made from what
-`settings_of` returns; `check_settings` is the check. What two settings may not mean together is
-said by the class that has both.
+`settings_of` returns; `check_settings` is the check. A setting names those that it needs; what two
+settings may not mean together is said by the class that has both.
 
 Invariants: a value that is allowed has the type of its annotation, NaN is no number and a bool no
 integer; an error names the setting, what was wanted and what came.
@@ -20,7 +20,7 @@ Does not know: torch, command lines, requests.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import (
     TYPE_CHECKING,
@@ -32,7 +32,7 @@ from typing import (
     get_type_hints,
 )
 
-from model.errors import InvalidSettingError
+from model.errors import InvalidArgumentError, InvalidSettingError, shown
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -52,6 +52,7 @@ def setting(
     unit: str = "",
     flag: str | None = None,
     metavar: str | None = None,
+    needs: tuple[str, ...] = (),
 ) -> _Value:
     """Declare a field of a dataclass as a setting. O(1).
 
@@ -73,6 +74,8 @@ def setting(
         flag: its name on a command line, where that is not the field's; "": it is no flag.
         metavar: what stands for its value in a description of the flag; None: N for a number, and
             so on.
+        needs: settings of the same class without which this one does nothing; one of them must be
+            given too. `"name"` is given by any value but its default, `"name=value"` by that value.
     """
     said = Setting(
         default=default,
@@ -84,6 +87,7 @@ def setting(
         unit=unit,
         flag=flag,
         metavar=metavar,
+        needs=needs,
     )
     return field(default=default, metadata={"help": help, "setting": said})
 
@@ -110,6 +114,7 @@ class Setting:
     unit: str
     flag: str | None
     metavar: str | None
+    needs: tuple[str, ...] = ()
 
     @property
     def wanted(self) -> str:
@@ -221,6 +226,42 @@ def check_settings(declared: "DataclassInstance") -> None:
 
     Raises:
         InvalidSettingError: the first that is not.
+        InvalidArgumentError: the first that does nothing without another one.
     """
+    values = {one.name: getattr(declared, one.name) for one in settings_of(type(declared))}
     for one in settings_of(type(declared)):
-        one.check(getattr(declared, one.name))
+        one.check(values[one.name])
+    check_needs(type(declared), values, lambda one: one.name)
+
+
+def check_needs(
+    declared: type["DataclassInstance"],
+    values: Mapping[str, object],
+    name_of: Callable[[Setting], str],
+) -> None:
+    """Raise if a setting was given that does nothing without another one. O(settings).
+
+    Args:
+        declared: the class.
+        values: by the name of the setting; a setting that is missing has its default.
+        name_of: what the user calls a setting.
+
+    Raises:
+        InvalidArgumentError: names both settings.
+    """
+    known = {one.name: one for one in settings_of(declared)}
+
+    def is_given(need: str) -> bool:
+        name, _, wanted = need.partition("=")
+        value = values.get(name, known[name].default)
+        return str(value) == wanted if wanted else value != known[name].default
+
+    for one in known.values():
+        value = values.get(one.name, one.default)
+        if one.needs and value != one.default and not any(map(is_given, one.needs)):
+            parts = [need.partition("=") for need in one.needs]
+            wanted = [f"{name_of(known[name])} {value}".strip() for name, _, value in parts]
+            raise InvalidArgumentError(
+                f"{name_of(one)}: wanted together with {' or '.join(wanted)}, "
+                f"got {shown(value)} alone"
+            )

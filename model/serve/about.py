@@ -37,7 +37,7 @@ def about(service: Service) -> APIRouter:
         """Which models there are: one."""
         return ModelList(data=[card()])
 
-    @router.get("/v1/models/{model}")
+    @router.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """That model."""
         service.check_model(model)

@@ -14,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client.registry import Collector
 
 import kvcore
-from model.async_engine import AsyncEngine
+from model.async_engine import AsyncEngine, EngineState
 from model.serve.about import about, status
 from model.serve.chat import chat
 from model.serve.completions import completions
@@ -58,7 +58,8 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         engine.start()
         yield
-        await engine.stop()
+        if engine.health.state is not EngineState.STARTING:  # else its thread ends with the process
+            await engine.stop()
 
     app = FastAPI(
         title="kvcore",

@@ -6,7 +6,6 @@ wrong flag raises, it never exits or prints by itself (`--help` alone does).
 Does not know: FastAPI, torch, models.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -14,7 +13,7 @@ from pathlib import PurePath
 from model.cli.options import ModelOptions
 from model.cli.settings import Flags
 from model.control.config import EngineConfig
-from model.serve.config import ServeConfig
+from model.serve.config import ServeConfig, keys_of_environment
 
 _EPILOG = """\
 Serves OpenAI's interface under /v1, metrics for Prometheus under /metrics. SIGTERM and SIGINT let
@@ -52,11 +51,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ServeOptions:
     """
     said = serve_flags().parse(argv)
     model = said.of(ModelOptions)
-    key = os.environ.get("KVCORE_API_KEY")
     serve = said.of(
         ServeConfig,
         served_model_name=PurePath(model.path).name,
-        api_keys=(key,) if key else (),
+        api_keys=keys_of_environment(),
     )
     engine = said.of(EngineConfig, record_events=serve.kv_events is not None)
     return ServeOptions(model=model, engine=engine, serve=serve)

@@ -7,15 +7,16 @@ says.
 Does not know: how tokens come about, how an answer is sent (`generation.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, answer, quoted, reason_name, usage
-from model.serve.logprobs import chat_logprobs
-from model.serve.protocol import ChatChoice, ChatCompletion, ChatLogprobs, ChatMessage, ChatRequest
+from model.serve.generation import Asked, EventForm, answer, reason_json
+from model.serve.logprobs import LogprobsWriter, quoted
+from model.serve.protocol import ChatCompletion, ChatRequest
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
@@ -30,45 +31,51 @@ class _Messages(EventForm):
 
     def __init__(self, body: ChatRequest, service: Service) -> None:
         head = {"id": service.new_id("chatcmpl"), "created": service.now(), "model": service.name}
-        super().__init__(head, "chat.completion.chunk", includes_usage=body.includes_usage)
+        super().__init__(body, head, ("chat.completion", "chat.completion.chunk"))
         self._num_samples = body.num_samples
-        self._decode = service.engine.engine.model.codec.decode
+        self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
         self._tells_logprobs = bool(body.logprobs)
 
-    def begin(self) -> str:
+    def begin(self, stream: TokenStream) -> str:
+        said = '"delta":{"role":"assistant","content":""}'
+        firsts = [Delta(number, "", (), None) for number in range(self._num_samples)]
         return "".join(
-            f'{self._begin}{{"index":{number},"delta":{{"role":"assistant","content":""}},'
-            f'"logprobs":null,"finish_reason":null}}{self._end}'
-            for number in range(self._num_samples)
+            f"{self._begin}{self._plain(each, said, 'null')}{self._end(stream, each)}"
+            for each in firsts
         )
 
-    def piece(self, delta: Delta) -> str:
-        reason = reason_name(delta)
-        logprobs = self._logprobs(delta)
-        if not delta.text and reason is None and logprobs is None:
-            return ""
-        told = "null" if logprobs is None else logprobs.model_dump_json(ensure_ascii=True)
-        why = "null" if reason is None else quoted(reason)
-        said = f'{{"content":{quoted(delta.text)}}}' if delta.text else "{}"
-        return (
-            f'{self._begin}{{"index":{delta.sample},"delta":{said},'
-            f'"logprobs":{told},"finish_reason":{why}}}{self._end}'
-        )
+    def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
+        reason = reason_json(delta)
+        said = f'"delta":{{"content":{quoted(delta.text)}}}' if delta.text else '"delta":{}'
+        end = self._end(stream, delta)
+        if self._tells_logprobs:
+            return chain((self._begin,), self._choice(delta, said, reason), (end,))
+        if delta.text or delta.finish_reason is not None:
+            return (f"{self._begin}{self._plain(delta, said, reason)}{end}",)
+        return ()
 
-    def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index=delta.sample,
-                message=ChatMessage(content=delta.text),
-                logprobs=self._logprobs(delta),
-                finish_reason=reason_name(delta),
+    def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
+        choices = (
+            self._choice(
+                each,
+                f'"message":{{"role":"assistant","content":{quoted(each.text)}}}',
+                reason_json(each),
             )
-            for delta in deltas
-        ]
-        return ChatCompletion(**self._head, choices=choices, usage=usage(stream))  # type: ignore[arg-type]
+            for each in deltas
+        )
+        return self._whole(choices, stream)
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return chat_logprobs(self._decode, delta.tokens) if self._tells_logprobs else None
+    def _plain(self, delta: Delta, said: str, reason: str) -> str:
+        """A choice without log-probabilities."""
+        return f'{{"index":{delta.sample},{said},"logprobs":null,"finish_reason":{reason}}}'
+
+    def _choice(self, delta: Delta, said: str, reason: str) -> Iterator[str]:
+        if not self._tells_logprobs:
+            yield self._plain(delta, said, reason)
+            return
+        yield f'{{"index":{delta.sample},{said},"finish_reason":{reason},"logprobs":'
+        yield from self._writer.of_chat(delta.tokens)
+        yield "}"
 
 
 def chat(service: Service) -> APIRouter:
@@ -108,6 +115,6 @@ def chat(service: Service) -> APIRouter:
             streams=bool(body.stream),
             names=names,
         )
-        return await answer(request, service.engine, asked, _Messages(body, service))
+        return await answer(request, service, asked, _Messages(body, service))
 
     return router

@@ -3,20 +3,16 @@
 Does not know: how tokens come about, how an answer is sent (`generation.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from fastapi import APIRouter, Request, Response
 
 from model.errors import InvalidArgumentError
 from model.serve.errors import ApiError, api_error
-from model.serve.generation import Asked, EventForm, answer, quoted, reason_name, usage
-from model.serve.logprobs import completion_logprobs
-from model.serve.protocol import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionRequest,
-)
+from model.serve.generation import Asked, EventForm, answer, reason_json
+from model.serve.logprobs import LogprobsWriter, quoted
+from model.serve.protocol import Completion, CompletionRequest
 from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
@@ -35,54 +31,53 @@ class _Texts(EventForm):
     def __init__(self, body: CompletionRequest, service: Service, echoes: Sequence[str]) -> None:
         kind = "text_completion"
         head = {
-            "id": service.new_id("cmpl"),
-            "object": kind,
-            "created": service.now(),
-            "model": service.name,
-        }
-        super().__init__(head, kind, includes_usage=body.includes_usage)
+            "id": service.new_id("cmpl"), "created": service.now(), "model": service.name,
+        }  # fmt: skip
+        super().__init__(body, head, (kind, kind))
         self._num_samples = body.num_samples
         self._echoes = list(echoes)
         self._echoed: set[int] = set()
-        self._decode = service.engine.engine.model.codec.decode
+        self._writer = LogprobsWriter(service.engine.engine.model.codec.decode)
         self._tells_logprobs = body.logprobs is not None
         self._offsets: dict[int, int] = {}  # of each sample: characters of its tokens so far
 
-    def begin(self) -> str:
+    def begin(self, stream: TokenStream) -> str:
+        del stream
         return ""
 
-    def piece(self, delta: Delta) -> str:
-        reason = reason_name(delta)
-        text = self._echo(delta.sample) + delta.text
-        logprobs = self._logprobs(delta)
-        if not text and reason is None and logprobs is None:
-            return ""
-        told = "null" if logprobs is None else logprobs.model_dump_json(ensure_ascii=True)
-        why = "null" if reason is None else quoted(reason)
+    def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
+        reason = reason_json(delta)
+        text = self._echo(delta.sample) + delta.text if self._echoes else delta.text
+        end = self._end(stream, delta)
+        if self._tells_logprobs:
+            return chain((self._begin,), self._choice(delta, text, reason), (end,))
+        if text or delta.finish_reason is not None:
+            return (f"{self._begin}{self._plain(delta, text, reason)}{end}",)
+        return ()
+
+    def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
+        choices = (
+            self._choice(each, self._echo(each.sample) + each.text, reason_json(each))
+            for each in deltas
+        )
+        return self._whole(choices, stream)
+
+    def _plain(self, delta: Delta, text: str, reason: str) -> str:
+        """A choice without log-probabilities."""
         return (
-            f'{self._begin}{{"index":{delta.sample},"text":{quoted(text)},'
-            f'"logprobs":{told},"finish_reason":{why}}}{self._end}'
+            f'{{"index":{delta.sample},"text":{quoted(text)},"logprobs":null,'
+            f'"finish_reason":{reason}}}'
         )
 
-    def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Completion:
-        choices = [
-            CompletionChoice(
-                index=delta.sample,
-                text=self._echo(delta.sample) + delta.text,
-                logprobs=self._logprobs(delta),
-                finish_reason=reason_name(delta),
-            )
-            for delta in deltas
-        ]
-        return Completion(**self._head, choices=choices, usage=usage(stream))  # type: ignore[arg-type]
-
-    def _logprobs(self, delta: Delta) -> CompletionLogprobs | None:
+    def _choice(self, delta: Delta, text: str, reason: str) -> Iterator[str]:
         if not self._tells_logprobs:
-            return None
+            yield self._plain(delta, text, reason)
+            return
+        yield f'{{"index":{delta.sample},"text":{quoted(text)},"finish_reason":{reason},"logprobs":'
         offset = self._offsets.get(delta.sample, 0)
-        told = completion_logprobs(self._decode, delta.tokens, offset)
-        self._offsets[delta.sample] = offset + sum(map(len, told.tokens))
-        return told
+        yield from self._writer.of_completion(delta.tokens, offset)
+        self._offsets[delta.sample] = offset + self._writer.length(delta.tokens)
+        yield "}"
 
     def _echo(self, sample: int) -> str:
         """The prompt, before the first piece of each sample."""
@@ -122,6 +117,6 @@ def completions(service: Service) -> APIRouter:
             streams=bool(body.stream),
             names=names,
         )
-        return await answer(request, service.engine, asked, _Texts(body, service, echoes))
+        return await answer(request, service, asked, _Texts(body, service, echoes))
 
     return router

@@ -6,11 +6,14 @@ Does not know: FastAPI, the engine.
 """
 
 import math
+import os
 from dataclasses import dataclass
 
 from model.control.settings import check_settings, setting
-from model.errors import InvalidArgumentError
+from model.errors import UsageError
 from model.pace import STREAM_SHARE
+
+_API_KEY = "KVCORE_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,7 @@ class ServeConfig:
     api_keys: tuple[str, ...] = setting(
         (),
         help="clients have to show one (default: $KVCORE_API_KEY, else none is asked)",
+        least=1,
         flag="api-key",
         metavar="KEY",
     )
@@ -36,8 +40,12 @@ class ServeConfig:
         flag="allow-origin",
         metavar="ORIGIN",
     )
-    tls_certfile: str | None = setting(None, help="HTTPS with this certificate", metavar="PATH")
-    tls_keyfile: str | None = setting(None, help="and this key", metavar="PATH")
+    tls_certfile: str | None = setting(
+        None, help="HTTPS with this certificate", metavar="PATH", needs=("tls_keyfile",)
+    )
+    tls_keyfile: str | None = setting(
+        None, help="and this key", metavar="PATH", needs=("tls_certfile",)
+    )
     max_waiting: int = setting(
         1024,
         help="requests that may wait beside those that run; more are told to come again",
@@ -51,6 +59,13 @@ class ServeConfig:
         most=1,
     )
     max_request_bytes: int = setting(4 << 20, help="the largest request", least=1, unit="bytes")
+    max_logprobs_bytes: int = setting(
+        512 << 20,
+        help="the most memory for the log-probabilities of one request, 128 bytes for each token "
+        "and for each likely token beside it; a request that may need more is refused",
+        least=0,
+        unit="bytes",
+    )
     request_timeout_s: float = setting(
         60.0,
         help="how long a request may take to come",
@@ -66,7 +81,10 @@ class ServeConfig:
         metavar="ADDRESS",
     )
     kv_replay: str | None = setting(
-        None, help="and answer here who has missed some of it", metavar="ADDRESS"
+        None,
+        help="and answer here who has missed some of it",
+        metavar="ADDRESS",
+        needs=("kv_events",),
     )
     access_log: str | None = setting(
         None, help="write a JSON line for each request; -: to stdout", metavar="PATH"
@@ -74,7 +92,19 @@ class ServeConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        if (self.tls_certfile is None) != (self.tls_keyfile is None):
-            raise InvalidArgumentError("tls_certfile: wanted together with tls_keyfile, got one")
-        if self.kv_replay is not None and self.kv_events is None:
-            raise InvalidArgumentError("kv_replay: wanted together with kv_events, got it alone")
+
+
+def keys_of_environment() -> tuple[str, ...]:
+    """The API keys of a server that was started without `--api-key`. O(1).
+
+    Raises:
+        UsageError: the environment variable is set and empty.
+    """
+    key = os.environ.get(_API_KEY)
+    if key is None:
+        return ()
+    if not key:
+        raise UsageError(
+            f"${_API_KEY}: wanted text that is not empty, got '': unset it, or give --api-key"
+        )
+    return (key,)

@@ -15,7 +15,14 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from model.async_engine import EngineFaultError, NotServingError, QueueFullError
-from model.errors import InvalidArgumentError, ModelError, RequestTooLongError, shown
+from model.errors import (
+    GrammarError,
+    InvalidArgumentError,
+    ModelError,
+    NumericalError,
+    RequestTooLongError,
+    shown,
+)
 
 _log = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
@@ -89,9 +96,12 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
             is_length = isinstance(error, RequestTooLongError)
             field, rest = ("prompt" if is_length else ""), message
         field = (names or {}).get(field, field)
-        code = "context_length_exceeded" if isinstance(error, RequestTooLongError) else None
+        codes = {RequestTooLongError: "context_length_exceeded", GrammarError: "grammar_failed"}
+        code = codes.get(type(error))
         told = f"{field}: {rest}" if field else rest
         return ApiError(400, told, param=field or None, code=code)
+    if isinstance(error, NumericalError):
+        return ApiError(500, message, code="numerical_error")
     if isinstance(error, QueueFullError):
         return ApiError(429, f"{message}: come again", code="queue_full")
     if isinstance(error, NotServingError):

@@ -30,6 +30,9 @@ OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics", "/favicon.ico"})
 OPEN_PREFIXES = ("/page/",)
 """Paths for which no key is asked, and what such paths begin with."""
 
+LINE_BEGINS = '{"time": "'
+"""What a line of the log begins with."""
+
 _READ_ANYWAY = 16
 """A body of so many times the limit is read to its end, and dropped."""
 
@@ -95,7 +98,7 @@ class Gate:
         shown = key.strip().encode("latin-1", "replace")
         # All keys are compared, so that the time says nothing.
         same = sum([hmac.compare_digest(shown, one) for one in self._keys])
-        return same > 0 and scheme.lower() == "bearer"
+        return same > 0 and shown != b"" and scheme.lower() == "bearer"
 
 
 class _Body:

@@ -2,7 +2,8 @@
 
 Decides: what happens where a client goes away: a task watches the connection and closes the stream
 of tokens at once, whatever the answer waits for. An error before the first piece is an answer of
-its own; one after it is an event, because the status has been sent.
+its own; one after it is an event, because the status has been sent. A large answer is written in
+parts, between which others have their turn on the event loop.
 
 Invariants: however an answer ends, nothing of its request is left in the engine.
 
@@ -13,25 +14,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from fastapi import Request, Response
-from pydantic import BaseModel
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from model.async_engine import EngineFaultError
 from model.control.request import FinishReason
 from model.control.submission import Submission
 from model.errors import ModelError
 from model.serve.errors import ApiError, api_error
-from model.serve.protocol import PromptTokensDetails, Usage
-from model.serve.service import Served
+from model.serve.logprobs import ENTRY_BYTES, num_entries, quoted
+from model.serve.protocol import GenerationRequest, PromptTokensDetails, Usage
+from model.serve.service import Service
 from model.token_stream import Delta, TokenStream
 
-quoted = json.JSONEncoder().encode
-"""A text as JSON, in ASCII."""
+_TURN_CHARACTERS = 32_768
+"""What is written of an answer before others have a turn on the event loop."""
 
 CLIENT_GONE = 499
 """The status in the access log of an answer that nobody waited for, as nginx has it."""
@@ -55,20 +57,20 @@ class Asked:
 class Form(Protocol):
     """How one answer is written."""
 
-    def begin(self) -> str:
+    def begin(self, stream: TokenStream) -> str:
         """The events before the first token."""
         ...
 
-    def piece(self, delta: Delta) -> str:
-        """The event of a piece; empty if there is nothing to tell."""
+    def piece(self, delta: Delta, stream: TokenStream) -> Iterable[str]:
+        """The event of a piece, in parts; none if there is nothing to tell."""
         ...
 
     def end(self, stream: TokenStream) -> str:
         """The events after the last."""
         ...
 
-    def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> BaseModel:
-        """The whole answer."""
+    def whole(self, deltas: Sequence[Delta], stream: TokenStream) -> Iterator[str]:
+        """The whole answer, in parts."""
         ...
 
 
@@ -84,23 +86,28 @@ def usage(stream: TokenStream) -> Usage:
 
 
 class EventForm:
-    """What every answer has: its head, which each of its events repeats, and usage at the end.
+    """What every answer has: its head, which each of its events repeats, and usage.
 
-    An event is spelled by hand, so that what is the same in all events of a stream is made once; it
-    is the JSON that its model would give, in ASCII, because some readers end lines where Unicode
-    does.
+    Answers and events are spelled by hand, so that what is the same in all events of a stream is
+    made once and a large answer is made in parts; they are the JSON that their models would give,
+    in ASCII, because some readers end lines where Unicode does.
 
     Args:
-        head: the fields that a whole answer begins with.
-        kind: the name of an event's object.
-        includes_usage: whether a last event tells it; the others have null for it then.
+        body: what was asked.
+        head: the fields that answers and events begin with.
+        kinds: the name of an answer's object, and of an event's.
     """
 
-    def __init__(self, head: dict[str, object], kind: str, *, includes_usage: bool) -> None:
-        self._head = head
-        self._begin = f'data: {quoted({**head, "object": kind})[:-1]}, "choices":['
-        self._end = "]" + (',"usage":null' if includes_usage else "") + "}\n\n"
-        self._includes_usage = includes_usage
+    def __init__(
+        self, body: GenerationRequest, head: dict[str, object], kinds: tuple[str, str]
+    ) -> None:
+        answer, event = (quoted({**head, "object": kind})[:-1] for kind in kinds)
+        self._begin_whole = f'{answer}, "choices":['
+        self._begin = f'data: {event}, "choices":['
+        self._includes_usage = body.includes_usage
+        self._repeats_usage = body.repeats_usage
+        self._plain_end = "]" + (',"usage":null' if body.includes_usage else "") + "}\n\n"
+        self._num_told: dict[int, int] = {}  # tokens of each sample so far
 
     def end(self, stream: TokenStream) -> str:
         """The event that tells the usage, where it was asked for. O(samples)."""
@@ -108,42 +115,112 @@ class EventForm:
             return ""
         return f'{self._begin}],"usage":{usage(stream).model_dump_json()}}}\n\n'
 
+    def _end(self, stream: TokenStream, delta: Delta) -> str:
+        """The end of an event about a piece. O(1).
 
-def reason_name(delta: Delta) -> str | None:
-    """What OpenAI calls the reason why a sample has ended.
+        Its usage is what vLLM tells: the tokens of that sample and of its own prompt.
+        """
+        if not self._repeats_usage:
+            return "]{}}}\n\n".format(',"usage":null' if self._includes_usage else "")
+        sample = delta.sample
+        count = self._num_told[sample] = self._num_told.get(sample, 0) + len(delta.tokens)
+        prompt = stream.samples[sample].request.num_prompt_tokens
+        return (
+            f'],"usage":{{"prompt_tokens":{prompt},"completion_tokens":{count},'
+            f'"total_tokens":{prompt + count}}}}}\n\n'
+        )
+
+    def _whole(self, choices: Iterable[Iterator[str]], stream: TokenStream) -> Iterator[str]:
+        """An answer of these choices, in parts."""
+        yield self._begin_whole
+        for number, choice in enumerate(choices):
+            if number:
+                yield ","
+            yield from choice
+        yield f'],"usage":{usage(stream).model_dump_json()}}}'
+
+
+def reason_json(delta: Delta) -> str:
+    """What OpenAI calls the reason why a sample has ended, as JSON; null: it has not.
 
     Raises:
-        ApiError: it ended because of an error.
+        ModelError: it ended because of an error.
     """
     reason = delta.finish_reason
+    if reason is None:
+        return "null"
     if reason is FinishReason.ERROR:
-        raise ApiError(
-            500, "the model's logits are no numbers for this prompt", code="numerical_error"
-        )
-    return None if reason is None else reason.value
+        raise delta.error or EngineFaultError("engine: it failed at this request")
+    return quoted(reason.value)
 
 
-async def answer(request: Request, engine: Served, asked: Asked, form: Form) -> Response:
+async def answer(request: Request, service: Service, asked: Asked, form: Form) -> Response:
     """Answer a request.
 
     Raises:
         ApiError: it is refused, or fails before anything was sent.
     """
+    _check_logprobs(asked, service)
     try:
-        stream = await engine.submit(*asked.submissions)
+        stream = await service.engine.submit(*asked.submissions)
     except ModelError as error:
         raise api_error(error, asked.names) from error
     if asked.streams:
-        return _EventStream(stream, form)
+        return _EventStream(stream, form, asked.names)
     async with stream, _watching(request.receive, stream) as watcher:
         try:
             deltas = await stream.whole()
+            for delta in deltas:
+                reason_json(delta)  # an error is told before anything is written
         except ModelError as error:
             if watcher.done():
                 return Response(status_code=CLIENT_GONE)
             raise api_error(error, asked.names) from error
         _note(request.scope, stream)
-        return Response(form.whole(deltas, stream).model_dump_json(), media_type="application/json")
+        parts = _in_turns(form.whole(deltas, stream))
+        first, second = await anext(parts), await anext(parts, b"")
+        if not second:
+            return Response(first, media_type="application/json")
+        return StreamingResponse(_chained(first, second, parts), media_type="application/json")
+
+
+def _check_logprobs(asked: Asked, service: Service) -> None:
+    """Refuse a request whose log-probabilities may take too much memory. O(submissions)."""
+    limit, longest = service.config.max_logprobs_bytes, service.serving().max_model_len
+    count = sum([num_entries(each, longest) for each in asked.submissions])
+    if count * ENTRY_BYTES > limit:
+        name = asked.names.get("logprobs", "logprobs")
+        raise ApiError(
+            400,
+            f"{name}: wanted at most {limit} bytes of them in an answer (--max-logprobs-bytes), "
+            f"got up to {count} of {ENTRY_BYTES} bytes: ask for fewer of them, or for fewer tokens "
+            "by max_tokens",
+            param=name,
+        )
+
+
+async def _in_turns(parts: Iterable[str]) -> AsyncIterator[bytes]:
+    """Parts of an answer, joined as far as one turn of the loop goes; none is empty."""
+    held: list[str] = []
+    size = 0
+    for part in parts:
+        held.append(part)
+        size += len(part)
+        if size >= _TURN_CHARACTERS:
+            yield "".join(held).encode()
+            held, size = [], 0
+            await asyncio.sleep(0)
+    if size:
+        yield "".join(held).encode()
+
+
+async def _chained(
+    first: bytes, second: bytes, others: AsyncIterator[bytes]
+) -> AsyncIterator[bytes]:
+    yield first
+    yield second
+    async for each in others:
+        yield each
 
 
 class _EventStream(Response):
@@ -151,11 +228,12 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: TokenStream, form: Form) -> None:
+    def __init__(self, stream: TokenStream, form: Form, names: Mapping[str, str]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._stream = stream
         self._form = form
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stream as stream, _watching(receive, stream):
@@ -173,25 +251,38 @@ class _EventStream(Response):
             _note(scope, stream)
 
     async def _send_events(self, send: Send) -> None:
-        """All that has come since the last piece goes together; the end with the last of it."""
+        """All that has come since the last piece goes together; the end with the last of it.
+
+        A piece that is large goes in several parts, between which others have their turn.
+        """
         form, stream = self._form, self._stream
-        events, goes_on = form.begin(), True
+        events, size, goes_on = [form.begin(stream)], 0, True
         while goes_on:
             try:
                 for delta in await stream.news():
-                    events += form.piece(delta)
+                    for part in form.piece(delta, stream):
+                        events.append(part)
+                        size += len(part)
+                        if size >= _TURN_CHARACTERS:
+                            await _send_body(send, events, goes_on=True)
+                            events, size = [], 0
+                            await asyncio.sleep(0)
                 goes_on = not stream.is_over
                 if not goes_on:
-                    events += form.end(stream)
+                    events.append(form.end(stream))
             except (ModelError, ApiError) as error:
-                events += f"data: {quoted(api_error(error).body)}\n\n"
+                events.append(f"data: {quoted(api_error(error, self._names).body)}\n\n")
                 goes_on = False
             if not goes_on:
-                events += "data: [DONE]\n\n"
-            if events:
-                body = events.encode()
-                await send({"type": "http.response.body", "body": body, "more_body": goes_on})
-                events = ""
+                events.append("data: [DONE]\n\n")
+            await _send_body(send, events, goes_on=goes_on)
+            events, size = [], 0
+
+
+async def _send_body(send: Send, parts: Sequence[str], *, goes_on: bool) -> None:
+    body = "".join(parts).encode()
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": goes_on})
 
 
 @contextlib.asynccontextmanager

@@ -1,63 +1,123 @@
-"""How likely tokens were, as OpenAI's clients read it.
+"""How likely tokens were, as OpenAI's clients read it: JSON, a piece at a time.
 
 Decides: what a token is called: its own text. A token that is a part of a character has no text of
-its own, so its bytes are unknown; one that is special has an empty one.
+its own, so its bytes are unknown; one that is special has an empty one. And how many entries are
+written at once: 256 answers of 200 tokens have a million, which is seconds of the event loop.
 
-Does not know: how the numbers came about.
+Does not know: how the numbers came about, how an answer is sent.
 """
 
-from collections.abc import Callable, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from model.control.request import SampledToken
-from model.serve.protocol import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from model.control.submission import Submission
 
-_Decode = Callable[[Sequence[int]], str]
+ENTRY_BYTES = 128
+"""What an entry takes in memory until its answer is sent: two numbers in a tuple."""
+
+PIECE_ENTRIES = 1024
+"""Entries that are written at once, a few milliseconds' worth."""
+
 _BROKEN = "\ufffd"
+_Item = TypeVar("_Item")
+quoted = json.JSONEncoder().encode
+"""A text as JSON, in ASCII."""
 
 
-def chat_logprobs(decode: _Decode, tokens: Sequence[SampledToken]) -> ChatLogprobs:
-    """For chats. O(tokens * tops)."""
-    return ChatLogprobs(
-        content=[
-            TokenLogprob(
-                **_named(decode, token.token_id, token.logprob or 0.0).model_dump(),
-                top_logprobs=[_named(decode, *top) for top in token.top_logprobs],
-            )
-            for token in tokens
-        ]
-    )
+def num_entries(asked: Submission, max_model_len: int) -> int:
+    """The most log-probabilities that an answer may have. O(1)."""
+    if asked.params.logprobs is None:
+        return 0
+    num_tokens = asked.num_samples * min(asked.params.max_tokens, max_model_len)
+    return num_tokens * (1 + asked.params.logprobs)
 
 
-def completion_logprobs(
-    decode: _Decode, tokens: Sequence[SampledToken], offset: int
-) -> CompletionLogprobs:
-    """For completions. O(tokens * tops).
+class LogprobsWriter:
+    """Writes what one request is told of its tokens.
 
     Args:
         decode: tokens to text.
-        tokens: of one answer, one after the other.
-        offset: characters of the answer before them.
     """
-    texts = [decode([token.token_id]) for token in tokens]
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
-    tops = []
-    for token in tokens:
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._texts: dict[int, str] = {}
+        self._named: dict[int, tuple[str, str]] = {}
+
+    def of_chat(self, tokens: Sequence[SampledToken]) -> Iterator[str]:
+        """The `logprobs` of a chat's choice. O(tokens * tops)."""
+        yield '{"content":'
+        yield from _listed(tokens, self._of_chat, _per_piece(tokens))
+        yield "}"
+
+    def of_completion(self, tokens: Sequence[SampledToken], offset: int) -> Iterator[str]:
+        """The `logprobs` of a completion's choice. O(tokens * tops).
+
+        Args:
+            tokens: of one answer, one after the other.
+            offset: characters of the answer before them.
+        """
+        yield '{"tokens":'
+        yield from _listed(tokens, lambda token: quoted(self._text(token.token_id)), PIECE_ENTRIES)
+        yield ',"token_logprobs":'
+        yield from _listed(tokens, lambda token: _number(token.logprob or 0.0), PIECE_ENTRIES)
+        yield ',"top_logprobs":'
+        yield from _listed(tokens, self._tops, _per_piece(tokens))
+        yield ',"text_offset":'
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(self._text(token.token_id))
+        yield from _listed(offsets, str, PIECE_ENTRIES)
+        yield "}"
+
+    def length(self, tokens: Sequence[SampledToken]) -> int:
+        """Characters of the tokens' own texts. O(tokens)."""
+        return sum([len(self._text(token.token_id)) for token in tokens])
+
+    def _of_chat(self, token: SampledToken) -> str:
+        tops = ",".join([self._entry(*top) + "}" for top in token.top_logprobs])
+        return f'{self._entry(token.token_id, token.logprob or 0.0)},"top_logprobs":[{tops}]}}'
+
+    def _entry(self, token_id: int, logprob: float) -> str:
+        named = self._named.get(token_id)
+        if named is None:
+            text = self._text(token_id)
+            known = None if _BROKEN in text else list(text.encode())
+            named = (f'{{"token":{quoted(text)},"logprob":', f',"bytes":{json.dumps(known)}')
+            self._named[token_id] = named
+        return f"{named[0]}{_number(logprob)}{named[1]}"
+
+    def _tops(self, token: SampledToken) -> str:
         told: dict[str, float] = {}
         for number, logprob in token.top_logprobs:
-            told.setdefault(decode([number]), logprob)  # two may have one text: the likelier
-        tops.append(told)
-    return CompletionLogprobs(
-        tokens=texts,
-        token_logprobs=[token.logprob or 0.0 for token in tokens],
-        top_logprobs=tops,
-        text_offset=offsets,
-    )
+            told.setdefault(self._text(number), logprob)  # two may have one text: the likelier
+        return "{" + ",".join([f"{quoted(t)}:{_number(value)}" for t, value in told.items()]) + "}"
+
+    def _text(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._decode([token_id])
+        return text
 
 
-def _named(decode: _Decode, token_id: int, logprob: float) -> TopLogprob:
-    text = decode([token_id])
-    known = None if _BROKEN in text else list(text.encode())
-    return TopLogprob(token=text, logprob=logprob, bytes=known)
+def _per_piece(tokens: Sequence[SampledToken]) -> int:
+    """How many of these tokens have the entries of a piece."""
+    return max(1, PIECE_ENTRIES // (1 + len(tokens[0].top_logprobs))) if tokens else 1
+
+
+def _listed(items: Sequence[_Item], write: Callable[[_Item], str], per_piece: int) -> Iterator[str]:
+    """A list as JSON, in pieces of so many items."""
+    yield "["
+    for begin in range(0, len(items), per_piece):
+        some = ",".join([write(item) for item in items[begin : begin + per_piece]])
+        yield f",{some}" if begin else some
+    yield "]"
+
+
+def _number(value: float) -> str:
+    """A number as JSON; null where it is none."""
+    return repr(value) if math.isfinite(value) else "null"

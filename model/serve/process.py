@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from model.async_engine import AsyncEngine, EngineState
+from model.cli.files import OutputFile
 from model.cli.progress import say
-from model.errors import UsageError
+from model.errors import RankLostError, UsageError, visible
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
 from model.serve.config import ServeConfig
+from model.serve.gate import LINE_BEGINS
 from model.serve.head import BoundedProtocol
 from model.serve.kv_events import announces
 from model.serve.listener import address_of
@@ -45,7 +47,9 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     Raises:
         ModelError: the model or the flags cannot be served.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Visible())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
     def make() -> "Engine":
         start = import_module("model.start")  # torch is loaded on the engine's thread
@@ -58,7 +62,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
         stream_share=options.serve.stream_share,
         announce=announces(options.serve),
     )
-    with _log_to(options.serve.access_log) as log:
+    with _access_log(options) as log:
         app = create_app(engine, options.serve, log=log)
         config = uvicorn.Config(
             app,
@@ -84,6 +88,13 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     return 0
 
 
+class _Visible(logging.Formatter):
+    """Messages and tracebacks without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 class Server(uvicorn.Server):
     """A server of uvicorn that leaves signals to others."""
 
@@ -102,22 +113,36 @@ async def _run(
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await _first_of(engine.ready(), asked.wait(), serving)
-        if engine.health.is_ready:
+        if engine.health.state is not EngineState.STARTING:
             say(f"{address_of(listener, config)}: ready in {time.monotonic() - began_s:.1f} s")
-            await _first_of(asked.wait(), serving)
+            await _first_of(asked.wait(), serving, _rank_lost(engine))
             say(f"draining: {engine.num_open} requests")
             num_cut = await engine.drain(config.drain_timeout_s)
             say(f"drained: {num_cut} requests were cut off")
+            _check_ranks(await engine.ended())
     finally:
         server.should_exit = True
-        if engine.health.state is EngineState.STOPPED:  # else it still loads, and nothing waits
-            await serving
+        await serving
+
+
+async def _rank_lost(engine: AsyncEngine) -> None:
+    """Wait until the engine has ended because another process is lost, which is raised."""
+    _check_ranks(await engine.ended())
+    await asyncio.Event().wait()
+
+
+def _check_ranks(fault: Exception | None) -> None:
+    if isinstance(fault, RankLostError):
+        raise fault
 
 
 async def _first_of(*works: "Awaitable[object]") -> None:
-    """Wait for one of them; what it raises is raised here."""
+    """Wait for one of them; what it raises is raised here. Others go on only if they are tasks."""
     tasks = [asyncio.ensure_future(work) for work in works]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task, work in zip(tasks, works, strict=True):
+        if task is not work:
+            task.cancel()
     for task in done:
         task.result()
 
@@ -140,16 +165,22 @@ def _asked() -> asyncio.Event:
 
 
 @contextlib.contextmanager
-def _log_to(path: str | None) -> Iterator[Callable[[str], None] | None]:
-    """What writes lines to a file, "-" being stdout."""
+def _access_log(options: ServeOptions) -> Iterator[Callable[[str], None] | None]:
+    """What writes lines to the file of `--access-log`, behind those that it has."""
+    path = options.serve.access_log
     if path is None:
         yield None
         return
     with contextlib.ExitStack() as files:
-        try:
-            out = sys.stdout if path == "-" else files.enter_context(Path(path).open("a"))
-        except OSError as error:
-            raise UsageError(f"--access-log {path}: {error.strerror}") from error
+        out = sys.stdout
+        if path != "-":
+            file = OutputFile("--access-log", path, LINE_BEGINS)
+            serve = options.serve
+            file.check(
+                [options.model.path, options.engine.draft_model, serve.tls_certfile,
+                 serve.tls_keyfile]
+            )  # fmt: skip
+            out = files.enter_context(Path(path).open("a", encoding="utf-8"))
 
         def write(line: str) -> None:
             out.write(f"{line}\n")

@@ -194,6 +194,12 @@ class GenerationRequest(_Strict):
         """Whether a stream ends with the counts of tokens. O(1)."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def repeats_usage(self) -> bool:
+        """Whether every event has the counts so far, as vLLM tells them. O(1)."""
+        options = self.stream_options
+        return self.includes_usage and options is not None and bool(options.continuous_usage_stats)
+
     def check(self) -> None:
         """Refuse what is not done here, by name. O(fields).
 

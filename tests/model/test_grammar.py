@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from model import EngineConfig, FinishReason, InvalidArgumentError, SamplingParams, Submission
 from model.async_engine import AsyncEngine
 from model.control.grammar import Grammar
-from model.device import grammars, request_sampler
+from model.device import grammar_compiler, grammars, request_sampler
 from model.engine import Engine
-from model.errors import UnsupportedModelError
+from model.errors import GrammarError, InvalidSettingError, UnsupportedModelError
 from tests.model.networks import ByteCodec
 from tests.model.reference import ReferenceBackend
 from tests.model.test_engine import PROMPT, SIZES, greedy, is_late, network  # noqa: F401
@@ -69,7 +69,7 @@ def is_sum(text):
 
 CASES = {
     "schema": (Grammar.json_schema(POINT), is_point),
-    "regex": (Grammar.regex(r"[a-f]{2,5}-\d+"), re.compile(r"[a-f]{2,5}-\d+").fullmatch),
+    "regex": (Grammar.regex("[a-f]{2,5}-[0-9]+"), re.compile("[a-f]{2,5}-[0-9]+").fullmatch),
     "choice": (Grammar.choice(CHOICES), CHOICES.__contains__),
     "lark": (Grammar("lark", SUMS), is_sum),
     "gbnf": (Grammar("gbnf", 'root ::= "a" [b-d]+ "z"'), re.compile("a[b-d]+z").fullmatch),
@@ -119,8 +119,7 @@ def check_parses(asked, sizes, samples):
         else:
             assert request.finish_reason is FinishReason.LENGTH
             assert request.num_output_tokens == request.params.max_tokens
-            assert engine._grammars.check(request.params.grammar) is None
-            matcher = engine._grammars._compiled[request.params.grammar].deep_copy()
+            matcher = engine.compile_grammar(request.params.grammar).result().matcher.deep_copy()
             assert matcher.validate_tokens(request.output_tokens) == len(request.output_tokens)
     assert not engine._grammars._texts
     alone = hashed()
@@ -166,7 +165,7 @@ def test_log_probabilities_beside_a_grammar_are_still_the_models():
 
 def test_a_grammar_is_compiled_once(monkeypatch):
     compiled = []
-    real = grammars.LLMatcher
+    real = grammar_compiler.LLMatcher
     engine = make()
 
     class Counting:
@@ -176,7 +175,7 @@ def test_a_grammar_is_compiled_once(monkeypatch):
 
         grammar_from_regex = real.grammar_from_regex
 
-    monkeypatch.setattr(grammars, "LLMatcher", Counting)
+    monkeypatch.setattr(grammar_compiler, "LLMatcher", Counting)
     for _ in range(3):
         engine.generate([PROMPT] * 2, greedy(2, grammar=Grammar.regex("[a-z]+")))
     assert len(compiled) == 1
@@ -221,6 +220,14 @@ def test_what_describes_no_grammar_is_refused_by_name(described):
         SamplingParams(grammar=described)
 
 
+def test_a_schema_that_is_no_json_is_refused_by_name():
+    endless = {}
+    endless["properties"] = endless
+    for schema in (endless, {"const": {1, 2}}):
+        with pytest.raises(InvalidSettingError, match="grammar: wanted JSON"):
+            Grammar.json_schema(schema)
+
+
 def test_a_grammar_from_a_file_is_what_the_constructors_make():
     assert Grammar.of({"json_schema": POINT}) == CASES["schema"][0]
     assert Grammar.of({"choice": list(CHOICES)}) == CASES["choice"][0]
@@ -253,6 +260,85 @@ def test_a_mask_lets_exactly_the_tokens_of_its_bits_through(vocab_size):
     assert torch.equal(found == -torch.inf, ~may_come)
 
 
+# Grammars that cost too much once they are followed: each ends its own request and no other.
+
+AMBIGUOUS = Grammar("lark", 'start: e\ne: e e | "a" | "b" | e e e')
+
+
+def clocked(monkeypatch, cost_s):
+    """An engine whose masks take what `cost_s` says of the tokens before them, by its clock."""
+    engine = hashed()
+    now = [0.0]
+    engine._grammars._clock = lambda: now[0]
+    follow = grammars._Text.follow
+
+    def follows(self, request, newest):
+        follow(self, request, newest)
+        now[0] += cost_s(request.num_output_tokens)
+
+    monkeypatch.setattr(grammars._Text, "follow", follows)
+    return engine
+
+
+COSTLY = {
+    "token": (lambda count: 0.2 * (count == 5), 5, r"0.1 s .* \(--grammar-token-s\), got 0.[24]"),
+    "request": (lambda count: 0.02, 15, r"0.5 s .* \(--grammar-request-s\), got 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_grammar_that_takes_too_long_ends_its_own_request_by_the_budgets_name(monkeypatch, name):
+    cost_s, most, message = COSTLY[name]
+    engine = clocked(monkeypatch, cost_s)
+    guided = engine.add_request("xy", greedy(60, grammar=Grammar.regex("[a-z]*[0-9]{99}")))
+    other = engine.add_request("xy", greedy(60, ignore_eos=True))
+    run(engine, [guided, other])
+    assert guided.finish_reason is FinishReason.ERROR
+    assert 0 < guided.num_output_tokens <= most + 2
+    assert re.match(f"grammar: wanted at most {message}", str(guided.error)), guided.error
+    assert isinstance(guided.error, GrammarError)
+    assert (other.finish_reason, other.error) == (FinishReason.LENGTH, None)
+    assert not engine._grammars._texts
+    assert not engine._grammars._overrun
+
+
+def test_what_a_mask_takes_as_a_rule_is_not_counted(monkeypatch):
+    engine = clocked(monkeypatch, lambda count: 0.0004)
+    guided = engine.add_request("xy", greedy(60, grammar=Grammar.regex("[a-z]*[0-9]{99}")))
+    run(engine, [guided])
+    assert guided.finish_reason is FinishReason.LENGTH
+
+
+def test_a_grammar_beyond_the_librarys_limits_in_the_middle_ends_its_own_request():
+    """Its error is told, no token of its last mask is, and what was computed can be found."""
+    engine = make()
+    many = "|".join(f'"{n}c" many' for n in range(3000))
+    grammar = Grammar("lark", f"start: /[ab]{{20}}/ many\nmany: {many}")
+    failing = engine.add_request("xy" * 8, greedy(40, grammar=grammar))
+    other = engine.add_request("xy", greedy(60, ignore_eos=True))
+    run(engine, [failing, other])
+    assert failing.finish_reason is FinishReason.ERROR
+    assert 19 <= failing.num_output_tokens <= 21
+    assert re.match(
+        r"grammar: wanted .* after (19|20|21) tokens it cannot: .*item", str(failing.error)
+    )
+    assert END not in failing.output_tokens
+    assert other.finish_reason is FinishReason.LENGTH
+    again = engine.add_request("xy" * 8, greedy(1))
+    run(engine, [again])
+    assert again.num_cached_tokens > 0
+
+
+def test_the_ambiguous_grammar_ends_by_its_budget_and_not_after_seconds():
+    engine = make(grammar_request_s=0.05)
+    no_end = ((END, -100.0),)
+    guided = engine.add_request("xy", greedy(200, grammar=AMBIGUOUS, logit_bias=no_end))
+    run(engine, [guided])
+    assert guided.finish_reason is FinishReason.ERROR
+    assert "0.05 s of the processor" in str(guided.error)
+    assert guided.num_output_tokens < 150
+
+
 # Planted bugs, and what must find them.
 
 
@@ -281,8 +367,8 @@ def shares_one_text(monkeypatch):
 
     init = grammars.Grammars.__init__
 
-    def shared(self, *these):
-        init(self, *these)
+    def shared(self, *these, **more):
+        init(self, *these, **more)
         self._texts = Same()
 
     monkeypatch.setattr(grammars.Grammars, "__init__", shared)
@@ -319,15 +405,13 @@ def test_a_planted_bug_is_caught(plant, monkeypatch, is_late):  # noqa: F811
 def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(monkeypatch):
     engine = make()
     with_grammar = SamplingParams(max_tokens=5, grammar=Grammar.choice(["ab", "cd"]))
-    compiled, is_over = engine.check_grammar, threading.Event()
+    is_over, source = threading.Event(), grammar_compiler._source
 
     def waits(grammar):
         assert is_over.wait(DEADLINE_S)
-        is_over.clear()  # what the engine's own thread asks for is compiled by now
-        monkeypatch.undo()
-        compiled(grammar)
+        return source(grammar)
 
-    monkeypatch.setattr(engine, "check_grammar", waits)
+    monkeypatch.setattr(grammar_compiler, "_source", waits)
 
     async def main():
         async with asyncio.timeout(DEADLINE_S), AsyncEngine(engine) as served:

@@ -82,6 +82,10 @@ def test_a_slow_reader_keeps_no_block_and_gets_all_of_its_text(served, http):
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole
 
 
+def guided(**fields):
+    return json.dumps({"prompt": "a", **{f"guided_{k}": v for k, v in fields.items()}}).encode()
+
+
 BROKEN = {
     "no JSON": b'{"prompt": ',
     "no object": b"[1, 2]",
@@ -100,7 +104,22 @@ BROKEN = {
     "a mixed prompt": b'{"prompt": ["a", 5]}',
     "an empty prompt among prompts": b'{"prompt": [[1], []]}',
     "zero bytes": b'{"prompt": "a", "cache_salt": 5}',
-}
+    "a million log-probabilities": b'{"prompt": "a", "n": 128, "max_tokens": 9999, "logprobs": 20}',
+    "a rule that is itself": guided(grammar="start: start"),
+    "a schema that is itself": guided(json={"$ref": "#"}),
+    "a format that is itself": json.dumps(
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {
+            "schema": {"$ref": "#"}}}}).encode(),
+    "a rule without an end": guided(grammar='start: "a" start'),
+    "a schema of nothing": guided(json={"type": "string", "minLength": 2, "maxLength": 1}),
+    "a regex of nothing": guided(regex=r"a[^\s\S]"),
+    "a regex that looks around": guided(regex=r"a(?=b)"),
+    "more choices than a row may have": guided(json={"anyOf": [
+        {"type": "object", "properties": {f"p{n}_{m}": {"type": "string"} for m in range(100)}}
+        for n in range(20)]}),
+    "schemas nested deeper than the stack": guided(json={"$ref": "#/$defs/d0", "$defs": {
+        f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(4000)}}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -108,7 +127,49 @@ def test_a_broken_body_is_an_error_of_openais_kind(http, name):
     headers = {"Content-Type": "application/json"}
     response = http.post("/v1/completions", content=BROKEN[name], headers=headers)
     assert response.status_code == 400, response.text
-    ErrorReport.model_validate_json(response.text)
+    error = ErrorReport.model_validate_json(response.text).error
+    asked = BROKEN[name].decode(errors="replace")
+    if "guided_" in asked:
+        assert error.param.startswith("guided_")
+        assert f'"{error.param}"' in asked
+        assert error.message.startswith(f"{error.param}: wanted a ")
+
+
+def test_rules_nested_as_deep_as_a_request_can_say_are_followed(http):
+    rules = "".join(f"a{n}: a{n + 1}\n" for n in range(4500))
+    asked = {"prompt": "a", "guided_grammar": f'start: a0\n{rules}a4500: "x"'}
+    answer = http.post("/v1/completions", json=asked)
+    assert answer.json()["choices"][0]["text"] == "x"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_grammar_that_takes_too_long_is_an_error_of_its_own_request(
+    served, http, streams, monkeypatch
+):
+    asked = {"prompt": "A tuple is", "max_tokens": 20, "ignore_eos": True, "temperature": 0}
+    alone = http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+    with connect(served) as other:
+        other.sendall(raw_request(json.dumps(asked).encode()))
+        guide = {**asked, "stream": streams, "guided_grammar": 'start: e\ne: e e | "a" | e e e'}
+        assert http.post("/v1/completions", json={**guide, "max_tokens": 1}).status_code == 200
+        monkeypatch.setattr(served.engine.engine._grammars, "_token_s", 0.0)
+        refused = http.post("/v1/completions", json=guide)
+        read = b""
+        while b"completion_tokens" not in read:
+            read += other.recv(65536)
+    if streams:
+        event, done = [part for part in refused.text.split("\n\n") if part][-2:]
+        error = json.loads(event.removeprefix("data: "))["error"]
+        assert (refused.status_code, done) == (200, "data: [DONE]")
+    else:
+        error = refused.json()["error"]
+        assert refused.status_code == 400
+    assert (error["param"], error["code"]) == ("guided_grammar", "grammar_failed")
+    assert error["type"] == "invalid_request_error"
+    assert "--grammar-token-s" in error["message"]
+    assert json.loads(read.split(b"\r\n\r\n", 1)[1])["choices"][0]["text"] == alone
+    served.wait_for(lambda: served.engine.num_open == 0)
+    assert served.call(lambda engine: engine.kv.stats().num_used_blocks) == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])

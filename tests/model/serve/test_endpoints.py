@@ -2,10 +2,14 @@
 
 import json
 
+import httpx
 import pytest
 
 import kvcore
+from model.async_engine import AsyncEngine
 from model.control.params import SamplingParams
+from model.serve.config import ServeConfig
+from tests.model.serve.conftest import DEADLINE_S, Served
 
 GREEDY = {"prompt": "A tuple is", "max_tokens": 8, "temperature": 0}
 
@@ -43,6 +47,18 @@ def test_what_can_be_asked_is_answered(http, path):
     assert http.get(path).status_code == 200
 
 
+def test_a_model_whose_name_has_slashes_is_found_by_it(make_engine):
+    config = ServeConfig(port=0, served_model_name="my/model")
+    with (
+        Served(AsyncEngine(make_engine), config) as running,
+        httpx.Client(base_url=running.url, timeout=DEADLINE_S) as client,
+    ):
+        [listed] = client.get("/v1/models").json()["data"]
+        assert client.get(f"/v1/models/{listed['id']}").json() == listed
+        assert client.get("/v1/models/my%2Fmodel").json() == listed
+        assert client.get("/v1/models/my").status_code == 404
+
+
 def test_the_version_is_kvcores(http):
     assert http.get("/version").json() == {"version": kvcore.__version__}
 
@@ -50,3 +66,36 @@ def test_the_version_is_kvcores(http):
 def test_tokens_come_back_as_the_text_they_were(http):
     tokens = http.post("/tokenize", json={"prompt": "A tuple is"}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "A tuple is"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_continuous_usage_counts_the_tokens_so_far_in_every_chunk(http, path):
+    asked = {"max_tokens": 6, "temperature": 0, "n": 2, "seed": 1, "stream": True}
+    if path == "/v1/completions":
+        asked |= {"prompt": ["A tuple is", "A list"], "logprobs": 0}
+        lengths = [len(http.post("/tokenize", json={"prompt": p}).json()["tokens"])
+                   for p in asked["prompt"] for _ in range(2)]  # fmt: skip
+    else:
+        asked |= {"messages": [{"role": "user", "content": "A tuple is"}], "logprobs": True}
+        messages = {"messages": asked["messages"]}
+        lengths = [len(http.post("/tokenize", json=messages).json()["tokens"])] * 2
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *pieces, last = events(http.post(path, json={**asked, "stream_options": options}))
+    counted = [0] * len(lengths)
+    for piece in pieces:
+        [choice] = piece["choices"]
+        told = choice["logprobs"] or {}
+        counted[choice["index"]] += len(told.get("tokens") or told.get("content") or ())
+        prompt, completion = lengths[choice["index"]], counted[choice["index"]]
+        assert piece["usage"] == {
+            "prompt_tokens": prompt, "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }  # fmt: skip
+    assert counted == [6] * len(lengths)
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 6 * len(lengths)
+
+
+def test_continuous_usage_is_told_only_where_usage_is_asked_for_as_vllm_has_it(http):
+    asked = {**GREEDY, "stream": True, "stream_options": {"continuous_usage_stats": True}}
+    assert all("usage" not in piece for piece in events(http.post("/v1/completions", json=asked)))

@@ -1,6 +1,7 @@
 """An event of a stream, spelled by hand for speed, is the JSON that its model would give."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +11,26 @@ from hypothesis import strategies as st
 from model.control.request import FinishReason, SampledToken
 from model.serve.chat import _Messages
 from model.serve.completions import _Texts
-from model.serve.logprobs import chat_logprobs, completion_logprobs
 from model.serve.protocol import (
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessage,
     ChatRequest,
     Completion,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionRequest,
+    PromptTokensDetails,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
 )
 from model.token_stream import Delta
 
 NAME = 'a "model"\n\u2028'
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-chances = st.floats(-50, 0)
+chances = st.floats(-50, 0) | st.just(-math.inf)
 tokens = st.builds(
     SampledToken,
     st.integers(0, 99),
@@ -40,6 +49,43 @@ pieces = st.lists(deltas, min_size=1, max_size=4)
 
 def decode(ids):
     return "".join(f'<{each}"\u00e9\ud7ff>' for each in ids)
+
+
+def named(token_id, logprob):
+    text = decode([token_id])
+    return TopLogprob(token=text, logprob=logprob, bytes=list(text.encode()))
+
+
+def chat_logprobs(tokens):
+    return ChatLogprobs(
+        content=[
+            TokenLogprob(
+                **named(token.token_id, token.logprob).model_dump(),
+                top_logprobs=[named(*top) for top in token.top_logprobs],
+            )
+            for token in tokens
+        ]
+    )
+
+
+def completion_logprobs(tokens, offset):
+    texts = [decode([token.token_id]) for token in tokens]
+    return CompletionLogprobs(
+        tokens=texts,
+        token_logprobs=[token.logprob for token in tokens],
+        top_logprobs=[  # of two with one text the likelier, which comes first
+            {decode([number]): value for number, value in reversed(token.top_logprobs)}
+            for token in tokens
+        ],
+        text_offset=[offset + sum(map(len, texts[:number])) for number in range(len(texts))],
+    )
+
+
+STREAM = SimpleNamespace(num_prompt_tokens=5, num_output_tokens=6, num_cached_tokens=4)
+USAGE = Usage(
+    prompt_tokens=5, completion_tokens=6, total_tokens=11,
+    prompt_tokens_details=PromptTokensDetails(cached_tokens=4),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +122,9 @@ def test_a_piece_of_a_completion(service, pieces, logprobs, usage):
     for delta in pieces:
         found = None
         if logprobs:
-            found = completion_logprobs(decode, delta.tokens, offsets[delta.sample])
+            found = completion_logprobs(delta.tokens, offsets[delta.sample])
             offsets[delta.sample] += sum(map(len, found.tokens))
-        event = form.piece(delta)
+        event = "".join(form.piece(delta, STREAM))
         reason = delta.finish_reason and delta.finish_reason.value
         if not event:
             assert (delta.text, reason, found) == ("", None, None)
@@ -88,7 +134,7 @@ def test_a_piece_of_a_completion(service, pieces, logprobs, usage):
         )
         whole = Completion(id="cmpl-1", created=7, model=NAME, choices=[choice])
         left_out = set() if usage else {"usage"}
-        assert told(event) == whole.model_dump(mode="json", exclude=left_out)
+        assert told(event) == json.loads(whole.model_dump_json(exclude=left_out))
 
 
 @given(pieces=pieces, logprobs=st.booleans(), usage=st.booleans())
@@ -99,10 +145,10 @@ def test_a_piece_of_a_chat(service, pieces, logprobs, usage):
     rest = {"usage": None} if usage else {}
     first = {"role": "assistant", "content": ""}
     choice = {"index": 0, "delta": first, "logprobs": None, "finish_reason": None}
-    assert told(form.begin()) == {**head, "choices": [choice], **rest}
+    assert told(form.begin(STREAM)) == {**head, "choices": [choice], **rest}
     for delta in pieces:
-        found = chat_logprobs(decode, delta.tokens).model_dump(mode="json") if logprobs else None
-        event = form.piece(delta)
+        found = json.loads(chat_logprobs(delta.tokens).model_dump_json() if logprobs else "null")
+        event = "".join(form.piece(delta, STREAM))
         reason = delta.finish_reason and delta.finish_reason.value
         if not event:
             assert (delta.text, reason, found) == ("", None, None)
@@ -110,3 +156,38 @@ def test_a_piece_of_a_chat(service, pieces, logprobs, usage):
         said = {"content": delta.text} if delta.text else {}
         choice = {"index": delta.sample, "delta": said, "logprobs": found, "finish_reason": reason}
         assert told(event) == {**head, "choices": [choice], **rest}
+
+
+@given(pieces=pieces, logprobs=st.booleans())
+def test_a_whole_completion(service, pieces, logprobs):
+    body = asked(CompletionRequest, prompt="x", logprobs=1 if logprobs else None, usage=False)
+    deltas = [delta._replace(sample=number) for number, delta in enumerate(pieces)]
+    choices = [
+        CompletionChoice(
+            index=delta.sample, text=delta.text,
+            logprobs=completion_logprobs(delta.tokens, 0) if logprobs else None,
+            finish_reason=delta.finish_reason and delta.finish_reason.value,
+        )
+        for delta in deltas
+    ]  # fmt: skip
+    whole = Completion(id="cmpl-1", created=7, model=NAME, choices=choices, usage=USAGE)
+    found = "".join(_Texts(body, service, []).whole(deltas, STREAM))
+    assert json.loads(found) == json.loads(whole.model_dump_json())
+
+
+@given(pieces=pieces, logprobs=st.booleans())
+def test_a_whole_chat(service, pieces, logprobs):
+    messages = [{"role": "user", "content": "x"}]
+    body = asked(ChatRequest, messages=messages, logprobs=logprobs, usage=False)
+    deltas = [delta._replace(sample=number) for number, delta in enumerate(pieces)]
+    choices = [
+        ChatChoice(
+            index=delta.sample, message=ChatMessage(content=delta.text),
+            logprobs=chat_logprobs(delta.tokens) if logprobs else None,
+            finish_reason=delta.finish_reason and delta.finish_reason.value,
+        )
+        for delta in deltas
+    ]  # fmt: skip
+    whole = ChatCompletion(id="chatcmpl-1", created=7, model=NAME, choices=choices, usage=USAGE)
+    found = "".join(_Messages(body, service).whole(deltas, STREAM))
+    assert json.loads(found) == json.loads(whole.model_dump_json())

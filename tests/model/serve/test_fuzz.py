@@ -99,6 +99,7 @@ def bodies(draw, request_type):
     return body
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("path", ROUTES)
 def test_no_body_of_any_kind_makes_a_500_or_an_answer_of_another_form(served, path):
     request_type, answer_type = ROUTES[path]

@@ -12,9 +12,17 @@ import sys
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
+import model.bench.args as bench_args
+import model.cli.args as run_args
+import model.cluster.args as cluster_args
 from model.async_engine import AsyncEngine
+from model.errors import InvalidArgumentError, UsageError
+from model.serve.args import parse_args
 from model.serve.config import ServeConfig
+from model.serve.gate import LINE_BEGINS, Gate
+from model.serve.process import _access_log
 from model.serve.protocol import ErrorReport
 from tests.model.serve.conftest import DEADLINE_S, Served
 
@@ -42,7 +50,8 @@ def client(guarded):
 
 
 @pytest.mark.parametrize(
-    "shown", [None, "Bearer third", "Bearer", "Basic second", "second", "Bearer second x"]
+    "shown",
+    [None, "Bearer third", "Bearer", "Basic second", "second", "Bearer second x"],
 )
 def test_without_a_key_nothing_is_answered_but_how_the_server_is(client, shown):
     headers = {} if shown is None else {"Authorization": shown}
@@ -53,6 +62,74 @@ def test_without_a_key_nothing_is_answered_but_how_the_server_is(client, shown):
     assert client.get("/v1/models", headers=headers).status_code == 401
     for path in ("/health", "/version", "/metrics"):
         assert client.get(path, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("argv", "variable", "named"),
+    [
+        (["--api-key", ""], None, "--api-key: wanted text that is not empty, got ''"),
+        (["--api-key", "a", "--api-key", ""], None, "--api-key: wanted text that is not empty"),
+        ([], "", r"\$KVCORE_API_KEY: wanted text that is not empty, got ''.* --api-key"),
+        (["--api-key", "a"], "", r"\$KVCORE_API_KEY: wanted text that is not empty"),
+    ],
+)
+@pytest.mark.parametrize("parse", [parse_args, cluster_args.parse_args])
+def test_a_key_that_is_empty_is_refused_at_the_start(monkeypatch, parse, argv, variable, named):
+    if variable is not None:
+        monkeypatch.setenv("KVCORE_API_KEY", variable)
+    with pytest.raises(UsageError, match=named):
+        parse(argv)
+
+
+def test_a_configuration_with_an_empty_key_is_refused_and_the_environments_key_is_taken(
+    monkeypatch,
+):
+    with pytest.raises(InvalidArgumentError, match="api_keys: wanted a list, each text that is"):
+        ServeConfig(api_keys=("a", ""))
+    monkeypatch.setenv("KVCORE_API_KEY", "secret")
+    assert parse_args([]).serve.api_keys == ("secret",)
+    assert parse_args(["--api-key", "a"]).serve.api_keys == ("a",)
+
+
+def test_an_empty_key_is_never_the_key_even_where_a_configuration_has_one(monkeypatch):
+    monkeypatch.setattr(ServeConfig, "__post_init__", lambda self: None)
+    gate = Gate(None, ServeConfig(api_keys=("",)))
+    assert not gate._has_key(Headers({"authorization": "Bearer "}))
+    assert not gate._has_key(Headers({"authorization": "Bearer"}))
+
+
+@pytest.mark.parametrize(
+    ("parse", "argv", "message"),
+    [
+        (parse_args, ["--draft-tokens", "4"],
+         "--draft-tokens: wanted together with --drafts or --draft-model, got 4 alone"),
+        (parse_args, ["--kv-scales", "one"], "--kv-scales: .* --kv-dtype fp8, got 'one' alone"),
+        (parse_args, ["--tls-certfile", "a"], "--tls-certfile: .* --tls-keyfile, got 'a' alone"),
+        (parse_args, ["--tls-keyfile", "a"], "--tls-keyfile: .* --tls-certfile, got 'a' alone"),
+        (parse_args, ["--kv-replay", "a"], "--kv-replay: .* --kv-events, got 'a' alone"),
+        (parse_args, ["--expert-parallel"], "--expert-parallel: .* --tp, got True alone"),
+        (parse_args, ["--check-ranks"], "--check-ranks: .* --tp, got True alone"),
+        (cluster_args.parse_args, ["--draft-tokens", "4"], "--draft-tokens: .* --drafts or --dra"),
+        (cluster_args.parse_args, ["--waiting-tokens", "9"], "--waiting-tokens: .* --max-replicas"),
+        (cluster_args.parse_args, ["--miss-weight", "3", "--router", "round-robin"],
+         "--miss-weight: wanted together with --router prefix, got 3.0 alone"),
+        (cluster_args.parse_args, ["--running-weight", "3", "--router", "ray-prefix"],
+         "--running-weight: .* --router prefix or --router power-of-two, got 3 alone"),
+        (run_args.parse_args, ["--draft-tokens", "4"], "--draft-tokens: .* --drafts or --draft-m"),
+        (bench_args.parse_args, ["--top-k", "4"], "--top-k: .* --temperature, got 4 alone"),
+        (bench_args.parse_args, ["--row-slots", "4"], "--row-slots: .* --workload waste, got it"),
+        (bench_args.parse_args, ["--steps", "4"], "--steps: .* --workload host, got it alone"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_would_do_nothing_is_refused_and_names_the_one_it_needs(parse, argv, message):
+    with pytest.raises(UsageError, match=message):
+        parse(argv)
+
+
+def test_a_flag_beside_the_one_that_it_needs_is_taken():
+    assert parse_args(["--draft-tokens", "4", "--drafts", "ngram"]).engine.most_drafts == 4
+    assert cluster_args.parse_args(["--miss-weight", "3"]).cluster.miss_weight == 3
+    assert bench_args.parse_args(["--workload", "host", "--steps", "4"]).host.steps == 4
 
 
 def test_with_a_key_all_is_answered(client):
@@ -167,3 +244,22 @@ def test_a_certificate_makes_it_https(make_engine, tmp_path):
         plain = running.url.replace("https", "http")
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{plain}/health")
+
+
+def test_an_access_log_is_continued_and_no_other_file_is(guarded, client, tmp_path):
+    client.get("/health")
+    guarded.wait_for(lambda: guarded.lines)
+    line = guarded.lines[0]
+    assert line.startswith(LINE_BEGINS)
+    log, model = tmp_path / "log", tmp_path / "model"
+    log.write_text(f"{line}\n", encoding="utf-8")
+    model.mkdir()
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    with _access_log(parse_args(["--access-log", str(log)])) as write:
+        write(line)
+    assert log.read_text(encoding="utf-8") == f"{line}\n{line}\n"
+    for path in (model / "config.json", tmp_path):
+        options = parse_args(["--model", str(model), "--access-log", str(path)])
+        with pytest.raises(UsageError, match="--access-log: "), _access_log(options):
+            pytest.fail("it was opened")
+    assert (model / "config.json").read_text(encoding="utf-8") == "{}"

@@ -1,0 +1,277 @@
+"""Grammars compiled: what llguidance makes of one, once, beside the steps.
+
+Decides: which grammars are refused before a request is admitted. A grammar is first compiled by a
+process of its own (`grammar_trial.py`), within limits of time, memory and stack, then here, and
+then a few tokens are tried: a grammar that no text follows, or whose first masks are beyond the
+library's limits or the budget of a token, is an error of the request.
+
+Invariants: a grammar is compiled once, and a refusal is remembered like a success, as long as it is
+among the last `_MOST_COMPILED`; threads that compile have more stack than the trial had, so what
+the trial survives is survived here.
+
+Does not know: requests, steps, logits.
+"""
+
+import json
+import subprocess  # the program is ours
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from model.control.grammar import Grammar
+from model.errors import GrammarError, InvalidSettingError, UnsupportedModelError
+
+_MOST_COMPILED = 256
+_MOST_SPENT_S = 4.0
+"""The library keeps what a grammar's masks have cost, some 100 MB a second."""
+
+_MAX_LEXER_STATES = 1 << 16  # some 100 MB for one grammar; the library's own limit is 500 MB
+_NUM_TRIED = 16  # tokens
+_TRIAL_CPU_S, _TRIAL_WALL_S = 2, 120
+_TRIAL_BYTES = 1 << 30
+_TRIAL_STACK_BYTES, _STACK_BYTES = 32 << 20, 64 << 20
+_NOTHING_FOLLOWS = "NoExtension"  # how the library calls it
+
+
+@dataclass(slots=True)
+class Compiled:
+    """A grammar that is compiled.
+
+    Attributes:
+        grammar: it.
+        matcher: at the beginning of a text; copied for each.
+        spent_s: of the processor, for all masks of its texts.
+    """
+
+    grammar: Grammar
+    matcher: LLMatcher
+    spent_s: float = 0.0
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model.
+
+    Args:
+        describe: gives the tokenizer as `tokenizers` writes it; None: no grammar can be followed.
+        vocab_size: of the logits.
+        eos_token_ids: tokens that end a text.
+        token_s: the most processor time of a mask; None: the grammars are not tried, because the
+            rank that leads has done so.
+        clock: processor time of the thread, in seconds.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[], str | None],
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        token_s: float | None,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._describe = describe
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._token_s = token_s
+        self._clock = clock
+        self._tokenizer: LLTokenizer | None = None
+        self._known: dict[Grammar, Future[Compiled]] = {}
+        self._lock = threading.Lock()
+        self._tokenizing = threading.Lock()
+        self._threads = ThreadPoolExecutor(2, "grammar")
+
+    def compile(self, grammar: Grammar) -> "Future[Compiled]":
+        """Begin to compile a grammar, unless that was done; from any thread. O(1).
+
+        The future raises:
+            InvalidSettingError: no text follows it, it means nothing, or is too large.
+            GrammarError: its first masks take longer than a token may.
+            UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
+        """
+        with self._lock:
+            known = self._known.get(grammar)
+            if known is None:
+                known = self._known[grammar] = self._begin(grammar)
+                if len(self._known) > _MOST_COMPILED:
+                    del self._known[next(iter(self._known))]
+            return known
+
+    def trim(self) -> None:
+        """Forget the oldest grammars while the library keeps too much for all. O(grammars)."""
+        with self._lock:
+            spent_s = {
+                grammar: future.result().spent_s
+                for grammar, future in self._known.items()
+                if future.done() and future.exception() is None
+            }
+            left_s = sum(spent_s.values())
+            for grammar, each_s in spent_s.items():
+                if left_s <= _MOST_SPENT_S:
+                    return
+                left_s -= each_s
+                del self._known[grammar]
+
+    def _begin(self, grammar: Grammar) -> "Future[Compiled]":
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            return self._threads.submit(self._compile, grammar)
+        finally:
+            threading.stack_size(before)
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        try:
+            return self._compiled(grammar)
+        except InvalidSettingError:
+            raise
+        except BaseException:  # it may be none of the grammar's doing
+            with self._lock:
+                self._known.pop(grammar, None)
+            raise
+
+    def _compiled(self, grammar: Grammar) -> Compiled:
+        tokenizer = self._known_tokens()
+        try:
+            source = _source(grammar)
+        except Exception as error:  # what a reader of grammars raises
+            raise refused(grammar, str(error)) from error
+        if self._token_s is not None and grammar.form not in {"choice", "json_object"}:
+            _try(grammar, source)
+        limits = LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise refused(grammar, reason(matcher))
+        if self._token_s is not None:
+            self._begin_text(grammar, matcher.deep_copy(), tokenizer, self._token_s)
+        return Compiled(grammar, matcher)
+
+    def _begin_text(
+        self, grammar: Grammar, text: LLMatcher, tokenizer: LLTokenizer, token_s: float
+    ) -> None:
+        """Take the first token that may come, a few times, to meet what is wrong soon."""
+        words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
+        tokens: list[int] = []
+        while len(tokens) < _NUM_TRIED and not text.is_stopped():
+            began_s = self._clock()
+            text.unsafe_compute_mask_ptr(words.data_ptr(), words.nbytes)
+            took_s = self._clock() - began_s
+            if text.is_error():
+                break
+            if took_s > token_s:
+                raise over_token_budget(took_s, token_s)
+            token = _first(words, self._eos_token_ids)
+            if token is None:
+                return
+            tokens.append(token)
+            text.consume_token(token)
+        if text.is_error():
+            why = reason(text)
+            if why == _NOTHING_FOLLOWS:
+                begun = tokenizer.decode_str(tokens)
+                why = f"nothing can come after {begun!r}" if tokens else "no text matches it"
+            raise refused(grammar, why)
+
+    def _known_tokens(self) -> LLTokenizer:
+        with self._tokenizing:
+            if self._tokenizer is None:
+                source, ends = self._describe(), sorted(self._eos_token_ids)
+                if source is None:
+                    raise UnsupportedModelError(
+                        "grammar: the bytes of this model's tokens are unknown"
+                    )
+                if not ends:
+                    raise UnsupportedModelError("grammar: this model has no token that ends a text")
+                self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
+            return self._tokenizer
+
+
+def refused(grammar: Grammar, why: str) -> InvalidSettingError:
+    """The error of a grammar that is not taken. O(why)."""
+    return InvalidSettingError(
+        "grammar", f"a {grammar.form} that compiles ({' '.join(why.split())[:300]})", grammar.text
+    )
+
+
+def reason(matcher: LLMatcher) -> str:
+    """Why a matcher has failed, in the library's words; O(words)."""
+    lines = str(matcher.get_error()).split("\n<", maxsplit=1)[0]
+    said = " ".join(lines.split())[:300]
+    return _NOTHING_FOLLOWS if said.startswith(_NOTHING_FOLLOWS) else said
+
+
+def over_token_budget(took_s: float, token_s: float) -> GrammarError:
+    """The error of a mask that took too long. O(1)."""
+    return GrammarError(
+        f"grammar: wanted at most {token_s:g} s of the processor for the mask of a token "
+        f"(--grammar-token-s), got {took_s:.3g} s"
+    )
+
+
+def _first(words: torch.Tensor, ends: frozenset[int]) -> int | None:
+    """The first token of a mask that does not end the text; None: there is none. O(vocab_size)."""
+    bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
+    allowed = bits.flatten()
+    allowed[[end for end in ends if end < len(allowed)]] = 0
+    token = int(allowed.argmax())
+    return token if allowed[token] else None
+
+
+def _try(grammar: Grammar, source: str) -> None:
+    """Compile a grammar in a process of its own. Some tens of milliseconds.
+
+    Raises:
+        InvalidSettingError: it does not compile there.
+    """
+    library = find_spec("llguidance._lib")
+    program = Path(__file__).with_name("grammar_trial.py")
+    limits = (_TRIAL_CPU_S, _TRIAL_BYTES, _TRIAL_STACK_BYTES)
+    command = [sys.executable, "-I", "-S", str(program), str(library and library.origin)]
+    too_large = (
+        f"it takes more than {_TRIAL_CPU_S} s of the processor or {_TRIAL_BYTES >> 20} MiB to "
+        "compile, or its rules are nested too deeply"
+    )
+    try:
+        ran = subprocess.run(  # noqa: S603  # the program is ours
+            [*command, *map(str, limits)],
+            input=source.encode("utf-8", "replace"),
+            capture_output=True,
+            timeout=_TRIAL_WALL_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise refused(grammar, too_large) from error
+    if ran.returncode < 0:  # a signal: no stack or no memory was left, or no time
+        raise refused(grammar, too_large)
+    if ran.returncode:
+        raise RuntimeError(f"grammar_trial.py: {ran.stderr.decode(errors='replace')[-500:]}")
+    said = ran.stdout.decode(errors="replace").strip()
+    if said and not said.startswith("WARNING"):
+        raise refused(grammar, said)
+
+
+def _source(grammar: Grammar) -> str:
+    """As llguidance takes it.
+
+    Raises:
+        Exception: it is no JSON, or no grammar of its kind.
+    """
+    match grammar.form:
+        case "json_schema":
+            return str(LLMatcher.grammar_from_json_schema(grammar.text))
+        case "json_object":
+            return str(LLMatcher.grammar_from_json_schema('{"type": "object"}'))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(grammar.text))
+        case "choice":
+            texts = " | ".join(json.dumps(text) for text in json.loads(grammar.text))
+            return str(LLMatcher.grammar_from_lark(f"start: {texts}"))
+        case "gbnf":
+            return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text)))
+    return str(LLMatcher.grammar_from_lark(grammar.text))

@@ -1,0 +1,50 @@
+"""A program that compiles a grammar, to see whether that ends well.
+
+A grammar from a stranger is first compiled here, because the library can run out of stack, which
+ends its process, or take hours and all memory.
+
+    python -I -S grammar_trial.py LIBRARY CPU_SECONDS MEMORY_BYTES STACK_BYTES < GRAMMAR
+
+Prints what the library says against the grammar; nothing if it compiles. It imports the library's
+binary alone, so it starts in some milliseconds.
+
+Does not know: the model's tokens, how a grammar is spelled.
+"""
+
+import sys
+import threading
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+
+if sys.platform != "win32":
+    import resource
+
+
+def main(library: str, cpu_s: int, memory_bytes: int, stack_bytes: int) -> None:
+    """Compile what stands on stdin, within these limits.
+
+    Raises:
+        ImportError: the library cannot be loaded.
+    """
+    loader = ExtensionFileLoader("llguidance._lib", library)
+    spec = spec_from_file_location(loader.name, library, loader=loader)
+    if spec is None:
+        raise ImportError(library)
+    llguidance = module_from_spec(spec)
+    loader.exec_module(llguidance)
+    if sys.platform != "win32":  # which has the caller's time limit alone
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    grammar = sys.stdin.read()
+    limits = llguidance.LLParserLimits(verbose_errors=False)
+    threading.stack_size(stack_bytes)
+    thread = threading.Thread(
+        target=lambda: print(llguidance.LLMatcher.validate_grammar(grammar, limits=limits))
+    )
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))
