@@ -24,6 +24,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import backends
 from model.device.attention import IMPLEMENTATION, attend
 from model.device.layout import LayerShape
+from model.device.positions import ReportedLength, RowsElsewhere, report_positions
 from model.device.rope import RopeSwitch
 from model.device.sight import MaskFunction, Sight, sight_of
 from model.errors import UnsupportedModelError
@@ -214,17 +215,26 @@ def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
 
 
 class _Alone:
-    """A pass in which no token sees another; notes what one of them asks, keys and says."""
+    """A pass in which no token sees another; notes what one of them asks, keys and says.
 
-    def __init__(self, row: int) -> None:
+    With `elsewhere` it also notes what that would be many rows on.
+    """
+
+    def __init__(self, row: int, elsewhere: RowsElsewhere | None = None) -> None:
         self._row = row
+        self._elsewhere = elsewhere
         self.noted: dict[int, tuple[Tensor, ...]] = {}
+        self.noted_elsewhere: dict[int, tuple[Tensor, ...]] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
         """Note a row; of every row something of its own."""
-        self.noted[layer] = tuple(part[self._row].float() for part in (query, key, value))
+        parts = (query, key, value)
+        self.noted[layer] = tuple(part[self._row].float() for part in parts)
+        if self._elsewhere is not None:
+            twins = (self._elsewhere.twin(part) for part in parts)
+            self.noted_elsewhere[layer] = tuple(part[self._row].float() for part in twins)
         group = query.shape[1] // key.shape[1]
         size = value.shape[2]
         own = (key[..., :size] + value).repeat_interleave(group, 1)
@@ -233,6 +243,8 @@ class _Alone:
 
 _TOLERANCES = {torch.float32: 0.02, torch.float64: 0.02}
 """How far a token may be from itself, as a share of its size; elsewhere rounding adds up sooner."""
+_SAME_SHAPE_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Likewise in two passes of one token each, which round alike; 0.02 in other dtypes."""
 _TOKENS = ((11, 5, 7), (2, 9, 3), (13, 1, 8))
 _PARTS = ("queries", "keys", "values")
 
@@ -249,6 +261,10 @@ def check_tokens_alone(
     rounding sends it to other experts it may differ once, so it has to differ for every token that
     is tried.
 
+    Its position has to come from `position_ids`: at the last position a token is run as `generate`
+    would, with a cache that reports how many tokens came before, and in another row. A network that
+    counts positions from the cache and the row is given such a cache in every pass from then on.
+
     Args:
         model: has our attention.
         device: where it is.
@@ -259,6 +275,10 @@ def check_tokens_alone(
         UnsupportedModelError: with the layer, and what differs in it.
     """
     last = num_positions - 1
+    reason = _misplaced(model, device, last, rope)
+    if reason:
+        report_positions(model)
+        reason = _misplaced(model, device, last, rope)
     edge = last if rope is None else rope.num_tokens - 1
     # Near the beginning no text is long yet; farther on a rotation shows more.
     for near in sorted({min(3, last), min(500, last // 2, edge)}):
@@ -268,6 +288,35 @@ def check_tokens_alone(
                 f"{type(model).__name__}: wanted layers that compute each token from itself and "
                 f"its position, {reasons[0]}: a batch of other requests would change its result"
             )
+    if reason:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: wanted layers that take a token's position from "
+            f"position_ids, {reason}: its result would change with the step that computes it"
+        )
+
+
+def _misplaced(
+    model: PreTrainedModel, device: torch.device, position: int, rope: RopeSwitch | None
+) -> str:
+    """What else than `position_ids` tells a layer where a token is, in words; empty: nothing."""
+    vocab_size = model.config.get_text_config().vocab_size
+    is_long = torch.ones((1, 1), dtype=torch.bool, device=device)
+    tolerance = _SAME_SHAPE_TOLERANCES.get(model.dtype, 0.02)
+    reason = ""
+    for numbers in _TOKENS:
+        token = [numbers[0] % vocab_size]
+        cached, alone = _Alone(row=0), _Alone(row=0, elsewhere=(rows := RowsElsewhere(1, position)))
+        with nullcontext() if rope is None else rope.choosing(is_long):
+            length = ReportedLength(position)
+            _run(model, device, token, [position], cached, past_key_values=length)
+            with rows:
+                _run(model, device, token, [position], alone)
+        reason = _difference(
+            cached.noted, alone.noted, tolerance, "the length that a cache reports"
+        ) or _difference(alone.noted, alone.noted_elsewhere, tolerance, "its row in a step")
+        if not reason:
+            break
+    return reason
 
 
 def _reasons(
@@ -282,7 +331,8 @@ def _reasons(
         with nullcontext() if rope is None else rope.choosing(is_long):
             one = _noted(model, device, [token, first], [near, far], row=0)
         two = _noted(model, device, [second, token], [0, near], row=1)
-        reasons.append(_difference(one, two, _TOLERANCES.get(model.dtype, 0.25)))
+        tolerance = _TOLERANCES.get(model.dtype, 0.25)
+        reasons.append(_difference(one, two, tolerance, "other tokens"))
         if not reasons[-1]:
             break
     return reasons
@@ -296,21 +346,36 @@ def _noted(
     row: int,
 ) -> dict[int, tuple[Tensor, ...]]:
     alone = _Alone(row)
+    _run(model, device, tokens, positions, alone)
+    return alone.noted
+
+
+def _run(
+    model: PreTrainedModel,
+    device: torch.device,
+    tokens: list[int],
+    positions: list[int],
+    alone: _Alone,
+    **more: object,
+) -> None:
     with torch.inference_mode():
         model(
             input_ids=torch.tensor([tokens], device=device),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
             paged=alone,
+            **more,
         )
-    return alone.noted
 
 
 def _difference(
-    one: dict[int, tuple[Tensor, ...]], two: dict[int, tuple[Tensor, ...]], tolerance: float
+    one: dict[int, tuple[Tensor, ...]],
+    two: dict[int, tuple[Tensor, ...]],
+    tolerance: float,
+    cause: str,
 ) -> str:
     for layer in sorted(one):
         for name, left, right in zip(_PARTS, one[layer], two[layer], strict=True):
             if float((left - right).norm()) > tolerance * float(left.norm()):
-                return f"the {name} of layer {layer} follow other tokens too"
+                return f"the {name} of layer {layer} follow {cause} too"
     return ""

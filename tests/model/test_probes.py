@@ -10,12 +10,16 @@ from torch import nn
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
+import backends
+from model import EngineConfig, SamplingParams
 from model.device.attention import attend
 from model.device.layout import LayerShape
+from model.device.positions import RowsElsewhere
 from model.device.probes import Probe, check_tokens_alone, probe_layers
 from model.device.sight import Sight, sight_of
+from model.engine import Engine
 from model.errors import UnsupportedModelError
-from tests.model.networks import build
+from tests.model.networks import build, greedy_and_margin
 
 CPU = torch.device("cpu")
 SIGHTS = st.one_of(
@@ -159,6 +163,105 @@ def test_a_network_that_mixes_tokens_outside_its_attention_is_refused():
     network.model.layers[0].mlp = Mixing(network.model.layers[0].mlp)
     with pytest.raises(UnsupportedModelError, match="of layer 1 follow other tokens"):
         check_tokens_alone(network, CPU, 256)
+
+
+# Planted: layers that know a token's place by the row, or by the length of the cache.
+
+
+class _ScaledQueries(nn.Module):
+    """A projection of queries whose results are scaled by `1 + scale(number of rows)`."""
+
+    def __init__(self, inner, scale):
+        super().__init__()
+        self.inner, self.scale = inner, scale
+
+    def forward(self, x):
+        return self.inner(x) * (1 + self.scale(x)[:, None])
+
+
+def _by_its_row(x):
+    return torch.floor(torch.arange(x.shape[1]) / 100) * 0.1
+
+
+def _by_a_count(x):
+    rows = torch.ones(x.shape[:2], dtype=torch.int64).cumsum(-1)
+    return 0.1 * (rows[0] > 100)
+
+
+def _in_place(x):
+    scale = torch.zeros(x.shape[1])
+    scale += torch.arange(1, x.shape[1] + 1) // 100
+    return scale
+
+
+@pytest.mark.parametrize("scale", [_by_its_row, _by_a_count, _in_place])
+def test_a_layer_that_scales_by_the_row_is_refused_though_the_first_hundred_are_alike(scale):
+    network = build("llama").network
+    probe_layers(network, CPU)
+    attention = network.model.layers[1].self_attn
+    attention.q_proj = _ScaledQueries(attention.q_proj, scale)
+    with pytest.raises(UnsupportedModelError, match="queries of layer 1 follow its row in a step"):
+        check_tokens_alone(network, CPU, 256)
+
+
+def _counting(network, places):
+    """Let a layer scale its queries by `places(cache, rows)`, as Llama 4 does."""
+    attention = network.model.layers[1].self_attn
+    own, scaled = attention.forward, _ScaledQueries(attention.q_proj, None)
+    attention.q_proj = scaled
+
+    def forward(*args, past_key_values=None, **kwargs):
+        scaled.scale = lambda x: torch.floor(places(past_key_values, x.shape[1]) / 8) * 0.1
+        return own(*args, past_key_values=past_key_values, **kwargs)
+
+    attention.forward = forward
+    return network
+
+
+def _position(cache, rows):
+    return torch.arange(rows) + (0 if cache is None else cache.get_seq_length(1))
+
+
+def _length(cache, rows):
+    return torch.zeros(rows) + (0 if cache is None else cache.get_seq_length(1))
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_a_layer_that_takes_positions_from_its_cache_gives_what_it_gives_in_generate(is_captured):
+    model = build("llama", 19)
+    _counting(model.network, _position)
+    tokens, _ = greedy_and_margin(model, list(range(30)), 20)
+    assert tokens != greedy_and_margin(build("llama", 19), list(range(30)), 20)[0]
+    sizes = EngineConfig(num_blocks=60, block_size=4, max_num_batched_tokens=9)
+    engine = Engine(model, backends.get_backend("numba"), sizes)
+    if is_captured:
+        engine.network.capture()
+    prompts = [list(range(30)), list(range(20)), list(range(30))]
+    first, _, again = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    assert first.request.output_tokens == again.request.output_tokens == tokens
+    assert engine.stats.num_hit_tokens > 0
+    assert greedy_and_margin(model, list(range(30)), 20)[0] == tokens  # it is left as it was
+
+
+def test_a_layer_that_follows_the_length_of_its_cache_alone_is_refused():
+    network = build("llama").network
+    probe_layers(network, CPU)
+    _counting(network, _length)
+    with pytest.raises(UnsupportedModelError, match="from position_ids, the queries of layer 1"):
+        check_tokens_alone(network, CPU, 256)
+
+
+def test_rows_elsewhere_leave_indices_and_what_cancels_out_as_they_are():
+    values, elsewhere = torch.rand(4), RowsElsewhere(4, 1000)
+    with elsewhere:
+        rows = torch.arange(4)
+        picked, selected = values[rows], values.index_select(0, rows)
+        less, (left, right) = (rows + 7) - rows, (rows.float() / 2).split(2)
+    for tensor in (picked, selected, values):
+        assert elsewhere.twin(tensor) is tensor
+    assert elsewhere.twin(less).tolist() == less.tolist() == [7] * 4
+    assert (elsewhere.twin(left) - left).tolist() == (elsewhere.twin(right) - right).tolist()
+    assert (elsewhere.twin(right) - right).tolist() == [500.0, 500.0]
 
 
 class Layer(nn.Module):

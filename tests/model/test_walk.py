@@ -7,7 +7,7 @@ from transformers.models.llama import modeling_llama
 
 from model import ModelError
 from tests.model import walk
-from tests.model.tiny_configs import cases
+from tests.model.tiny_configs import LOW, cases, lowered, make_config
 
 QUICK = [
     ("BertConfig", ""),
@@ -100,6 +100,18 @@ PLANTED = [
 def test_the_walk_sees_a_class_that_answers_wrongly(monkeypatch, trusting, kind, planted):
     monkeypatch.setattr(kind, "forward", planted(kind.forward))
     assert walk.outcome("LlamaConfig", "").startswith("WRONG: ")
+
+
+def test_the_walk_sees_a_layer_that_counts_positions_by_itself_beyond_a_low_threshold(trusting):
+    assert walk.outcome("Llama4TextConfig", "").startswith("WRONG: ")
+
+
+def test_low_thresholds_are_below_every_prompt_and_sizes_stay():
+    config = make_config("Llama4Config", "")
+    low = lowered(config).text_config
+    assert low.floor_scale == LOW < min(map(len, walk.prompts()))
+    assert low.hidden_size == config.text_config.hidden_size
+    assert lowered(make_config("LlamaConfig", "")) is None
 
 
 @pytest.mark.parametrize(("kind", "planted"), PLANTED)

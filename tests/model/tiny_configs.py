@@ -4,14 +4,18 @@
 too. Sizes are found by their names; what a class needs beside them stands in `EXTRA`.
 """
 
+import copy
 import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 WINDOW = 7
 CHUNK = 8
+LOW = 4
 
 _SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), 320),
@@ -132,6 +136,8 @@ EXTRA |= {
         "wide values": {"v_head_dim": 32},
         "a wrong head_dim": {"head_dim": 16},  # 8 are rotated
     },
+    "Llama4Config": {"": {"text_config": {"no_rope_layers": [1, 0]}}},
+    "Llama4TextConfig": {"": {"no_rope_layers": [1, 0]}},
     "LongcatFlashConfig": {"": {"head_dim": 8, "qk_rope_head_dim": 8}},
     "Gemma4Config": {"": {"text_config": {"pad_token_id": 0}}},
     "Gemma4AssistantConfig": {
@@ -240,6 +246,45 @@ def make_config(name: str, variant: str) -> PreTrainedConfig:
             named = re.search(r"field '(\w+)'", str(error))
             if named is None or not _without(sizes, named[1]):
                 return kind(**extra)  # a class that is refused needs no sizes
+
+
+def lowered(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The configuration with every threshold below the length of the prompts; None: it has none.
+
+    Every integer that changes no weight's shape may be a threshold: of a scale, of rope's factors,
+    of what a layer sees. Windows, chunks and positions have their sizes above.
+    """
+    fields = config.to_dict()
+    shapes, kept = _shapes(fields, config), 0
+    for holder, name in _integers(fields):
+        before = holder[name]
+        holder[name] = LOW
+        if _shapes(fields, config) == shapes:
+            kept += 1
+        else:
+            holder[name] = before
+    return type(config).from_dict(fields) if kept else None
+
+
+def _integers(fields: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where an integer stands that may be a threshold."""
+    for name, value in fields.items():
+        if isinstance(value, dict) and name not in ("vision_config", "audio_config", "vq_config"):
+            yield from _integers(value)
+        elif type(value) is int and value > LOW and name not in _SIZES and "token" not in name:
+            yield fields, name
+
+
+def _shapes(fields: dict[str, Any], config: PreTrainedConfig) -> object:
+    """The shapes of a network's weights; None: there is no such network."""
+    try:
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(
+                type(config).from_dict(copy.deepcopy(fields))
+            )
+    except Exception:  # noqa: BLE001  # whatever the class makes of it
+        return None
+    return {name: weight.shape for name, weight in network.state_dict().items()}
 
 
 def _merged(sizes: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
