@@ -1,13 +1,29 @@
 """The runner: requests, schedule, batch, forward, sample; `python -m model.run` is its front door.
 
 Importing this package loads nothing of it: a name is loaded when it is asked for, so that a command
-line is there for a signal from its first moment. None of the names here loads torch
+line heeds a signal from its first moment. None of the names here loads torch
 but `LLM`; `model.engine` and `model.loader` do, and Transformers too.
 """
 
+import _signal  # type: ignore[import-not-found]  # `signal` without its enums, which load slowly
+import os
+import sys
 from importlib import import_module
-from typing import TYPE_CHECKING
 
+
+def _interrupted(number: int, _frame: object) -> None:
+    """What Ctrl-C does before a command has come to `model.cli.exits`, which does the same."""
+    if sys.stderr is not None:
+        sys.stderr.write("interrupted\n")
+        sys.stderr.flush()
+    os._exit(128 + number)
+
+
+# This is the first code of ours that `python -m model.run` runs; -m: it looks for the module yet.
+if sys.argv[:1] == ["-m"] and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    _signal.signal(_signal.SIGINT, _interrupted)
+
+TYPE_CHECKING = False  # `typing` is slow to load too
 if TYPE_CHECKING:
     from model.async_engine import AsyncEngine
     from model.control.config import EngineConfig, SchedulerConfig

@@ -27,9 +27,10 @@ from model.errors import ModelNotFoundError, UnsupportedModelError, shown
 _INDEX = "model.safetensors.index.json"
 _WHOLE = "model.safetensors"
 _GENERATION = "generation_config.json"
+_TOKENIZER = "tokenizer.json"
 _JSON_FILES = (
     _GENERATION,
-    "tokenizer.json",
+    _TOKENIZER,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -112,6 +113,8 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
             content = read_object(path)
             if name == _GENERATION:
                 _check_generation(path, content)
+            elif name == _TOKENIZER:
+                _check_merges(path, content)
     stored: dict[str, StoredTensor] = {}
     for name in _weight_files(folder):
         stored |= _header(folder / name)
@@ -218,6 +221,22 @@ def _check_generation(path: Path, content: dict[str, object]) -> None:
     except Exception as error:  # whatever a field made of it
         raise ModelNotFoundError(f"model: {path}: {reason(error)}") from error
     check_token_ids(f"{path}: eos_token_id", content.get("eos_token_id"))
+
+
+def _check_merges(path: Path, content: dict[str, object]) -> None:
+    """Refuse merges that do not continue a word: they abort the process in tokenizers' Rust."""
+    model = content.get("model")
+    prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
+    merges = model.get("merges") if isinstance(model, dict) else None
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges if prefix else ():
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(parts, list) or not str(parts[-1:] and parts[-1]).startswith(prefix):
+            raise ModelNotFoundError(
+                f"model: {path}: model: merges: wanted a second part that begins with "
+                f"continuing_subword_prefix, {shown(prefix)}, got {shown(merge)}"
+            )
 
 
 def check_token_ids(where: str, ids: object) -> frozenset[int]:

@@ -8,7 +8,7 @@ ends by a stop token then computes once in vain.
 Invariants: one thread; whatever ends a request, its blocks are back when the call returns: what the
 device still does with them comes before whatever it does for their next owner. A request whose
 logits are no numbers ends alone, and nothing that was cached by then is found any more: what it has
-computed may be in it.
+computed may be in it. So does one whose grammar cannot be followed any further.
 
 Does not know: how blocks are found (`kvcore`), how attention is computed (`backends`), arguments of
 a command line.
@@ -16,6 +16,7 @@ a command line.
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import cast
 
 import backends
@@ -29,6 +30,7 @@ from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
 from model.control.submission import Prompt, Submission
 from model.device.draft_model import DraftModel
+from model.device.grammar_compiler import Compiled
 from model.device.grammars import Grammars
 from model.device.memory import MemoryPlan, plan_memory
 from model.device.network import PagedNetwork
@@ -39,7 +41,7 @@ from model.device.request_sampler import RequestSampler
 from model.device.sanitized import SanitizedBackend
 from model.device.step_runner import Flight, StepPasses
 from model.device.swap import BlockMover, plan_host_blocks
-from model.errors import InvalidArgumentError, StalledError
+from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
 from model.loader import LoadedModel
 from model.output import Completion, Output
 from model.text import TextStream
@@ -124,7 +126,7 @@ class Engine:
         draft = None if ahead is None else DraftModel(model, ahead, self.config, beside=beside)
         drafter: Drafter | None = NgramDrafts() if self.config.drafts == "ngram" else draft
         self._scheduler = Scheduler(self.kv, self._limits(model.max_positions), drafter)
-        self._grammars = Grammars(model.codec.describe, self.vocab_size, model.eos_token_ids)
+        self._grammars = _grammars(model, self.vocab_size, self.config)
         self._sampler = RequestSampler(
             self.vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
         )
@@ -308,19 +310,30 @@ class Engine:
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
+            if params.grammar is not None:
+                self._grammars.open(request)
             self._streams[request.request_id] = self._model.open_text(request.params.stop)
             self._next_id += 1
             requests.append(request)
         return requests
 
+    def compile_grammar(self, grammar: Grammar) -> "Future[Compiled]":
+        """Begin to compile a grammar, unless that was done; from any thread. O(1).
+
+        It is compiled beside the steps; a request that has it is queued at once then. The future
+        raises what `check_grammar` does.
+        """
+        return self._grammars.compile(grammar)
+
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, unless it is, on any thread: a request that has it is queued at once.
+        """Wait until a grammar is compiled. Some tens of milliseconds, once for each grammar.
 
         Raises:
-            InvalidSettingError: it means nothing, or is too large.
+            InvalidSettingError: no text follows it, it means nothing, or is too large.
+            GrammarError: its first masks take longer than a token may.
             UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
         """
-        self._grammars.check(grammar)
+        self.compile_grammar(grammar).result()
 
     def submit_all(self, asked: Iterable[Submission]) -> list[Request]:
         """Queue several, or none of them. O(all samples * their prompts).
@@ -356,6 +369,9 @@ class Engine:
         Raises:
             StalledError: nothing can run although something is unfinished.
         """
+        return [*self._run_step(), *self._end_overrun()]
+
+    def _run_step(self) -> list[Output]:
         watch = self._watch
         watch.begin()
         before, step = self._unread, Step(())
@@ -460,20 +476,18 @@ class Engine:
         streams, outputs = self._streams, []
         tokens = {number: token for number, token in drawn.items() if token is not None}
         chances = flight.chances()
-        if len(tokens) < len(drawn):
-            outputs = [
-                self._fail(request)
-                for request in flight.sampling
-                if request.request_id not in tokens and not request.is_finished
-            ]
+        if len(tokens) < len(drawn) or self._grammars.is_used:
+            for request in flight.sampling:
+                error = None if request.is_finished else self._error(request, drawn)
+                if error is not None:
+                    tokens.pop(request.request_id, None)
+                    outputs.append(self._fail(request, error))
         further = self._further(flight, tokens) if flight.drafted else {}
         for request in self._scheduler.accept(tokens, further):
             number = request.request_id
             stream, told = streams[number], (tokens[number], *further.get(number, ()))
             if number not in further:
                 stream.add(told[0])
-            if request.params.grammar is not None and self._grammars.has_failed(request):
-                self._scheduler.finish(request, FinishReason.ERROR)
             if request.is_finished or stream.is_stopped or self._is_whole(request):
                 self._end(request, stream)
             outputs.append(Output(request, told, stream, chances.get(number, ())))
@@ -499,13 +513,29 @@ class Engine:
             further[number] = found[1:told]
         return further
 
-    def _fail(self, request: Request) -> Output:
-        """End a request whose logits are no numbers, and let nobody find what it has computed."""
+    def _error(self, request: Request, drawn: Mapping[int, int | None]) -> ModelError | None:
+        """Why the token that was drawn for a request is none; None: it is one."""
+        if drawn[request.request_id] is None:
+            return NumericalError("the model's logits for the next token are not finite numbers")
+        return None if request.params.grammar is None else self._grammars.error(request)
+
+    def _fail(self, request: Request, error: ModelError) -> Output:
+        """End a request by an error of its own.
+
+        Where its logits are no numbers, nothing that it has computed is found any more.
+        """
         stream = self._streams[request.request_id]
+        request.error = error
         self._scheduler.finish(request, FinishReason.ERROR)
-        self.kv.reset()
+        if isinstance(error, NumericalError):
+            self.kv.reset()
         self._end(request, stream)
         return Output(request, (), stream)
+
+    def _end_overrun(self) -> list[Output]:
+        """End the requests whose grammar has used up its time."""
+        overrun = self._grammars.take_overrun()
+        return [self._fail(each, error) for each, error in overrun if not each.is_finished]
 
     def _give_up(self, step: Step) -> None:
         """End everything: what a pass has written is unknown, so nothing of it may be found."""
@@ -544,6 +574,13 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
             calibrates=config.kv_scales == "calibrated",
         )
     return network
+
+
+def _grammars(model: LoadedModel, vocab_size: int, config: EngineConfig) -> Grammars:
+    """What texts of this model may follow; of several ranks the first one measures."""
+    leads = model.ranks is None or model.ranks.leads
+    describe, ends = model.codec.describe, model.eos_token_ids
+    return Grammars(describe, vocab_size, ends, config, measures=leads)
 
 
 def _draft_network(

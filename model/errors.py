@@ -7,7 +7,19 @@ traceback.
 Does not know: torch, kvcore or backends; their own errors keep their own types.
 """
 
+import re
+
 _SHOWN_CHARACTERS = 80
+# Control characters but tab and line feed, line separators, and what turns the direction of text.
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    r"""Text for a terminal or a log: what would act on them is escaped, as \x1b. O(text).
+
+    Text of a file, a model or a request is written there by way of this function.
+    """
+    return _UNSEEN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shown(value: object) -> str:
@@ -43,6 +55,10 @@ class InvalidSettingError(InvalidArgumentError):
         self.got = got
 
 
+class GrammarError(InvalidArgumentError):
+    """A text cannot follow its grammar any further: a limit or a budget is used up."""
+
+
 class RequestTooLongError(InvalidArgumentError):
     """The request could never finish here, even alone: pool or positions are too few."""
 
@@ -72,7 +88,13 @@ class NumericalError(ModelError):
 
 
 class RankLostError(ConnectionError):
-    """Another of the processes that share a network is gone; nothing can go on without it."""
+    """Another of the processes that share a network is gone; nothing can go on without it.
+
+    Attributes:
+        was_told: whether a process has written on stderr already which one it is.
+    """
+
+    was_told = False
 
 
 class RanksDivergedError(RuntimeError):

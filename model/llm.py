@@ -56,6 +56,7 @@ class CompletionOutput:
         text: cut before a stop string.
         token_ids: all that were drawn.
         finish_reason: "length", "stop" or "error".
+        error: what ended it with "error"; None: nothing has.
         logprobs: for each token the likely ones in its place, itself among them; None: not asked.
         cumulative_logprob: of all tokens together; None: not asked.
     """
@@ -66,6 +67,7 @@ class CompletionOutput:
     finish_reason: str | None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,7 @@ class LLM:
             finish_reason=None if reason is None else reason.value,
             logprobs=[self._logprobs(token) for token in tokens] if asks else None,
             cumulative_logprob=sum([token.logprob or 0.0 for token in tokens]) if asks else None,
+            error=None if request.error is None else str(request.error),
         )
 
     def _logprobs(self, token: SampledToken) -> dict[int, Logprob]:

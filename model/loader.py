@@ -151,6 +151,24 @@ class LoadedModel:
         return TextStream(self.codec.decode, stop, self.codec.open_step())
 
 
+class _NoPanic:
+    """Around calls of the tokenizers library: a panic of its Rust becomes an `Exception`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is not None and kind.__module__ == "pyo3_runtime":
+            raise RuntimeError(
+                f"tokenizer.json makes the tokenizers library fail: {error}"
+            ) from error
+
+
+_NO_PANIC = _NoPanic()
+
+
 class _HuggingFaceCodec:
     """A tokenizer of Transformers.
 
@@ -198,20 +216,22 @@ class _HuggingFaceCodec:
                 f"model's positions hold if every token is the longest, got {len(text):,}"
             )
         try:
-            return list(
-                self._tokenizer.encode(
-                    text, truncation=False, add_special_tokens=adds_special_tokens
+            with _NO_PANIC:
+                return list(
+                    self._tokenizer.encode(
+                        text, truncation=False, add_special_tokens=adds_special_tokens
+                    )
                 )
-            )
         except Exception as error:  # one that its own files do not fit
             raise InvalidArgumentError(
                 f"prompt: wanted text that the model's tokenizer takes: {reason(error)}"
             ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
-        text = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        with _NO_PANIC:
+            text = self._tokenizer.decode(
+                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         return str(text)
 
     def describe(self) -> str | None:
@@ -227,7 +247,13 @@ class _HuggingFaceCodec:
         tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
         if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
             return None
-        return partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
+        step = partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
+
+        def guarded(tokens: list[int]) -> str | None:
+            with _NO_PANIC:
+                return step(tokens)
+
+        return guarded
 
 
 def load_model(
@@ -561,9 +587,10 @@ def _load_network(
 def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
     what = f"model: the tokenizer of {source.name!r}"
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source.name, local_files_only=source.is_local
-        )
+        with _NO_PANIC:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                source.name, local_files_only=source.is_local
+            )
         codec = _HuggingFaceCodec(tokenizer, max_positions)
         tokens = codec.encode(_SAMPLE_TEXT)
         codec.decode(tokens)

@@ -9,8 +9,9 @@ Does not know: requests, clients.
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -78,24 +79,31 @@ def start(
 
     Raises:
         ModelError: there is no such model, it cannot run here, or there are not as many processes.
+        RankLostError: another process is gone.
     """
+    if sys.flags.optimize > 1:
+        raise UsageError(
+            "PYTHONOPTIMIZE: wanted 0 or 1: 2 (python -OO) removes docstrings, and Transformers "
+            "loads no network without its own"
+        )
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     ranks = None
     if num_ranks is not None:
         ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
-    backend = backends.get_backend(backend_name)
-    if dtype_name == "auto":
-        is_half = backend.device.type == "cuda" and not is_exact
-        dtype_name = "bfloat16" if is_half else "float32"
-    dtype: torch.dtype = getattr(torch, dtype_name)
-    model = load(name, backend.device, dtype, ranks)
-    if draft_name is not None:
-        try:
-            draft = load(draft_name, backend.device, dtype, None)
-        except (ModelNotFoundError, UnsupportedModelError) as error:
-            raise type(error)(f"draft_model: {str(error).removeprefix('model: ')}") from error
-        model = with_draft(model, draft)
+    with nullcontext() if ranks is None else ranks.noticing(or_fail=True):
+        backend = backends.get_backend(backend_name)
+        if dtype_name == "auto":
+            is_half = backend.device.type == "cuda" and not is_exact
+            dtype_name = "bfloat16" if is_half else "float32"
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        model = load(name, backend.device, dtype, ranks)
+        if draft_name is not None:
+            try:
+                draft = load(draft_name, backend.device, dtype, None)
+            except (ModelNotFoundError, UnsupportedModelError) as error:
+                raise type(error)(f"draft_model: {str(error).removeprefix('model: ')}") from error
+            model = with_draft(model, draft)
     _choose_threads(model)
     return model, backend
 

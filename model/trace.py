@@ -1,4 +1,4 @@
-"""What every step did and when: a watch that the engine calls, a recorder, a trace file.
+"""What every step did and when: a watch that the engine calls, a recorder, the text of a trace.
 
 Decides: the phases of a step, and their names. `schedule` plans it, `prepare` builds its tensors,
 `forward` is the network, `sample` draws the tokens, `commit` tells the cache and makes text.
@@ -20,17 +20,15 @@ Does not know: torch, how a step is computed, who looks at the file.
 import json
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, TextIO
 
 import kvcore
 from model.control.pool_frames import FrameLog, PoolFrames, Schedule
 from model.control.request import Request
 from model.control.step import Step
-from model.errors import UsageError
 
 SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
     "schedule",
@@ -40,6 +38,9 @@ SCHEDULE, PREPARE, FORWARD, SAMPLE, COMMIT = PHASES = (
     "commit",
 )
 
+
+TRACE_BEGINS = '{"displayTimeUnit": "ms", "traceEvents": ['
+"""What a trace file begins with."""
 
 MAX_TEXT_TOKENS = 1_000_000
 """So many tokens of requests that have ended are kept, those of the first ones."""
@@ -331,28 +332,6 @@ class _PoolRecording:
             self._texts[request.request_id] = request.tokens
 
 
-@contextmanager
-def trace_file(path: str | None) -> Iterator[TextIO | None]:
-    """Open a trace file before the work begins, so that a wrong name is told at once.
-
-    Args:
-        path: None: no trace is wanted, and None is what comes out.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    if path is None:
-        yield None
-        return
-    try:
-        out = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # closed below
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--trace: cannot write {path!r}: {reason}") from error
-    with out:
-        yield out
-
-
 def write_trace(out: TextIO, recorder: StepRecorder) -> None:
     """Write a trace that chrome://tracing and ui.perfetto.dev open. O(steps).
 
@@ -375,7 +354,7 @@ def write_trace(out: TextIO, recorder: StepRecorder) -> None:
         name = {"name": "device"}
         events.append({"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": name})
     events += [_span_event(1, origin, *span, {}) for span in on_device]
-    out.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+    out.write(f"{TRACE_BEGINS}\n")
     out.write(",\n".join(map(json.dumps, events)))
     out.write("\n]")
     pool = recorder.pool_document()

@@ -19,7 +19,6 @@ import backends
 from model.control.config import EngineConfig
 from model.control.request import Request
 from model.control.submission import Submission
-from model.device.ranks import noticing
 from model.engine import Engine
 from model.errors import InvalidArgumentError, RanksDivergedError, StalledError
 from model.loader import LoadedModel
@@ -70,9 +69,9 @@ class TwinEngine(Engine):
     ) -> None:
         if model.ranks is None:
             raise InvalidArgumentError("model: wanted one that several ranks share, it is whole")
-        with noticing():
-            super().__init__(model, backend, config)
         self._ranks = model.ranks
+        with self._ranks.noticing(or_fail=True):
+            super().__init__(model, backend, config)
         self._is_checked = is_checked
         self._said: list[Submission | _Aborted | _Emptied] = []
 
@@ -87,7 +86,7 @@ class TwinEngine(Engine):
         Raises:
             RankLostError: another rank is gone.
         """
-        with noticing():
+        with self._ranks.noticing(or_fail=True):
             return super().prepare()
 
     def submit(self, asked: Submission) -> list[Request]:
@@ -113,7 +112,10 @@ class TwinEngine(Engine):
         """
         self._ranks.told(self._said or None)
         self._said = []
-        return self._step()
+        outputs = self._step()
+        overrun = self._end_overrun()  # time is measured by this rank alone
+        self._said += [_Aborted(output.request.request_id) for output in overrun]
+        return [*outputs, *overrun]
 
     def empty_cache(self, *, enable_caching: bool) -> None:
         """As an engine's; the other ranks do it before their next step. O(contents)."""
@@ -171,8 +173,8 @@ class TwinEngine(Engine):
         )
 
     def _step(self) -> list[Output]:
-        with noticing():
-            outputs = super().step()
+        with self._ranks.noticing():
+            outputs = super()._run_step()
         if self._is_checked:
             self._compare()
         return outputs

@@ -20,7 +20,7 @@ from pathlib import Path
 from model.cli.exits import leaves
 from model.cli.settings import Flags
 from model.control.settings import check_settings, setting
-from model.errors import UsageError
+from model.errors import UsageError, visible
 from model.page import FILES, HEADERS, page_file
 
 _JSON = "application/json; charset=utf-8"
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str]) -> None:
         raise UsageError("wanted a file that --trace has written, before all flags; got none")
     with make_server(read_trace(path), options.port) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}/"
-        print(f"{path}: {address} (Ctrl-C ends)", flush=True)
+        print(visible(f"{path}: {address} (Ctrl-C ends)"), flush=True)
         if options.browser:
             webbrowser.open(address)
         server.serve_forever()

@@ -61,6 +61,10 @@ def parse_args(argv: Sequence[str] | None = None) -> BenchOptions:
     """
     said = bench_flags().parse(argv)
     work, waste = said.of(WorkOptions), said.of(WasteOptions)
+    for workload, kind in (("waste", WasteOptions), ("host", HostOptions)):
+        for name in said.given(kind) if work.workload != workload else ():
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag}: wanted together with --workload {workload}, got it alone")
     shape = SHAPES[waste.trace_of if work.workload not in SHAPES else work.workload]
     options = BenchOptions(
         work=work,

@@ -48,10 +48,17 @@ class ArrivalOptions:
         0.0, help="0: the most likely token; above 0: draw", least=0, below=math.inf
     )
     top_k: int | None = setting(
-        None, help="draw from the most likely tokens alone, this many", least=1
+        None,
+        help="draw from the most likely tokens alone, this many",
+        least=1,
+        needs=("temperature",),
     )
     top_p: float = setting(
-        1.0, help="draw from the fewest most likely tokens that reach this mass", above=0, most=1
+        1.0,
+        help="draw from the fewest most likely tokens that reach this mass",
+        above=0,
+        most=1,
+        needs=("temperature",),
     )
     request_rate: float = setting(
         math.inf, help="requests a second, at random moments; inf: all at once", above=0

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TextIO
 
 import torch
 
@@ -28,12 +27,14 @@ from model.bench.report import Counters, Report, Versus, document, table
 from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
 from model.cli.bars import bar
+from model.cli.files import OutputFile
 from model.cli.step_table import StepStats, summarize_steps
 from model.device.ranges import DeviceRanges
 from model.engine import Engine
+from model.errors import visible
 from model.loader import LoadedModel
 from model.start import input_errors, start, warm_up
-from model.trace import trace_file, write_trace
+from model.trace import write_trace
 from model.twins import TwinEngine, engine_of
 
 
@@ -72,13 +73,13 @@ def execute(options: BenchOptions) -> None:
         if options.model.follows:
             follow(options)
             return
-        with trace_file(options.trace.trace) as trace:
-            report = measure(options, trace)
+        trace = options.trace.file(options.model.path, options.engine.draft_model)
+        report = measure(options, trace)
     if options.json:
         json.dump(document(report), sys.stdout)
         print()
     else:
-        print(table(report))
+        print(visible(table(report)))
 
 
 def follow(options: BenchOptions) -> None:
@@ -93,7 +94,7 @@ def follow(options: BenchOptions) -> None:
         engine.follow()
 
 
-def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
+def measure(options: BenchOptions, trace: OutputFile | None = None) -> Report:
     """Run a benchmark. Takes rounds * (1 + peers) times what serving the requests takes.
 
     Args:
@@ -125,7 +126,8 @@ def measure(options: BenchOptions, trace: TextIO | None = None) -> Report:
         for name, turns in others.items():
             turns.append(_peer_turn(bench, name, ours[0].served, label))
     if recorder is not None and trace is not None:
-        write_trace(trace, recorder)
+        with trace.replaced() as out:
+            write_trace(out, recorder)
     bench.engine.end()
     waited = {
         "startup_s": startup_s,

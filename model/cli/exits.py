@@ -6,7 +6,8 @@ finished is lost, and the second ends it.
 
 Invariants: 1 is never given here, so that it can only mean what the run says it means; stdout is
 flushed before the code is chosen, so an output that could not be written is never a success; a bug
-keeps its traceback, and says where to report it.
+keeps its traceback, and says where to report it. A library that cannot be imported, because of the
+environment or its installation, is no bug of ours.
 
 Does not know: what was run.
 """
@@ -22,13 +23,16 @@ from types import FrameType
 from typing import NoReturn
 
 from model.cli.progress import say
-from model.errors import ModelError
+from model.errors import ModelError, RankLostError
 
 BAD_INPUT = 2
 FAILED = 3
 READER_GONE = 141
 _WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "hung up"}
 _MAX_LINE = 2000
+_MAX_REASON = 300
+_OURS = ("__main__", "backends", "kvcore", "model")
+_IMPORTING = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 _REPORT = "This is a bug in kvcore: please report the lines above, and the command, to its authors."
 
@@ -83,13 +87,17 @@ def exits() -> Iterator[None]:
     except BrokenPipeError:
         _drop_output()
         code = READER_GONE
+    except RankLostError as error:
+        if not error.was_told:
+            _say(f"error: {error}")
+        _drop_output()
+        code = FAILED
     except (OSError, MemoryError) as error:
         _say(f"error: {str(error) or 'out of memory'}")
         _drop_output()
         code = FAILED
-    except Exception:  # noqa: BLE001  # a bug: all of it is told, and it must not exit with 1
-        _say(f"{traceback.format_exc()}{_REPORT}", is_one_line=False)
-        code = FAILED
+    except Exception as error:  # noqa: BLE001
+        code = _fault(error)
     else:
         return
     sys.exit(code)
@@ -191,6 +199,37 @@ def _say(text: str, *, is_one_line: bool = True) -> None:
             line = " ".join(text.split())
             text = line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}..."
         say(text)
+
+
+def _fault(error: Exception) -> int:
+    """Tell an error that nothing foresaw; the exit code, which is not 1."""
+    library = _not_loaded(error)
+    if library:
+        _say(f"error: {library} does not load: {type(error).__name__}: {_brief(error)}")
+        return BAD_INPUT
+    _say(f"{traceback.format_exc()}{_REPORT}", is_one_line=False)
+    return FAILED
+
+
+def _not_loaded(error: Exception) -> str:
+    """The library whose import has raised an error; empty if something else has."""
+    below: list[tuple[str, str]] = []  # package and function, of the calls below our last one
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        below = [] if package in _OURS else [*below, (package, frame.f_code.co_name)]
+    if not below:
+        name = error.name if isinstance(error, ModuleNotFoundError) else None
+        package = (name or "").partition(".")[0]
+        return "" if package in _OURS else package
+    if below[0][1] != "<module>" and below[0][0] not in _IMPORTING:
+        return ""
+    return next((package for package, _ in below if package not in _IMPORTING), "")
+
+
+def _brief(error: BaseException) -> str:
+    """The beginning of what an error says."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 
 
 def _drop_output() -> None:

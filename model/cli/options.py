@@ -9,9 +9,11 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from model.cli.files import OutputFile
 from model.control.settings import check_settings, setting
 from model.control.submission import Retained
 from model.tiny import CHECKPOINT_DIR
+from model.trace import TRACE_BEGINS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +34,14 @@ class ModelOptions:
         1, help="processes that share the network, as many as torchrun starts", least=1, most=1024
     )
     expert_parallel: bool = setting(
-        False, help="with --tp: each process has some of the experts whole, not a part of each"
+        False,
+        help="with --tp: each process has some of the experts whole, not a part of each",
+        needs=("tp",),
     )
     check_ranks: bool = setting(
-        False, help="with --tp: compare the block tables of all processes after every step"
+        False,
+        help="with --tp: compare the block tables of all processes after every step",
+        needs=("tp",),
     )
 
     @property
@@ -90,6 +96,21 @@ class TraceOptions:
         metavar="FILE",
     )
     stats: bool = setting(False, help="tell where the time went and what the cache did")
+
+    def file(self, *inputs: str | None) -> OutputFile | None:
+        """The file of `--trace`, checked; None: no trace is wanted. O(files of the inputs).
+
+        Args:
+            inputs: files that the run reads, and folders of which it may read every file.
+
+        Raises:
+            UsageError: it cannot be written, is an input, or is there and no trace.
+        """
+        if self.trace is None:
+            return None
+        file = OutputFile("--trace", self.trace, TRACE_BEGINS)
+        file.check(inputs)
+        return file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,18 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from model.errors import visible
+
 _PATIENCE_S = 3.0
 
 
 def say(line: str) -> None:
-    """Write a line to stderr, if there is one, in one go: others write there too. O(line)."""
+    """Write a line to stderr, if there is one, in one go: others write there too. O(line).
+
+    All that the commands write there comes by here, so no control character reaches a terminal.
+    """
     if sys.stderr is not None:
-        sys.stderr.write(f"{line}\n")  # print writes the end of a line apart
+        sys.stderr.write(visible(f"{line}\n"))  # print writes the end of a line apart
         sys.stderr.flush()
 
 

@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TextIO
 
 import backends
 from model.cli.args import Options
 from model.cli.bars import bar
 from model.cli.exits import FAILED, Asked, Stopped, stopping
+from model.cli.files import OutputFile
 from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
@@ -31,11 +31,11 @@ from model.control.submission import Submission
 from model.device.memory import show_bytes
 from model.device.ranges import DeviceRanges
 from model.engine import Engine
-from model.errors import InvalidArgumentError, UsageError
+from model.errors import InvalidArgumentError, RankLostError, UsageError
 from model.loader import LoadedModel
 from model.output import Completion, Output
 from model.start import input_errors, start, warm_up
-from model.trace import trace_file, write_trace
+from model.trace import write_trace
 from model.twins import TwinEngine, engine_of
 
 
@@ -58,11 +58,15 @@ def execute(options: Options, specs: Sequence[PromptSpec]) -> int:
         ModelError: the input cannot be run.
         OSError: what was printed could not be written.
     """
-    with input_errors(), trace_file(options.trace.trace) as trace:
+    what = options.model
+    with input_errors():
+        trace = options.trace.file(
+            what.path, options.engine.draft_model, options.prompts.prompts_file
+        )
         return _run(options, specs, trace)
 
 
-def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) -> int:
+def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None) -> int:
     what = options.model
     with telling(f"loading {what.path}"):
         model, backend = start(
@@ -100,9 +104,10 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: TextIO | None) ->
             recorder.record_device(DeviceRanges(model.network.device))
     with stopping() as asked:  # until all that is finished is printed
         generated = _generate(options, engine, specs, requests, asked)
-        engine.end(goes_on=options.output.verify and generated.fault is None)
+        _end(engine, generated.fault, is_verified=options.output.verify)
         if recorder is not None and trace is not None:
-            write_trace(trace, recorder)
+            with trace.replaced() as out:
+                write_trace(out, recorder)
         mismatches = None
         if options.output.verify and generated.fault is None:
             mismatches = _verified(model, requests, asked)
@@ -151,10 +156,7 @@ def _tell_failed(specs: Sequence[PromptSpec], requests: Sequence[Request]) -> in
         if request.finish_reason is FinishReason.ERROR
     ]
     for where, request in failed:
-        say(
-            f"error: {where}: it ended after {request.num_output_tokens} tokens, because the "
-            f"model's logits for the next are not finite numbers"
-        )
+        say(f"error: {where}: it ended after {request.num_output_tokens} tokens: {request.error}")
     return len(failed)
 
 
@@ -193,6 +195,8 @@ def _follow(model: LoadedModel, engine: TwinEngine) -> int:
         if engine.follow(requests.extend):  # it is verified
             for index, request in enumerate(requests):
                 find_mismatch(model, index, request)
+            if model.ranks is not None:
+                model.ranks.let_go()
     return 0
 
 
@@ -280,10 +284,36 @@ def _generate(
     return _Generated(completions, elapsed_s, fault)
 
 
+def _end(engine: Engine, fault: BaseException | None, *, is_verified: bool) -> None:
+    """Tell the other ranks that no more steps come, unless one is lost."""
+    if not isinstance(fault, RankLostError):
+        engine.end(goes_on=is_verified and fault is None)
+
+
 def _verified(
     model: LoadedModel, requests: Sequence[Request], asked: Asked
 ) -> list[Mismatch] | None:
     """Compare with the dense network, as long as nobody asks for an end; None: somebody did."""
+    mismatches = _compared(model, requests, asked)
+    if model.ranks is not None:
+        model.ranks.let_go()
+    if mismatches is None:
+        return None
+    total = sum(request.num_output_tokens for request in requests)
+    if not mismatches:
+        say(f"verified: {total} tokens of {len(requests)} requests equal generate's")
+    else:
+        after = sum(
+            max(0, requests[one.index].num_output_tokens - one.position) for one in mismatches
+        )
+        say(f"verified: {total - after} of {total} tokens come before the first difference")
+    return mismatches
+
+
+def _compared(
+    model: LoadedModel, requests: Sequence[Request], asked: Asked
+) -> list[Mismatch] | None:
+    """Name the first difference of each request."""
     mismatches = []
     for index, request in enumerate(requests):
         mismatch = find_mismatch(model, index, request)
@@ -296,12 +326,4 @@ def _verified(
                 for token in (mismatch.paged, mismatch.dense)
             )
             say(f"request {index + 1}, token {mismatch.position}: paged {paged}, dense {dense}")
-    total = sum(request.num_output_tokens for request in requests)
-    if not mismatches:
-        say(f"verified: {total} tokens of {len(requests)} requests equal generate's")
-    else:
-        after = sum(
-            max(0, requests[one.index].num_output_tokens - one.position) for one in mismatches
-        )
-        say(f"verified: {total - after} of {total} tokens come before the first difference")
     return mismatches

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
 
-from model.control.settings import Setting, settings_of
+from model.control.settings import Setting, check_needs, settings_of
 from model.errors import InvalidArgumentError, UsageError, shown
 
 if TYPE_CHECKING:
@@ -64,9 +64,15 @@ class Said:
             defaults: before the command's, where they depend on what was given.
 
         Raises:
+            UsageError: a flag that does nothing without another one.
             InvalidArgumentError: settings that mean nothing together.
         """
-        return declared(**{**self._defaults[declared], **defaults, **self._given[declared]})
+        values = {**self._defaults[declared], **defaults, **self._given[declared]}
+        try:
+            check_needs(declared, values, flag_name)
+        except InvalidArgumentError as error:
+            raise UsageError(str(error)) from error
+        return declared(**values)
 
     def over(self, settings: _Declared) -> _Declared:
         """The same over other defaults: an instance, and what was given in its place.

@@ -4,13 +4,16 @@ Decides: the layout of a text, and the order in which streamed pieces appear: pr
 the first unfinished one live, those behind it held until their turn. Of a long prompt only the end
 is shown.
 
-Invariants: what is streamed is, character for character, what `show` gives for the whole texts.
+Invariants: what is streamed is, character for character, what `show` gives for the whole texts; no
+control character of a text reaches the terminal.
 
 Does not know: tokens, requests.
 """
 
 from collections.abc import Sequence
 from typing import TextIO
+
+from model.errors import visible
 
 _INDENT = "    "
 _PROMPT_WIDTH = 72
@@ -70,11 +73,11 @@ class _Indenter:
                 out.append(_INDENT)
             self._at_line_start = character == "\n"
             out.append(character)
-        return "".join(out)
+        return visible("".join(out))
 
 
 def _head(label: str, prompt: str) -> str:
     end = prompt.rstrip("\n").rsplit("\n", 1)[-1][-_PROMPT_WIDTH:]
     cut = "" if end == prompt.rstrip("\n") else "... "
     gap = " " if prompt[-1:].isspace() else ""
-    return f"[{label}] {cut}{end}\n{_INDENT}=>{gap}"
+    return f"[{label}] {cut}{visible(end)}\n{_INDENT}=>{gap}"

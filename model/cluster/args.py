@@ -5,7 +5,6 @@ Invariants: options that exist are consistent; a wrong flag raises.
 Does not know: Ray, FastAPI, torch, models.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -14,7 +13,7 @@ from model.cli.settings import Flags
 from model.cluster.config import ClusterConfig, ClusterOptions
 from model.control.config import EngineConfig
 from model.errors import UsageError
-from model.serve.config import ServeConfig
+from model.serve.config import ServeConfig, keys_of_environment
 
 _EPILOG = """\
 Serves OpenAI's interface by several replicas of an engine, on Ray Serve. With --tp N a replica is N
@@ -47,11 +46,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ClusterOptions:
         flag = name.replace("_", "-")
         raise UsageError(f"--{flag} has no meaning here: it is about one process")
     model = said.of(ModelOptions)
-    key = os.environ.get("KVCORE_API_KEY")
     serve = said.of(
         ServeConfig,
         served_model_name=PurePath(model.path).name,
-        api_keys=(key,) if key else (),
+        api_keys=keys_of_environment(),
     )
     engine = said.of(EngineConfig, record_events=True)
     cluster = said.of(ClusterConfig)

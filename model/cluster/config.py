@@ -29,7 +29,7 @@ class ClusterConfig:
     )
     waiting_tokens: int = setting(
         4096, help="tokens of prompts that may wait for each replica before there is one more",
-        least=1,
+        least=1, needs=("max_replicas",),
     )  # fmt: skip
     router: Routing = setting(
         "prefix",
@@ -37,11 +37,14 @@ class ClusterConfig:
         "to do, the next one, the less loaded of two; or Ray's own",
     )
     running_weight: int = setting(
-        16, help="what a running request costs in that choice, in tokens that wait", least=0
+        16,
+        help="what a running request costs in that choice, in tokens that wait",
+        least=0,
+        needs=("router=prefix", "router=power-of-two"),
     )
     miss_weight: float = setting(
         2.0, help="what a token of the prompt costs that a replica does not hold", least=0,
-        below=math.inf,
+        below=math.inf, needs=("router=prefix",),
     )  # fmt: skip
     retries: int = setting(
         2, help="how often a request is sent again whose replica was lost before its first token",
@@ -50,6 +53,10 @@ class ClusterConfig:
     replica_timeout_s: float = setting(
         60.0, help="how long a request waits for a replica that takes it", above=0, below=math.inf
     )
+    start_timeout_s: float = setting(
+        300.0, help="how long Ray may take to start its proxy, which is slow on a busy machine",
+        above=0, below=math.inf,
+    )  # fmt: skip
     cpus_per_process: float = setting(
         1.0, help="processors that Ray sets aside for each process of a replica", least=0,
         below=math.inf,

@@ -411,7 +411,7 @@ class _Call:
             self._engine.num_cached_tokens += piece.num_cached
         self._texts[delta.sample].tell(delta.text)
         before_s, is_first = sample.last_s, not sample.tokens
-        sample.add(delta.tokens, delta.finish_reason, now_s)
+        sample.add(delta.tokens, delta.finish_reason, now_s, delta.error)
         for nth in range(len(delta.tokens)):  # of several the first has waited
             waited_s = 0.0 if nth else now_s - before_s
             self._engine.observer.token_came(waited_s, is_first=is_first and not nth)

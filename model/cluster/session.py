@@ -1,8 +1,9 @@
 """Replicas from a command line to their end.
 
 Decides: what is found out before anything slow is done: that the port is free, that Ray has what
-the replicas need. And how it ends: the first SIGTERM or SIGINT lets what runs go on, the second
-ends at once; whatever happens, what was started is stopped.
+the replicas need. How long Ray may take: it gives up on its own proxy after a minute, which a busy
+machine exceeds, so that is waited for here. And how it ends: the first SIGTERM or SIGINT lets what
+runs go on, the second ends at once; whatever happens, what was started is stopped.
 
 Does not know: what a replica does.
 """
@@ -14,8 +15,10 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import ray
 from ray import serve
@@ -37,7 +40,11 @@ _STORE_BYTES = 256 << 20  # what goes between processes is small
 
 
 class NotDeployedError(ModelError):
-    """The replicas did not come to serve."""
+    """The replicas refuse what they were given."""
+
+
+class NotStartedError(OSError):
+    """Ray, or what runs on it, does not start; the input is not to blame. Exit code 3."""
 
 
 class Asked:
@@ -67,6 +74,7 @@ def run(options: ClusterOptions) -> int:
 
     Raises:
         ModelError: the replicas cannot be, or the address cannot be had.
+        NotStartedError: Ray does not start them.
         Stopped: a signal came before they were there.
     """
     asked = Asked()
@@ -88,6 +96,7 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
 
     Raises:
         ModelError: they cannot be, or the address cannot be had.
+        NotStartedError: Ray does not start them.
         Stopped: it was asked for.
     """
     with listen(options.serve) as free:  # Ray tells only in a log that a port is in use
@@ -97,17 +106,7 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
     _check_address(options.cluster.address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    own = {} if options.cluster.address else {"object_store_memory": _STORE_BYTES}
-    try:
-        ray.init(
-            options.cluster.address or "local",
-            include_dashboard=None if options.cluster.address else False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            **own,
-        )
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise UsageError(f"--address {options.cluster.address}: {error}") from error
+    _start_ray(options.cluster.address)
     asked.heed()  # Ray has taken them
     try:
         _check_resources(options)
@@ -116,12 +115,16 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
             "ssl_keyfile": options.serve.tls_keyfile,
         }
         http = {"host": host, "port": port, **{k: v for k, v in tls.items() if v is not None}}
-        serve.start(http_options=HTTPOptions(**http), logging_config={"log_level": "ERROR"})
-        serve.run_many(
-            [serve.RunTarget(app_of(options), name=_APP)], wait_for_applications_running=False
-        )
-        asked.heed()
-        _wait_until_ready(asked)
+        with _one_line("Ray Serve does not start"):
+            with contextlib.suppress(TimeoutError):  # of its proxy, which is waited for below
+                serve.start(http_options=HTTPOptions(**http), logging_config={"log_level": "ERROR"})
+            with contextlib.suppress(TimeoutError):
+                serve.run_many(
+                    [serve.RunTarget(app_of(options), name=_APP)],
+                    wait_for_applications_running=False,
+                )
+            asked.heed()
+            _wait_until_ready(asked, options.cluster.start_timeout_s)
         yield address
     finally:
         with contextlib.suppress(Exception):  # whatever it was, the rest is stopped too
@@ -129,6 +132,39 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
         if options.cluster.address is not None:
             serve.shutdown()
         ray.shutdown()
+
+
+def _start_ray(address: str | None) -> None:
+    """Start Ray on this machine, or join a cluster that runs."""
+    if address is not None:
+        try:
+            ray.init(address, log_to_driver=False, logging_level="ERROR")
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UsageError(f"--address {address}: {error}") from error
+        return
+    # Ray's default is 15: any other load of the machine would go before the replicas.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    with _one_line("Ray does not start on this machine"):
+        ray.init(
+            "local",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=_STORE_BYTES,
+        )
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Tell what Ray raises, which may be a traceback of another process, by its last line."""
+    try:
+        yield
+    except (ModelError, NotStartedError):
+        raise
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        reason = lines[-1].strip() if lines else type(error).__name__
+        raise NotStartedError(f"{what}: {reason}") from error
 
 
 def _check_address(address: str | None) -> None:
@@ -157,17 +193,32 @@ def _check_resources(options: ClusterOptions) -> None:
             )
 
 
-def _wait_until_ready(asked: Asked) -> None:
+def _wait_until_ready(asked: Asked, timeout_s: float) -> None:
+    """Wait until the replicas serve, however long they load, and so long for Ray's proxy."""
+    end_s = time.monotonic() + timeout_s
     while not asked.wait(_LOOK_S):
-        found = serve.status().applications[_APP]
-        said = [found.message, *[each.message for each in found.deployments.values()]]
-        for message in said:
-            refusal = re.search(f"{REFUSED}(.*)", message)
-            if refusal is not None:
-                raise NotDeployedError(refusal.group(1))
-        if found.status == "DEPLOY_FAILED":
-            lines = max(said, key=len).strip().splitlines()  # the longest has the traceback
-            raise NotDeployedError(f"the replicas do not start: {lines[-1]}")
-        if found.status == "RUNNING":
-            return
+        status = serve.status()
+        has_proxy = "HEALTHY" in status.proxies.values()
+        found = status.applications.get(_APP)
+        if found is not None:
+            _check_application(found)
+            if found.status == "RUNNING" and has_proxy:
+                return
+        if time.monotonic() > end_s and not (has_proxy and found is not None):
+            raise NotStartedError(
+                f"Ray Serve does not start: its proxy did not answer within {timeout_s:g} s "
+                "(--start-timeout-s)"
+            )
     raise Stopped(signal.SIGTERM, "before the replicas were there")
+
+
+def _check_application(found: Any) -> None:  # noqa: ANN401  # Ray has no types
+    """Raise if the replicas have failed."""
+    said = [found.message, *[each.message for each in found.deployments.values()]]
+    for message in said:
+        refusal = re.search(f"{REFUSED}(.*)", message)
+        if refusal is not None:
+            raise NotDeployedError(refusal.group(1))
+    if found.status == "DEPLOY_FAILED":
+        lines = max(said, key=len).strip().splitlines()  # the longest has the traceback
+        raise NotStartedError(f"the replicas do not start: {lines[-1]}")

@@ -85,7 +85,7 @@ class DraftModel:
             enable_caching=config.enable_prefix_caching,
         )
         size = network.vocab_size
-        grammars = Grammars(lambda: None, size, frozenset())  # who has one brings no drafts
+        grammars = Grammars(lambda: None, size, frozenset(), config)  # who has one brings no drafts
         self._sampler = RequestSampler(size, network.device, config.seed, grammars, model.ranks)
         watch: object = network.backend
         self._passes = StepPasses(

@@ -26,7 +26,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from model.device.ranks import Ranks, noticing
+from model.device.ranks import Ranks
 from model.errors import RankLostError, UnsupportedModelError
 
 __all__ = ["Sums", "check_cut", "shard_network"]
@@ -83,7 +83,7 @@ def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
     """
     tokens = torch.tensor([[0, 1]], device=network.device)
     try:
-        with noticing(), torch.inference_mode():
+        with ranks.noticing(), torch.inference_mode():
             network(input_ids=tokens, use_cache=False)
     except RankLostError:
         raise

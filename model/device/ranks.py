@@ -56,7 +56,7 @@ class Ranks:
             RankLostError: another rank is gone.
         """
         value = torch.tensor(number)
-        with noticing():
+        with self.noticing():
             dist.all_reduce(value, dist.ReduceOp.MIN, group=self._control)
         return int(value)
 
@@ -68,7 +68,8 @@ class Ranks:
         Raises:
             RankLostError: another rank is gone.
         """
-        return _told(self._control, self.rank, message)
+        with self.noticing():
+            return _told(self._control, self.rank, message)
 
     def all_of(self, content: bytes) -> list[bytes]:
         """What each rank brings, by rank: as many bytes of each. One round trip.
@@ -78,7 +79,7 @@ class Ranks:
         """
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with noticing():
+        with self.noticing():
             dist.all_gather(found, mine, group=self._control)
         return [each.numpy().tobytes() for each in found]
 
@@ -110,9 +111,31 @@ class Ranks:
             RankLostError: another rank is gone.
         """
         own = tensor.clone()
-        with noticing():
+        with self.noticing():
             dist.broadcast(own, 0)
         return own
+
+    @contextmanager
+    def noticing(self, *, or_fail: bool = False) -> Iterator[None]:
+        """Run what all ranks run together; the loss of one becomes an error that names it.
+
+        Args:
+            or_fail: any other error ends this process, which says why; the others are told, so
+                that they say nothing.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        try:
+            yield
+        except Exception as error:
+            if getattr(error, "was_told", False):
+                raise
+            if _is_loss(error):
+                raise self._lifeline.loss() from error
+            if or_fail:
+                self._lifeline.fail()
+            raise
 
     def leave(self) -> None:
         """Be one of them no longer. O(1)."""
@@ -134,6 +157,7 @@ def join_ranks(size: int, *, expert_parallel: bool = False) -> Ranks | None:
     Raises:
         UsageError: there are not as many processes, or fewer devices than that, or only one to
             share experts.
+        RankLostError: one is gone before all have met.
     """
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if found != size:
@@ -162,31 +186,36 @@ def join_ranks(size: int, *, expert_parallel: bool = False) -> Ranks | None:
         line = str(error).strip().split("\n")[0]
         raise UsageError(f"--tp: the processes do not find each other: {line}") from error
     rank = dist.get_rank()
-    lifeline = Lifeline(meet(rank, size, lambda said: _told(control, rank, said)))
+    try:
+        lifeline = Lifeline(meet(rank, size, lambda said: _told(control, rank, said)))
+    except RuntimeError as error:
+        if _is_loss(error):
+            raise RankLostError(LOST) from error
+        raise
     return Ranks(rank, size, control, lifeline, expert_parallel)
 
 
 def _told(control: dist.ProcessGroup, rank: int, message: object) -> object:
     content = b"" if message is None else pickle.dumps(message)
     size = torch.tensor(len(content))
-    with noticing():
-        dist.broadcast(size, 0, group=control)
-        if not size:
-            return None
-        data = torch.empty(int(size), dtype=torch.uint8)
-        if rank == 0:
-            data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        dist.broadcast(data, 0, group=control)
+    dist.broadcast(size, 0, group=control)
+    if not size:
+        return None
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if rank == 0:
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    dist.broadcast(data, 0, group=control)
     # From a process of this very run, over a connection that `torchrun` has set up.
     return pickle.loads(data.numpy().tobytes())  # noqa: S301
 
 
-@contextmanager
-def noticing() -> Iterator[None]:
-    """Run collectives; the loss of a rank becomes a RankLostError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if any(word in str(error).lower() for word in _LOST):
-            raise RankLostError(LOST) from error
-        raise
+def _is_loss(error: BaseException) -> bool:
+    """Whether an error, or what it was raised from, is of a process that is gone."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, RankLostError):
+            return True
+        if isinstance(chain, RuntimeError) and any(word in str(chain).lower() for word in _LOST):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False

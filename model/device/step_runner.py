@@ -172,7 +172,7 @@ class StepPasses:
         tensors = self._builders[0].build(step, {} if before is None else before.rows())
         if self._sanitizer is not None:
             network = self._network
-            self._sanitizer.begin_step(step, tensors, network.caches, network.layout.chunks)
+            self._sanitizer.begin_step(step, tensors, network.caches, network.layout)
         watch.done(PREPARE)
         with watch.on_device(FORWARD):
             passed = self._pass(tensors)

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from model.trace import TRACE_BEGINS
+
 WEIGHT = "model.layers.0.self_attn.q_proj.weight"
 INDEX = "model.safetensors.index.json"
 
@@ -170,6 +172,11 @@ WEIGHTS = (
         ),
     ),
     Broken("no tensors", "22 more are missing", weights(lambda _: {})),
+    Broken(
+        "the name of a tensor has the escape codes of a terminal",
+        r"x\x1b]0;title\x07\x1b[31m.weight is not in the network",
+        weights(lambda tensors: {**tensors, "x\x1b]0;title\x07\x1b[31m.weight": torch.zeros(3)}),
+    ),
     *(
         Broken(
             f"weights are {name}",
@@ -186,7 +193,7 @@ WEIGHTS = (
     ),
     Broken(
         "weights are NaN",
-        "--prompt (number 1): it ended after 0 tokens, because the model's logits",
+        "--prompt (number 1): it ended after 0 tokens: the model's logits",
         one(lambda tensor: tensor * torch.nan),
         code=3,
     ),
@@ -242,6 +249,13 @@ WEIGHTS = (
         pickled(pickle.dumps({WEIGHT: _Calling()}, protocol=2)),
     ),
 )
+
+_UNPREFIXED = {
+    "type": "BPE",
+    "vocab": {"é": 0, "b": 1},
+    "merges": [["b", "é"]],
+    "continuing_subword_prefix": "b",
+}
 
 _NO_OBJECT = (
     ("empty", ""),
@@ -327,6 +341,23 @@ FILES = (
             ("truncation", 3),
             ("version", 7),
         )
+    ),
+    *(
+        Broken(
+            f"tokenizer.json: {key} is {value}",
+            "tokenizer.json makes the tokenizers library fail: ",
+            field("tokenizer.json", key, value),
+        )
+        for key, value in (
+            ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+            ("pre_tokenizer", {"type": "FixedLength", "length": 0}),
+            ("decoder", {"type": "Strip", "content": "a", "start": 9, "stop": 9}),
+        )
+    ),
+    Broken(
+        "tokenizer.json: merges that do not begin with continuing_subword_prefix",
+        "merges: wanted a second part that begins with continuing_subword_prefix, 'b', got ['b',",
+        field("tokenizer.json", "model", _UNPREFIXED),
     ),
     Broken("tokenizer.json is an empty object", "the tokenizer of ", write("tokenizer.json", "{}")),
     Broken("no tokenizer.json", "the tokenizer of ", remove("tokenizer.json")),
@@ -440,11 +471,56 @@ FLAGS = (
         argv=("--prompts-file", "x.csv"),
     ),
     Broken("--stop that is not UTF-8", "stop: wanted text that UTF-8", argv=("--stop", "\udcff")),
+    Broken(
+        "--model of a name with the escape codes of a terminal",
+        r"there is no folder './\x1b[31m'",
+        argv=("--model", "./\x1b[31m"),
+    ),
+    Broken(
+        "--prompts-file of such a name, with a broken line",
+        r"\x1b[31m.jsonl line 1: not JSON",
+        write("../\x1b[31m.jsonl", "{"),
+        argv=("--prompts-file", "{beside}/\x1b[31m.jsonl"),
+    ),
     Broken("--model of a name too long", "File name too long", argv=("--model", "a" * 9999)),
+    Broken(
+        "--draft-tokens without --drafts",
+        "--draft-tokens: wanted together with --drafts or --draft-model, got 4 alone",
+        argv=("--draft-tokens", "4"),
+    ),
     Broken("--stream with --json", "give one of them", argv=("--stream", "--json")),
     Broken("--verify with --seed", "--seed cannot be given too", argv=("--verify", "--seed", "1")),
     Broken(
         "--trace to a folder", "--trace: cannot write '/': Is a directory", argv=("--trace", "/")
+    ),
+    Broken(
+        "--trace to a file of the model",
+        "config.json', which this run reads: name another file",
+        argv=("--trace", "{beside}/model/config.json"),
+    ),
+    Broken(
+        "--trace to a link to a file of the model",
+        "config.json', which this run reads: name another file",
+        lambda folder: (folder.parent / "link").symlink_to(folder / "config.json"),
+        argv=("--trace", "{beside}/link"),
+    ),
+    Broken(
+        "--trace to the file of prompts",
+        "prompts.txt', which this run reads: name another file",
+        write("../prompts.txt", "ab"),
+        argv=("--prompts-file", "{beside}/prompts.txt", "--trace", "{beside}/prompts.txt"),
+    ),
+    Broken(
+        "--trace to a file that is no trace",
+        "holds something that --trace has not written: name another file",
+        write("../notes.txt", "ab"),
+        argv=("--trace", "{beside}/notes.txt"),
+    ),
+    Broken(
+        "a model that does not load, with --trace to an older trace",
+        "config.json is not JSON",
+        both(write("../trace.json", TRACE_BEGINS), write("config.json", "{")),
+        argv=("--trace", "{beside}/trace.json"),
     ),
 )
 
@@ -497,14 +573,18 @@ _HEAD = """\
 
 Whatever is wrong with a model's files, a flag or a prompt, `python -m model.run` says it in one
 line on stderr that names the file and the field, and ends with an exit code that tells what kind of
-end it was. A traceback is a bug of ours, and says so.
+end it was. A traceback is a bug of ours, and says so. (A tokenizer.json that makes the Rust of the
+tokenizers library fail has that library's own lines before ours.) Control characters in names and
+texts are written as escapes, such as `\\x1b`, so a terminal does not act on them.
+
+Every command of `model` has these exit codes:
 
 | exit code | meaning |
 |---|---|
 | 0 | done |
 | 1 | `--verify` found a difference, and nothing else |
-| 2 | bad input |
-| 3 | it failed otherwise: a full disk, no memory, logits that are no numbers, a bug |
+| 2 | bad input: a flag, a file, an environment variable, or a library that cannot be imported |
+| 3 | it failed otherwise: a full disk, no memory, logits that are no numbers, a lost rank, a bug |
 | 129 | hung up (SIGHUP) |
 | 130 | interrupted with Ctrl-C (SIGINT) |
 | 141 | the reader of stdout went away |
@@ -513,8 +593,14 @@ end it was. A traceback is a bug of ours, and says so.
 **Nothing finished is lost.** The first SIGINT, SIGTERM or SIGHUP ends the run after the step under
 way: finished texts are printed, `--json` prints its document (unfinished requests have the reason
 `aborted`, and the text so far), `--trace` is written, and the last line counts what is finished. A
-second signal ends the process at once. A request whose logits are no numbers ends alone, with the
-reason `error`; the others go on.
+second signal ends the process at once, and an older trace stays as it was. A request whose logits
+are no numbers ends alone, with the reason `error`; the others go on. The same holds for a request
+whose grammar grows beyond the library's limits, or takes longer than `--grammar-token-s` and
+`--grammar-request-s` allow. A grammar that no text matches, or that cannot be compiled, is refused
+before anything runs.
+
+**A flag does something or is refused.** A flag that has no effect without another one, such as
+`--draft-tokens` without `--drafts`, is an error that names both.
 
 **Weights are all there, or it is an error.** Tensors that are missing, too many, of another shape
 or quantised are named; tied weights need to be stored once. The headers of weight files are read

@@ -116,6 +116,15 @@ def greedy_and_margin(
     model: LoadedModel, prompt: Sequence[int], num_tokens: int
 ) -> tuple[list[int], float]:
     """`generate`'s greedy tokens, and the least lead of a best logit over the second best."""
+    tokens, logits = greedy_logits(model, prompt, num_tokens)
+    top = logits.topk(2).values
+    return tokens, float((top[:, 0] - top[:, 1]).min())
+
+
+def greedy_logits(
+    model: LoadedModel, prompt: Sequence[int], num_tokens: int
+) -> tuple[list[int], torch.Tensor]:
+    """`generate`'s greedy tokens, and their logits: [num_tokens, vocab_size]."""
     network = model.network
     current = network.config._attn_implementation
     network.set_attn_implementation(model.dense_implementation)
@@ -129,8 +138,7 @@ def greedy_and_margin(
         return_dict_in_generate=True,
     )
     network.set_attn_implementation(current)
-    top = torch.cat(output.logits).topk(2).values
-    return output.sequences[0, len(prompt) :].tolist(), float((top[:, 0] - top[:, 1]).min())
+    return output.sequences[0, len(prompt) :].tolist(), torch.cat(output.logits)
 
 
 def preempt_in_steps(engine: Engine, steps: set[int]) -> None:

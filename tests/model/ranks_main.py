@@ -4,6 +4,7 @@
 - `experts`: the same, but for experts, which stay whole, each on one rank.
 - `diverge`: one rank's manager is tampered with; the comparison must say so.
 - `die`: one rank leaves in the middle; the others must notice.
+- `serve STAGE`: a server of two ranks; one leaves while it loads, makes its engine or steps.
 - `odd`: one rank has other logits and less memory; all must take rank 0's tokens and the fewest
   blocks, and keep no request that has ended.
 """
@@ -11,6 +12,7 @@
 import gc
 import json
 import os
+import runpy
 import sys
 
 import torch
@@ -18,11 +20,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import backends
-from model import EngineConfig, SamplingParams
+from model import EngineConfig, SamplingParams, loader
 from model.control.request import Request
 from model.control.submission import Submission
 from model.device.parallel import Sums, check_cut, shard_network
 from model.device.ranks import Ranks, join_ranks
+from model.engine import Engine
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
 from model.loader import load_model
 from model.output import Output
@@ -109,6 +112,23 @@ def die(ranks: Ranks) -> None:
         os._exit(0)  # what waits for the other rank must not wait
 
 
+def serve(stage: str) -> None:
+    if os.environ["RANK"] == "1":
+        left = iter(range(0 if stage != "step" else 6))
+
+        def leave_then(do):
+            return lambda *given: os._exit(9) if next(left, None) is None else do(*given)
+
+        if stage == "load":
+            loader._load_network = leave_then(None)
+        elif stage == "engine":
+            Engine.__init__ = leave_then(None)
+        else:
+            Engine.step = leave_then(Engine.step)
+    sys.argv = ["model.serve", "--tp", "2", "--port", "0", "--num-blocks", "40"]
+    runpy.run_module("model.serve", run_name="__main__")
+
+
 def odd(ranks: Ranks) -> None:
     engine = _engine(ranks, is_checked=True, num_blocks=40 - 9 * ranks.rank)
     if not ranks.leads:  # the least likely token becomes the most likely one
@@ -145,6 +165,8 @@ def odd(ranks: Ranks) -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "serve":
+        serve(sys.argv[2])
     logging.set_verbosity_error()
     torch.set_num_threads(1)
     ranks = join_ranks(int(os.environ["WORLD_SIZE"]), expert_parallel=sys.argv[1] == "experts")

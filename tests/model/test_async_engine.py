@@ -287,7 +287,7 @@ def test_a_first_token_and_an_end_are_taken_before_the_next_step(engine, monkeyp
             deliver = served._deliver
 
             def taking(now_s, given):
-                seen.extend(("taken", number, reason is not None) for number, _, reason in given)
+                seen.extend(("taken", number, reason is not None) for number, _, reason, _ in given)
                 deliver(now_s, given)
 
             def stepping():

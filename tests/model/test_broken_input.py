@@ -20,7 +20,7 @@ from model.cli import prompts, session
 from model.cli.exits import exits
 from model.cli.session import execute
 from model.engine import Engine
-from model.errors import UsageError
+from model.errors import UsageError, visible
 from tests.model import broken_inputs
 from tests.model.broken_inputs import CONFIG, GROUPS, MORE_FIELDS, PAGE, VALUES, Broken
 
@@ -33,6 +33,11 @@ def code_of(*argv):
     with pytest.raises(SystemExit) as ending, exits():
         sys.exit(execute(*prompts.read_command_line(argv)))
     return ending.value.code
+
+
+def files(folder):
+    """The content of every file: a run changes none but those that it is to write."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture
@@ -48,10 +53,14 @@ def outcome(checkpoint, tmp_path, capsys, monkeypatch):
         argv = [part.replace("{beside}", str(tmp_path)) for part in case.argv]
         if not {"--prompt", "--prompts-file"} & set(argv):
             argv += ["--prompt", "ab"]
+        monkeypatch.setattr(session, "telling", contextlib.nullcontext)  # told on a busy machine
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(case.stdin)))
+        before = files(tmp_path)
         code = code_of("--model", str(folder), *USUAL, *argv, *more)
+        assert files(tmp_path) == before
         shutil.rmtree(folder)
         captured = capsys.readouterr()
+        assert visible(captured.out + captured.err) == captured.out + captured.err
         return code, captured.out, captured.err
 
     return run

@@ -164,9 +164,10 @@ def test_a_text_that_follows_a_grammar_or_counts_its_tokens_brings_no_drafts():
         SamplingParams(max_tokens=8, grammar=Grammar.regex("[a-z]{8}")),
     ):
         engine = drafting({0: [1] * 8})
-        engine._grammars.check = lambda _: None
+        engine.check_grammar = lambda _: None
         engine._grammars.mask = lambda guided, _: torch.full((len(guided), VOCAB // 32), -1).int()
-        engine._grammars.is_whole = engine._grammars.has_failed = lambda _: False
+        engine._grammars.is_whole, engine._grammars.error = lambda _: False, lambda _: None
+        engine._grammars.open = lambda _: None
         engine.generate([PROMPT], params)
         assert engine.stats.num_draft_tokens == 0
 
@@ -309,3 +310,10 @@ def test_drafts_and_tokens_that_are_read_late_are_refused_together():
     with pytest.raises(InvalidArgumentError, match="async_scheduling: wanted this or drafts"):
         EngineConfig(drafts="ngram", async_scheduling=True)
     assert make(drafts="ngram")._is_late is False
+
+
+def test_a_step_has_rows_for_every_request_and_each_of_its_drafts():
+    limits = {"max_num_seqs": 5, "max_num_batched_tokens": 64}
+    assert EngineConfig(**limits, drafts="ngram", draft_tokens=3).max_rows == 20
+    assert EngineConfig(**limits).max_rows == 5
+    assert EngineConfig(**limits, drafts="ngram", draft_tokens=30).max_rows == 64

@@ -82,7 +82,6 @@ def test_a_block_costs_what_it_takes_in_the_draft_models_cache_too():
 
 def test_each_request_of_a_step_has_a_row_and_one_for_each_draft():
     assert EngineConfig(max_num_seqs=64).max_rows == 64
-    assert EngineConfig(max_num_seqs=64, draft_tokens=8).max_rows == 64
     assert [
         EngineConfig(**how).most_drafts for how in ({"drafts": "ngram"}, {"draft_model": "t"})
     ] == [8, 4]

@@ -1,20 +1,24 @@
 """One network on several processes: the tokens of one process, and a loss that is told."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
-from model.device.ranks import join_ranks
+from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
-from model.errors import RankLostError, UsageError
+from model.errors import RankLostError, UnsupportedModelError, UsageError
 from model.twins import TwinEngine
 from tests.model.walk import DATA
 
 _ROOT = Path(__file__).parents[2]
+_GONE = "rank {} of the processes that share the network is gone"
 _PROMPTS = [
     {"prompt": "Return the number of items in the list, and", "max_tokens": 12},
     {"prompt": "Return the number of items in the list, or", "max_tokens": 24},
@@ -91,8 +95,8 @@ def test_ranks_that_hold_other_blocks_are_told():
 @pytest.mark.slow
 def test_a_process_that_dies_is_noticed_by_the_others():
     ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "die")
-    line = "rank 0: another of the processes that share the network is gone"
-    assert ended.stdout.splitlines() == [line], ended.stderr
+    assert ended.stdout.splitlines() == [f"rank 0: {_GONE.format(1)}"], ended.stderr
+    assert ended.stderr.splitlines().count(f"error: {_GONE.format(1)}") == 1
 
 
 @pytest.mark.slow
@@ -119,7 +123,7 @@ def test_a_prompt_that_one_process_refuses_ends_those_that_already_compute():
     ended = torchrun(2, "-m", "model.run", "--tp", "2", "--prompt", "a", "--max-tokens", "9999")
     said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
     assert "the model has positions for 2048 tokens" in said[0]
-    assert said[1:] in ([], ["error: another of the processes that share the network is gone"])
+    assert said[1:] in ([], [f"error: {_GONE.format(0)}"])
     assert "This is a bug" not in ended.stderr
 
 
@@ -172,10 +176,83 @@ def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, si
     assert sum(outcome == "equal" for outcome in outcomes.values()) > least
 
 
-def test_a_rank_that_is_lost_while_an_engine_is_made_is_told(monkeypatch):
+class Lifelines:
+    """Stands in for a lifeline that has noticed that rank 1 is gone."""
+
+    failed = False
+
+    def loss(self):
+        error = RankLostError(_GONE.format(1))
+        error.was_told = True
+        return error
+
+    def fail(self):
+        self.failed = True
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at pair.cc] Connection closed by peer [127.0.0.1]:1"),
+        UnsupportedModelError("the network fails on this configuration"),
+    ],
+)
+def test_a_rank_that_is_lost_while_an_engine_is_made_is_told(monkeypatch, error):
+    """Also where what fails first takes it for an error of its own."""
+
     def fail(*_):
-        raise RuntimeError("[enforce fail at pair.cc] Connection closed by peer [127.0.0.1]:1")
+        raise error from RuntimeError("Connection reset by peer")
 
     monkeypatch.setattr(Engine, "__init__", fail)
-    with pytest.raises(RankLostError):
-        TwinEngine(SimpleNamespace(ranks=object()), None)
+    lifeline = Lifelines()
+    with pytest.raises(RankLostError, match="rank 1 of the processes"):
+        TwinEngine(SimpleNamespace(ranks=Ranks(0, 2, None, lifeline)), None)
+    assert not lifeline.failed
+
+
+def test_an_error_that_is_no_loss_is_its_own_and_the_others_are_told(monkeypatch):
+    def fail(*_):
+        raise UnsupportedModelError("of this network alone")
+
+    monkeypatch.setattr(Engine, "__init__", fail)
+    lifeline = Lifelines()
+    with pytest.raises(UnsupportedModelError):
+        TwinEngine(SimpleNamespace(ranks=Ranks(0, 2, None, lifeline)), None)
+    assert lifeline.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["load", "engine", "step"])
+def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(stage):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(_ROOT / "tests/model/ranks_main.py"), "serve", stage]
+    server, other = (
+        subprocess.Popen(
+            command,
+            cwd=_ROOT,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    with server, other:
+        lines = []
+        for line in server.stderr:
+            lines.append(line.rstrip())
+            address, colon, _ = lines[-1].partition(": ready")
+            if colon:
+                asked = {"prompt": "A tuple is", "max_tokens": 100, "ignore_eos": True}
+                answer = httpx.post(f"{address}/v1/completions", json=asked, timeout=200)
+                assert answer.status_code == 500
+                assert _GONE.format(1) in answer.json()["error"]["message"]
+        assert server.wait() == 3
+        assert other.wait() == 9
+    assert lines[0].endswith("model/tiny")
+    assert [line for line in lines if "processes that share" in line] == [
+        f"error: {_GONE.format(1)}"
+    ]
+    assert lines[-1] == f"error: {_GONE.format(1)}"
+    assert "Traceback" not in "".join(lines)

@@ -155,3 +155,14 @@ def test_a_preempted_request_runs_again_and_a_finished_one_never():
         with pytest.raises(RequestStateError, match="cannot become"):
             again()
     assert request.finish_reason is FinishReason.ABORTED
+
+
+def test_a_bias_and_a_weight_epoch_may_be_at_their_bounds_and_not_beyond():
+    assert SamplingParams(logit_bias=((1, -100), (2, 100))).logit_bias == ((1, -100), (2, 100))
+    for bias in (-101, 101):
+        with pytest.raises(InvalidArgumentError, match="logit_bias: wanted"):
+            SamplingParams(logit_bias=((1, bias),))
+    last = 2**63 - 1
+    Request(0, [1], SamplingParams(), namespace=kvcore.Namespace(weight_epoch=last))
+    with pytest.raises(InvalidArgumentError, match=f"weight_epoch of at most {last}"):
+        Request(0, [1], SamplingParams(), namespace=kvcore.Namespace(weight_epoch=last + 1))

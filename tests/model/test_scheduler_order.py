@@ -6,6 +6,7 @@ import kvcore
 from model import (
     InvalidArgumentError,
     Request,
+    RequestTooLongError,
     SamplingParams,
     Scheduler,
     SchedulerConfig,
@@ -430,3 +431,14 @@ def test_an_urgent_request_waits_for_the_one_that_is_stored_for_it_and_asks_no_o
     assert [r.num_preemptions for r in others] == [0, 1]
     assert urgent.status is Status.WAITING
     assert (2, 0, 9) in run(scheduler)
+
+
+def test_a_text_may_grow_to_the_edge_of_its_keys_and_values_and_no_further():
+    """The last token is never computed, so it may stand behind the edge."""
+    _, scheduler = make(40, 4, long_above=8, may_cross=False)
+    add(scheduler, 0, [1] * 5, max_tokens=4)
+    add(scheduler, 1, [1] * 9, max_tokens=4)  # is beyond from its first token on
+    with pytest.raises(RequestTooLongError, match=r"a max_tokens of 4$"):
+        add(scheduler, 2, [1] * 5, max_tokens=5)
+    _, scheduler = make(40, 4, long_above=8, may_cross=True)
+    add(scheduler, 2, [1] * 5, max_tokens=5)

@@ -1,7 +1,7 @@
 """What a waiting head wants is looked up once; a plan that breaks leaves nothing of it behind."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import kvcore
@@ -68,6 +68,11 @@ asked = st.lists(
     caching=st.booleans(),
     num_host_blocks=st.sampled_from([0, 12]),
 )
+@example(  # the fourth has a block of its own that the third would revive, until that is evicted
+    asked=[(TEXTS[0], 1, 1, 0, 0), (TEXTS[0], 1, 6, 0, 0), (TEXTS[0], 8, 2, 0, 2),
+           (TEXTS[0], 3, 6, 1, 0)],
+    num_blocks=8, groups=GROUPS[0], caching=True, num_host_blocks=0,
+)  # fmt: skip
 def test_every_step_is_planned_as_if_the_head_were_looked_up_anew(
     asked, num_blocks, groups, caching, num_host_blocks
 ):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model.control.settings import check_settings, setting, settings_of
-from model.errors import InvalidSettingError
+from model.errors import InvalidArgumentError, InvalidSettingError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +104,30 @@ def test_a_declaration_tells_all_that_was_declared_and_of_no_other_field():
     assert {one.name for one in settings_of(Example)} == set(ALLOWED)
     assert settings_of(Example)[4].flag == "on"
     assert Example() == Example(count=3)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Dependent:
+    """Settings that do nothing alone."""
+
+    mode: Literal["plain", "wide", "long"] = setting("plain", help="how")
+    base: int | None = setting(None, help="what stands below", flag="the-base")
+    either: int = setting(4, help="of one of them", needs=("base", "mode=wide"))
+
+    def __post_init__(self):
+        check_settings(self)
+
+
+@pytest.mark.parametrize(
+    "given_values",
+    [{}, {"either": 4}, {"either": 5, "base": 1}, {"either": 5, "mode": "wide"}, {"base": 0}],
+)
+def test_a_setting_is_taken_with_one_that_it_needs_or_at_its_default(given_values):
+    Dependent(**given_values)
+
+
+@pytest.mark.parametrize("given_values", [{}, {"mode": "long"}])
+def test_a_setting_that_would_do_nothing_alone_is_refused_and_names_what_it_needs(given_values):
+    message = "^either: wanted together with base or mode wide, got 5 alone$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        Dependent(either=5, **given_values)

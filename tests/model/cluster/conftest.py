@@ -6,7 +6,12 @@ from types import ModuleType
 
 import pytest
 
-_NEED_RAY = ("model.cluster.front", "model.cluster.replica", "model.cluster.routing")
+_NEED_RAY = (
+    "model.cluster.front",
+    "model.cluster.replica",
+    "model.cluster.routing",
+    "model.cluster.session",
+)
 
 
 @pytest.fixture
@@ -14,13 +19,13 @@ def played(monkeypatch):
     """Import a module while these modules of Ray's have these names, which are errors."""
 
     def load(name, ray):
+        for each in _NEED_RAY:
+            monkeypatch.delitem(sys.modules, each, raising=False)
         for module, names in {"ray": [], **ray}.items():
             made = ModuleType(module)
             for each in names:
                 setattr(made, each, type(each, (Exception,), {}))
             monkeypatch.setitem(sys.modules, module, made)
-        for each in _NEED_RAY:
-            monkeypatch.delitem(sys.modules, each, raising=False)
         return importlib.import_module(name)
 
     yield load

@@ -5,14 +5,19 @@ So are its errors, whether or not it is installed.
 
 import asyncio
 import contextlib
+import copy
 from types import SimpleNamespace
 
 import pytest
 
 from model.async_engine import EngineState
 from model.cluster.config import ClusterConfig
-from model.cluster.sent import Facts, Taken
+from model.cluster.sent import Facts, Piece, Taken
+from model.control.request import FinishReason
 from model.control.submission import Submission
+from model.errors import GrammarError
+from model.serve.errors import api_error
+from model.token_stream import Delta
 
 DEADLINE_S = 30
 ASKED = Submission([1, 2, 3])
@@ -101,6 +106,21 @@ def run(front, handle, then):
             await engine.stop()
 
     asyncio.run(main())
+
+
+def test_the_error_of_a_requests_grammar_comes_through_as_what_it_is(front):
+    error = GrammarError("grammar: wanted at most 0.1 s")
+    piece = Piece(Delta(0, "", (), FinishReason.ERROR, error), 0)
+    handle = Handle(front, scripts=[[Taken(), copy.deepcopy(piece)]])
+
+    async def then(engine):
+        async with await engine.submit(ASKED) as stream:
+            [delta] = await stream.whole()
+        assert (delta.finish_reason, str(delta.error)) == (FinishReason.ERROR, str(error))
+        assert type(delta.error) is GrammarError
+        assert api_error(delta.error, {"grammar": "guided_json"}).param == "guided_json"
+
+    run(front, handle, then)
 
 
 def test_what_there_is_to_know_is_asked_again_where_a_replica_is_lost(front):

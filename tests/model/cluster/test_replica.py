@@ -47,7 +47,7 @@ def test_a_process_that_follows_to_the_end_does_not_end_itself(replica, monkeypa
         return 0
 
     monkeypatch.setattr(replica, "import_module", lambda _: SimpleNamespace(follow=follow))
-    options = parse_args(["--check-ranks", "--num-blocks", "40"])
+    options = parse_args(["--tp", "2", "--check-ranks", "--num-blocks", "40"])
     assert replica._Follower(options, {}).follow() == 0
     assert given == [(True, 40)]
 

@@ -172,6 +172,11 @@ def test_replicas_answer_what_one_engine_answers(client):
         assert mine[-1]["finish_reason"] == answer["choices"][0]["finish_reason"]
 
 
+def test_replicas_run_at_the_priority_of_the_command(cluster):
+    own = os.getpriority(os.PRIO_PROCESS, cluster.process.pid)
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in cluster.replicas()] == [own, own]
+
+
 def test_prompts_that_begin_alike_find_what_the_others_have_computed(client):
     before = counted(client, "router_requests_total")
     begins = [[token] * 320 for token in range(5, 9)]

@@ -1,0 +1,213 @@
+"""Twins in one process: what the first rank says is written down, and another one follows it."""
+
+import contextlib
+import dataclasses
+import pickle
+
+import pytest
+
+from model import EngineConfig, InvalidArgumentError, SamplingParams, StalledError, Submission
+from model.engine import Engine
+from model.errors import RanksDivergedError
+from model.twins import TwinEngine, _Aborted, _Emptied, engine_of
+from tests.model.networks import build
+from tests.model.reference import ReferenceBackend
+
+PROMPTS = ("a prompt of some length, ", "a prompt of some length, and more", "x")
+
+
+class Tape:
+    """The ranks of one process: the first one's words and tensors are kept for the second."""
+
+    def __init__(self, rank, said=None):
+        self.rank, self.leads = rank, rank == 0
+        self.said = {"told": [], "shared": [], "all_of": []} if said is None else said
+        self.places = dict.fromkeys(self.said, 0)
+        self.has_let_go = False
+
+    def least(self, number):
+        return number
+
+    def let_go(self):
+        self.has_let_go = True
+
+    def noticing(self, *, or_fail=False):
+        return contextlib.nullcontext()
+
+    def next(self, kind, mine):
+        """What the first one said at this place."""
+        if self.leads:
+            self.said[kind].append(pickle.dumps(mine))
+            return mine
+        self.places[kind] += 1
+        return pickle.loads(self.said[kind][self.places[kind] - 1])  # noqa: S301  # our own
+
+    def told(self, message=None):
+        return self.next("told", message)
+
+    def shared(self, tensor):
+        return self.next("shared", tensor.clone())
+
+    def all_of(self, content):
+        return [self.next("all_of", content), content]
+
+
+def twin(ranks, *, is_checked=True, **sizes):
+    model = dataclasses.replace(build("qwen3", 25), ranks=ranks)
+    sizes = {"num_blocks": 16, "block_size": 4, "record_events": True} | sizes
+    config = EngineConfig(**sizes)
+    return TwinEngine(model, ReferenceBackend(), config, is_checked=is_checked)
+
+
+def state(engine):
+    return engine.kv.stats(), [run.names for run in engine.kv.snapshot().stored]
+
+
+def lead(tape, steps=60):
+    """A life of some requests; return the engine and all its requests."""
+    engine = twin(tape)
+    requests = []
+    sampled = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
+    for step in range(steps):
+        if step < len(PROMPTS):
+            requests += engine.submit(Submission(PROMPTS[step], SamplingParams(max_tokens=8)))
+        if step == 4:
+            requests += engine.submit(Submission(PROMPTS[1], sampled, num_samples=2))
+            assert engine.abort(requests[1])
+            assert not engine.abort(requests[1])
+        if step == 20:
+            engine.empty_cache(enable_caching=False)
+        if step == 22:
+            requests += engine.submit(Submission(PROMPTS[0], SamplingParams(max_tokens=3)))
+        if step == 30:
+            engine.empty_cache(enable_caching=True)
+        if step == 31:
+            requests += engine.submit(Submission(PROMPTS[2], SamplingParams(max_tokens=3)))
+        if engine.has_unfinished:
+            engine.step()
+    return engine, requests
+
+
+def test_a_twin_takes_the_same_steps_and_holds_the_same_blocks():
+    tape = Tape(0)
+    engine, requests = lead(tape)
+    engine.end()
+    assert tape.has_let_go
+    assert engine.leads
+    other = twin(Tape(1, tape.said))
+    assert not other.leads
+    noted = []
+    assert other.follow(noted.extend) is False
+    assert other._ranks.has_let_go
+    assert [one.output_tokens for one in noted] == [one.output_tokens for one in requests]
+    assert [one.finish_reason for one in noted] == [one.finish_reason for one in requests]
+    assert len(requests) == 7
+    assert state(other) == state(engine)
+    assert other._ranks.places == {kind: len(said) for kind, said in tape.said.items()}
+
+
+def test_what_is_said_is_said_once_with_the_tokens_of_the_prompt():
+    tape = Tape(0)
+    engine = twin(tape)
+    [request] = engine.submit(Submission("a text", SamplingParams(max_tokens=3)))
+    assert tape.said["told"] == []
+    engine.step()
+    engine.step()
+    engine.abort(request)
+    engine.empty_cache(enable_caching=False)
+    engine.step() if engine.has_unfinished else engine._ranks.told(engine._said)
+    said = [*map(pickle.loads, tape.said["told"])]
+    assert said[0][0].prompt == list(request.tokens[: request.num_prompt_tokens])
+    assert said[1:] == [None, [_Aborted(request.request_id), _Emptied(enable_caching=False)]]
+
+
+def test_a_twin_may_be_used_again_after_an_end_that_goes_on():
+    tape = Tape(0)
+    engine, _ = lead(tape, steps=2)
+    engine.end(goes_on=True)
+    assert not tape.has_let_go
+    other = twin(Tape(1, tape.said))
+    assert other.follow() is True
+    assert not other._ranks.has_let_go
+    assert state(other) == state(engine)
+
+
+def test_a_twin_goes_on_where_the_first_rank_cannot():
+    tape = Tape(0)
+    engine = twin(tape, num_blocks=8)
+    held = engine.kv.open(range(40))
+    engine.kv.reserve(held, 20)
+    [request] = engine.submit(Submission("a prompt of some length, ", SamplingParams(max_tokens=2)))
+    with pytest.raises(StalledError):
+        engine.step()
+    engine.kv.close(held)
+    while engine.has_unfinished:
+        engine.step()
+    engine.end()
+    other = twin(Tape(1, tape.said), num_blocks=8)
+    held = other.kv.open(range(40))
+    other.kv.reserve(held, 20)
+    noted = []
+    first = other._step
+
+    def freed():
+        try:
+            return first()
+        finally:
+            if held.is_open:
+                other.kv.close(held)
+
+    other._step = freed
+    other.follow(noted.extend)
+    assert [one.output_tokens for one in noted] == [request.output_tokens]
+
+
+def test_a_twin_that_has_ended_a_request_earlier_says_so():
+    tape = Tape(1, {"told": [pickle.dumps([_Aborted(7)])], "shared": [], "all_of": []})
+    with pytest.raises(RanksDivergedError, match="rank 1 has ended request 7, and rank 0 has not"):
+        twin(tape).follow()
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_other_blocks_are_noticed_where_ranks_are_compared(is_checked):
+    tape = Tape(0)
+    engine, _ = lead(tape, steps=3)
+    engine.end()
+    other = twin(Tape(1, tape.said), is_checked=is_checked)
+    taken = other.kv.open(range(9))
+    other.kv.reserve(taken, 9)
+    if is_checked:
+        with pytest.raises(RanksDivergedError, match="rank 1 has other block tables than rank 0"):
+            other.follow()
+    else:
+        assert other.follow() is False
+        assert other._ranks.places["all_of"] == 0
+
+
+@pytest.mark.parametrize("what", ["tokens", "number", "ids"])
+def test_ranks_are_compared_by_requests_and_tokens_and_blocks(what):
+    tape = Tape(0)
+    engine, requests = lead(tape, steps=2)
+    engine._compare()
+    if what == "tokens":
+        requests[0].running_sequence.packed[0] ^= 1
+    elif what == "number":
+        requests[0].request_id += 50
+    else:
+        requests[0].running_sequence.tables[0].block_ids[0] += 1
+    engine._compare()
+    same, changed = tape.said["all_of"][-2:]
+    assert same != changed
+
+
+def test_a_whole_model_has_no_twin_and_an_engine_for_it_is_alone():
+    model, config = build("qwen3", 25), EngineConfig(num_blocks=9, block_size=4)
+    with pytest.raises(InvalidArgumentError, match="model: wanted one that several ranks share"):
+        TwinEngine(model, ReferenceBackend(), config)
+    assert type(engine_of(model, ReferenceBackend(), config)) is Engine
+    cut = dataclasses.replace(model, ranks=Tape(0))
+    for is_checked in (False, True):
+        made = engine_of(cut, ReferenceBackend(), config, checks_ranks=is_checked)
+        assert type(made) is TwinEngine
+        assert made._is_checked == is_checked
+    assert not engine_of(cut, ReferenceBackend(), config)._is_checked
