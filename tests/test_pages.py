@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests import kernels_picture
 from tests.architecture import PACKAGES
@@ -12,6 +14,7 @@ from tests.kvcore.sabotage import SABOTAGES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TESTING = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -59,6 +62,26 @@ def test_every_example_of_the_page_on_transfers_prints_what_it_shows():
 def test_the_gate_finds_the_readmes_two_commands():
     assert re.findall(r"^pip install .* && python -m model\.run$", README, re.MULTILINE)
     assert re.findall(r"^pip install .* && pytest$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("profile", "is_fixed"), [("default", True), ("search", False)])
+def test_pytest_tries_the_same_examples_each_time_unless_told_to_search(profile, is_fixed):
+    chosen = settings.get_profile(profile)
+    assert chosen.derandomize == is_fixed
+    assert f"--hypothesis-profile={profile}" in TESTING or is_fixed
+    tried = []
+
+    @settings(chosen)
+    @given(numbers=st.lists(st.integers()))
+    def note(numbers):
+        tried.append(numbers)
+
+    note()
+    first = [*tried]
+    tried.clear()
+    if is_fixed:  # else a seed may have been given
+        note()
+        assert tried == first
 
 
 def test_the_readme_counts_the_planted_bugs():
