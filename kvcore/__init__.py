@@ -5,7 +5,6 @@ share one. It needs the standard library and xxhash, and knows nothing of tensor
 """
 
 from kvcore.block import NULL_BLOCK, Block, BlockId, Node
-from kvcore.block_table import BlockTable
 from kvcore.content_tree import ContentTree
 from kvcore.errors import (
     BlockStateError,
@@ -33,23 +32,36 @@ from kvcore.events import (
     Snapshot,
     fold,
 )
-from kvcore.free_queue import FreeQueue
-from kvcore.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
-from kvcore.hashing import DEFAULT_NAMESPACE, Namespace, decode_namespace, encode_namespace
-from kvcore.invariants import PROPERTIES, check
-from kvcore.items import Item
-from kvcore.leases import Lease, LeaseBook, Load
-from kvcore.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
+from kvcore.eviction.free_queue import FreeQueue
+from kvcore.eviction.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
+from kvcore.eviction.retention import Retention
+from kvcore.identity.block_hash import (
+    BlockHash,
+    NameAlgorithm,
+    NameChain,
+    block_names,
+    digest,
+    encode_block,
+)
+from kvcore.identity.multimodal import Item
+from kvcore.identity.namespace import (
+    DEFAULT_NAMESPACE,
+    Namespace,
+    decode_namespace,
+    encode_namespace,
+)
+from kvcore.identity.tokens import Tokens, pack
+from kvcore.inspect.invariants import PROPERTIES, check
+from kvcore.inspect.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
+from kvcore.lease import Lease, LeaseBook, Load
 from kvcore.manager import KVCacheManager
-from kvcore.names import BlockHash, NameAlgorithm, NameChain, block_names, digest, encode_block
-from kvcore.peaks import peak_blocks
 from kvcore.pool import BlockPool
-from kvcore.pool_map import CACHED, EMPTY, HELD, BlockReport, describe_block, pool_map
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
-from kvcore.retention import Retention
 from kvcore.sequence import KVSequence
-from kvcore.slots import Slot, slot_of, slots_of
-from kvcore.tokens import Tokens, pack
+from kvcore.tables.block_table import BlockTable
+from kvcore.tables.groups import ChunkedLocal, FullAttention, LayerGroup, SlidingWindow
+from kvcore.tables.slots import Slot, slot_of, slots_of
+from kvcore.verbs.peaks import peak_blocks
 
 __version__ = "0.1.0"
 

@@ -18,7 +18,7 @@ from typing import final
 
 from kvcore.block import Block, Node
 from kvcore.events import EventLog
-from kvcore.tokens import BYTES_PER_TOKEN
+from kvcore.identity.tokens import BYTES_PER_TOKEN
 
 
 @final

@@ -23,8 +23,8 @@ from typing import Final, final
 
 from kvcore.block import Node
 from kvcore.errors import InvalidArgumentError
-from kvcore.names import BlockHash, NameAlgorithm, digest, names_after
-from kvcore.tokens import BYTES_PER_TOKEN
+from kvcore.identity.block_hash import BlockHash, NameAlgorithm, digest, names_after
+from kvcore.identity.tokens import BYTES_PER_TOKEN
 
 MAX_NAMES: Final = 65_536
 """So many contents may be named by events that nobody takes, or as many as there are blocks."""

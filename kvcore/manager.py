@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from operator import is_
 from typing import NoReturn, SupportsIndex, final
 
-from kvcore import forward, loading
 from kvcore.arguments import (
     Flag,
     as_bool,
@@ -30,7 +29,6 @@ from kvcore.arguments import (
     check_sum,
 )
 from kvcore.block import Block, BlockId
-from kvcore.block_table import BlockTable
 from kvcore.errors import (
     ForeignSequenceError,
     InvalidArgumentError,
@@ -38,19 +36,23 @@ from kvcore.errors import (
     StaleSequenceError,
 )
 from kvcore.events import EventLog, Snapshot
-from kvcore.groups import LayerGroup, resolve
-from kvcore.hashing import DEFAULT_NAMESPACE, Namespace
-from kvcore.items import Item, as_items, check_items
-from kvcore.leases import Lease, LeaseBook
-from kvcore.lifetimes import MAX_STEP, LifetimeRecorder
-from kvcore.names import NameAlgorithm
-from kvcore.peaks import blocks_still_taken
+from kvcore.eviction.lifetimes import MAX_STEP, LifetimeRecorder
+from kvcore.eviction.retention import Retention, check_wishes
+from kvcore.identity.block_hash import NameAlgorithm
+from kvcore.identity.multimodal import Item, as_items, check_items
+from kvcore.identity.namespace import DEFAULT_NAMESPACE, Namespace
+from kvcore.identity.tokens import MAX_TOKEN, Tokens, pack
+from kvcore.lease import Lease, LeaseBook
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
-from kvcore.retention import Retention, check_wishes
-from kvcore.rewind import blocks_tail_first, cut, distrust_blocks, distrust_from, leaving
 from kvcore.sequence import KVSequence, check_expected, check_length, check_told, write_rows
-from kvcore.sharing import (
+from kvcore.tables.block_table import BlockTable
+from kvcore.tables.groups import LayerGroup, resolve
+from kvcore.verbs import load as loading
+from kvcore.verbs import step as forward
+from kvcore.verbs.peaks import blocks_still_taken
+from kvcore.verbs.rewind import blocks_tail_first, cut, distrust_blocks, distrust_from, leaving
+from kvcore.verbs.share import (
     describe,
     kept_hits,
     num_common,
@@ -60,7 +62,6 @@ from kvcore.sharing import (
     share_cached,
     share_computed,
 )
-from kvcore.tokens import MAX_TOKEN, Tokens, pack
 
 
 @final

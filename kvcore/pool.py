@@ -30,10 +30,10 @@ from kvcore.errors import (
     OutOfBlocksError,
 )
 from kvcore.events import EventLog
-from kvcore.idle_blocks import IdleBlocks
-from kvcore.lifetimes import LifetimeRecorder
-from kvcore.retention import Wish
-from kvcore.tokens import BYTES_PER_TOKEN
+from kvcore.eviction.idle_blocks import IdleBlocks
+from kvcore.eviction.lifetimes import LifetimeRecorder
+from kvcore.eviction.retention import Wish
+from kvcore.identity.tokens import BYTES_PER_TOKEN
 
 
 @final

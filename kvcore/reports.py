@@ -8,7 +8,7 @@ from typing import SupportsIndex
 
 from kvcore.arguments import as_int
 from kvcore.block import Block, BlockId
-from kvcore.lifetimes import LifetimeStats
+from kvcore.eviction.lifetimes import LifetimeStats
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import as_int
 from kvcore.block import BlockId
-from kvcore.block_table import BlockTable
 from kvcore.errors import (
     InvalidArgumentError,
     MisuseError,
@@ -25,11 +24,12 @@ from kvcore.errors import (
     StaleSequenceError,
     UntoldTokensError,
 )
-from kvcore.groups import NEVER, LayerGroup
-from kvcore.items import Item
-from kvcore.names import BlockHash, NameAlgorithm, NameChain
-from kvcore.retention import Retention
-from kvcore.slots import check_width, int_view, put_ints, row_view, slot_of, slots_of
+from kvcore.eviction.retention import Retention
+from kvcore.identity.block_hash import BlockHash, NameAlgorithm, NameChain
+from kvcore.identity.multimodal import Item
+from kvcore.tables.block_table import BlockTable
+from kvcore.tables.groups import NEVER, LayerGroup
+from kvcore.tables.slots import check_width, int_view, put_ints, row_view, slot_of, slots_of
 
 
 @final

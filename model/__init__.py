@@ -2,7 +2,7 @@
 
 Importing this package loads nothing of it: a name is loaded when it is asked for, so that a command
 line heeds a signal from its first moment. None of the names here loads torch
-but `LLM`; `model.engine` and `model.loader` do, and Transformers too.
+but `LLM`; `model.engine` and `model.load.loader` do, and Transformers too.
 """
 
 import _signal  # type: ignore[import-not-found]  # `signal` without its enums, which load slowly

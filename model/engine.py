@@ -21,6 +21,8 @@ from typing import cast
 
 import backends
 import kvcore
+from model.caches.memory import MemoryPlan, plan_memory
+from model.caches.swap import BlockMover, plan_host_blocks
 from model.control.config import EngineConfig, SchedulerConfig
 from model.control.drafts import Drafter, NgramDrafts, held
 from model.control.grammar import Grammar
@@ -29,22 +31,20 @@ from model.control.request import FinishReason, Request, SampledToken
 from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
 from model.control.submission import Prompt, Submission
-from model.device.draft_model import DraftModel
-from model.device.grammar_compiler import Compiled
-from model.device.grammars import Grammars
-from model.device.memory import MemoryPlan, plan_memory
-from model.device.network import PagedNetwork
-from model.device.prepare import prepare_network
-from model.device.profile import free_bytes
-from model.device.quantised import quantise
-from model.device.request_sampler import RequestSampler
-from model.device.sanitized import SanitizedBackend
-from model.device.step_runner import Flight, StepPasses
-from model.device.swap import BlockMover, plan_host_blocks
 from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
-from model.loader import LoadedModel
+from model.forward.draft_model import DraftModel
+from model.forward.network import PagedNetwork
+from model.forward.prepare import prepare_network
+from model.forward.profile import free_bytes
+from model.forward.quantised import quantise
+from model.forward.sanitized import SanitizedBackend
+from model.forward.step_runner import Flight, StepPasses
+from model.load.loader import LoadedModel
+from model.load.text import TextStream
 from model.output import Completion, Output
-from model.text import TextStream
+from model.sample.grammar_compiler import Compiled
+from model.sample.grammars import Grammars
+from model.sample.request_sampler import RequestSampler
 from model.trace import SAMPLE, StepRecorder, StepWatch, Unwatched
 
 _TRIED_TOKENS = 32

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from model.cli.bars import bar
 from model.cli.options import ModelOptions
+from model.cli.start import make_engine
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import Request, SampledToken
@@ -24,7 +25,6 @@ from model.control.settings import check_settings
 from model.control.submission import Submission
 from model.engine import Engine
 from model.errors import InvalidArgumentError
-from model.start import make_engine
 
 _ALIASES = {"enforce_eager": "eager", "gpu_memory_utilization": "kv_memory_fraction"}
 _SETTINGS = frozenset(field.name for field in dataclasses.fields(EngineConfig))

@@ -58,7 +58,7 @@ class Chunk:
         return 1 + len(self.draft_tokens) if reaches_end else 0
 
 
-# Full version: model.device.attention.attend
+# Full version: model.attention.attention.attend
 def attend(
     module: nn.Module,
     query: Tensor,
@@ -101,7 +101,7 @@ def verify(sampled: Sequence[int], draft_tokens: Sequence[int]) -> list[int]:
     return list(sampled[: [*matches, False].index(False) + 1])
 
 
-# Full version: model.device.request_sampler.RequestSampler.draw
+# Full version: model.sample.request_sampler.RequestSampler.draw
 def sample(logits: Tensor, temperatures: Sequence[float], generator: torch.Generator) -> list[int]:
     """Draw a token from each row of `logits`, [num_rows, vocab_size]."""
     tokens = logits.argmax(-1)
@@ -218,7 +218,7 @@ class Engine:
         self.waiting.appendleft(request)
         self.stats["preemptions"] += 1
 
-    # Full version: model.device.batch.BatchBuilder.build
+    # Full version: model.attention.batch.BatchBuilder.build
     def prepare_batch(self, chunks: list[Chunk]) -> tuple[Tensor, Tensor, Tensor, PagedBatch]:
         """Make token ids and positions [1, num_tokens], rows of logits to keep, and the batch."""
         ends = [chunk.start + chunk.num_tokens for chunk in chunks]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from model.control.request import Request, SampledToken
-from model.text import TextStream
+from model.load.text import TextStream
 
 
 class Output:

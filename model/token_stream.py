@@ -38,7 +38,7 @@ class Delta(NamedTuple):
 
 
 class Text(Protocol):
-    """A text that grows token by token: `model.text.TextStream`, or one that is made elsewhere."""
+    """A text that grows token by token: `model.load.text.TextStream`, or another one."""
 
     @property
     def is_stopped(self) -> bool:

@@ -7,7 +7,7 @@ the scheduler know no clock, no `hash` and no order of sets.
 
 Invariants: every rank takes the same steps; no message is about blocks.
 
-Does not know: how a network is cut (`device/parallel.py`), who asks.
+Does not know: how a network is cut (`ranks/parallel.py`), who asks.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from model.control.request import Request
 from model.control.submission import Submission
 from model.engine import Engine
 from model.errors import InvalidArgumentError, RanksDivergedError, StalledError
-from model.loader import LoadedModel
+from model.load.loader import LoadedModel
 from model.output import Output
 
 _DIGEST_BYTES = 16

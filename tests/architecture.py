@@ -5,34 +5,28 @@ nothing of them, so it can be pointed at a planted tree as well as at the projec
 """
 
 import ast
+import graphlib
 import sys
 from pathlib import Path
 
 PACKAGES = ("kvcore", "backends", "model")
 
-# A file may import, of its own package, only files of an earlier row. What stands below
-# `kvcore`'s folders (`bench`, `testing`) has no rows: nothing else of kvcore imports it.
+# A row names folders, and files that stand at the root of a package. What is in a row may import,
+# of its own package, only what stands in an earlier row, and what is in the same folder.
 KVCORE_LAYERS = (
-    ("errors",),
+    ("errors", "block"),
     ("arguments",),
-    ("tokens",),
-    ("items", "block"),
-    ("hashing",),
-    ("names",),
+    ("identity",),
     ("events",),
-    ("lifetimes",),
-    ("free_queue", "content_tree", "groups", "slots", "reports"),
-    ("retention",),
-    ("deadlines",),
-    ("idle_blocks",),
-    ("pool", "block_table"),
-    ("sequence",),
-    ("leases", "forward", "rewind", "peaks"),
-    ("sharing", "loading"),
+    ("content_tree", "eviction"),
+    ("tables", "reports"),
+    ("pool", "sequence"),
+    ("lease",),
+    ("verbs",),
     ("manager",),
-    ("pool_map",),
-    ("invariants",),
+    ("inspect", "sanitize"),
     ("__init__",),
+    ("adapters", "bench", "testing", "wire"),
     ("build_hook",),  # runs when kvcore is built; nothing imports it
 )
 
@@ -41,161 +35,41 @@ BACKENDS_LAYERS = (
     ("contract",),
     ("checks", "oracle", "registry"),
     ("__init__",),
-    ("numba_cpu/bits", "numba_cpu/plans", "numba_cpu/workers"),
-    ("numba_cpu/matmul", "numba_cpu/scales", "numba_cpu/schedule", "numba_cpu/tiles"),
-    ("numba_cpu/warm_up",),
-    ("numba_cpu/rows", "numba_cpu/slot_mapping", "numba_cpu/store_kv"),
-    ("numba_cpu/item", "numba_cpu/prefill", "numba_cpu/copy_blocks"),
-    ("numba_cpu/paged_attention",),
-    ("numba_cpu/backend",),
-    ("numba_cpu/__init__",),
-    ("triton_gpu/place",),
-    (
-        "triton_gpu/ahead",
-        "triton_gpu/e4m3",
-        "triton_gpu/launch",
-        "triton_gpu/soft_cap",
-        "triton_gpu/splits",
-    ),
-    ("triton_gpu/cascade", "triton_gpu/chunk", "triton_gpu/prefill_order"),
-    ("triton_gpu/copy_blocks", "triton_gpu/slot_mapping", "triton_gpu/store_kv"),
-    ("triton_gpu/hopper_items", "triton_gpu/merge"),
-    ("triton_gpu/hopper_store", "triton_gpu/hopper_merge"),
-    (
-        "triton_gpu/decode",
-        "triton_gpu/hopper_latent",
-        "triton_gpu/hopper_consume",
-        "triton_gpu/hopper_load",
-        "triton_gpu/hopper_widen",
-    ),
-    ("triton_gpu/hopper_prefill",),
-    ("triton_gpu/prefill", "triton_gpu/latent"),
-    ("triton_gpu/paged_attention",),
-    ("triton_gpu/warm_up",),
-    ("triton_gpu/backend",),
-    ("triton_gpu/__init__",),
-    ("conformance/cases", "conformance/report"),
-    ("conformance/spread",),
-    ("conformance/attention", "conformance/movement", "conformance/relations"),
-    ("conformance/parallel",),
-    ("conformance/__init__",),
-    ("conformance/__main__",),
-    ("bench/__init__", "bench/measured"),
-    ("bench/cpu", "bench/graphs", "bench/host"),
-    ("bench/moves", "bench/prefill"),
-    ("bench/gpu",),
-    ("bench/__main__",),
+    ("numba_cpu", "triton_gpu"),
+    ("conformance",),
+    ("bench",),
 )
 
 MODEL_LAYERS = (
     ("errors",),
-    ("control/__init__", "control/settings"),
-    ("control/config", "control/grammar"),
-    ("control/params",),
-    ("control/request", "control/submission"),
-    ("control/step", "control/drafts"),
-    ("control/admission", "control/pool_frames"),
-    ("control/planner",),
-    ("control/scheduler",),
-    ("text", "trace", "checkpoint"),
+    ("control",),
+    ("trace", "caches"),
+    ("attention", "ranks"),
+    ("load",),
+    ("compile", "sample"),
+    ("forward",),
     ("output", "pace", "token_stream"),
-    (
-        "device/__init__",
-        "device/latents",
-        "device/layout",
-        "device/chunks",
-        "device/grammar_compiler",
-        "device/grammar_trial",
-        "device/lifeline",
-        "device/positions",
-        "device/ranges",
-        "device/rope",
-        "device/shared_prefix",
-        "device/sight",
-    ),
-    ("device/kv_caches", "device/memory", "device/ranks", "device/sampler"),
-    (
-        "device/attention",
-        "device/batch",
-        "device/draw_graphs",
-        "device/draw_kernels",
-        "device/grammars",
-        "device/swap",
-    ),
-    ("device/request_sampler",),
-    (
-        "device/few_rows",
-        "device/fx_trace",
-        "device/probes",
-        "device/small_heads",
-        "device/small_products",
-    ),
-    ("device/piecewise",),
-    ("architectures",),
-    ("device/parallel",),
-    ("loader",),
-    ("device/network",),
-    ("device/begin",),
-    ("device/cuda_graphs", "device/profile", "device/quantised"),
-    ("device/prepare",),
-    ("device/sanitized",),
-    ("device/step_runner",),
-    ("device/draft_model",),
     ("engine",),
     ("async_engine", "twins"),
-    ("tiny/network", "tiny/prompts", "tiny/prose", "tiny/vocabulary"),
-    ("tiny/__init__", "tiny/corpus"),
-    ("minimal",),
-    ("tiny/train",),
-    ("cli/__init__", "cli/bars", "cli/files", "cli/progress", "cli/writer"),
-    ("cli/exits",),
-    ("cli/settings", "cli/step_table", "cli/verify"),
-    ("cli/options", "cli/report"),
-    ("cli/args", "start"),
-    ("cli/prompts",),
-    ("cli/session",),
-    ("llm",),
-    ("bench/__init__", "bench/configs", "bench/metrics", "bench/process", "bench/workloads"),
-    ("bench/networks", "bench/options", "bench/report", "bench/serve"),
-    ("bench/args", "bench/peers", "bench/simulate"),
-    ("bench/waste",),
-    ("bench/host", "bench/session", "bench/waste_session"),
-    ("bench/__main__",),
+    ("tiny",),
+    ("minimal", "cli"),
+    ("llm", "bench"),
     ("run", "page"),
-    ("view",),
-    ("serve/__init__", "serve/config", "serve/load"),
-    ("serve/args", "serve/errors", "serve/head", "serve/kv_events", "serve/listener"),
-    ("serve/bounds", "serve/metrics"),
-    ("serve/gate", "serve/protocol"),
-    ("serve/service", "serve/logprobs"),
-    ("serve/generation",),
-    ("serve/about", "serve/chat", "serve/completions", "serve/live"),
-    ("serve/app",),
-    ("serve/process",),
-    ("serve/__main__", "serve/cost"),
-    ("cluster/__init__", "cluster/config", "cluster/router", "cluster/scaling"),
-    ("cluster/args", "cluster/sent", "cluster/simulate"),
-    ("cluster/rays", "cluster/routing"),
-    ("cluster/front", "cluster/replica"),
-    ("cluster/app",),
-    ("cluster/session",),
-    ("cluster/__main__", "cluster/bench"),
+    ("view", "serve"),
+    ("cluster",),
     ("__init__",),
 )
 
 LAYERS = {"kvcore": KVCORE_LAYERS, "backends": BACKENDS_LAYERS, "model": MODEL_LAYERS}
 
-# Two folders of one package that do not know each other.
-STRANGERS = {"numba_cpu", "triton_gpu"}
-
 # Which other packages a package may import, by their roots alone.
 MAY_IMPORT = {"kvcore": set(), "backends": set(), "model": {"kvcore", "backends"}}
 
 # What an engine's attention and kvcore's blocks meet in; nothing imports it before it is asked for.
-BRIDGES = {"kvcore/adapters/transformers_attention.py"}
+BRIDGES = {"kvcore/adapters/transformers/attention.py"}
 
 # The control plane counts Python ints; these must not load a tensor library.
-CONTROL_PLANE = ("kvcore/*.py", "model/errors.py", "model/control/*.py")
+CONTROL_PLANE = ("kvcore/*.py", "kvcore/*/*.py", "model/errors.py", "model/control/*.py")
 TENSOR_LIBRARIES = {"torch", "numpy", "numba", "triton", "transformers"}
 
 # What kvcore may import beside the standard library, and what a part that nothing else imports may.
@@ -204,27 +78,13 @@ KVCORE_EXTRAS = {
     "kvcore/adapters": {"torch", "transformers", "vllm"},
     "kvcore/testing": {"hypothesis", "pytest"},
     "kvcore/bench": set(),
-    "kvcore/sanitize": set(),
+    "kvcore/sanitize.py": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},
 }
 
 # A loader of code that may be absent, or must not load early, imports inside a function.
 LAZY_IMPORTS = {"backends/registry.py"}
-
-# What blocks, tables, sequences, leases and pools have for kvcore alone: docs/api.md does not name
-# it, and the runner reads none of it. `test_architecture.py` says that nothing is left out.
-KVCORE_INSIDES = frozenset(
-    """
-    assign attach beyond block_id blocks chain child_nodes common_size cut cut_names deadline
-    descendants empty_blocks exchange find_limits first_copy first_kept first_loaded forget
-    forget_identity forgets free_blocks give_back grow hand_out has_children id_object
-    idle_blocks is_active is_open is_uneven keep kind last_child last_copy last_event made_block
-    made_blocks namespace_key next_blocks next_copy next_free next_pass node num_missing
-    num_published num_settled_tokens opened_at pool prev_copy prev_free ref_count release renew
-    revive root seq_id trees unpublish wishes
-    """.split()  # noqa: SIM905  # words are easier to read so
-)
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -242,8 +102,9 @@ def violations(root):
             name = path.relative_to(root).as_posix()
             source = path.read_text(encoding="utf-8")
             tree = ast.parse(source)
-            for check in (_imports, _downward, _needs, _planes, _lazy, _insides, _sizes):
+            for check in (_imports, _downward, _needs, _planes, _lazy, _sizes):
                 found += [f"{name}: {what}" for what in check(path, name, source, tree)]
+        found += _circles(root, package)
     return found
 
 
@@ -274,6 +135,7 @@ def _imports(path, name, source, tree):
                 yield f"imports {module}: {package} does not know {top}"
             elif (
                 rest
+                and module.replace(".", "/") + ".py" not in KVCORE_EXTRAS
                 and not (
                     Path(*path.parts[: -len(name.split("/"))]) / module.replace(".", "/")
                 ).is_dir()
@@ -283,27 +145,53 @@ def _imports(path, name, source, tree):
 
 def _downward(path, name, source, tree):
     package, _, rest = name.removesuffix(".py").partition("/")
-    if package == "kvcore" and "/" in rest:
-        return
-    rows = {file: row for row, files in enumerate(LAYERS[package]) for file in files}
-    if rest not in rows:
-        table = f"{package.upper()}_LAYERS"
-        yield f"is in no layer: give it a row in {table} and in docs/architecture.md"
+    rows = {part: row for row, parts in enumerate(LAYERS[package]) for part in parts}
+    own = _part(rows, rest.split("/"))
+    if own is None:
+        yield f"is in no layer: give its folder a row in {package.upper()}_LAYERS"
         return
     for imported_name in imported_names(tree):
         top, *parts = imported_name.split(".")
         if top != package:
             continue
-        # A name is that of a module, or stands in the module, or in the package, before it.
-        for target in ("/".join(parts), "/".join(parts[:-1]), "/".join([*parts[:-1], "__init__"])):
-            if target in rows:
-                if rows[target] >= rows[rest]:
-                    dotted = target.replace("/", ".")
-                    yield f"imports {package}.{dotted}, which does not stand above it"
-                strangers = {target.split("/")[0], rest.split("/")[0]}
-                if strangers == STRANGERS:
-                    yield f"{rest.split('/')[0]} does not know {target.split('/')[0]}"
-                break
+        target = _part(rows, parts)
+        if target is None:  # a name of the package itself
+            target = "__init__"
+        if target != own and rows[target] >= rows[own]:
+            yield f"imports {imported_name}: {own} does not stand below {target}"
+
+
+def _circles(root, package):
+    """Report files of one folder that import each other in a circle."""
+    modules = {}
+    for path in sorted((root / package).rglob("*.py")):
+        dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        modules[dotted] = ast.parse(path.read_text(encoding="utf-8"))
+    graph = {}
+    for name, tree in modules.items():
+        direct = set()
+        for imported_name in set(imported_names(tree)) - _for_types_alone(tree):
+            module = imported_name
+            while module and module not in modules:
+                module = module.rpartition(".")[0]
+            direct.add(module)
+        graph[name] = {module for module in direct - {name, ""} if "." in module}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        yield f"{package}: a circle of imports: {' -> '.join(error.args[1])}"
+
+
+def _for_types_alone(tree):
+    """Return what is imported for the type checker, and not when the module runs."""
+    guards = [node for node in tree.body if isinstance(node, ast.If)]
+    guards = [node for node in guards if ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {name for guard in guards for name in imported_names(guard)}
+
+
+def _part(rows, parts):
+    """Return the folder, or the file at the root of the package, that has a row."""
+    return parts[0] if parts and parts[0] in rows else None
 
 
 def _needs(path, name, source, tree):
@@ -316,12 +204,14 @@ def _needs(path, name, source, tree):
         if module.partition(".")[0] not in allowed | set(PACKAGES):
             yield f"imports {module}, which it does not need"
         for extra in KVCORE_EXTRAS:
-            if part != extra and f"{module}.".startswith(extra.replace("/", ".") + "."):
+            dotted = extra.removesuffix(".py").replace("/", ".")
+            if part != extra and f"{module}.".startswith(dotted + "."):
                 yield f"imports {module}: nothing else of kvcore may"
 
 
 def _planes(path, name, source, tree):
-    if not any(Path(name).match(pattern) for pattern in CONTROL_PLANE):
+    is_extra = any(name.startswith(f"{extra}/") for extra in KVCORE_EXTRAS)
+    if is_extra or not any(Path(name).match(pattern) for pattern in CONTROL_PLANE):
         return
     for module in imported(tree):
         top = module.partition(".")[0]
@@ -337,13 +227,6 @@ def _lazy(path, name, source, tree):
             for node in ast.walk(function):
                 if isinstance(node, (ast.Import, ast.ImportFrom)):
                     yield f"line {node.lineno}: an import inside {function.name}"
-
-
-def _insides(path, name, source, tree):
-    if name.startswith("model/"):
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and node.attr in KVCORE_INSIDES:
-                yield f"line {node.lineno}: reads {node.attr}, which is kvcore's own"
 
 
 def _body_lines(function):

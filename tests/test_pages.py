@@ -102,24 +102,6 @@ def test_the_files_that_a_page_names_exist(page):
         assert (ROOT / name).exists(), name
 
 
-def test_every_page_is_in_the_readmes_reading_order():
-    for page in PAGES[1:]:
-        assert f"docs/{page.name}" in README, page.name
-
-
-def test_the_architecture_names_every_file_and_no_other():
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for package in PACKAGES:
-        section = re.search(rf"^## {package}:.*?(?=^## )", text, re.DOTALL | re.MULTILINE)[0]
-        cells = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
-        named = {name for cell in cells for name in re.findall(r"`([\w/.]+)`", cell)}
-        assert all((ROOT / package / name).exists() for name in named), package
-        for path in (ROOT / package).glob("**/*.py"):
-            name = path.relative_to(ROOT / package)
-            folders = {f"{parent}/" for parent in name.parents}
-            assert name.stem.startswith("__") or named & {str(name), *folders}, name
-
-
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_file_that_a_source_names_is_there(package):
     there = [str(path) for folder in (package, "tests") for path in (ROOT / folder).rglob("*.py")]
@@ -134,13 +116,3 @@ def test_the_picture_of_the_kernels_is_drawn_from_their_page():
     assert len(kernels_picture.decode_rows(page)) >= 10
     drawn = (ROOT / "docs" / "kernels.svg").read_text(encoding="utf-8")
     assert drawn == kernels_picture.picture(page), "run python -m tests.kernels_picture"
-
-
-def test_a_point_of_that_picture_by_hand():
-    assert kernels_picture.mark("1 x 1k", 6e9, 5, "red") == (
-        '<circle cx="790.0" cy="30.0" r="4.5" fill="red" fill-opacity="0.8"/>'
-    )
-    assert kernels_picture.mark("ragged: 3", 3e6, 0, "red").startswith('<rect x="66.0" y="366.0"')
-    table = "## Decode\n\n| 1 x 1k | 8.0 | 0.5 | 16.0 | 2.00 |\n\n## Prefill\n"
-    assert kernels_picture.decode_rows(table) == [("1 x 1k", 8.0, 0.5, 16.0)]
-    assert 'cy="353.0"' in kernels_picture.picture(f"read 4000 GB/s\n{table}")  # 4 MB in 16 us

@@ -41,9 +41,9 @@ from kvcore import (
     encode_namespace,
     pack,
 )
-from kvcore.items import as_items, check_items
-from kvcore.names import block_contents
-from kvcore.tokens import BYTES_PER_TOKEN
+from kvcore.identity.block_hash import block_contents
+from kvcore.identity.multimodal import as_items, check_items
+from kvcore.identity.tokens import BYTES_PER_TOKEN
 from kvcore.wire.encoder import MARK_ITEMS, MARK_NAMESPACE
 from kvcore.wire.messages import Batch, Cleared, Removed, Stored, WireEvent, WireName
 

@@ -22,10 +22,10 @@ from functools import partial
 import kvcore
 from model.bench.networks import load
 from model.bench.options import BenchOptions
+from model.cli.start import start
 from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.engine import Engine
-from model.start import start
 from model.trace import FORWARD, PHASES, StepRecord
 
 _PROMPT_LEN = 64

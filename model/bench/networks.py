@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from model.architectures import check_architecture
 from model.bench.configs import CONFIGS
-from model.device.parallel import Sums, shard_network
-from model.device.ranks import Ranks
 from model.errors import UsageError
-from model.loader import LoadedModel, load_config, load_model, wrap_network
+from model.load.architectures import check_architecture
+from model.load.loader import LoadedModel, load_config, load_model, wrap_network
+from model.ranks.parallel import Sums, shard_network
+from model.ranks.ranks import Ranks
 
 _SEED = 0
 

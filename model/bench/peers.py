@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from model.device.attention import IMPLEMENTATION
+from model.attention.attention import IMPLEMENTATION
 from model.errors import ModelError
-from model.loader import LoadedModel
+from model.load.loader import LoadedModel
 
 _WAIT_S = 300.0
 

@@ -28,12 +28,12 @@ from model.bench.serve import Arrivals, Served, serve
 from model.bench.workloads import BenchRequest, make_requests, total_lengths
 from model.cli.bars import bar
 from model.cli.files import OutputFile
+from model.cli.start import input_errors, start, warm_up
 from model.cli.step_table import StepStats, summarize_steps
-from model.device.ranges import DeviceRanges
 from model.engine import Engine
 from model.errors import visible
-from model.loader import LoadedModel
-from model.start import input_errors, start, warm_up
+from model.forward.ranges import DeviceRanges
+from model.load.loader import LoadedModel
 from model.trace import write_trace
 from model.twins import TwinEngine, engine_of
 

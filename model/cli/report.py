@@ -11,9 +11,9 @@ Does not know: how they came about.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from model.caches.memory import show_bytes
 from model.cli.verify import Mismatch
 from model.control.request import FinishReason
-from model.device.memory import show_bytes
 from model.engine import Engine
 from model.output import Completion
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import backends
+from model.caches.memory import show_bytes
 from model.cli.args import Options
 from model.cli.bars import bar
 from model.cli.exits import FAILED, Asked, Stopped, stopping
@@ -23,18 +24,17 @@ from model.cli.files import OutputFile
 from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
+from model.cli.start import input_errors, start, warm_up
 from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
 from model.control.request import FinishReason, Request, SampledToken
 from model.control.submission import Submission
-from model.device.memory import show_bytes
-from model.device.ranges import DeviceRanges
 from model.engine import Engine
 from model.errors import InvalidArgumentError, RankLostError, UsageError
-from model.loader import LoadedModel
+from model.forward.ranges import DeviceRanges
+from model.load.loader import LoadedModel
 from model.output import Completion, Output
-from model.start import input_errors, start, warm_up
 from model.trace import write_trace
 from model.twins import TwinEngine, engine_of
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig
 
+from model.attention.attention import IMPLEMENTATION
 from model.control.request import FinishReason, Request
-from model.device.attention import IMPLEMENTATION
-from model.loader import LoadedModel
+from model.load.loader import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from model.errors import UsageError
 from model.serve.app import create_app
 
 if TYPE_CHECKING:
-    from model.loader import TextCodec
+    from model.load.loader import TextCodec
 
 _MANY = 1_000_000  # requests at once: the engine says itself when too many wait
 _OURS = "model.cluster.routing:EventRouter"
@@ -48,7 +48,7 @@ class Face:
         path = options.model.path
 
         def load_codec() -> TextCodec:
-            codec: TextCodec = import_module("model.loader").load_codec(path)
+            codec: TextCodec = import_module("model.load.loader").load_codec(path)
             return codec
 
         self._engine = ReplicatedEngine(replicas, load_codec, options.cluster)

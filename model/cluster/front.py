@@ -42,7 +42,7 @@ from model.errors import InvalidArgumentError, ModelError
 from model.token_stream import Sample, TokenStream
 
 if TYPE_CHECKING:  # torch is loaded on a thread, when the face has begun
-    from model.loader import TextCodec
+    from model.load.loader import TextCodec
 
 _LONG_TEXT = 4096  # characters; what is longer is cut into tokens on a thread of its own
 _LOST = (RayError, RayServeException, ConnectionError)

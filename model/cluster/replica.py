@@ -51,7 +51,7 @@ class Replica:
         self._others = _start_others(options)
         self._publisher: Publisher | None = None
         try:
-            start = import_module("model.start")
+            start = import_module("model.cli.start")
             engine: Engine = start.make_engine(options.model, options.engine, print)
         except ModelError as error:
             raise RuntimeError(f"{REFUSED}{error}") from None
@@ -133,7 +133,7 @@ class _Follower:
         An actor outlives what its methods raise, and those it shares a network with would wait.
         """
         try:
-            start = import_module("model.start")
+            start = import_module("model.cli.start")
             code: int = start.follow(self._options.model, self._options.engine)
         except BaseException:  # noqa: BLE001  # whatever it is
             traceback.print_exc()

@@ -2,7 +2,7 @@
 
 Invariants: a configuration that exists is in range; it never changes.
 
-Does not know: the memory of the machine (`device/memory.py`), the model's own limits (`loader.py`).
+Does not know: the memory of the machine (`caches/memory.py`), the model's own limits (`loader.py`).
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """What a text must be: a schema, an expression, a choice or a grammar.
 
 Decides: how these are spelled. Invariants: equal grammars are equal values, so each is compiled
-once. Whether one means anything is found out when it is compiled (`device/grammars.py`).
+once. Whether one means anything is found out when it is compiled (`sample/grammars.py`).
 
 Does not know: tokens, the library that compiles it.
 """

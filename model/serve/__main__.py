@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
         options = parse_args()
         if options.model.follows:
-            from model.start import follow
+            from model.cli.start import follow
 
             sys.exit(follow(options.model, options.engine))
         listener = listen(options.serve)

@@ -30,6 +30,7 @@ from model.bench.workloads import BenchRequest
 from model.cli.exits import leaves
 from model.cli.options import ModelOptions
 from model.cli.settings import Flags
+from model.cli.start import make_engine
 from model.control.config import EngineConfig
 from model.control.settings import check_settings, setting
 from model.engine import Engine
@@ -40,7 +41,6 @@ from model.serve.head import BoundedProtocol
 from model.serve.listener import listen
 from model.serve.load import Job, Loaded
 from model.serve.process import Server
-from model.start import make_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,7 @@ def serve(options: ServeOptions, listener: socket.socket) -> int:
     logging.basicConfig(handlers=[handler], level=logging.WARNING)
 
     def make() -> "Engine":
-        start = import_module("model.start")  # torch is loaded on the engine's thread
+        start = import_module("model.cli.start")  # torch is loaded on the engine's thread
         made: Engine = start.make_engine(options.model, options.engine, say)
         return made
 

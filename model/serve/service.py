@@ -22,7 +22,7 @@ from model.serve.protocol import Message
 from model.token_stream import TokenStream
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from model.loader import TextCodec
+    from model.load.loader import TextCodec
 
 
 _LONG = 4096  # characters or tokens; more are made to each other on a thread of their own

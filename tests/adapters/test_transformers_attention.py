@@ -13,7 +13,7 @@ from transformers.generation.continuous_batching import initialization
 import backends
 import kvcore
 from kvcore.adapters.transformers import install, uninstall
-from kvcore.adapters.transformers_attention import IMPLEMENTATION, Attention
+from kvcore.adapters.transformers.attention import IMPLEMENTATION, Attention
 from tests.adapters.test_transformers_batching import at_rest
 from tests.adapters.tiny import SIZES, WINDOW, draw_tokens, draw_weights, gemma_2, network
 from tests.adapters.transformers_runs import (
@@ -213,6 +213,6 @@ def test_a_call_that_is_no_batch_is_refused_by_name():
 
 def test_without_the_package_backends_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "backends", None)
-    monkeypatch.delitem(sys.modules, "kvcore.adapters.transformers_attention")
+    monkeypatch.delitem(sys.modules, "kvcore.adapters.transformers.attention")
     with pytest.raises(kvcore.InvalidArgumentError, match=r"not installed .*'numba'"):
         install(network("full"), backend="numba")

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcore
-from kvcore.adapters import vllm_manager
-from kvcore.adapters.vllm_manager import Manager, Manager022
+from kvcore.adapters.vllm import manager as vllm_manager
+from kvcore.adapters.vllm.manager import Manager, Manager022
 from tests.adapters.vllm_world import CHUNKS, PLAIN, WINDOWS, Request, World, manager_of
 from tests.adapters.vllm_world import settings as settings_of
 

@@ -26,8 +26,8 @@ from vllm.v1.request import Request
 
 import kvcore
 from kvcore.adapters import vllm as adapter
-from kvcore.adapters.vllm_events import Speller
-from kvcore.adapters.vllm_manager import Manager, Settings
+from kvcore.adapters.vllm.events import Speller
+from kvcore.adapters.vllm.manager import Manager, Settings
 from tests.adapters import vllm_world
 from tests.adapters.vllm_schedule import FULL, PLUGIN, WINDOW, answer, make, prompts, run
 

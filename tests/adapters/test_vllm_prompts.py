@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcore
-from kvcore.adapters.vllm_prompts import (
+from kvcore.adapters.vllm.prompts import (
     describe,
     embedding_items,
     feature_items,

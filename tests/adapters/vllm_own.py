@@ -22,8 +22,8 @@ os.environ["VLLM_PLUGINS"] = "kvcore"
 from vllm.v1.core import kv_cache_manager
 from vllm.v1.core.sched import scheduler
 
-from kvcore.adapters.vllm import register
-from kvcore.adapters.vllm_manager import Manager
+from kvcore.adapters.vllm.manager import Manager
+from kvcore.adapters.vllm.plugin import register
 
 register()
 kv_cache_manager.KVCacheManager = scheduler.KVCacheManager

@@ -13,7 +13,7 @@ from copy import copy
 from types import SimpleNamespace
 
 import kvcore
-from kvcore.adapters.vllm_manager import Manager, Settings
+from kvcore.adapters.vllm.manager import Manager, Settings
 
 PLAIN = (kvcore.FullAttention(4),)
 WINDOWS = (kvcore.FullAttention(4), kvcore.SlidingWindow(6, 4))

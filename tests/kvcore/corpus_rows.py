@@ -21,10 +21,10 @@ class Row:
 
 
 HERE = "tests/kvcore/test_inexpressible.py::test_"
-HASHING = "tests/kvcore/test_hashing.py::test_"
+HASHING = "tests/kvcore/identity/test_namespace.py::test_"
 DETERMINISM = "tests/kvcore/test_determinism.py::test_"
 HOSTILE = "tests/kvcore/test_hostile.py::test_"
-SCHEDULER = "tests/model/test_scheduler.py::test_"
+SCHEDULER = "tests/model/control/test_scheduler.py::test_"
 ENGINE = "tests/model/test_engine.py::test_"
 TRITON = "tests/backends/test_triton.py::test_"
 
@@ -350,7 +350,7 @@ ROWS = {
         "a page number times a stride overflows 32 bits",
         "vLLM #1486, PR #47671, #50427, #50483",
         (
-            "tests/kvcore/test_slots.py::test_slots_are_wider_than_32_bits",
+            "tests/kvcore/tables/test_slots.py::test_slots_are_wider_than_32_bits",
             "tests/backends/test_numba.py::test_a_cache_past_2_to_the_31_elements",
         ),
     ),

@@ -56,47 +56,57 @@ class Area(NamedTuple):
     `loads` are the modules that take long to import and are not ours: loaded once, for all mutants.
     """
 
-    files: str
+    files: tuple[str, ...]
     tests: str
     rounds: tuple[str, ...]
     loads: tuple[str, ...] = ()
 
 
+ALLOCATOR = (
+    "kvcore/*.py",
+    *(f"kvcore/{folder}/*.py" for folder in ("identity", "eviction", "tables", "verbs", "inspect")),
+)
+
 AREAS = (  # a file belongs to the first that matches
-    Area("kvcore/wire/*.py", "tests/kvcore/wire", ("messages stream", "sockets"), ("zmq",)),
-    Area("kvcore/adapters/vllm*.py", "tests/adapters", ("vllm_prompts vllm_manager",), ("torch",)),
+    Area(("kvcore/wire/*.py",), "tests/kvcore/wire", ("messages stream", "sockets"), ("zmq",)),
     Area(
-        "kvcore/adapters/transformers*.py",
+        ("kvcore/adapters/vllm/*.py",),
+        "tests/adapters",
+        ("vllm_prompts vllm_manager",),
+        ("torch",),
+    ),
+    Area(
+        ("kvcore/adapters/transformers/*.py",),
         "tests/adapters",
         ("transformers_cache transformers_ledger",),
         ("torch", "transformers"),
     ),
     Area(
-        "kvcore/*.py",
+        ALLOCATOR,
         "tests/kvcore",
         (
-            "manager capabilities decode_step untold steps loads bad_transfers",
+            "manager capabilities decode_step untold step load bad_transfers",
             "machines pool_properties",
-            "block free_queue groups hashing pool content_tree idle_blocks deadlines",
+            "block free_queue groups namespace pool content_tree idle_blocks deadlines",
             "peaks pool_map hostile invariants tokens slots short_ways look_ups",
-            "block_keys inexpressible determinism",
+            "block_hash inexpressible determinism",
             "cost",
             "faults",
             "small_scope",
         ),
     ),
     Area(
-        "model/control/*.py",
+        ("model/control/*.py",),
         "tests/model",
         (
-            "scheduler scheduler_late scheduler_order scheduler_waits swap request pace",
-            "scheduler_machine settings args grammar drafts view/pool_frames",
-            "async_engine engine_sampling shared_prefix batch flags",
+            "scheduler scheduler_late scheduler_order scheduler_waits swap control/request pace",
+            "scheduler_machine control/settings cli/args sample/grammar drafts view/pool_frames",
+            "async_engine engine_sampling shared_prefix attention/batch flags",
         ),
         ("torch", "transformers", "llguidance"),
     ),
 )
-DEFAULT = ("kvcore/*.py", "model/control/*.py")  # scored where no file is named
+DEFAULT = (*ALLOCATOR, "model/control/*.py")  # scored where no file is named
 OPTIONS = ["-x", "-q", "--tb=no", "--assert=plain", "--hypothesis-profile=mutation"]
 OPTIONS += ["-o", "addopts=", "-m", "not slow and not walk", "-p", "no:cacheprovider"]
 OPTIONS += ["-p", "_hypothesis_pytestplugin"]
@@ -183,13 +193,15 @@ def changed_since(base):
     git = ["git", "-C", str(ROOT), "diff", "--name-only", base, "--", "*.py"]
     names = subprocess.run(git, check=True, capture_output=True, text=True).stdout.split()
     return [
-        p for p in files_of([area.files for area in AREAS]) if str(p.relative_to(ROOT)) in names
+        p
+        for p in files_of([pattern for area in AREAS for pattern in area.files])
+        if str(p.relative_to(ROOT)) in names
     ]
 
 
 def area_of(path):
     """The area of a file, None if it has none."""
-    return next((area for area in AREAS if path in ROOT.glob(area.files)), None)
+    return next((area for area in AREAS if path in files_of(area.files)), None)
 
 
 def rounds_for(path):
@@ -197,15 +209,17 @@ def rounds_for(path):
     area = area_of(path)
     if area is None:
         raise SystemExit(f"{path}: AREAS has no tests for it: name some with --tests")
-    own = sorted((ROOT / area.tests).glob(f"test_{path.stem}*.py"))
-    named = [
-        [ROOT / area.tests / place for place in map(test_file, r.split())] for r in area.rounds
-    ]
+    folder = ROOT / area.tests
+    own = sorted(folder.rglob(f"test_{path.stem}*.py"))
+    named = [[test_file(folder, name) for name in names.split()] for names in area.rounds]
     return [tuple(map(str, tests)) for tests in (own, *named) if tests]
 
 
-def test_file(name):
-    return Path(name).parent / f"test_{Path(name).name}.py"
+def test_file(folder, name):
+    """The tests of this name, in the folder or below it."""
+    place, _, stem = name.rpartition("/")
+    [path] = (folder / place).glob(f"test_{stem}.py") if place else folder.rglob(f"test_{stem}.py")
+    return path
 
 
 def begin(path, source, rounds, limits):

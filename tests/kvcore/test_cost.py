@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import kvcore
-from kvcore.idle_blocks import IdleBlocks, _still
+from kvcore.eviction.idle_blocks import IdleBlocks, _still
 
 HOME = str(Path(kvcore.__file__).parent)
 SMALL, LARGE = 512, 512 + 6 * 600  # the same remainder when they are filled

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 import kvcore
-from kvcore import forward
+from kvcore.verbs import step as forward
 from tests.kvcore.faults import Faults, InjectedError, dump
 
 pytestmark = pytest.mark.source_build

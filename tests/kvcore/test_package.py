@@ -23,7 +23,7 @@ def test_the_wheel_holds_kvcore_alone_and_its_types(tmp_path, monkeypatch):
     tops = {name.split("/")[0] for name in names}
     assert tops == {"kvcore", f"kvcore-{kvcore.__version__}.dist-info"}
     assert "kvcore/py.typed" in names
-    sources = {f"kvcore/{path.name}" for path in (ROOT / "kvcore").glob("*.py")}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "kvcore").rglob("*.py")}
     sources.remove("kvcore/build_hook.py")
     assert sources <= set(names)
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]
@@ -50,15 +50,17 @@ def test_importing_kvcore_loads_the_standard_library_and_xxhash_only():
 def test_importing_kvcore_takes_under_30_ms_of_the_processor():
     """Beyond the interpreter, which has started when the clock does; the best of a few runs.
 
-    A processor that is slow at the moment has as long as twice what kvcore imports takes there.
+    A processor that is slow at the moment has as long as twice what kvcore imports takes there,
+    measured directly before.
     """
-    best = needed = 1.0
+    times = []
     for _ in range(15):
-        best = min(best, seconds_to("import kvcore"))
-        needed = min(needed, seconds_to("import dataclasses, hashlib, typing, xxhash"))
-        if best < 0.030:
+        needed = seconds_to("import dataclasses, hashlib, typing, xxhash")
+        times.append((seconds_to("import kvcore"), needed))
+        if any(taken < max(0.030, 2 * needed) for taken, needed in times):
             break
-    assert best < max(0.030, 2 * needed)
+    else:
+        pytest.fail(f"seconds for kvcore, and for what it imports: {times}")
 
 
 def seconds_to(statement):

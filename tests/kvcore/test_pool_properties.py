@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvcore
-import kvcore.invariants
+import kvcore.inspect.invariants
 from tests.kvcore.pools import ids, published, token
 from tests.kvcore.views import pool_view
 
@@ -35,7 +35,7 @@ def test_one_at_a_time_is_many_at_once(rounds):
 
 def check_trees(pool):
     """That the trees are sound, whoever holds what."""
-    kvcore.invariants.index(SimpleNamespace(pool=pool, groups=[kvcore.FullAttention(1)]))
+    kvcore.inspect.invariants.index(SimpleNamespace(pool=pool, groups=[kvcore.FullAttention(1)]))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(1, 2)), max_size=6))

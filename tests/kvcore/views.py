@@ -5,7 +5,7 @@ A `PropertyError` is what a state machine raises when it sees a property broken;
 the right reason.
 """
 
-from kvcore.invariants import copies
+from kvcore.inspect.invariants import copies
 
 
 class PropertyError(AssertionError):

@@ -607,10 +607,10 @@ or quantised are named; tied weights need to be stored once. The headers of weig
 before their content, so a config.json that describes a network larger than its weights takes no
 memory.
 
-Every row is made and run by the tests (`pytest tests/model/test_broken_input.py`), and this page is
-printed from their table (`python -m tests.model.broken_inputs`). Besides, every field of a
+Every row is made and run by the tests (`pytest tests/model/load/test_broken_input.py`), and this
+page is printed from their table (`python -m tests.model.broken_inputs`). Besides, every field of a
 config.json is given {values} values, one at a time: each is refused in one line, or runs and gives
-the tokens of `generate` (`pytest -m walk tests/model/test_broken_input.py`).
+the tokens of `generate` (`pytest -m walk tests/model/load/test_broken_input.py`).
 """
 
 

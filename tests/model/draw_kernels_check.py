@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-from model.device import draw_kernels
-from model.device.sampler import PLAIN
+from model.sample import draw_kernels
+from model.sample.sampler import PLAIN
 
 
 class TakesAChunkLess(draw_kernels.GpuPasses):

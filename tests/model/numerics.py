@@ -4,7 +4,7 @@ import torch
 
 from model import EngineConfig, SamplingParams
 from model.engine import Engine
-from model.loader import wrap_network
+from model.load.loader import wrap_network
 from tests.model.networks import build
 
 

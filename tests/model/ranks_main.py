@@ -20,15 +20,16 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import backends
-from model import EngineConfig, SamplingParams, loader
+from model import EngineConfig, SamplingParams
 from model.control.request import Request
 from model.control.submission import Submission
-from model.device.parallel import Sums, check_cut, shard_network
-from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
 from model.errors import RankLostError, RanksDivergedError, UnsupportedModelError
-from model.loader import load_model
+from model.load import loader
+from model.load.loader import load_model
 from model.output import Output
+from model.ranks.parallel import Sums, check_cut, shard_network
+from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR
 from model.twins import TwinEngine
 from tests.model.tiny_configs import cases, make_config

@@ -1,4 +1,4 @@
-"""What must hold of `model.device.sampler`, as checks of any module in its place.
+"""What must hold of `model.sample.sampler`, as checks of any module in its place.
 
 `test_sampler.py` runs them on it, `test_sampler_sabotage.py` on copies with a planted bug each.
 """

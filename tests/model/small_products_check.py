@@ -9,8 +9,8 @@ import sys
 import torch
 from torch.nn import functional
 
-from model.device.small_heads import rotate
-from model.device.small_products import Cut, multiply
+from model.compile.small_heads import rotate
+from model.compile.small_products import Cut, multiply
 
 SHAPES = (  # width, count, cut
     (48, 64, None),

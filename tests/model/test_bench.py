@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import EngineConfig, InvalidArgumentError, RequestTooLongError
+from model.attention.attention import IMPLEMENTATION
 from model.bench import host, peers
 from model.bench.args import parse_args
 from model.bench.networks import Wordless, load
@@ -21,10 +22,9 @@ from model.bench.report import Versus
 from model.bench.serve import Arrivals, serve
 from model.bench.session import execute, measure
 from model.bench.workloads import BenchRequest, Shape, Span, make_requests
-from model.device.attention import IMPLEMENTATION
 from model.engine import Engine
 from model.errors import ModelError, UsageError
-from model.text import TextStream
+from model.load.text import TextStream
 from tests.model.networks import build, greedy_and_margin
 from tests.model.reference import ReferenceBackend
 

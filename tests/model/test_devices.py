@@ -8,16 +8,16 @@ import torch
 
 import backends
 from model import EngineConfig, SamplingParams
-from model.device.cuda_graphs import StepGraphs
-from model.device.draw_graphs import DrawGraphs
-from model.device.network import PagedNetwork
-from model.device.sampler import Draw, sample, stream_of
-from model.device.shared_prefix import Worth
+from model.attention.shared_prefix import Worth
 from model.engine import Engine
-from model.loader import wrap_network
+from model.forward.cuda_graphs import StepGraphs
+from model.forward.network import PagedNetwork
+from model.load.loader import wrap_network
+from model.sample.draw_graphs import DrawGraphs
+from model.sample.sampler import Draw, sample, stream_of
 from tests.model import sampling_reference as reference
+from tests.model.forward.test_cuda_graphs import noting_batches
 from tests.model.networks import CONFIGS, build, greedy_and_margin
-from tests.model.test_graphs import noting_batches
 from tests.model.tiny_configs import make_config
 from tests.model.walk import build_network
 

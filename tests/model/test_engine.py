@@ -14,10 +14,10 @@ from model import (
     StalledError,
     Submission,
 )
-from model.device import profile
-from model.device.request_sampler import Drawn
 from model.engine import Engine
 from model.errors import UnsupportedModelError
+from model.forward import profile
+from model.sample.request_sampler import Drawn
 from tests.model.networks import build, greedy_and_margin
 from tests.model.reference import ReferenceBackend
 

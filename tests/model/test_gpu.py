@@ -15,14 +15,16 @@ from torch._dynamo.utils import counters
 
 import backends
 from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
-from model.device import piecewise, profile, sampler
-from model.device.draw_graphs import DrawGraphs, Place, Recorder, row_terms
-from model.device.draw_kernels import GpuPasses
-from model.device.grammars import Grammars
-from model.device.network import PagedNetwork
-from model.device.request_sampler import RequestSampler
+from model.compile import piecewise
 from model.engine import Engine
-from model.loader import with_draft, wrap_network
+from model.forward import profile
+from model.forward.network import PagedNetwork
+from model.load.loader import with_draft, wrap_network
+from model.sample import sampler
+from model.sample.draw_graphs import DrawGraphs, Place, Recorder, row_terms
+from model.sample.draw_kernels import GpuPasses
+from model.sample.grammars import Grammars
+from model.sample.request_sampler import RequestSampler
 from tests.model import small_products_check
 from tests.model.draw_kernels_check import check
 from tests.model.networks import CONFIGS, build, greedy_and_margin

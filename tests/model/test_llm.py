@@ -9,7 +9,7 @@ import model
 from model.control.config import EngineConfig
 from model.engine import Engine
 from model.errors import InvalidArgumentError
-from model.loader import load_model
+from model.load.loader import load_model
 from model.tiny import CHECKPOINT_DIR
 
 GREEDY = model.SamplingParams(max_tokens=6)

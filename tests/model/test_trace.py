@@ -12,9 +12,9 @@ import torch
 import kvcore
 from model import EngineConfig, SamplingParams
 from model.cli.step_table import Durations, step_table, summarize_steps
-from model.device import ranges
-from model.device.ranges import DeviceRanges
 from model.engine import Engine
+from model.forward import ranges
+from model.forward.ranges import DeviceRanges
 from model.trace import PHASES, TRACE_BEGINS, StepRecorder, write_trace
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend

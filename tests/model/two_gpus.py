@@ -31,12 +31,13 @@ import backends
 from model import EngineConfig, SamplingParams
 from model.bench.networks import load
 from model.cli.exits import leaves
-from model.device import cuda_graphs, parallel, prepare
-from model.device.parallel import check_cut
-from model.device.ranks import Ranks, join_ranks
 from model.engine import Engine
-from model.loader import LoadedModel, load_model
+from model.forward import cuda_graphs, prepare
+from model.load.loader import LoadedModel, load_model
 from model.output import Output
+from model.ranks import parallel
+from model.ranks.parallel import check_cut
+from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR
 from model.twins import TwinEngine, _Ended
 

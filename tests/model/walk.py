@@ -25,9 +25,9 @@ from transformers.utils import logging as transformers_logging
 
 import backends
 from model import EngineConfig, ModelError, SamplingParams
-from model.architectures import check_architecture, check_layers
 from model.engine import Engine
-from model.loader import LoadedModel, wrap_network
+from model.load.architectures import check_architecture, check_layers
+from model.load.loader import LoadedModel, wrap_network
 from tests.model.networks import ByteCodec, greedy_logits, preempt_in_steps
 from tests.model.prompts import NUM_TOKENS, prompts
 from tests.model.tiny_configs import cases, lowered, make_config

@@ -2,9 +2,9 @@
 
 import kvcore
 from kvcore.content_tree import ContentTree
-from kvcore.groups import first_kept_block, serves
-from kvcore.rewind import _computed_before, computed_after_cut, computed_in_sight
-from kvcore.sharing import longest_servable
+from kvcore.tables.groups import first_kept_block, serves
+from kvcore.verbs.rewind import _computed_before, computed_after_cut, computed_in_sight
+from kvcore.verbs.share import longest_servable
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import in_manager, patched, sabotage
 

@@ -3,8 +3,8 @@
 import struct
 from dataclasses import replace
 
-from kvcore.hashing import encode_namespace
-from kvcore.items import encode_items
+from kvcore.identity.multimodal import encode_items
+from kvcore.identity.namespace import encode_namespace
 from tests.kvcore.sabotage.registry import patched
 
 WRONG_HIT = ("P7", "P9", "P24")

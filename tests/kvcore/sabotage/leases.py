@@ -1,8 +1,8 @@
 """Leases and failed loads, broken."""
 
 import kvcore
-from kvcore import rewind
-from kvcore.rewind import _spelled, _spelling, distrust_from
+from kvcore.verbs import rewind
+from kvcore.verbs.rewind import _spelled, _spelling, distrust_from
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import changed, patched, sabotage
 

@@ -1,9 +1,9 @@
 """Loads of KV from outside, broken."""
 
 import kvcore
-from kvcore import loading
-from kvcore.names import block_contents
-from kvcore.rewind import tail_first
+from kvcore.identity.block_hash import block_contents
+from kvcore.verbs import load as loading
+from kvcore.verbs.rewind import tail_first
 from tests.kvcore import machines
 from tests.kvcore.sabotage.groups import WINDOWS
 from tests.kvcore.sabotage.registry import patched, sabotage

@@ -2,7 +2,7 @@
 
 import kvcore
 from kvcore.content_tree import ContentTree
-from kvcore.idle_blocks import IdleBlocks
+from kvcore.eviction.idle_blocks import IdleBlocks
 from tests.kvcore.sabotage.registry import changed, in_manager
 
 

@@ -3,8 +3,8 @@
 from array import array
 
 import kvcore
-from kvcore.items import cut_items
-from kvcore.slots import slot_of, slots_of
+from kvcore.identity.multimodal import cut_items
+from kvcore.tables.slots import slot_of, slots_of
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import patched, sabotage
 

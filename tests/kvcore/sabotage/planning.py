@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import kvcore
-from kvcore.sharing import describe, find_prefix
+from kvcore.verbs.share import describe, find_prefix
 from tests.kvcore import machines
 from tests.kvcore.sabotage.groups import WINDOWS
 from tests.kvcore.sabotage.registry import sabotage

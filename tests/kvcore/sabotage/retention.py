@@ -1,7 +1,7 @@
 """Retention, broken."""
 
 import kvcore
-from kvcore.idle_blocks import IdleBlocks
+from kvcore.eviction.idle_blocks import IdleBlocks
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import changed, in_manager, sabotage
 

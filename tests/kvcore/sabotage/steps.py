@@ -1,6 +1,9 @@
 """Whole steps, and what is said of the blocks that they take, with one line changed each."""
 
-from kvcore import forward, leases, peaks, sequence
+from kvcore import lease as leases
+from kvcore import sequence
+from kvcore.verbs import peaks
+from kvcore.verbs import step as forward
 from tests.kvcore.sabotage.registry import edited
 
 # Room

@@ -1,8 +1,8 @@
 """Tokens that are told later, broken."""
 
 import kvcore
-from kvcore.groups import first_kept_block
 from kvcore.sequence import check_expected, check_told
+from kvcore.tables.groups import first_kept_block
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import patched, sabotage
 

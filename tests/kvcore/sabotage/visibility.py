@@ -1,7 +1,7 @@
 """What can be hit, and from when on, broken."""
 
 import kvcore
-from kvcore.forward import commit
+from kvcore.verbs.step import commit
 from tests.kvcore import machines
 from tests.kvcore.sabotage.groups import WINDOWS
 from tests.kvcore.sabotage.registry import sabotage

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from model import loader, start
+from model.cli import start
 from model.cluster.args import parse_args
 from model.errors import InvalidArgumentError, UsageError
+from model.load import loader
 
 _ROOT = Path(__file__).parents[3]
 
@@ -61,7 +62,7 @@ def test_what_replicas_load_by_name_is_there():
     assert callable(loader.load_codec)
     sources = [path.read_text() for path in (_ROOT / "model/cluster").glob("*.py")]
     named = {name for text in sources for name in re.findall(r'import_module\("(.*?)"\)', text)}
-    assert named == {"model.start", "model.loader", "ray.serve"}
+    assert named == {"model.cli.start", "model.load.loader", "ray.serve"}
 
 
 def test_a_port_in_use_is_one_line_before_ray_is_started():

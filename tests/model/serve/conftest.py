@@ -11,7 +11,7 @@ import backends
 from model.async_engine import AsyncEngine
 from model.control.config import EngineConfig
 from model.engine import Engine
-from model.loader import load_model
+from model.load.loader import load_model
 from model.serve.app import create_app
 from model.serve.config import ServeConfig
 from model.serve.head import BoundedProtocol

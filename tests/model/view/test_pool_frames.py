@@ -14,7 +14,7 @@ from model.control.params import SamplingParams
 from model.control.pool_frames import FrameLog, PoolFrames, fold
 from model.control.request import Request
 from model.control.scheduler import Scheduler
-from tests.model.simulation import SimulatedModel
+from tests.model.control.simulation import SimulatedModel
 from tests.model.view.replay import Replay
 
 GROUPS = ([kvcore.FullAttention()], [kvcore.FullAttention(), kvcore.SlidingWindow(3)])

@@ -1,0 +1,605 @@
+"""vLLM's `KVCacheManager`, kept by kvcore: the verbs that vLLM's scheduler calls.
+
+Decides what each verb is in kvcore's words, and when a sequence is brought up to date: kvcore is
+asked where a block is taken, filled or given back, and told the tokens then; between those nothing
+is counted twice, because nothing is counted here. It imports nothing of vLLM.
+
+Invariants: a request that runs has an open sequence, whose tokens are a prefix of the request's.
+What is computed in this step can be hit in this step, as in vLLM: attention writes before it reads,
+and vLLM runs every step that it schedules. A block that a window lets go of is handed out when the
+step that reads it has been processed, never before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd, lcm
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
+
+from kvcore import (
+    Event,
+    EventsLost,
+    FullAttention,
+    InvalidArgumentError,
+    KVCacheManager,
+    KVSequence,
+    LayerGroup,
+    Lease,
+    NameAlgorithm,
+    OutOfBlocksError,
+)
+from kvcore.adapters.vllm.prompts import (
+    BytesOf,
+    Prompt,
+    Request,
+    describe,
+    feature_items,
+    packed_of,
+)
+
+Ids = Sequence[Sequence[int]]
+"""Block ids, for each layer group."""
+
+
+class CacheStats(Protocol):
+    """What is used of `vllm.v1.metrics.stats.PrefixCacheStats`."""
+
+    reset: bool
+
+    def record(self, num_tokens: int, num_hits: int, preempted: bool) -> None:  # noqa: FBT001
+        """Count a look-up."""
+
+
+class Collector(Protocol):
+    """What is used of `vllm.v1.core.kv_cache_metrics.KVCacheMetricsCollector`."""
+
+    def on_block_allocated(self, block: BlockView) -> None:
+        """Note that a block was handed out."""
+
+    def on_block_accessed(self, block: BlockView) -> None:
+        """Note that a block was hit."""
+
+    def on_block_evicted(self, block: BlockView) -> None:
+        """Note that a block's content is gone."""
+
+    def reset(self) -> None:
+        """Forget everything."""
+
+
+class BlockView(NamedTuple):
+    """A block, to those who ask for one: vLLM's own scheduler asks for ids alone."""
+
+    block_id: int
+
+    @property
+    def is_null(self) -> bool:
+        """Whether it stands for what no layer sees any more."""
+        return self.block_id == 0
+
+
+class Blocks:
+    """What a call has appended to a request's tables, or all that they have."""
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Ids) -> None:
+        self._ids = ids
+
+    @property
+    def blocks(self) -> tuple[list[BlockView], ...]:
+        """The blocks of each layer group. O(blocks)."""
+        return tuple([[BlockView(block_id) for block_id in ids] for ids in self._ids])
+
+    def get_block_ids(
+        self,
+        allow_none: bool = False,  # noqa: FBT001, FBT002  # vLLM's signature
+        *,
+        group_ids: Sequence[int] | None = None,
+    ) -> tuple[list[int], ...] | None:
+        """Return new lists of the ids of each group; None, if wanted, for none at all."""
+        ids = self._ids if group_ids is None else [self._ids[group] for group in group_ids]
+        if allow_none and not any(ids):
+            return None
+        return tuple([list(group) for group in ids])
+
+    def new_empty(self) -> Blocks:
+        """Return none, of as many groups."""
+        return Blocks(((),) * len(self._ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the manager of an engine is to be.
+
+    Attributes:
+        num_blocks: blocks in the cache, the null block included.
+        groups: the layer groups, block sizes filled in.
+        specs: vLLM's own descriptions of them.
+        caps: for each the most blocks that a request counts for when it is admitted, if less than
+            its length says.
+        max_model_len: tokens.
+        enable_caching: look prefixes up, and keep them.
+        watermark_blocks: so many stay free when a request is admitted beside others.
+        event_names: how contents are called in events; None: no events.
+        keep_fresh: note which blocks are handed out, for those who clear them.
+        bytes_of: how embeddings become bytes.
+        new_stats: makes an empty count of look-ups; None: nothing is counted.
+        spell: turns kvcore's events into vLLM's.
+        collector: hears of a sample of blocks.
+    """
+
+    num_blocks: int
+    groups: tuple[LayerGroup, ...]
+    specs: tuple[Any, ...]
+    caps: tuple[int | None, ...]
+    max_model_len: int
+    enable_caching: bool = True
+    watermark_blocks: int = 0
+    event_names: NameAlgorithm | None = None
+    keep_fresh: bool = False
+    bytes_of: BytesOf = bytes
+    new_stats: Callable[[], CacheStats] | None = None
+    spell: Callable[[Iterable[Event]], list[Any]] = list
+    collector: Collector | None = None
+
+
+class PoolFace:
+    """What vLLM's scheduler and its connectors ask of `block_pool`."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._kv = kv
+        self.num_gpu_blocks = kv.num_blocks
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks could be handed out. O(1)."""
+        return self._kv.num_free_blocks
+
+    def get_usage(self) -> float:
+        """Return which part of the blocks is held, from 0 to 1. O(1)."""
+        usable = self._kv.num_usable_blocks
+        return 1.0 - self._kv.num_free_blocks / usable if usable else 0.0
+
+    def free_blocks(self, leases: Iterable[Lease]) -> None:
+        """Give back what `pop_blocks_for_free` has returned. O(blocks)."""
+        for lease in leases:
+            lease.end()
+
+
+class Manager:
+    """Keeps the KV cache of one vLLM engine in a `kvcore.KVCacheManager`, for vLLM 0.32.
+
+    The names and signatures of its methods are vLLM's; what they mean is said there.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        groups = settings.groups
+        sizes = [group.block_size for group in groups]
+        self.kv = KVCacheManager(
+            settings.num_blocks,
+            gcd(*sizes),
+            groups=groups,
+            enable_caching=settings.enable_caching,
+            record_events=settings.event_names,
+        )
+        _ = self.kv.pool.blocks  # makes all of them now, as vLLM does, and none within a step
+        self._is_plain = len(groups) == 1 and isinstance(groups[0], FullAttention)
+        self._size = sizes[0]
+        self._common = lcm(*sizes)
+        self._running: dict[str, KVSequence] = {}
+        self._flying: dict[str, deque[tuple[int, Lease]]] = {}
+        self._found: dict[str, KVSequence] = {}
+        self._admitted: dict[str, Blocks] = {}
+        self._prompts: dict[str, Prompt] = {}
+        self._fresh: list[int] = []
+        self.prefix_cache_stats = settings.new_stats and settings.new_stats()
+        self.enable_caching = settings.enable_caching
+        self.log_stats = settings.new_stats is not None
+        self.max_model_len = settings.max_model_len
+        self.num_kv_cache_groups = len(groups)
+        self.empty_kv_cache_blocks = Blocks(((),) * len(groups))
+        self.block_pool = PoolFace(self.kv)
+        self.coordinator = SimpleNamespace(
+            enable_partial_hash_hits=False,
+            single_type_managers=[
+                SimpleNamespace(block_size=size, kv_cache_spec=spec)
+                for size, spec in zip(sizes, settings.specs, strict=True)
+            ],
+        )
+        self.mamba_shared_prefix_checkpoint = False
+
+    # Prefixes.
+
+    def prefix_cache_lookup_enabled(self, request: Request) -> bool:
+        """Say whether a prefix is looked up for a request."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(self, request: Request) -> tuple[Blocks, int, int]:
+        """Find a request's longest cached prefix, and hold it until the step is scheduled."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        request_id = request.request_id
+        self._let_go(request_id)
+        seq = self._found[request_id] = self._open(request, skip_reading=False)
+        if not seq.num_cached_tokens:
+            return self.empty_kv_cache_blocks, 0, 0
+        return self._blocks_of(seq), seq.num_cached_tokens, 0
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        """Count what a request that is admitted has found."""
+        if self.prefix_cache_stats is None or not self.prefix_cache_lookup_enabled(request):
+            return
+        self.prefix_cache_stats.record(request.num_tokens, num_hits, request.num_preemptions > 0)
+
+    def make_prefix_cache_stats(self) -> CacheStats | None:
+        """Return what was counted since the last call."""
+        stats = self.prefix_cache_stats
+        self.prefix_cache_stats = self.settings.new_stats and self.settings.new_stats()
+        return stats
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """Return how many of a request's tokens others can hit now."""
+        seq = self._running.get(request.request_id)
+        if seq is None or not self.enable_caching:
+            return 0
+        return seq.num_computed_tokens - seq.num_computed_tokens % self._common
+
+    # Blocks.
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: Blocks | None = None,  # noqa: ARG002  # its sequence holds them
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,  # noqa: ARG002, FBT001, FBT002  # of connectors
+        num_encoder_tokens: int = 0,  # noqa: ARG002  # of cross attention
+        full_sequence_must_fit: bool = False,  # noqa: FBT001, FBT002
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,  # noqa: FBT001, FBT002
+        skip_zeroing_group_ids: tuple[int, ...] = (),  # noqa: ARG002  # of connectors
+    ) -> Blocks | None:
+        """Make room for a step's tokens; None: too few blocks are free."""
+        seq = self._running.get(request.request_id)
+        appended: Blocks | None = self.empty_kv_cache_blocks
+        if seq is not None and self._is_plain:
+            total = request.num_computed_tokens + num_new_tokens
+            room = min(total + num_lookahead_tokens, self.max_model_len)
+            if room > len(seq.tables[0].blocks) * self._size:
+                appended = self._grow(seq, room, self._spare(request, reserved_blocks))
+            if appended is not None and total >= seq.num_computed_tokens + self._size:
+                self._settle(seq, request, min(total, request.num_tokens))
+            return appended
+        if num_external_computed_tokens or num_new_tokens + num_new_computed_tokens == 0:
+            raise InvalidArgumentError(
+                "wanted tokens to compute and none of a connector, got "
+                f"num_new_tokens={num_new_tokens}, "
+                f"num_external_computed_tokens={num_external_computed_tokens}"
+            )
+        spare = self._spare(request, reserved_blocks, alone=not has_scheduled_reqs)
+        if seq is not None:
+            return self._go_on(seq, request, num_new_tokens, num_lookahead_tokens, spare)
+        seq = self._admissible(request, num_new_computed_tokens)
+        total = num_new_computed_tokens + num_new_tokens
+        room = min(total + num_lookahead_tokens, self.max_model_len)
+        appended = None
+        if not full_sequence_must_fit or self._fits(seq, request, spare - reserved_blocks):
+            appended = self._grow(seq, room, spare)
+        if appended is None:
+            self.kv.close(seq)
+        else:
+            self._admit(seq, request, total)
+        return appended
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Let others hit what is computed, now that its tokens are known."""
+        seq = self._running.get(request.request_id)
+        if seq is None:
+            return
+        if not self._is_plain:
+            self._settle(seq, request, min(num_computed_tokens, self._processed(request)))
+        elif num_computed_tokens >= seq.num_computed_tokens + self._size:
+            self._settle(seq, request, min(num_computed_tokens, request.num_tokens))
+
+    def free(self, request: Request) -> None:
+        """End what a request has, whatever it has; what it published can be hit."""
+        request_id = request.request_id
+        self._let_go(request_id)
+        self._prompts.pop(request_id, None)
+        self._admitted.pop(request_id, None)
+        seq = self._running.pop(request_id, None)
+        if seq is None:
+            return
+        if not self._is_plain:
+            stop = self._processed(request)
+            if stop - stop % self.kv.block_size > seq.num_computed_tokens:
+                self._settle(seq, request, stop)
+        for _, lease in self._flying.pop(request_id, ()):
+            lease.end()
+        self.kv.close(seq)
+
+    def pop_blocks_for_free(self, request: Request) -> list[Lease]:
+        """End a request whose blocks a step in flight may write: `free_blocks` gives them back."""
+        seq = self._running.get(request.request_id)
+        leases = [] if seq is None else [self.kv.lease(seq, "step")]
+        while flying := self._flying.get(request.request_id):
+            leases.append(flying.pop()[1])
+        self.free(request)
+        return leases
+
+    def get_blocks(self, request_id: str) -> Blocks:
+        """Return all blocks of a request, as the step that is being scheduled needs them."""
+        if request_id in self._admitted:
+            return self._admitted[request_id]
+        seq = self._running.get(request_id)
+        return self.empty_kv_cache_blocks if seq is None else self._blocks_of(seq)
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return the ids of all blocks of a request."""
+        return self.get_blocks(request_id).get_block_ids() or ()
+
+    @property
+    def usage(self) -> float:
+        """Which part of the blocks is held, from 0 to 1."""
+        return self.block_pool.get_usage()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all that is cached, unless a request holds some of it: False."""
+        self._let_all_go()
+        if self.kv.num_free_blocks != self.kv.num_usable_blocks:
+            return False
+        self.kv.reset()
+        if self.prefix_cache_stats is not None:
+            self.prefix_cache_stats.reset = True
+        if self.settings.collector is not None:
+            self.settings.collector.reset()
+        return True
+
+    # Steps.
+
+    def new_step_starts(self) -> None:
+        """Let go of what was found for requests that were not admitted after all."""
+        if self._found:
+            self._let_all_go()
+        self._admitted.clear()
+
+    def take_new_block_ids(self) -> list[int]:
+        """Return the blocks that were handed out since the last call, for those who clear them."""
+        if self._found:
+            self._let_all_go()
+        self._admitted.clear()
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
+        """Return no copies: a block is hit whole."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """Return none: they are of connectors."""
+        return {}
+
+    def take_events(self) -> list[Any]:
+        """Return what was stored and removed since the last call, as vLLM says it.
+
+        Where too much has happened to be kept, all that is cached is told anew.
+        """
+        if self.kv.events is None:
+            return []
+        events = self.kv.events.take()
+        if events and isinstance(events[0], EventsLost):
+            events = (events[0], *self.kv.snapshot().stored)
+        return self.settings.spell(events)
+
+    # Inside.
+
+    def _open(self, request: Request, *, skip_reading: bool) -> KVSequence:
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or len(prompt.packed) != request.num_tokens:
+            prompt = describe(request, self.kv.block_size, self.settings.bytes_of)
+            self._prompts[request.request_id] = prompt
+        return self.kv.open(
+            prompt.packed,
+            namespace=prompt.namespace,
+            items=prompt.items,
+            resumed=request.num_preemptions > 0,
+            skip_reading=skip_reading,
+        )
+
+    def _admissible(self, request: Request, num_cached_tokens: int) -> KVSequence:
+        """Return a new sequence that has all that was found, or nothing of it."""
+        seq = self._found.pop(request.request_id, None)
+        if seq is not None and (
+            seq.num_tokens != request.num_tokens
+            or (seq.num_computed_tokens and not num_cached_tokens)
+        ):
+            self.kv.close(seq)
+            seq = None
+        if seq is None:
+            seq = self._open(request, skip_reading=not num_cached_tokens)
+        found = seq.num_computed_tokens
+        if found != num_cached_tokens:
+            self.kv.close(seq)
+            raise InvalidArgumentError(
+                f"num_new_computed_tokens: wanted the {found} that are found for "
+                f"{request.request_id}, or 0, got {num_cached_tokens}"
+            )
+        return seq
+
+    def _admit(self, seq: KVSequence, request: Request, total: int) -> None:
+        """Let a request run whose first step is computed up to `total`."""
+        self._running[request.request_id] = seq
+        self._prompts.pop(request.request_id, None)
+        if self.settings.collector is not None:
+            self._note_hits(seq, self.settings.collector)
+        if not self._is_plain:  # this step needs what a window lets go of after it
+            self._admitted[request.request_id] = self._blocks_of(seq)
+        self._publish(seq, request, total)
+
+    def _go_on(
+        self, seq: KVSequence, request: Request, num_tokens: int, num_lookahead: int, spare: int
+    ) -> Blocks | None:
+        """Make room for a running request that has windows."""
+        processed = self._processed(request)
+        flying = self._flying.get(request.request_id)
+        self._settle(seq, request, processed)
+        while flying and flying[0][0] <= processed:
+            flying.popleft()[1].end()
+        total = request.num_computed_tokens + num_tokens
+        room = min(total + num_lookahead, self.max_model_len)
+        appended: Blocks | None = self.empty_kv_cache_blocks
+        for table in seq.tables:
+            if room > len(table.blocks) * table.block_size:
+                appended = self._grow(seq, room, spare)
+                break
+        if appended is not None and num_tokens > 1:
+            self._publish(seq, request, total)
+        return appended
+
+    def _publish(self, seq: KVSequence, request: Request, total: int) -> None:
+        """Let others hit what this step computes; what only this step sees is held by a lease."""
+        stop = min(total, request.num_tokens)
+        passed = [
+            block
+            for table in seq.tables
+            if table.forgets
+            for block in table.before(table.first_kept(stop))
+        ]
+        if passed:
+            flying = self._flying.setdefault(request.request_id, deque())
+            flying.append((stop, self.kv.leases.begin(passed, "step", "", None)))
+        self._settle(seq, request, stop)
+
+    def _settle(self, seq: KVSequence, request: Request, stop: int) -> None:
+        """Tell kvcore that the first `stop` tokens are known and computed.
+
+        Where there are no windows, only whole blocks matter to anybody.
+        """
+        if self._is_plain:
+            stop -= stop % self._size
+        known = seq.num_tokens
+        if stop > known:
+            features = request.mm_features
+            if features and any(feature.mm_position.offset >= known for feature in features):
+                tokens = packed_of(request.all_token_ids[known:])  # a next turn, with images
+                self.kv.extend(seq, tokens, items=feature_items(features, known))
+            elif stop == known + 1:
+                self.kv.append(seq, request.all_token_ids[known])
+            else:
+                self.kv.extend(seq, request.all_token_ids[known:stop])
+        if stop > seq.num_computed_tokens:
+            self.kv.commit(seq, stop - seq.num_computed_tokens)
+
+    def _processed(self, request: Request) -> int:
+        """Return how many tokens the steps that are over have computed, of those that are known."""
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        return min(computed, request.num_tokens)
+
+    def _spare(self, request: Request, reserved: int, *, alone: bool = False) -> int:
+        """Return how many blocks have to stay free."""
+        watermark = self.settings.watermark_blocks
+        return reserved if not watermark or alone or _runs(request) else reserved + watermark
+
+    def _fits(self, seq: KVSequence, request: Request, spare: int) -> bool:
+        """Say whether all tokens of a request fit, as the admission of vLLM counts them."""
+        length = min(request.num_tokens, self.max_model_len)
+        missing = spare
+        for table, cap in zip(seq.tables, self.settings.caps, strict=True):
+            blocks = -(-length // table.block_size)
+            if cap is not None:
+                blocks = min(blocks, cap)
+            missing += max(0, blocks - len(table.blocks))
+        return missing <= self.kv.num_free_blocks or (
+            self._let_all_go() and missing <= self.kv.num_free_blocks
+        )
+
+    def _grow(self, seq: KVSequence, room: int, spare: int) -> Blocks | None:
+        """Make room for so many tokens in all; None: not so many blocks are free."""
+        if spare:
+            missing = self.kv.num_missing_blocks(seq, max(0, room - seq.num_computed_tokens))
+            if missing + spare > self.kv.num_free_blocks:
+                return self._grow(seq, room, spare) if self._let_all_go() else None
+        try:
+            ids = self.kv.reserve_to(seq, room)
+        except OutOfBlocksError:
+            return self._grow(seq, room, spare) if self._let_all_go() else None
+        if self.settings.keep_fresh or self.settings.collector is not None:
+            self._note_fresh(ids)
+        return Blocks(ids)
+
+    def _note_fresh(self, ids: Ids) -> None:
+        collector = self.settings.collector
+        for group in ids:
+            if self.settings.keep_fresh:
+                self._fresh += group
+            if collector is not None:
+                for block in map(BlockView, group):
+                    collector.on_block_evicted(block)
+                    collector.on_block_allocated(block)
+
+    @staticmethod
+    def _note_hits(seq: KVSequence, collector: Collector) -> None:
+        for table in seq.tables:
+            hits = table.block_ids[table.num_null : seq.num_cached_tokens // table.block_size]
+            for block in map(BlockView, hits):
+                collector.on_block_accessed(block)
+
+    def _let_go(self, request_id: str) -> None:
+        seq = self._found.pop(request_id, None)
+        if seq is not None:
+            self.kv.close(seq)
+
+    def _let_all_go(self) -> bool:
+        """Close what was found and not admitted; say whether there was any."""
+        found = bool(self._found)
+        for request_id in list(self._found):
+            self._let_go(request_id)
+        return found
+
+    @staticmethod
+    def _blocks_of(seq: KVSequence) -> Blocks:
+        return Blocks(tuple([table.block_ids.tolist() for table in seq.tables]))
+
+
+class Manager022(Manager):
+    """The same for vLLM 0.22: all in which it differs.
+
+    There a step may be handed what the one before reads, because the device runs them in order.
+    """
+
+    def get_computed_blocks(self, request: Request) -> tuple[Blocks, int]:  # type: ignore[override]
+        """Find a request's longest cached prefix, and count that it was looked for."""
+        blocks, num_hits, _ = super().get_computed_blocks(request)
+        self.record_prefix_cache_stats(request, num_hits)
+        return blocks, num_hits
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """Return how many leading blocks all requests share, for each group.
+
+        The step is scheduled, so requests that run are all that hold a block at a table's begin.
+        """
+        self._let_all_go()
+        running = self._running.values()
+        counts: list[int] = []
+        for group, table in enumerate(self._running[running_request_id].tables):
+            shared = table.blocks
+            if table.forgets and any(seq.tables[group].num_null for seq in running):
+                shared = []  # and what one has passed, a step in flight may hold
+            place = 0
+            while place < len(shared) and shared[place].ref_count >= len(running):
+                place += 1
+            counts.append(place)
+        return counts
+
+    def _processed(self, request: Request) -> int:
+        return min(request.num_computed_tokens, request.num_tokens)
+
+
+def _runs(request: Request) -> bool:
+    """Say whether vLLM's scheduler has a request among those that run."""
+    return bool(request.status.name == "RUNNING")

@@ -1,0 +1,192 @@
+"""The plugin that makes kvcore vLLM's KV cache manager: `VLLM_PLUGINS=kvcore vllm serve ...`.
+
+Decides which engines kvcore serves: those of the versions in `VERSIONS` whose layers see all, a
+window or their own chunk. All others keep vLLM's own manager, and one line in the log says why.
+Nothing happens unless `VLLM_PLUGINS` names kvcore: an installed kvcore by itself changes no vLLM.
+
+vLLM has no hook for this: `register` puts its own function where vLLM's scheduler looks for the
+manager's class, and around two others: where the scheduler is told its configuration, and where the
+engine takes the hashing of prompts, which kvcore does not need.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from types import FunctionType
+from typing import Any, Final
+
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched import scheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core
+from vllm.v1.kv_cache_interface import (
+    get_kv_cache_spec_kind,
+    get_kv_cache_spec_sliding_window,
+)
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.utils import tensor_data
+
+import kvcore
+from kvcore.adapters.vllm.events import Speller
+from kvcore.adapters.vllm.manager import Manager, Manager022, Settings
+from kvcore.adapters.vllm.prompts import group_of
+
+VERSIONS: Final[dict[str, type[Manager]]] = {"0.22": Manager022, "0.32": Manager}
+"""The minor versions of vLLM that this adapter was tried with, and what serves each."""
+
+logger = init_logger("vllm.plugins.kvcore")
+
+
+class Plugin:
+    """What stands between vLLM and kvcore in one process.
+
+    Attributes:
+        own_manager: vLLM's class of managers.
+        own_hasher: vLLM's maker of hashers.
+        made: the manager that kvcore puts in its place.
+        left: why the engine that is being made keeps vLLM's own manager, if its configuration
+            says so.
+        serves: whether the engine that was made last is served by kvcore.
+    """
+
+    def __init__(self) -> None:
+        self.own_manager: Callable[..., Any] = scheduler.KVCacheManager
+        self.own_hasher: Callable[..., Any] = core.get_request_block_hasher
+        self.made = VERSIONS[minor_version()]
+        self.left: str | None = None
+        self.serves = False
+
+    def install(self) -> None:
+        """Put it where vLLM looks."""
+        begin = Scheduler.__init__
+
+        @wraps(begin)
+        def noted(self_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+            self.left = left_by(vllm_config)
+            try:
+                begin(self_, vllm_config, *args, **kwargs)
+            finally:
+                self.left = None
+
+        Scheduler.__init__ = noted
+        scheduler.KVCacheManager = self.manager
+        core.get_request_block_hasher = self.hasher
+
+    def manager(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Make the manager of an engine: kvcore's, or vLLM's own."""
+        made = self.left or settings_of(kv_cache_config, *args, **kwargs)
+        self.serves = isinstance(made, Settings)
+        if isinstance(made, Settings):
+            how = "Python" if isinstance(kvcore.KVCacheManager.open, FunctionType) else "compiled"
+            logger.info("kvcore %s (%s) is the KV cache manager", kvcore.__version__, how)
+            return self.made(made)
+        logger.warning("kvcore leaves the KV cache to vLLM's own manager: %s", made)
+        return self.own_manager(kv_cache_config, *args, **kwargs)
+
+    def hasher(self, *args: Any, **kwargs: Any) -> Callable[..., list[Any]]:  # noqa: ANN401
+        """Make what hashes prompts as they arrive: nothing is, where kvcore compares content."""
+        return _no_hashes if self.serves else self.own_hasher(*args, **kwargs)
+
+
+def _no_hashes(request: Any) -> list[Any]:  # noqa: ANN401, ARG001
+    return []
+
+
+def left_by(vllm_config: Any) -> str | None:  # noqa: ANN401
+    """Return why an engine of this configuration keeps vLLM's own manager; None: it need not."""
+    if vllm_config.kv_transfer_config is not None:
+        return "a KV connector"
+    if vllm_config.scheduler_config.policy == "priority":
+        # Who gives way in the pass that scheduled it has published what is never computed; to take
+        # that back would take it from a twin as well, whose table the worker has already.
+        return "priorities"
+    return None
+
+
+def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
+    """Return what the manager of an engine is to be, or why kvcore does not serve it.
+
+    The arguments are those of vLLM's `KVCacheManager`.
+    """
+    bound = signature(KVCacheManager).bind(*args, **kwargs)
+    bound.apply_defaults()
+    told = bound.arguments
+    kv_cache_config, max_model_len = told["kv_cache_config"], told["max_model_len"]
+    specs = tuple(group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    if not specs:
+        return "a model without a KV cache"
+    groups = []
+    for spec in specs:
+        group = group_of(spec)
+        if isinstance(group, str):
+            return group
+        groups.append(group)
+    refused = {
+        "EAGLE or MTP drafts": told["use_eagle"] or told.get("num_prefill_lookahead"),
+        "context parallelism": told["dcp_world_size"] > 1 or told["pcp_world_size"] > 1,
+        "an interval at which windows are retained": getattr(
+            kv_cache_config, "prefix_cache_retention_interval", None
+        ),
+        "a host-resident KV cache": any(
+            getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups
+        ),
+        "windows that are recomputed": any(
+            getattr(spec, "prefix_replay_tokens", 0) for spec in specs
+        ),
+    }
+    for reason, applies in refused.items():
+        if applies:
+            return reason
+    in_flight = told.get("max_in_flight_tokens", told.get("max_num_batched_tokens"))
+    in_flight = in_flight or max_model_len
+    caps = [
+        spec.max_admission_blocks_per_request(in_flight, max_model_len)
+        if hasattr(spec, "max_admission_blocks_per_request")
+        else None
+        for spec in specs
+    ]
+    kinds = [
+        (get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
+        for spec in specs
+    ]
+    return Settings(
+        num_blocks=kv_cache_config.num_blocks,
+        groups=tuple(groups),
+        specs=specs,
+        caps=tuple(caps),
+        max_model_len=max_model_len,
+        enable_caching=told["enable_caching"],
+        watermark_blocks=int(told.get("watermark", 0.0) * kv_cache_config.num_blocks),
+        event_names="sha256" if told["enable_kv_cache_events"] else None,
+        keep_fresh=kv_cache_config.needs_kv_cache_zeroing,
+        bytes_of=tensor_data,
+        new_stats=PrefixCacheStats if told["log_stats"] else None,
+        spell=Speller(kinds),
+        collector=told["metrics_collector"],
+    )
+
+
+def minor_version() -> str:
+    """Return which vLLM this is, as `VERSIONS` names it."""
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
+def register() -> None:
+    """Make kvcore the KV cache manager of the engines of this process; vLLM calls it."""
+    if "kvcore" not in os.environ.get("VLLM_PLUGINS", "").split(","):
+        return
+    if isinstance(getattr(scheduler.KVCacheManager, "__self__", None), Plugin):
+        return
+    if minor_version() not in VERSIONS:
+        logger.warning(
+            "kvcore leaves the KV cache to vLLM's own manager: vLLM %s, wanted %s",
+            vllm.__version__,
+            " or ".join(VERSIONS),
+        )
+        return
+    Plugin().install()

@@ -1,0 +1,1 @@
+"""In which order free blocks lose their content: LRU, priorities, deadlines."""

@@ -1,0 +1,1 @@
+"""What identifies content: token ids, multimodal items, namespaces, block hashes."""

@@ -1,0 +1,1 @@
+"""Views of a whole manager: the invariants, recomputed, and a map of the pool."""

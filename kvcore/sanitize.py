@@ -1,0 +1,336 @@
+"""A shadow of every slot of a KV cache: what an engine's steps write and read, checked as they go.
+
+The engine says, for each sequence of a step, where the kernels are told to write and which table
+they are told to read (`wrote`, `reads`), and which blocks it copies or fills from elsewhere
+(`copied`, `filled`, `loaded`). The shadow knows of every slot whether it was written, by which
+sequence and for which token, and compares all of it with the sequence's own tables. What is wrong
+is a `SanitizerError` that names it and shows the last calls.
+
+Invariants: a slot that is read was written, for the reader's own token at that position; a slot
+that is written belongs to the writer, is not shared, and is not computed already; tables and slots
+given to a kernel are those of the sequence. A block's slots count as never written from the moment
+at which another sequence, or another place of a sequence, has it.
+
+It does not know what a kernel really does: `fresh` says which blocks to poison, and whoever owns
+the memory looks at what comes of it, as docs/embedding.md says.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from kvcore.errors import KVCoreError
+from kvcore.lease import Lease
+from kvcore.reports import CopyOrder
+from kvcore.sequence import KVSequence
+
+UNTOLD = -1
+"""Stands for a token that only the device knows."""
+
+
+class SanitizerError(KVCoreError):
+    """KV memory is used wrongly.
+
+    Attributes:
+        kind: "unwritten", "foreign", "freed", "shared", "double", "misplaced", "null", "table",
+            "length" or, for whoever looks at the memory itself, "kernel".
+        message: what is wrong, and where.
+        calls: the last calls that the shadow was told, oldest first.
+    """
+
+    def __init__(self, kind: str, message: str, calls: tuple[str, ...] = ()) -> None:
+        super().__init__(kind, message)
+        self.kind = kind
+        self.message = message
+        self.calls = calls
+
+    def __str__(self) -> str:
+        shown = "\n".join(f"    {call}" for call in self.calls)
+        return f"{self.kind}: {self.message}\n\nThe last calls:\n\n{shown}"
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """What is known of one block: whose it is (None: a fork's, copied), what its slots hold."""
+
+    group: int
+    index: int
+    writer: KVSequence | None
+    tokens: list[int | None] = field(default_factory=list)
+
+
+class Shadow:
+    """The shadow of one pool.
+
+    Args:
+        max_calls: how many of the last calls an error shows.
+    """
+
+    def __init__(self, max_calls: int = 40) -> None:
+        self._blocks: dict[int, _Shadow] = {}
+        self._names: dict[KVSequence, str] = {}
+        self._verified: dict[tuple[KVSequence, int], int] = {}
+        self._calls: deque[str] = deque(maxlen=max_calls)
+        self._fresh: list[int] = []
+        self._num_named = 0
+
+    def wrote(self, seq: KVSequence, start: int, slots: Sequence[int], *, group: int = 0) -> None:
+        """A step writes the KV of the tokens from `start` on into these slots. O(slots).
+
+        Raises:
+            SanitizerError: misplaced, null, foreign, freed, shared or double.
+        """
+        self._note(f"{self._name(seq)} writes {start}..{start + len(slots) - 1} {_span(slots)}")
+        table = seq.tables[group]
+        ids, size = table.block_ids, table.block_size
+        known, computed = seq.packed, seq.num_computed_tokens
+        for position, slot in enumerate(slots, start):
+            index, offset = divmod(position, size)
+            block_id = ids[index] if index < len(ids) else None
+            if slot < 0 or block_id is None or slot != block_id * size + offset:
+                self._wrong_slot(seq, position, slot, group)
+            if block_id == 0:
+                self._fail("null", f"{self._name(seq)} writes position {position} into block 0")
+            shadow = self._blocks.get(block_id)
+            if position < computed:
+                self._computed_already(seq, position, block_id, group)
+            if shadow is None or not self._is_at(shadow, seq, group, index):
+                shadow = self._take_over(seq, block_id, group, index, size)
+            shadow.tokens[offset] = known[position] if position < len(known) else UNTOLD
+
+    def reads(
+        self,
+        seq: KVSequence,
+        length: int,
+        block_ids: Sequence[int],
+        *,
+        group: int = 0,
+        first: int = 0,
+    ) -> None:
+        """A step reads the KV of the tokens `first` to `length` - 1 through this table.
+
+        What was checked once is not checked again: O(blocks), and O(tokens) of those that are new.
+
+        Raises:
+            SanitizerError: table, null, unwritten, foreign or length.
+        """
+        self._note(f"{self._name(seq)} reads {first}..{length - 1} through {_span(block_ids)}")
+        table = seq.tables[group]
+        ids, size = table.block_ids, table.block_size
+        needed = -(-length // size)
+        if length > seq.num_tokens:
+            what = f"{self._name(seq)} has {seq.num_tokens} tokens, and {length} are read"
+            self._fail("length", what)
+        if needed > len(block_ids) or needed > len(ids):
+            self._fail("table", f"{self._name(seq)} needs {needed} blocks: {_span(block_ids)}")
+        start = first // size
+        for index in range(start, needed):
+            if block_ids[index] != ids[index]:
+                self._wrong_entry(seq, index, block_ids[index], group)
+        seen = self._verified.get((seq, group), 0)
+        checked = min(seen, seq.num_computed_tokens // size, length // size)
+        for index in range(max(start, checked), needed):
+            stop = min(size, length - index * size)
+            self._check_block(seq, index, ids[index], max(0, first - index * size), stop)
+        self._verified[seq, group] = length // size
+
+    def copied(self, orders: Iterable[CopyOrder]) -> None:
+        """The blocks of a fork were copied, before either side goes on. O(tokens copied).
+
+        Raises:
+            SanitizerError: the source was never written, or a sequence has the destination.
+        """
+        for order in orders:
+            self._note(f"copies {order.num_tokens} tokens from {order.src} to {order.dst}")
+            source = self._blocks.get(order.src)
+            if source is None:
+                self._fail("unwritten", f"block {order.src} is copied, and was never written")
+            for other in self._holders(order.dst, order.group):
+                what = f"block {order.dst} is copied to"
+                self._fail("foreign", f"{what}, and {self._name(other)} has it")
+            tokens: list[int | None] = [None] * len(source.tokens)
+            tokens[: order.num_tokens] = source.tokens[: order.num_tokens]
+            self._blocks[order.dst] = _Shadow(source.group, source.index, None, tokens)
+
+    def filled(self, seq: KVSequence, block_ids: Iterable[int], *, group: int = 0) -> None:
+        """Blocks of a sequence were filled from elsewhere: a transfer, the host. O(their tokens).
+
+        Raises:
+            SanitizerError: a block is not the sequence's.
+        """
+        table = seq.tables[group]
+        ids, size, known = list(table.block_ids), table.block_size, seq.packed
+        for block_id in block_ids:
+            self._note(f"{self._name(seq)} is filled in block {block_id}")
+            if block_id not in ids:
+                self._wrong_entry(seq, None, block_id, group)
+            index = ids.index(block_id)
+            tokens: list[int | None] = list(known[index * size : (index + 1) * size])
+            tokens += [None] * (size - len(tokens))
+            self._blocks[block_id] = _Shadow(group, index, seq, tokens)
+
+    def loaded(self, lease: Lease) -> None:
+        """The blocks of a load are filled with what they wait for. O(their tokens).
+
+        Raises:
+            SanitizerError: the load has ended, or a sequence has a block already.
+        """
+        load = lease.load
+        if load is None:
+            return
+        seq = load.seq
+        for group, ids in enumerate(load.block_ids):
+            size = seq.tables[group].block_size
+            for index, block_id in enumerate(ids, load.first_blocks[group]):
+                self._note(f"{self._name(seq)} is loaded into block {block_id}")
+                if not lease.is_active:
+                    self._fail("freed", f"block {block_id} is loaded, and its load has ended")
+                for other in self._holders(block_id, group):
+                    what = f"block {block_id} is loaded"
+                    self._fail("foreign", f"{what}, and {self._name(other)} has it")
+                tokens: list[int | None] = list(load.packed[index * size : (index + 1) * size])
+                tokens += [None] * (size - len(tokens))
+                self._blocks[block_id] = _Shadow(group, index, seq, tokens)
+
+    def take_fresh(self) -> list[int]:
+        """Return the blocks that a sequence has begun to write since the last call, and forget."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def fail_kernel(self, message: str) -> NoReturn:
+        """Raise what whoever looks at the memory itself has found."""
+        self._fail("kernel", message)
+
+    def name_of(self, seq: KVSequence) -> str:
+        """What the calls of an error call a sequence. O(1)."""
+        return self._name(seq)
+
+    def whose(self, block_id: int) -> str:
+        """Who has a block, or has written it last, in words. O(sequences * blocks of each)."""
+        for seq in self._names:
+            if any(block_id in table.block_ids for table in seq.tables):
+                return self._name(seq)
+        shadow = self._blocks.get(block_id)
+        if shadow is None:
+            return "no sequence, never written"
+        by = "a copy" if shadow.writer is None else self._name(shadow.writer)
+        return f"no sequence, last written by {by}"
+
+    def _check_block(
+        self, seq: KVSequence, index: int, block_id: int, start: int, stop: int
+    ) -> None:
+        where = f"block {block_id} of {self._name(seq)}"
+        if block_id == 0:
+            self._fail("null", f"{self._name(seq)} reads block 0 at entry {index}")
+        shadow = self._blocks.get(block_id)
+        if shadow is None:
+            self._fail("unwritten", f"{where} was never written")
+        size, known = len(shadow.tokens), seq.packed
+        for offset in range(start, stop):
+            held, position = shadow.tokens[offset], index * size + offset
+            if held is None:
+                self._fail("unwritten", f"{where} is read at position {position}: never written")
+            wanted = known[position] if position < len(known) else UNTOLD
+            if UNTOLD not in {held, wanted} and held != wanted:
+                what = f"{where} holds token {held} at position {position}, wanted {wanted}"
+                by = "a copy" if shadow.writer is None else self._name(shadow.writer)
+                self._fail("foreign", f"{what}; written by {by}")
+
+    def _take_over(
+        self, seq: KVSequence, block_id: int, group: int, index: int, size: int
+    ) -> _Shadow:
+        """A block that is another's so far: it is the sequence's own now, if nobody has it."""
+        for other in self._holders(block_id, group):
+            if other is not seq:
+                what = f"block {block_id} is written by {self._name(seq)}"
+                self._fail("shared", f"{what}, and {self._name(other)} has it too")
+        before = self._blocks.get(block_id)
+        if before is not None and (before.writer, before.group, before.index) == (
+            None,
+            group,
+            index,
+        ):
+            before.writer = seq  # the copy that was made for it
+            return before
+        shadow = _Shadow(group, index, seq, [None] * size)
+        self._blocks[block_id] = shadow
+        self._fresh.append(block_id)
+        return shadow
+
+    def _computed_already(self, seq: KVSequence, position: int, block_id: int, group: int) -> None:
+        others = [other for other in self._holders(block_id, group) if other is not seq]
+        what = f"{self._name(seq)} writes position {position}, which is computed already"
+        if others:
+            names = ", ".join(self._name(other) for other in others)
+            self._fail("shared", f"{what}, into block {block_id}, which {names} has too")
+        self._fail("double", f"{what}, into block {block_id}")
+
+    def _wrong_slot(self, seq: KVSequence, position: int, slot: int, group: int) -> NoReturn:
+        table = seq.tables[group]
+        size = table.block_size
+        block_id = slot // size
+        ids, index = table.block_ids, position // size
+        wanted = ids[index] if index < len(ids) else None
+        where = f"{self._name(seq)} writes position {position} into slot {slot} of block {block_id}"
+        if slot < 0 or block_id == 0:
+            self._fail("null", f"{where}: no slot for KV")
+        self._fail(self._standing(seq, block_id, group), f"{where}, wanted block {wanted}")
+
+    def _wrong_entry(
+        self, seq: KVSequence, index: int | None, block_id: int, group: int
+    ) -> NoReturn:
+        kind = self._standing(seq, block_id, group)
+        kind = "table" if kind == "misplaced" else kind
+        wanted = seq.tables[group].block_ids[index] if index is not None else "one of its own"
+        where = f"entry {index} of the table of {self._name(seq)} is {block_id}"
+        self._fail(kind, f"{where}, wanted {wanted}")
+
+    def _standing(self, seq: KVSequence, block_id: int, group: int) -> str:
+        """What a block is that is not in its place: the sequence's own, another's, or nobody's."""
+        holders = self._holders(block_id, group)
+        if seq in holders:
+            return "misplaced"
+        return "foreign" if holders else "freed"
+
+    def _holders(self, block_id: int, group: int) -> list[KVSequence]:
+        """The known sequences whose tables name a block. O(sequences * blocks of each)."""
+        return [
+            seq
+            for seq in self._names
+            for table in seq.tables[group : group + 1]
+            if block_id in table.block_ids
+        ]
+
+    @staticmethod
+    def _is_at(shadow: _Shadow, seq: KVSequence, group: int, index: int) -> bool:
+        return shadow.writer is seq and shadow.index == index and shadow.group == group
+
+    def _name(self, seq: KVSequence) -> str:
+        if seq not in self._names:
+            if self._num_named % 64 == 63:
+                self._forget_closed()
+            self._names[seq] = f"s{self._num_named}"
+            self._num_named += 1
+        return self._names[seq]
+
+    def _forget_closed(self) -> None:
+        """Forget sequences without a block: they are closed, or begin anew."""
+        gone = {seq for seq in self._names if not any(len(t.block_ids) for t in seq.tables)}
+        self._names = {seq: name for seq, name in self._names.items() if seq not in gone}
+        self._verified = {key: n for key, n in self._verified.items() if key[0] not in gone}
+
+    def _note(self, call: str) -> None:
+        self._calls.append(call)
+
+    def _fail(self, kind: str, message: str) -> NoReturn:
+        raise SanitizerError(kind, message, tuple(self._calls))
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """A few numbers, or their ends."""
+    if len(numbers) <= 6:
+        return str([*numbers])
+    return f"[{numbers[0]}, {numbers[1]}, ... {numbers[-1]}]"

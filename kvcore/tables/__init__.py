@@ -1,0 +1,1 @@
+"""What a layer group sees: block tables, attention windows, slot mappings."""

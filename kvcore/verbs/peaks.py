@@ -1,0 +1,189 @@
+"""How many blocks a sequence holds at most while it is computed step by step.
+
+Layer groups reach their peaks at different moments: full attention at the end, a window or a chunk
+just before it gives something back. What counts is the most that all hold at one moment, and that
+is what is computed here, exactly: a sequence alone, in steps of at most so many tokens, whichever
+they are, comes to hold that many blocks at some moment and never more.
+
+What a window or a chunk holds repeats, from one common period of all such groups to the next, and
+full attention only grows. So of all moments only those of the last period are looked at, and of
+these only those before something is given back.
+
+It knows nothing of what is free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import lcm
+from typing import SupportsIndex
+
+from kvcore.arguments import as_int
+from kvcore.block import Block
+from kvcore.sequence import KVSequence
+from kvcore.tables.block_table import BlockTable
+from kvcore.tables.groups import LayerGroup, resolve
+
+
+def peak_blocks(
+    num_tokens: SupportsIndex,
+    block_size: SupportsIndex,
+    *,
+    groups: Sequence[LayerGroup] | None = None,
+    chunk: SupportsIndex | None = None,
+    num_external: SupportsIndex = 0,
+) -> int:
+    """Return the most blocks that a sequence alone holds at once while it is computed.
+
+    A pool with that many usable blocks is enough for it, and one with fewer is not. More tokens or
+    longer chunks never need fewer. O(groups), and with windows or chunks
+    O(groups * what their groups give back in one common period of them).
+
+    Args:
+        num_tokens: in all.
+        block_size: tokens a block, of groups that do not say.
+        groups: the layer groups; None: one of full attention.
+        chunk: the most tokens computed in one step; None: all of them.
+        num_external: the first so many of them are not computed: their KV is loaded.
+
+    Raises:
+        InvalidArgumentError: an argument is out of range.
+    """
+    total = as_int("num_tokens", num_tokens, 0)
+    start = as_int("num_external", num_external, 0, total)
+    size = as_int("block_size", block_size, 1, 2**20)
+    width = total if chunk is None else as_int("chunk", chunk, 1)
+    tables = [BlockTable(group) for group in resolve(groups, size)]
+    lengths = [-(-start // table.block_size) for table in tables]
+    return most_held(tables, lengths, [[] for _ in tables], start, total, width)
+
+
+def blocks_to_take(
+    tables: Sequence[BlockTable],
+    hits: Sequence[Sequence[Block]],
+    cached: int,
+    total: int,
+    chunk: int | None,
+    external: int,
+) -> int:
+    """Return the most free blocks that a new sequence holds at once, beside the hits it revives.
+
+    As `peak_blocks`; what it gives back of hits that others hold comes free for nobody.
+
+    Args:
+        tables: one of each layer group; what they hold does not matter.
+        hits: for each the blocks that are found, up to the last of the prefix; empty for none.
+        cached: tokens that are found.
+        total: tokens in all.
+        chunk: the most tokens computed in one step; None: all of them.
+        external: the KV of so many tokens is loaded, where fewer are found.
+    """
+    lengths = [cached // table.block_size for table in tables]
+    shared: list[list[int]] = [[] for _ in tables]
+    revived = 0
+    for number, blocks in enumerate(hits):
+        first = lengths[number] - len(blocks)
+        places = [first + n for n, block in enumerate(blocks) if block.ref_count]
+        shared[number] = places
+        revived += len(blocks) - len(places)
+    width = total if chunk is None else chunk
+    if external <= cached:
+        return most_held(tables, lengths, shared, cached, total, width) - revived
+    loaded = _num_loaded(tables, cached, external)
+    lengths = [-(-external // table.block_size) for table in tables]
+    later = most_held(tables, lengths, shared, external, total, width)
+    return max(loaded, later - revived)
+
+
+def blocks_still_taken(seq: KVSequence, total: int, chunk: int | None, external: int) -> int:
+    """Return the most free blocks that an open sequence still takes until `total` are computed.
+
+    In steps of at most `chunk` tokens, each told as long after it is computed as those of now. What
+    it gives back on the way is taken again first, but for blocks that others hold too. If it has
+    computed fewer than `external` tokens, their KV is loaded before. O(groups) where it has room
+    already, or there are no steps; otherwise as `peak_blocks`, and O(blocks in sight of windows).
+    """
+    if external > seq.num_computed_tokens:
+        return _taken_with_a_load(seq, max(total, external), chunk, external)
+    tables = seq.tables
+    missing = sum([table.num_missing(total) for table in tables])
+    if chunk is None or missing == 0:
+        return missing
+    shared: list[list[int]] = []
+    held = 0
+    for table in tables:
+        places: list[int] = []
+        if table.forgets:
+            known = range(table.num_null, len(table.blocks))
+            places = [place for place in known if table.blocks[place].ref_count > 1]
+        shared.append(places)
+        held += len(table.blocks) - table.num_null - len(places)
+    settled = seq.num_settled_tokens
+    width = chunk + seq.num_computed_tokens - settled
+    lengths = [len(table.blocks) for table in tables]
+    return max(0, most_held(tables, lengths, shared, settled, total, width) - held)
+
+
+def _taken_with_a_load(seq: KVSequence, total: int, chunk: int | None, external: int) -> int:
+    """Do what `blocks_still_taken` does where a load comes first. O(blocks) beside its cost."""
+    tables, computed = seq.tables, seq.num_computed_tokens
+    shared: list[list[int]] = []
+    held = 0
+    for table in tables:
+        known = range(table.num_null, len(table.blocks))
+        places = [place for place in known if table.blocks[place].ref_count > 1]
+        held += len(known) - len(places)
+        shared.append([place for place in places if place < computed // table.block_size])
+    lengths = [-(-external // table.block_size) for table in tables]
+    width = total if chunk is None else chunk
+    later = most_held(tables, lengths, shared, external, total, width)
+    return max(_num_loaded(tables, computed, external), later - held)
+
+
+def _num_loaded(tables: Sequence[BlockTable], computed: int, external: int) -> int:
+    """Return how many blocks a load takes, where fewer tokens are computed. O(groups)."""
+    return sum(
+        [
+            -(-external // table.block_size) - table.first_loaded(computed, external)
+            for table in tables
+        ]
+    )
+
+
+def most_held(
+    tables: Sequence[BlockTable],
+    lengths: Sequence[int],
+    shared: Sequence[Sequence[int]],
+    start: int,
+    stop: int,
+    width: int,
+) -> int:
+    """Return the most blocks at one moment, of those that nobody else has.
+
+    Args:
+        tables: of a sequence, one a group; only what their groups see is read.
+        lengths: how many entries each has at the beginning.
+        shared: the places in each, in order, of blocks that others hold too.
+        start: how many tokens are settled at the beginning.
+        stop: how many there are in the end.
+        width: room reaches at most so far beyond the settled ones, and never beyond the end.
+    """
+    last = max(start, stop - width)  # from here on nothing is taken any more
+    sizes = [lcm(table.block_size, table.chunk or 1) for table in tables if table.forgets]
+    first = last - lcm(*sizes) + 1  # before the last period nothing is held that is not held later
+    most, settled = 0, start
+    while True:
+        kept = [table.first_kept(settled) for table in tables]
+        passing = min([table.next_pass(kept[n]) for n, table in enumerate(tables)])
+        moment = min(passing - 1, last)
+        room = min(moment + width, stop)
+        held = 0
+        for number, table in enumerate(tables):
+            held += max(lengths[number], -(-room // table.block_size)) - kept[number]
+            places = shared[number]
+            held -= len(places) - bisect_left(places, kept[number])
+        most = max(most, held)
+        if moment == last:
+            return most
+        settled = max(passing, first)

@@ -1,0 +1,302 @@
+"""What a new sequence shares: the prefix that it finds, or all a parent has; what is in common.
+
+All layer groups together. What can fail is asked and allocated first, then the pool changes, and
+then only what is there already is set: an exception anywhere leaves all as it was. What a call is
+for, and whether it is allowed, the manager has decided.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Final, cast
+
+from kvcore.block import Block
+from kvcore.errors import InvalidArgumentError
+from kvcore.eviction.retention import Wish, wishes_for
+from kvcore.identity.multimodal import Item, as_items, check_items, encode_items
+from kvcore.identity.namespace import DEFAULT_NAMESPACE, Namespace, encode_namespace
+from kvcore.identity.tokens import Tokens, pack
+from kvcore.pool import BlockPool
+from kvcore.reports import CopyOrder, Plan
+from kvcore.sequence import KVSequence, check_length
+from kvcore.tables.block_table import BlockTable
+from kvcore.verbs.peaks import blocks_to_take
+
+_DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
+
+
+def describe(
+    tokens: Tokens, namespace: Namespace | None, items: Sequence[Item], longest: int | None
+) -> tuple[array[int], bytes | None, tuple[Item, ...]]:
+    """Check what a new sequence is to hold; return its tokens, its namespace's key, its items.
+
+    O(len(tokens)).
+
+    Raises:
+        InvalidArgumentError: no tokens, not token ids, not a namespace, or items that overlap
+            or reach beyond the tokens.
+        SequenceTooLongError: more tokens than `longest`.
+    """
+    # A subclass may mean more than its fields say, and would share what it should not.
+    if namespace is not None and type(namespace) is not Namespace:
+        raise InvalidArgumentError(
+            f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
+        )
+    packed = pack(tokens)
+    if not packed:
+        raise InvalidArgumentError("tokens: wanted at least one token, got none")
+    check_length(len(packed), longest)
+    key = None
+    if namespace is not None:
+        is_default = namespace is DEFAULT_NAMESPACE
+        key = _DEFAULT_KEY if is_default else encode_namespace(namespace)
+    if type(items) is tuple and not items:
+        return packed, key, ()
+    return packed, key, check_items(as_items(items), 0, len(packed))
+
+
+def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
+    """Fill the tables of a new, cached sequence with its longest cached prefix. O(its blocks).
+
+    Returns:
+        The blocks of the tables; the sequence does not hold them yet.
+    """
+    key = seq.namespace_key or b""
+    only = seq.tables[0]
+    if len(seq.tables) == 1 and not only.forgets:
+        if seq.items:
+            hits = find_blocks(pool, only.block_size, key, seq.packed, seq.items)
+        else:
+            longest = (len(seq.packed) - 1) // only.block_size
+            hits = pool.match(key, seq.packed.tobytes(), longest)
+        if hits:
+            only.start(pool.null, 0, hits)
+            seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size
+        return hits
+    hits = []
+    cached, found = find_prefix(pool, seq.tables, key, seq.packed, seq.items)
+    if cached:
+        for index, table in enumerate(seq.tables):
+            blocks = found[index]
+            table.start(pool.null, cached // table.block_size - len(blocks), blocks)
+            hits += blocks
+        seq.num_computed_tokens = seq.num_cached_tokens = cached
+    return hits
+
+
+def find_prefix(
+    pool: BlockPool,
+    tables: Sequence[BlockTable],
+    namespace_key: bytes,
+    packed: array[int],
+    items: Sequence[Item],
+) -> tuple[int, list[list[Block]]]:
+    """Return the longest prefix that every group can serve, and the blocks that serve it.
+
+    At most all tokens but the last. Holds nothing. O(groups * blocks of the prefix).
+
+    Args:
+        pool: where to look.
+        tables: one of each group; what they hold does not matter.
+        namespace_key: the encoded namespace.
+        packed: the tokens.
+        items: content that is not tokens.
+
+    Returns:
+        Its length in tokens; for each group the blocks it needs, those that are visible from its
+        end.
+    """
+    if len(tables) == 1 and not tables[0].forgets:
+        size = tables[0].block_size
+        blocks = find_blocks(pool, size, namespace_key, packed, items)
+        return len(blocks) * size, [blocks]
+    content = packed.tobytes()
+    longest = len(packed) - 1
+    paths: list[list[Block | None]] = []
+    for number, table in enumerate(tables):
+        size = table.block_size
+        encoded = _items_by_block(items, size, longest)
+        if table.forgets:
+            path = pool.path(namespace_key, content, longest // size, number, encoded)
+        else:
+            whole = pool.match(namespace_key, content, longest // size, number, encoded)
+            path = cast("list[Block | None]", whole)
+        if not path:
+            return 0, [[] for _ in tables]
+        paths.append(path)
+        longest = min(longest, len(path) * size)  # no group has to look beyond
+    longest = longest_servable(tables, paths, longest, pool.common_size)
+    needed: list[list[Block]] = []
+    for index, table in enumerate(tables):
+        seen = paths[index][table.first_kept(longest) : longest // table.block_size]
+        needed.append([block for block in seen if block is not None])
+    return longest, needed
+
+
+def longest_servable(
+    tables: Sequence[BlockTable], paths: list[list[Block | None]], longest: int, step: int
+) -> int:
+    """Return the longest prefix, in tokens, that every group has the blocks for. O(blocks).
+
+    Tried from the longest down, so it is the greatest common one, and no group can talk another out
+    of a prefix that both could serve. After a gap that a group would see it goes on with what ends
+    before the gap: anything longer sees it too, because what a shorter prefix sees begins earlier.
+
+    Args:
+        tables: one of each group.
+        paths: for each group the block of every node along the prefix, None where it has none;
+            where attention is full, up to the first gap.
+        longest: the longest prefix wanted, within all paths.
+        step: the least common multiple of the groups' block sizes.
+    """
+    sound = [len(path) for path in paths]  # from here to where the prefix ends there is no gap
+    longest -= longest % step
+    while longest:
+        shorter = longest
+        for number, table in enumerate(tables):
+            if table.forgets:
+                path, first = paths[number], table.first_kept(longest)
+                place = min(sound[number], longest // table.block_size)
+                while place > first and path[place - 1] is not None:
+                    place -= 1
+                sound[number] = place
+                if place > first:
+                    shorter = min(shorter, (place - 1) * table.block_size)
+        if shorter == longest:
+            break
+        longest = shorter - shorter % step
+    return longest
+
+
+def planned(
+    pool: BlockPool,
+    tables: Sequence[BlockTable],
+    packed: array[int],
+    key: bytes | None,
+    items: tuple[Item, ...],
+    chunk: int | None,
+    external: int,
+    num_deferred: int,
+) -> Plan:
+    """Say what a new sequence of these tokens would find and take. Changes nothing.
+
+    `key` is that of its namespace, None where nothing is looked up; the KV of `external` tokens is
+    loaded, and the others are computed in steps of `chunk` tokens. What `find_prefix` and
+    `blocks_to_take` cost.
+    """
+    cached = 0
+    hits: list[list[Block]] = []
+    if key is not None:
+        cached, hits = find_prefix(pool, tables, key, packed, items)
+    return Plan(
+        num_cached_tokens=cached,
+        num_new_blocks=blocks_to_take(tables, hits, cached, len(packed), chunk, external),
+        num_revived_blocks=sum([b.ref_count == 0 for blocks in hits for b in blocks]),
+        num_free_blocks=pool.num_free_blocks,
+        num_deferred_blocks=num_deferred,
+        found=hits,
+    )
+
+
+def find_blocks(
+    pool: BlockPool, size: int, namespace_key: bytes, packed: array[int], items: Sequence[Item]
+) -> list[Block]:
+    """Do what `find_prefix` does where one group of full attention is all there is. O(blocks)."""
+    longest = len(packed) - 1
+    encoded = _items_by_block(items, size, longest) if items else None
+    return pool.match(namespace_key, packed.tobytes(), longest // size, 0, encoded)
+
+
+def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[Wish, ...]]]:
+    """Return how the hits of a new sequence are to be kept, as it wishes. O(hits * wishes)."""
+    kept: list[tuple[Block, tuple[Wish, ...]]] = []
+    for table in seq.tables:
+        for place in range(table.num_null, len(table.blocks)):
+            start = place * table.block_size
+            wishes = wishes_for(seq.wishes, start, seq.opened_at, pool.step)
+            if wishes:
+                kept.append(
+                    (table.blocks[place], pool.idle_blocks.front(table.blocks[place], wishes))
+                )
+    return kept
+
+
+def _items_by_block(items: Sequence[Item], size: int, num_tokens: int) -> list[bytes] | None:
+    """Return the encoded items of every whole block, None if there are no items at all."""
+    return encode_items(items, 0, num_tokens // size, size) if items else None
+
+
+def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tuple[CopyOrder, ...]:
+    """Give a new sequence all that another has settled, or nothing. O(num_blocks).
+
+    Args:
+        pool: the pool of both.
+        parent: the sequence to share with.
+        child: a sequence with the same told tokens and empty tables, that nobody knows yet.
+
+    Returns:
+        What has to be copied into the blocks of its own: one for each group whose last is half
+        full.
+
+    Raises:
+        OutOfBlocksError: too few blocks are free for those.
+    """
+    computed = parent.num_settled_tokens
+    half_full = [table for table in parent.tables if computed % table.block_size]
+    own = pool.next_blocks(len(half_full))
+    held: list[Block] = []
+    child.num_computed_tokens = computed
+    child.wishes, child.opened_at = parent.wishes, parent.opened_at
+    orders: list[CopyOrder] = []
+    for number, (mine, its) in enumerate(zip(parent.tables, child.tables, strict=True)):
+        full, rest = divmod(computed, mine.block_size)
+        shared = mine.blocks[mine.num_null : full]
+        held += shared
+        its.start(pool.null, mine.num_null, shared)
+        its.num_published = mine.num_published
+        if rest:
+            copy = own[len(orders)]
+            its.grow([copy])
+            orders.append(CopyOrder(mine.blocks[full].block_id, copy.block_id, rest, number))
+    found = tuple(orders)
+    pool.revive(held)
+    try:
+        pool.hand_out(own)
+    except BaseException:
+        pool.give_back(held)  # the parent holds them too, so none becomes free
+        raise
+    for block, order in zip(own, found, strict=True):
+        pool.assign((block,), order.group)
+    pool.num_computed_tokens += computed
+    return found
+
+
+def num_exclusive(seq: KVSequence) -> int:
+    """Count the blocks that nobody but a sequence holds. O(num_blocks)."""
+    return sum(
+        [block.ref_count == 1 for table in seq.tables for block in table.blocks[table.num_null :]]
+    )
+
+
+def num_shared(table: BlockTable) -> int:
+    """Return how many leading blocks of a table others hold too. O(those)."""
+    count = 0
+    for block in table.blocks[table.num_null :]:
+        if block.ref_count < 2:
+            break
+        count += 1
+    return count
+
+
+def num_common(tables: Sequence[BlockTable]) -> int:
+    """Return how many leading blocks tables have in common, none of them null. O(blocks shared).
+
+    At least one table, all of one group.
+    """
+    first, *others = [table.block_ids for table in tables]
+    count = 0 if tables[0].num_null else len(first)
+    for block_ids in others:
+        both = range(min(count, len(block_ids)))
+        count = next((i for i in both if first[i] != block_ids[i]), len(both))
+    return count

@@ -1,0 +1,1 @@
+"""The KV caches: which layers share memory, how many blocks fit, host swap."""

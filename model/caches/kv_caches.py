@@ -1,0 +1,97 @@
+"""The KV tensors of a model, a cache a layer.
+
+Decides: that layers of different groups at one place are views of the same memory.
+
+Invariants: every layer's cache has the same number of blocks of the same size; what is allocated is
+`CacheLayout.kv_bytes`, to the byte; block 0 is the null block and is never written.
+
+Does not know: which block belongs to whom (`kvcore`), how many there should be (`memory.py`), or
+how a kernel reads one (`backends`).
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import backends
+from model.caches.layout import CacheLayout, LayerShape
+from model.errors import InvalidArgumentError
+
+Scales = tuple[tuple[Tensor, Tensor | None], ...]
+"""For each layer what 1 in its keys and in its values stands for: float32 [num_kv_heads]."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVCaches:
+    """Keys and values of every layer.
+
+    Attributes:
+        layers: each layer's, as a backend takes it.
+        storages: all memory behind them: for each place keys, then values, or latents alone, uint8
+            [num_blocks, bytes of a block]; what moves whole blocks moves these.
+    """
+
+    layers: tuple[backends.KVCache, ...]
+    storages: tuple[Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls,
+        layout: CacheLayout,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        scales: Scales = (),
+    ) -> "KVCaches":
+        """Allocate zeroed caches of `layout.kv_bytes(num_blocks, block_size)` bytes.
+
+        Args:
+            layout: what each layer stores, and where.
+            num_blocks: the null block included.
+            block_size: tokens a block.
+            device: where.
+            scales: of quantised caches, for each layer; empty: there are none, or all are 1.
+
+        Raises:
+            InvalidArgumentError: the device has not that much memory.
+        """
+        try:
+            places = [
+                [_zeros(num_blocks, block_size * size, device) for size in sizes]
+                for sizes in layout.place_bytes
+            ]
+        except (RuntimeError, MemoryError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"num_blocks: {num_blocks} blocks of {block_size} tokens take "
+                f"{layout.kv_bytes(num_blocks, block_size):,} bytes, "
+                f"which could not be allocated on {device}"
+            ) from error
+        layers = tuple(
+            shape.slot.over(
+                [
+                    _view(storage, shape, block_size, size)
+                    for storage, size in zip(places[place], shape.slot.row_bytes, strict=False)
+                ],
+                *own,
+            )
+            for shape, (_, place), own in zip(
+                layout.layers, layout.places, scales or [()] * len(layout.layers), strict=True
+            )
+        )
+        return cls(layers, tuple(storage for storages in places for storage in storages))
+
+
+def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes; on a CPU from the system, which gives a page when it is first touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((num_blocks, block_bytes), dtype=np.uint8))
+    return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)
+
+
+def _view(storage: Tensor, shape: LayerShape, block_size: int, token_bytes: int) -> Tensor:
+    """The part of each block that a layer uses, in its own shape."""
+    used = storage[:, : block_size * token_bytes]
+    num_blocks, (heads, dim) = storage.shape[0], (shape.num_kv_heads, shape.head_dim)
+    return used.view(shape.dtype).view(num_blocks, block_size, heads, dim)

@@ -1,0 +1,137 @@
+"""Blocks on their way between the cache and host memory, and when that is worth it.
+
+Decides: the rule for preempted requests. To compute a token again costs two operations a weight; to
+store and load it moves its keys and values twice. So swapping is the cheaper one where a network
+has more weights for each byte of a token's keys and values than the machine does operations in the
+time in which it moves two bytes:
+
+    weights / token_bytes > rate of arithmetic / rate of copying
+
+which is `WEIGHTS_A_BYTE`, rounded: a GPU at 400 TFLOP/s, half of what an H200 multiplies matrices
+at, behind a link of 50 GB/s (page-locked, an H200's moved 55 GB/s each way); a CPU at 100 GFLOP/s
+that copies 10 GB/s. Of a mixture of experts the weights count that a token goes through.
+Of layers with windows only what is in sight is moved, which the rule leaves out of account.
+
+Invariants: transfers and copies run on the stream of the network, in order, so a pass after them
+sees them done; on a GPU the host memory is page-locked.
+
+Does not know: who is preempted, what a block holds.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+import backends
+import kvcore
+from model.caches.kv_caches import KVCaches
+from model.caches.layout import CacheLayout
+from model.caches.memory import MemoryPlan, host_free_bytes
+from model.control.config import EngineConfig
+from model.control.step import Transfer
+from model.errors import InvalidArgumentError
+
+WEIGHTS_A_BYTE = {"cuda": 8000.0, "cpu": 10.0}
+
+_DEFAULT_BYTES = 4 << 30
+_DEFAULT_SHARE = 4  # of the cache, and of the host memory that is free: one part in so many
+
+
+class BlockMover:
+    """Carries out what the scheduler orders, on the caches of one network.
+
+    Args:
+        backend: copies blocks inside the caches.
+        caches: every layer's.
+    """
+
+    def __init__(self, backend: backends.Backend, caches: KVCaches) -> None:
+        self._backend = backend
+        self._storages = caches.storages
+
+    def transfer(self, stores: Sequence[Transfer], loads: Sequence[Transfer]) -> None:
+        """Store, then load. O(their blocks); on a GPU it returns before it is done."""
+        for transfer in stores:
+            blocks = self._ids(transfer.block_ids)
+            transfer.copy.payload = [self._to_host(storage[blocks]) for storage in self._storages]
+        for transfer in loads:
+            blocks, stored = self._ids(transfer.block_ids), transfer.copy.payload
+            if not isinstance(stored, list):
+                raise InvalidArgumentError(f"loads: nothing was stored of {transfer.request!r}")
+            place = 0
+            for first, stop in transfer.ranges:
+                into = blocks[place : place + stop - first]
+                place += stop - first
+                for storage, content in zip(self._storages, stored, strict=True):
+                    part: Tensor = content[first:stop]
+                    storage[into] = part.to(storage.device, non_blocking=True)
+
+    def copy(self, orders: Sequence[kvcore.CopyOrder]) -> None:
+        """Carry out the copies of forks. O(their blocks)."""
+        if orders:
+            pairs = [[order.src, order.dst] for order in orders]
+            copies = torch.tensor(pairs, dtype=torch.int64).to(self._backend.device)
+            self._backend.copy_blocks(self._storages, copies)
+
+    def _ids(self, blocks: Sequence[int]) -> Tensor:
+        return torch.tensor(blocks, dtype=torch.int64).to(self._backend.device)
+
+    def _to_host(self, content: Tensor) -> Tensor:
+        if content.device.type == "cpu":
+            return content
+        host = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
+        return host.copy_(content, non_blocking=True)
+
+
+def plan_host_blocks(
+    config: EngineConfig, network: nn.Module, layout: CacheLayout, memory: MemoryPlan
+) -> int:
+    """Decide how many blocks of preempted requests host memory may hold. O(parameters).
+
+    Raises:
+        InvalidArgumentError: host memory was asked for, and cannot be used or had.
+    """
+    asked = config.swap_memory_bytes
+    if asked == 0:
+        return 0
+    free_bytes = host_free_bytes()
+    block_bytes = layout.kv_bytes(1, config.block_size)
+    if asked is not None:
+        if free_bytes is not None and asked > free_bytes:
+            raise InvalidArgumentError(
+                f"swap_memory_bytes: wanted at most the {free_bytes} bytes that are free, "
+                f"got {asked}"
+            )
+        return asked // block_bytes
+    weights, device = _weights_a_token(network), _device_type(network)
+    if weights <= layout.token_bytes * WEIGHTS_A_BYTE.get(device, 0.0):
+        return 0
+    limits = [_DEFAULT_BYTES, memory.kv_bytes // _DEFAULT_SHARE]
+    if free_bytes is not None:
+        limits.append(free_bytes // _DEFAULT_SHARE)
+    return min(limits) // block_bytes
+
+
+def _device_type(network: nn.Module) -> str:
+    return next(network.parameters()).device.type
+
+
+def _weights_a_token(network: nn.Module) -> float:
+    """The weights that a token is multiplied by, the embeddings at both ends left out."""
+    config = getattr(network, "config", None)
+    text = config.get_text_config() if config is not None else None
+    per_token = getattr(text, "num_experts_per_tok", None)
+    experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
+    share = per_token / experts if per_token and experts else 1.0
+    ends = {
+        id(parameter)
+        for end in ("get_input_embeddings", "get_output_embeddings")
+        if (module := getattr(network, end, lambda: None)()) is not None
+        for parameter in module.parameters()
+    }
+    return sum(
+        parameter.numel() * (share if ".experts." in name else 1.0)
+        for name, parameter in network.named_parameters()
+        if id(parameter) not in ends
+    )

@@ -1,0 +1,183 @@
+"""From names to an engine that is warm: for every way to run one. Loads torch and Transformers.
+
+Decides: which number format "auto" is, how many threads a network gets, that an engine is warm
+before it is asked, and which errors of other packages tell of the input. Invariants: Transformers
+prints nothing by itself.
+
+Does not know: requests, clients.
+"""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from transformers.utils import logging as transformers_logging
+
+import backends
+import kvcore
+from model.cli.exits import stopping
+from model.cli.options import ModelOptions
+from model.control.config import EngineConfig
+from model.engine import Engine
+from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError
+from model.forward.begin import is_small
+from model.load.loader import LoadedModel, load_model, with_draft
+from model.ranks.ranks import Ranks, join_ranks
+from model.twins import TwinEngine, engine_of
+
+_BAD_INPUT = (  # those of other packages that tell of the input, not of a bug
+    backends.UnknownBackendError,
+    backends.BackendUnavailableError,
+    backends.UnsupportedError,
+    kvcore.InvalidArgumentError,
+    kvcore.OutOfBlocksError,
+)
+
+Load = Callable[[str, torch.device, torch.dtype, Ranks | None], LoadedModel]
+
+
+@contextmanager
+def input_errors() -> Iterator[None]:
+    """Tell what other packages find wrong with the input as what it is.
+
+    Raises:
+        UsageError: in place of their errors.
+    """
+    try:
+        yield
+    except _BAD_INPUT as error:
+        raise UsageError(str(error)) from error
+
+
+def start(
+    name: str,
+    backend_name: str,
+    dtype_name: str,
+    *,
+    draft_name: str | None = None,
+    num_ranks: int | None = None,
+    expert_parallel: bool = False,
+    is_exact: bool = False,
+    load: Load = load_model,
+) -> tuple[LoadedModel, backends.Backend]:
+    """Load a model for a backend, on its device. Reads every weight once.
+
+    Args:
+        name: a folder, or an id on the hub.
+        backend_name: its name, or "auto".
+        dtype_name: its name, or "auto": bfloat16 on a GPU, else float32.
+        draft_name: of a second model that guesses for it; None: there is none. Each of several
+            processes has it whole.
+        num_ranks: processes that share the network; None: it is whole here.
+        expert_parallel: each of them has some experts whole.
+        is_exact: "auto" is float32 everywhere: two ways of computing agree token by token only
+            without near ties.
+        load: what loads it.
+
+    Raises:
+        ModelError: there is no such model, it cannot run here, or there are not as many processes.
+        RankLostError: another process is gone.
+    """
+    if sys.flags.optimize > 1:
+        raise UsageError(
+            "PYTHONOPTIMIZE: wanted 0 or 1: 2 (python -OO) removes docstrings, and Transformers "
+            "loads no network without its own"
+        )
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    ranks = None
+    if num_ranks is not None:
+        ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
+    with nullcontext() if ranks is None else ranks.noticing(or_fail=True):
+        backend = backends.get_backend(backend_name)
+        if dtype_name == "auto":
+            is_half = backend.device.type == "cuda" and not is_exact
+            dtype_name = "bfloat16" if is_half else "float32"
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        model = load(name, backend.device, dtype, ranks)
+        if draft_name is not None:
+            try:
+                draft = load(draft_name, backend.device, dtype, None)
+            except (ModelNotFoundError, UnsupportedModelError) as error:
+                raise type(error)(f"draft_model: {str(error).removeprefix('model: ')}") from error
+            model = with_draft(model, draft)
+    _choose_threads(model)
+    return model, backend
+
+
+def warm_up(engine: Engine) -> str:
+    """Prepare an engine, and the collector for a process that serves; in words how it runs.
+
+    What was loaded and compiled by now stays as long as the process, some hundred thousand objects:
+    they are looked through once more and then never again (`gc.freeze`), so a full collection looks
+    at what requests have made alone. O(objects) beside the preparation.
+    """
+    how = engine.prepare()
+    gc.collect()
+    gc.freeze()
+    return how
+
+
+def make_engine(
+    options: ModelOptions,
+    config: EngineConfig,
+    tell: Callable[[str], None] = lambda _: None,
+    *,
+    load: Load = load_model,
+) -> Engine:
+    """Load a model and prepare an engine for it. Seconds to minutes.
+
+    Args:
+        options: which model on what.
+        config: sizes.
+        tell: is told what came about, a line each.
+        load: what loads it.
+
+    Raises:
+        ModelError: there is no such model, or it does not run here.
+    """
+    with input_errors():
+        model, backend = start(
+            options.path,
+            options.backend,
+            options.dtype,
+            draft_name=config.draft_model,
+            num_ranks=options.tp,
+            expert_parallel=options.expert_parallel,
+            load=load,
+        )
+        engine = engine_of(model, backend, config, checks_ranks=options.check_ranks)
+        tell(engine.describe_memory())
+        tell(f"network: {warm_up(engine)}")
+        return engine
+
+
+def follow(options: ModelOptions, config: EngineConfig) -> int:
+    """Be a process that shares the network of one that serves, until that ends; the exit code.
+
+    Raises:
+        ModelError: there is no such model, or it does not run here.
+        RankLostError: another process is gone.
+    """
+    engine = make_engine(options, config)
+    if isinstance(engine, TwinEngine):
+        with stopping():  # a signal reaches the one that serves too, which says when it is over
+            engine.follow()
+    return 0
+
+
+def _choose_threads(model: LoadedModel) -> None:
+    """One thread for a small network on a CPU, unless the user has said how many.
+
+    Layers this small gain nothing from a second one, and lose a hundredfold where cores are busy.
+    """
+    network = model.network
+    if (
+        network.device.type == "cpu"
+        and is_small(network.num_parameters())
+        and "OMP_NUM_THREADS" not in os.environ
+    ):
+        torch.set_num_threads(1)

@@ -1,0 +1,1 @@
+"""A traced network, cut at its attention and compiled."""

@@ -1,0 +1,337 @@
+"""A captured network for steps of few tokens: each product does what stands around it too.
+
+With a token or two a layer is its weights, read once, and kernels that are too short to be worth
+their launches. So the norm before a product, the gate between two and the sum after one go into the
+product (`small_products.py`), and norms and rotation of queries and keys are one kernel
+(`small_heads.py`): of a layer's dozen kernels four products, that one and attention are left.
+
+Decides: which nodes of a graph belong to a product or a rotation, by what they compute; a norm or a
+gate of another kind stays where it is. Invariants: what a node does not show is not assumed; the
+graph that comes out computes what went in, but for where it rounds.
+
+Does not know: which architecture it is.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+
+class Kernels(NamedTuple):
+    """What computes in place of nodes.
+
+    Attributes:
+        multiply: as `small_products.multiply`.
+        attend_rotated: as `small_heads.attend_rotated`.
+    """
+
+    multiply: Callable[..., Tensor]
+    attend_rotated: Callable[..., Tensor]
+
+
+_VIEWS = (
+    torch.ops.aten.alias.default,
+    torch.ops.aten.unsqueeze.default,
+    torch.unsqueeze,
+    torch.reshape,
+    Tensor.view,
+)
+FEW = (2, 4)
+"""Tokens of steps that are such."""
+
+_WIDEST = 4096
+"""Numbers of a weight's row up to which four tokens gain: of longer ones they keep too much."""
+
+LEAST_WEIGHT = 1 << 18
+"""Numbers of a weight that is worth a cut."""
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """Those of a device, which are loaded when they are first asked for; None: it has none.
+
+    Only GPUs on which they were measured to gain have some, for numbers of two bytes.
+    """
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return None
+    return Kernels(
+        import_module("model.compile.small_products").multiply,
+        import_module("model.compile.small_heads").attend_rotated,
+    )
+
+
+def few_of(module: fx.GraphModule) -> tuple[int, ...]:
+    """For how many tokens what `with_small_products` has made of a network gains. O(nodes)."""
+    calls = [node for node in module.graph.nodes if "widest" in node.meta]
+    return FEW if max(node.meta["widest"] for node in calls) <= _WIDEST else FEW[:1]
+
+
+class _Norm(NamedTuple):
+    """x / rms(x) * scale."""
+
+    x: fx.Node
+    scale: fx.Node
+    eps: float
+
+
+def with_small_products(
+    source: fx.GraphModule, kernels: Kernels, least: int = LEAST_WEIGHT
+) -> fx.GraphModule | None:
+    """A copy in which products of the tokens, and what stands around them, are kernels. O(nodes).
+
+    Args:
+        source: captured, its products of one input joined.
+        kernels: are called.
+        least: numbers of a weight that is worth it.
+
+    Returns:
+        None: there is no product of this kind.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in source.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    module = fx.GraphModule(source, graph)
+    products = [node for node in graph.nodes if _is_product(module, node, least)]
+    for product in products:
+        _replace(module, product, kernels.multiply)
+    if not products:
+        return None
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is operator.call:
+            _replace_rotation(module, node, kernels)
+    graph.eliminate_dead_code()
+    module.recompile()
+    return module
+
+
+def _is_product(module: fx.GraphModule, node: fx.Node, least: int) -> bool:
+    """Whether a node is a product of each token with a weight that a kernel can read."""
+    if node.op != "call_function" or node.target is not nn.functional.linear or node.kwargs:
+        return False
+    x, *tensors = node.args
+    values = [_tensor(module, one) for one in tensors if one is not None]
+    if not isinstance(x, fx.Node) or any(value is None for value in values):
+        return False
+    shape, weight = x.meta.get("val"), values[0]
+    return (
+        isinstance(shape, Tensor)
+        and isinstance(weight, Tensor)
+        and shape.dim() == 3
+        and x.meta.get("sized") == {1: 0}
+        and weight.numel() >= least
+        and weight.shape[1] * weight.itemsize % 16 == 0
+        and all(v is not None and v.is_contiguous() and v.dtype == shape.dtype for v in values)
+    )
+
+
+def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., Tensor]) -> None:
+    """Put a call of `multiply` in the place of a product and of what belongs to it."""
+    graph = module.graph
+    x, weight, *rest = product.args
+    bias = rest[0] if rest else None
+    last, residual, is_gated = product, None, False
+    gated = _gated(product, len(_tensor(module, weight)))  # type: ignore[arg-type]
+    if gated is not None:
+        last, is_gated = gated, True
+    else:
+        added = _added(product, x)
+        if added is not None:
+            last, residual = added
+    norm = _norm(module, x)
+    scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
+    with graph.inserting_before(last):
+        call = graph.call_function(
+            multiply,
+            (_unviewed(x if norm is None else norm.x), weight, bias, scale, eps, residual),
+            {"is_gated": is_gated},
+        )
+    call.meta = {"sized": {1: 0}, "widest": _tensor(module, weight).shape[1]}  # type: ignore[union-attr]
+    if "val" in last.meta:
+        call.meta["val"] = last.meta["val"]
+    last.replace_all_uses_with(call)
+
+
+def _added(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa: ANN401
+    """The sum that alone uses a product, and what else goes into it, which has the same shape."""
+    [*users] = product.users
+    if len(users) != 1 or users[0].target is not torch.add or users[0].kwargs:
+        return None
+    others = [one for one in users[0].args if one is not product]
+    if len(others) != 1 or not isinstance(others[0], fx.Node):
+        return None
+    mine, its = users[0].meta.get("val"), others[0].meta.get("val")
+    if not (isinstance(mine, Tensor) and isinstance(its, Tensor)):
+        return None
+    same = mine.shape == its.shape and mine.dtype == its.dtype == x.meta["val"].dtype
+    return (users[0], others[0]) if same else None
+
+
+def _gated(product: fx.Node, count: int) -> fx.Node | None:
+    """`silu(first half) * second half`, where nothing else uses them."""
+    halves = list(product.users)
+    if len(halves) != 2 or count % 2:
+        return None
+    half = count // 2
+    wanted = [(product, -1, 0, half), (product, -1, half, half)]
+    if any(one.target is not torch.narrow for one in halves):
+        return None
+    if [one.args for one in halves] != wanted or any(len(one.users) != 1 for one in halves):
+        return None
+    [gate], [whole] = (list(one.users) for one in halves)
+    if gate.target is not nn.functional.silu or gate.kwargs or whole.target is not torch.mul:
+        return None
+    return whole if set(whole.args) == {gate, halves[1]} and len(gate.users) == 1 else None
+
+
+def _norm(module: fx.GraphModule, node: Any) -> _Norm | None:  # noqa: ANN401
+    """What a node is the norm of; None: it is none, or is computed otherwise."""
+    if not isinstance(node, fx.Node) or node.target is not torch.mul:
+        return None
+    for scale, normed in (node.args, node.args[::-1]):
+        weight = _tensor(module, scale)
+        if weight is None or weight.dim() != 1 or not isinstance(scale, fx.Node):
+            continue
+        wide, factor = _arguments(_uncast(normed), torch.mul)
+        mean, eps = _arguments(_argument(factor, torch.rsqrt), torch.add)
+        square = _argument(mean, torch.mean)
+        if (
+            square is not None
+            and mean.args[1:] == ([-1], True)
+            and _arguments(square, torch.mul) == (wide, wide)
+            and isinstance(eps, float)
+            and wide.meta["val"].dtype == torch.float32
+        ):
+            x = _uncast(wide)
+            values = [one.meta["val"] for one in (x, node)]
+            if values[0].shape == values[1].shape and {v.dtype for v in values} == {weight.dtype}:
+                return _Norm(x, scale, eps)
+    return None
+
+
+def _uncast(node: Any) -> Any:  # noqa: ANN401
+    """What a node is in another dtype; itself, if it is no cast."""
+    return node.args[0] if _is_call(node, torch.ops.aten.to.dtype) else node
+
+
+class _Heads(NamedTuple):
+    """Queries or keys: part of a product, normed perhaps, and rotated."""
+
+    product: fx.Node
+    start: int
+    size: int
+    norm: _Norm | None
+    cos: fx.Node
+    sin: fx.Node
+
+
+def _replace_rotation(module: fx.GraphModule, call: fx.Node, kernels: Kernels) -> None:
+    """Have attention rotate its queries and keys itself, if they are rotated as usual."""
+    attend, layer, query, key, value = call.args
+    q, k = _heads(module, query), _heads(module, key)
+    v = _part(_untransposed(_heads_last(value)))
+    if q is None or k is None or v is None:
+        return
+    dim = q.cos.meta["val"].shape[-1]
+    norms = {None if one.norm is None else one.norm.eps for one in (q, k)}
+    sizes = (q.start, k.start, v[1], v[2])
+    if (
+        {q.product, k.product} != {v[0]}
+        or v[0].target is not kernels.multiply
+        or sizes != (0, q.size, q.size + k.size, k.size)
+        or (q.cos, q.sin) != (k.cos, k.sin)
+        or len(norms) != 1
+        or dim != query.meta["val"].shape[-1]  # type: ignore[union-attr]
+    ):
+        return
+    scales = [None if one.norm is None else one.norm.scale for one in (q, k)]
+    [eps] = norms
+    given = (v[0], q.cos, q.sin, *scales, eps or 0.0, q.size // dim, k.size // dim)
+    with module.graph.inserting_before(call):
+        made = module.graph.call_function(kernels.attend_rotated, (attend, layer, *given))
+    made.meta = dict(call.meta)
+    call.replace_all_uses_with(made)
+    module.graph.erase_node(call)
+
+
+def _heads(module: fx.GraphModule, node: Any) -> _Heads | None:  # noqa: ANN401
+    """Which part of a product is rotated: `h * cos + cat(-h[half:], h[:half]) * sin`."""
+    straight, turned = _arguments(_heads_last(node), torch.add)
+    h, cos = _arguments(straight, torch.mul)
+    both, sin = _arguments(turned, torch.mul)
+    if not isinstance(h, fx.Node) or not _is_call(both, torch.cat) or both.kwargs:
+        return None
+    dim = h.meta["val"].shape[-1]
+    halves, *axis = both.args
+    if axis != [-1] or len(halves) != 2 or dim % 2:
+        return None
+    high, low = _argument(halves[0], torch.neg), halves[1]
+    places = [one.args if _is_call(one, torch.narrow) else None for one in (low, high)]
+    if places != [(h, 3, 0, dim // 2), (h, 3, dim // 2, dim // 2)]:
+        return None
+    factors = [one.args for one in (cos, sin) if _is_call(one, torch.unsqueeze)]
+    if len(factors) != 2 or any(one[1] != 1 for one in factors):
+        return None
+    inner = _untransposed(h)
+    norm = _norm(module, inner)
+    part = _part(inner if norm is None else norm.x)
+    if part is None or any(one[0].meta["val"].shape[-1] != dim for one in factors):
+        return None
+    return _Heads(*part, norm, factors[0][0], factors[1][0])
+
+
+def _heads_last(node: Any) -> Any:  # noqa: ANN401
+    """[1, heads, tokens, dim] of what attention is given as [tokens, heads, dim]."""
+    if not _is_call(node, torch.transpose) or node.args[1:] != (0, 1):
+        return None
+    select: Any = node.args[0]
+    return select.args[0] if _is_call(select, torch.select) and select.args[1:] == (0, 0) else None
+
+
+def _untransposed(node: Any) -> Any:  # noqa: ANN401
+    """[1, tokens, heads, dim] of [1, heads, tokens, dim]."""
+    return node.args[0] if _is_call(node, torch.transpose) and node.args[1:] == (1, 2) else None
+
+
+def _part(node: Any) -> tuple[fx.Node, int, int] | None:  # noqa: ANN401
+    """Which part of which product a view of heads is: where it begins, how many numbers."""
+    if not _is_call(node, Tensor.view) or not _is_call(node.args[0], torch.narrow):
+        return None
+    product, axis, start, size = node.args[0].args
+    return (product, start, size) if axis == -1 else None
+
+
+def _unviewed(x: Any) -> Any:  # noqa: ANN401
+    """What a node is a view of, its numbers in the same order."""
+    while isinstance(x, fx.Node) and x.op == "call_function" and x.target in _VIEWS:
+        x = x.args[0]
+    return x
+
+
+def _tensor(module: fx.GraphModule, node: Any) -> Tensor | None:  # noqa: ANN401
+    """The constant that a node stands for; None: it is none."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value = getattr(module, str(node.target), None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _is_call(node: Any, target: object) -> bool:  # noqa: ANN401
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target is target
+
+
+def _argument(node: Any, target: object) -> Any:  # noqa: ANN401
+    """The first argument of a call; None: it is something else."""
+    return node.args[0] if _is_call(node, target) and not node.kwargs else None
+
+
+def _arguments(node: Any, target: object) -> Sequence[Any]:  # noqa: ANN401
+    """The two arguments of a call; of something else, or with others: nothing twice."""
+    if _is_call(node, target) and len(node.args) == 2 and not node.kwargs:
+        return tuple(node.args)
+    return (None, None)

@@ -1,0 +1,363 @@
+"""A captured network cut at its attention, the pieces compiled.
+
+Between the attention of one layer and that of the next there are a hundred small operations, each
+of which reads and writes all of its tensor. `torch.compile` makes a few kernels of them. The pieces
+of layers that are alike differ in their weights alone: weights are handed in, so a piece is
+compiled once for all of them, and for any number of tokens. A network of 28 layers costs three
+compilations.
+
+Products of one input with several weights (queries, keys and values; gate and up) become one
+product, which keeps a GPU busier: their weights are laid one after the other in one tensor, and the
+network's own become views of it, so nothing is held twice.
+
+Steps of two or four tokens may have pieces of their own, in which products do what stands around
+them (`few_rows.py`).
+
+Decides: where the cuts are, and which pieces are alike: those whose operations read the same, word
+for word, once their tensors are numbered.
+
+Invariants: the pieces and the calls of attention between them are the captured network's own, in
+its order. Compiled arithmetic rounds elsewhere than PyTorch's operators do: results are near, not
+the same bits.
+
+Does not know: what the operations are; who calls them with what.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from model.attention.attention import Attending
+from model.compile.few_rows import FEW, LEAST_WEIGHT, Kernels, few_of, with_small_products
+from model.compile.traced_network import Captured, Mixing
+from model.errors import UnsupportedModelError
+
+
+def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+    """A function that is compiled as a whole when it is called.
+
+    Kernels that could run side by side become one: at these sizes a launch costs as much as its
+    work.
+    """
+    options: dict[str, Any] | None = {"combo_kernels": True} if backend == "inductor" else None
+    return torch.compile(function, backend=backend, options=options, fullgraph=True)
+
+
+def start_compiler() -> None:
+    """Start the processes that PyTorch's compiler compiles in, and load it. Seconds, once."""
+    import_module("torch._inductor.async_compile").maybe_warm_pool()  # they load PyTorch too
+    import_module("torch._inductor.compile_fx")
+    import_module("torch._inductor.codecache").torch_key()  # reads all of PyTorch's sources
+
+
+_LEAST = 2
+_NEAR = 0.25
+"""Between logits, of all their size: bfloat16 rounds up to 0.05 of it away, a mistake takes all."""
+
+
+def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
+    """Say that these dimensions will change: what is compiled for one length is so for all."""
+    for dim in dims:
+        torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
+
+
+class _Piece(nn.Module):
+    """Compiled operations; told which dimensions of its inputs will change."""
+
+    def __init__(
+        self, module: fx.GraphModule, sized: Sequence[Sequence[int]], backend: str
+    ) -> None:
+        super().__init__()
+        self._sized = sized
+        self._is_compiling = True
+        self._run = compiled(module, backend)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if self._is_compiling:
+            for tensor, dims in zip(inputs, self._sized, strict=True):
+                mark_dynamic(tensor, dims)
+        outputs: tuple[Tensor, ...] = self._run(*inputs)
+        return outputs
+
+    def settle(self) -> None:
+        """Compile no more on purpose."""
+        self._is_compiling = False
+
+
+class Segmented(Captured):
+    """A captured network in compiled pieces; made by `compile_segments`.
+
+    A size of one would be compiled apart: a single token goes through the network as it was, and of
+    fewer than two rows there are two.
+
+    Args:
+        module: the pieces.
+        plain: the network as it was captured.
+        few: those of steps of few tokens; None: they have none of their own.
+        sizes: how many tokens those have, once all is compiled; before that `FEW`.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        plain: Captured,
+        few: fx.GraphModule | None = None,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(module, plain.terms)
+        self._plain = plain
+        self._few = None if few is None else Captured(few, plain.terms)
+        self._sizes: tuple[int, ...] = FEW
+        self._settled_sizes = sizes
+
+    def logits(
+        self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
+    ) -> Tensor:
+        """See `Captured.logits`; near it."""
+        num_tokens = input_ids.shape[1]
+        if num_tokens == 1:
+            return self._plain.logits(input_ids, position_ids, rows, paged)
+        count = len(rows)
+        if count < _LEAST:
+            rows = nn.functional.pad(rows, (0, _LEAST - count))
+        if self._few is not None and num_tokens in self._sizes:
+            return self._few.logits(input_ids, position_ids, rows, paged)[:count]
+        return super().logits(input_ids, position_ids, rows, paged)[:count]
+
+    @property
+    def has_few(self) -> bool:
+        """Whether steps of few tokens have pieces of their own. O(1)."""
+        return self._few is not None
+
+    @property
+    def pieces(self) -> list[_Piece]:
+        """Those that are compiled, each once. O(pieces)."""
+        modules = [self.module] if self._few is None else [self.module, self._few.module]
+        children = (child for module in modules for child in module.children())
+        return [child for child in children if isinstance(child, _Piece)]
+
+    def settle(self) -> None:
+        """What has been run so far has compiled all there is. A few passes of few tokens.
+
+        Steps of few tokens run like the others from now on if theirs give other logits.
+        """
+        self._sizes = self._settled_sizes
+        if self._few is not None and not self._few_are_near(self._few):
+            self._few = None
+        for piece in self.pieces:
+            piece.settle()
+
+    def _few_are_near(self, few: Captured) -> bool:
+        """Whether steps of few tokens give nearly what the network gives, on its own device."""
+        device = next(iter(self.module.parameters())).device
+        for count in FEW:
+            ids = torch.arange(1, count + 1, device=device)[None] * 7
+            given = (ids, ids * 5, torch.arange(count, device=device), Mixing())
+            with torch.no_grad():
+                wanted, got = (one.logits(*given).float() for one in (self._plain, few))
+            if not (got - wanted).norm() <= _NEAR * wanted.norm():
+                return False
+        return True
+
+
+def compile_segments(
+    captured: Captured,
+    backend: str = "inductor",
+    kernels: Kernels | None = None,
+    least: int | None = None,
+) -> Segmented:
+    """Cut a captured network and prepare its pieces; they are compiled when they are first run.
+
+    Run it first with more than one token, and another number of rows: a size of one, and two sizes
+    that are equal, would each be taken for a rule. With `kernels` once more with `FEW` tokens.
+
+    Args:
+        captured: stays as it is.
+        backend: of `torch.compile`.
+        kernels: of steps of few tokens; None: pieces are alike for all.
+        least: numbers of a weight from where on they compute its products; None: where they gain.
+
+    Raises:
+        UnsupportedModelError: a piece would depend on a number that none of its tensors shows.
+    """
+    source = _joined(captured.module)
+    few = (
+        None
+        if kernels is None
+        else with_small_products(source, kernels, LEAST_WEIGHT if least is None else least)
+    )
+    whole = _cut(source, backend, ())
+    cuts = () if kernels is None else tuple(kernels)
+    if few is None:
+        return Segmented(whole, captured)
+    return Segmented(whole, captured, _cut(few, backend, cuts), few_of(few))
+
+
+def _cut(
+    source: fx.GraphModule, backend: str, cuts: Sequence[Callable[..., Tensor]]
+) -> fx.GraphModule:
+    cutter = _Cutter(source, backend, cuts)
+    for node in source.graph.nodes:
+        cutter.take(node)
+    return cutter.finished()
+
+
+def _joined(source: fx.GraphModule) -> fx.GraphModule:
+    """A copy in which the products of one input are one product."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in source.graph.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    module = fx.GraphModule(source, graph)
+    groups: dict[object, list[Any]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is nn.functional.linear:
+            values: list[Any] = [getattr(module, str(one.target), None) for one in node.args[1:]]
+            if all(isinstance(value, nn.Parameter) and value.is_contiguous() for value in values):
+                kind = (node.args[0], *[(value.dtype, value.shape[1:]) for value in values])
+                groups.setdefault(kind, []).append(node)
+    for number, nodes in enumerate(nodes for nodes in groups.values() if len(nodes) > 1):
+        if len({node.args[1] for node in nodes}) == len(nodes):
+            _join(module, nodes, f"joined_{number}")
+    module.recompile()
+    return module
+
+
+def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
+    """Put one product in the place of several."""
+    graph, first = module.graph, nodes[0]
+    tensors = []
+    with graph.inserting_before(first):
+        for place, parts in enumerate(zip(*[node.args[1:] for node in nodes], strict=True)):
+            own = [getattr(module, part.target) for part in parts]
+            whole = nn.Parameter(_laid_out([one.data for one in own]), requires_grad=False)
+            for one, part in zip(own, whole.data.split([len(one) for one in own]), strict=True):  # type: ignore[no-untyped-call]
+                one.data = part
+            setattr(module, f"{name}_{place}", whole)
+            tensors.append(graph.get_attr(f"{name}_{place}"))
+        product = graph.call_function(nn.functional.linear, (first.args[0], *tensors))
+        start = 0
+        for node in nodes:
+            size = len(getattr(module, node.args[1].target))
+            part = graph.call_function(torch.narrow, (product, -1, start, size))
+            part.meta = dict(node.meta)
+            node.replace_all_uses_with(part)
+            start += size
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other in one: in theirs, where they lie so, or in a new one."""
+    first = tensors[0]
+    at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for each in tensors:
+        if each.data_ptr() != at or each.untyped_storage().data_ptr() != storage:
+            return torch.cat([*tensors])
+        at += each.numel() * each.itemsize
+    size = (sum([len(each) for each in tensors]), *first.shape[1:])
+    return first.as_strided(size, first.stride(), first.storage_offset())
+
+
+class _Cutter:
+    """Makes the graph of pieces, node by node; attention and calls of `cuts` stand between them."""
+
+    def __init__(
+        self, source: fx.GraphModule, backend: str, cuts: Sequence[Callable[..., Tensor]]
+    ) -> None:
+        self._source = source
+        self._between = {operator.call, *cuts}
+        self._backend = backend
+        self._root = nn.Module()
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._numbers: dict[fx.Node, tuple[int, int]] = {}  # place and factor of a size
+        self._cut: list[fx.Node] = []
+        self._found: dict[tuple[str, tuple[tuple[int, ...], ...]], str] = {}
+
+    def take(self, node: fx.Node) -> None:
+        """Take the next node of the source."""
+        if node.op == "call_function" and node.target is operator.mul and self._is_number(node):
+            size, factor = node.args
+            self._numbers[node] = self._numbers[size][0], factor  # type: ignore[index,assignment]
+        elif node.op == "call_function" and node.target not in self._between:
+            self._cut.append(node)
+            return
+        elif node.op in ("call_function", "output"):
+            self._end_piece()
+        elif node.name in _PLACES:
+            self._numbers[node] = _PLACES[node.name], 1
+        elif node.op == "get_attr":
+            setattr(self._root, str(node.target), getattr(self._source, str(node.target)))
+        self._copies[node] = self._graph.node_copy(node, lambda one: self._copies[one])
+
+    def finished(self) -> fx.GraphModule:
+        """The whole."""
+        module = fx.GraphModule(self._root, self._graph)
+        for node in self._graph.nodes:
+            if node.op == "get_attr":  # found at once, without the way through nn.Module's table
+                module.__dict__[node.target] = getattr(module, node.target)
+        return module
+
+    def _is_number(self, node: fx.Node) -> bool:
+        return all(one in self._numbers for one in node.all_input_nodes)
+
+    def _end_piece(self) -> None:
+        nodes, self._cut = self._cut, []
+        if not nodes:
+            return
+        inside = set(nodes)
+        outside = [one for node in nodes for one in node.all_input_nodes if one not in inside]
+        inputs = [one for one in dict.fromkeys(outside) if one not in self._numbers]
+        outputs = [node for node in nodes if not inside.issuperset(node.users)]
+        module = self._module(nodes, inputs, outputs)
+        sized = tuple(tuple(one.meta.get("sized", {})) for one in inputs)
+        name = self._found.setdefault((module.code, sized), f"piece_{len(self._found)}")
+        if not hasattr(self._root, name):
+            setattr(self._root, name, _Piece(module, sized, self._backend))
+        called = self._graph.call_module(name, tuple(self._copies[one] for one in inputs))
+        for place, output in enumerate(outputs):
+            self._copies[output] = self._graph.call_function(operator.getitem, (called, place))
+
+    def _module(
+        self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> fx.GraphModule:
+        """The nodes as a function of its own, in which nothing has the name it had."""
+        graph = fx.Graph()
+        copies = {one: graph.placeholder(f"x{place}") for place, one in enumerate(inputs)}
+        used = {one for node in nodes for one in node.all_input_nodes if one in self._numbers}
+        for one in sorted(used, key=self._numbers.__getitem__):
+            copies[one] = self._number(graph, inputs, copies, *self._numbers[one])
+        for place, node in enumerate(nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"n{place}")
+        graph.output(tuple(copies[one] for one in outputs))
+        return fx.GraphModule(nn.Module(), graph)
+
+    def _number(
+        self,
+        graph: fx.Graph,
+        inputs: Sequence[fx.Node],
+        copies: dict[fx.Node, fx.Node],
+        place: int,
+        factor: int,
+    ) -> fx.Node:
+        """A multiple of a size, read from a tensor that is as long."""
+        for one in inputs:
+            for dim, its_place in one.meta.get("sized", {}).items():
+                if its_place == place:
+                    size = graph.call_method("size", (copies[one], dim))
+                    return (
+                        size if factor == 1 else graph.call_function(operator.mul, (size, factor))
+                    )
+        raise UnsupportedModelError(
+            f"compile: wanted a tensor as long as there are {_NAMES[place]} in each piece"
+        )
+
+
+_NAMES = ("num_tokens", "num_rows")
+_PLACES = {name: place for place, name in enumerate(_NAMES)}

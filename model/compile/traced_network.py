@@ -1,0 +1,430 @@
+"""The network as a straight line: its own operations, without the modules around them.
+
+A step of a small network spends more time in Python, on the way from module to module, than in
+arithmetic. So its operations are traced once and run from then on as one generated function, which
+calls PyTorch's operators directly: the same operations on the same weights, so the same bits.
+
+Decides: what can be captured. The trace runs on fake tensors, which have shapes and no values, so a
+network that looks at values (rotary scaling by length; experts that are called one by one) cannot
+be traced, and is refused. What is written into a tensor that nothing else sees becomes a new one.
+The numbers of tokens and rows in it are primes above any that a step has, and no network has them
+for anything else: every number that is a multiple of one becomes that multiple of whatever the
+number is later. What does nothing (a cast to the dtype that is there already, a product with 1) is
+left out. At the end the function is compared with the network, bit for bit, at sizes of steps: a
+number that depends on them in another way is still that of the trace there.
+
+Invariants: a capture that exists gave the network's own logits on every size that it was tried on;
+attention is called as the network calls it, layer by layer, with the same terms.
+
+Does not know: caches, batches, what attention does.
+"""
+
+import logging
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import PreTrainedModel
+
+import backends
+from model.attention.attention import Attending
+from model.errors import UnsupportedModelError
+
+_SIZES = (1_299_709, 1_299_689)  # tokens and rows of the trace
+_NEAR = 6  # numbers so near to one of them come from it too
+_TRIALS = ((1, 1), (2, 1), (13, 6), (300, 40))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
+    """A place in a trace where a layer attends; it is never run."""
+    del key, layer
+    return query.new_empty(*query.shape[:2], value.shape[2])
+
+
+_library = torch.library.Library("kvcore_capture", "DEF")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "attend(Tensor query, Tensor key, Tensor value, int layer) -> Tensor"
+)
+_library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+class Captured:
+    """A network's operations as one function; made by `capture`.
+
+    Attributes:
+        module: they, as a graph: of input_ids, position_ids, rows, num_tokens, num_rows and a call
+            for the layers' attention. A node's `meta["sized"]` tells which dimensions of its tensor
+            depend on how many tokens or rows there are: as long as tokens (0), rows (1) or else.
+        terms: of each layer's attention.
+    """
+
+    def __init__(self, module: fx.GraphModule, terms: dict[int, backends.AttentionTerms]) -> None:
+        self.module = module
+        self.terms = terms
+        self._run: Callable[..., Tensor] = module.forward
+
+    def logits(
+        self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
+    ) -> Tensor:
+        """What the network gives: [num_rows, vocab_size]. One forward pass.
+
+        Args:
+            input_ids: int64 [1, num_tokens].
+            position_ids: int64 [1, num_tokens].
+            rows: int64 [num_rows], the tokens whose logits are wanted.
+            paged: attends in each layer.
+        """
+        terms, attend = self.terms, paged.attend
+
+        def call(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return attend(layer, query, key, value, terms[layer])
+
+        return self._run(input_ids, position_ids, rows, input_ids.shape[1], rows.shape[0], call)
+
+
+def capture(network: PreTrainedModel, device: torch.device) -> Captured:
+    """Trace a network whose attention is ours. Costs a trace and a few forward passes.
+
+    Raises:
+        UnsupportedModelError: it cannot be captured, and why.
+    """
+    terms: dict[int, backends.AttentionTerms] = {}
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is told here again
+    level = logger.level
+    try:
+        logger.setLevel(logging.CRITICAL)
+        traced = _trace(network, device, terms)
+        if device.type == "cuda":
+            _check_replayable(traced)
+        module = _sizeless(traced)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # a tracer raises what it likes
+        reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
+        raise UnsupportedModelError(
+            f"{type(network).__name__}: its operations cannot be traced: {reason}"
+        ) from error
+    finally:
+        logger.setLevel(level)
+    captured = Captured(module, terms)
+    for num_tokens, num_rows in _TRIALS:
+        _check(network, captured, device, num_tokens, num_rows)
+    return captured
+
+
+def _trace(
+    network: PreTrainedModel, device: torch.device, terms: dict[int, backends.AttentionTerms]
+) -> fx.GraphModule:
+    def forward(input_ids: Tensor, position_ids: Tensor, rows: Tensor) -> Tensor:
+        return _logits(network, input_ids, position_ids, rows, _Noting(terms))
+
+    num_tokens, num_rows = _SIZES
+    tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
+    positions = torch.zeros_like(tokens)
+    rows = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    with torch.no_grad():
+        trace = make_fx(
+            forward, tracing_mode="fake", pre_dispatch=True, _allow_non_fake_inputs=True
+        )
+        return trace(tokens, positions, rows)
+
+
+class _Noting:
+    """A pass that leaves its place in the trace and notes each layer's terms."""
+
+    def __init__(self, terms: dict[int, backends.AttentionTerms]) -> None:
+        self._terms = terms
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+    ) -> Tensor:
+        """Leave a mark."""
+        self._terms[layer] = terms
+        marked: Tensor = torch.ops.kvcore_capture.attend(query, key, value, layer)
+        return marked
+
+
+def _sizeless(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph for any size out of one for given ones, without what does nothing."""
+    graph = module.graph
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    with graph.inserting_after(inputs[-1]):
+        call = graph.placeholder("call")
+    with graph.inserting_before(call):
+        num_tokens = graph.placeholder("num_tokens")
+        num_rows = graph.placeholder("num_rows")
+    numbers = _Numbers(graph, after=call, names=(num_tokens, num_rows))
+    for node in nodes:
+        node.meta["sized"] = _sized(node.meta.get("val"))
+        if node.op == "call_function":
+            node.args = numbers.replaced(node.args)
+            node.kwargs = numbers.replaced(node.kwargs)
+    for node in nodes:
+        if node.op == "call_function":
+            _simplify(node, call)
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            _make_direct(node)
+    module.recompile()
+    for node in graph.nodes:
+        if node.op == "get_attr":  # found at once, without the way through nn.Module's own table
+            module.__dict__[node.target] = getattr(module, node.target)
+    return module
+
+
+def _sized(value: object) -> dict[int, int]:
+    """Which dimensions of a tensor depend on a size of the trace: that size, or -1."""
+    if not isinstance(value, Tensor):
+        return {}
+    sized = {}
+    for dim, length in enumerate(value.shape):
+        if _is_symbol(length):
+            sized[dim] = -1
+        elif length and any(length % size == 0 for size in _SIZES):
+            sized[dim] = _SIZES.index(length) if length in _SIZES else -1
+    return sized
+
+
+def _is_symbol(value: object) -> bool:
+    """Whether a number depends on what a tensor holds."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _check_replayable(module: fx.GraphModule) -> None:
+    """Raise where a number depends on what a tensor holds: no graph can replay that."""
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if any(map(_is_symbol, value.shape if isinstance(value, Tensor) else (value,))):
+            raise UnsupportedModelError(
+                f"capture: wanted sizes that depend on no value, got those of {node.target}"
+            )
+
+
+class _Numbers:
+    """The numbers of a graph: those that depend on a size become nodes that compute them."""
+
+    def __init__(self, graph: fx.Graph, after: fx.Node, names: tuple[fx.Node, fx.Node]) -> None:
+        self._graph = graph
+        self._after = after
+        self._names = names
+        self._made: dict[tuple[int, int], fx.Node] = {}
+
+    def replaced(self, value: Any) -> Any:  # noqa: ANN401  # arguments of any operator
+        """The arguments of a node, for any size."""
+        if isinstance(value, tuple | list):
+            return type(value)(self.replaced(one) for one in value)
+        if isinstance(value, dict):
+            return {name: self.replaced(one) for name, one in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self.replaced, (value.start, value.stop, value.step)))
+        if isinstance(value, int) and not isinstance(value, bool) and value != 0:
+            for place, size in enumerate(_SIZES):
+                if value % size == 0:
+                    return self._multiple(place, value // size)
+                if abs(value - size) <= _NEAR:
+                    raise _no_multiple(value)
+        return value
+
+    def _multiple(self, place: int, factor: int) -> fx.Node:
+        if factor < 1 or any(factor % size == 0 for size in _SIZES):
+            raise _no_multiple(factor * _SIZES[place])
+        if factor == 1:
+            return self._names[place]
+        if (place, factor) not in self._made:
+            with self._graph.inserting_after(self._after):
+                made = self._graph.call_function(operator.mul, (self._names[place], factor))
+            self._made[place, factor] = made
+        return self._made[place, factor]
+
+
+def _no_multiple(number: int) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"capture: wanted a number that is a multiple of the number of tokens or rows, got "
+        f"{number} for {_SIZES[0]} tokens and {_SIZES[1]} rows"
+    )
+
+
+_PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: what ranks give each other
+
+
+def _simplify(node: fx.Node, call: fx.Node) -> None:
+    """Leave out what does nothing; let attention be called; refuse what must not be replayed."""
+    target: Any = node.target
+    if target is torch.ops.kvcore_capture.attend.default:
+        query, key, value, layer = node.args
+        node.target, node.args = operator.call, (call, layer, query, key, value)
+    elif target is torch._C._set_grad_enabled:  # noqa: SLF001  # what a trace shows of no_grad
+        node.graph.erase_node(node)
+    elif _is_idle(node):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # a tensor's node
+    elif target is operator.getitem:  # one of several results
+        return
+    elif getattr(target, "namespace", None) not in _PURE:
+        raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
+    elif target._schema.is_mutable:  # noqa: SLF001
+        node.target = _pure_twin(node)
+
+
+def _pure_twin(node: fx.Node) -> Callable[..., Any]:
+    """What gives in a new tensor what an operation leaves in its first argument.
+
+    The trace says of all that comes later that it reads the result. So nothing that comes later may
+    see the argument: it has memory of its own, and what else uses it came before and kept nothing.
+    """
+    target: Any = node.target
+    first = node.args[0]
+    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname  # noqa: SLF001
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    twin = getattr(packet, overload, None)
+    if (
+        twin is None
+        or not name.endswith("_")
+        or not isinstance(first, fx.Node)
+        or first.op != "call_function"
+        or any(not user < node or _shares_memory(user) for user in first.users if user is not node)
+        or _shares_memory(first)
+        or not all(_keeps_dtype(one, first) for one in node.args[1:])
+    ):
+        raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
+    return twin  # type: ignore[no-any-return]
+
+
+def _shares_memory(node: fx.Node) -> bool:
+    """Whether what an operation returns may lie in what it was given."""
+    target: Any = node.target
+    if target is operator.call:
+        return True
+    if target in _CASTS:  # a cast to another dtype is a copy
+        return _is_same_kind(node, node.args[0])
+    if target is operator.getitem:
+        return not isinstance(node.args[0], fx.Node) or _shares_memory(node.args[0])
+    return any(value.alias_info is not None for value in target._schema.returns)  # noqa: SLF001
+
+
+def _keeps_dtype(other: object, first: fx.Node) -> bool:
+    """Whether a second argument leaves the first one's dtype as it is."""
+    if not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor):
+        return True
+    dtype = first.meta["val"].dtype
+    return bool(torch.promote_types(dtype, other.meta["val"].dtype) == dtype)
+
+
+_CASTS = {
+    torch.ops.aten.to.dtype,
+    torch.ops.aten.to.device,
+    torch.ops.aten.to.dtype_layout,
+    torch.ops.aten.contiguous.default,
+}
+
+
+def _is_idle(node: fx.Node) -> bool:
+    """Whether its result is its first argument: a cast to what that is, a product with 1."""
+    if node.target is torch.ops.aten.mul.Tensor:
+        if isinstance(node.args[1], fx.Node) or node.args[1] != 1:
+            return False
+    elif node.target not in _CASTS:
+        return False
+    return _is_same_kind(node, node.args[0])
+
+
+def _is_same_kind(node: fx.Node, source: object) -> bool:
+    if not isinstance(source, fx.Node):
+        return False
+    after, before = node.meta["val"], source.meta["val"]
+    same = after.dtype == before.dtype and after.device == before.device
+    return bool(same and after.stride() == before.stride())
+
+
+def _direct_names() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Operators with a twin in `torch` that takes the same arguments and is called faster."""
+    for name, overload in (
+        ("add", "Tensor"), ("sub", "Tensor"), ("mul", "Tensor"), ("div", "Tensor"),
+        ("pow", "Tensor_Scalar"), ("mean", "dim"), ("rsqrt", "default"), ("neg", "default"),
+        ("cat", "default"), ("cos", "default"), ("sin", "default"), ("tanh", "default"),
+        ("transpose", "int"), ("unsqueeze", "default"), ("select", "int"),
+        ("reshape", "default"), ("embedding", "default"), ("rms_norm", "default"),
+    ):  # fmt: skip
+        yield getattr(getattr(torch.ops.aten, name), overload), getattr(torch, name)
+    for name in ("linear", "silu", "gelu"):
+        yield getattr(torch.ops.aten, name).default, getattr(torch.nn.functional, name)
+    yield torch.ops.aten.view.default, Tensor.view
+
+
+_DIRECT = dict(_direct_names())
+
+
+def _make_direct(node: fx.Node) -> None:
+    target: Any = node.target
+    if target is torch.ops.aten.pow.Tensor_Scalar and node.args[1] == 2:
+        node.target, node.args = torch.mul, (node.args[0], node.args[0])  # as PyTorch computes it
+    elif target in _DIRECT:
+        node.target = _DIRECT[target]
+    elif target is torch.ops.aten.slice.Tensor and len(node.args) == 4:
+        _make_narrow(node)
+
+
+def _make_narrow(node: fx.Node) -> None:
+    """`x[..., start:stop]` by the faster `narrow`, where the numbers do not depend on a size."""
+    source, dim, start, stop = node.args
+    if not (isinstance(source, fx.Node) and isinstance(dim, int)):
+        return
+    if not (isinstance(start, int) and isinstance(stop, int) and start >= 0):
+        return
+    length = node.meta["val"].shape[dim]
+    if dim in (-1, node.meta["val"].dim() - 1) and "val" in source.meta:  # never the tokens' own
+        node.target, node.args = torch.narrow, (source, dim, start, length)
+
+
+def _logits(
+    network: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: object
+) -> Tensor:
+    output = network(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        use_cache=False,
+        logits_to_keep=rows,
+        paged=paged,
+    )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+class Mixing:
+    """A pass whose results depend on everything that it is given, and on nothing else."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+    ) -> Tensor:
+        """Mix."""
+        shift = (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
+        return query[..., : value.shape[2]] * terms.scale + shift
+
+
+def _check(
+    network: PreTrainedModel, captured: Captured, device: torch.device, tokens: int, rows: int
+) -> None:
+    vocab_size = network.config.get_text_config().vocab_size
+    input_ids = torch.arange(1, tokens + 1, device=device)[None] * 7919 % vocab_size
+    position_ids = torch.arange(tokens, device=device)[None] * 3 % 37  # every network has so many
+    kept = torch.arange(rows, device=device) * (tokens - 1) // max(1, rows - 1)  # first to last
+    with torch.inference_mode():
+        wanted = _logits(network, input_ids, position_ids, kept, Mixing())
+        try:
+            got = captured.logits(input_ids, position_ids, kept, Mixing())
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # an operator raises what it likes
+            reason = str(error).strip().split("\n", 1)[0]
+            raise UnsupportedModelError(
+                f"{type(network).__name__}: its captured operations fail for {tokens} tokens: "
+                f"{reason}"
+            ) from error
+    if not torch.equal(wanted, got):
+        raise UnsupportedModelError(
+            f"{type(network).__name__}: its captured operations give other logits than it does"
+        )

@@ -1,1 +1,0 @@
-"""What the device does: batches, networks, caches, draws."""

@@ -1,0 +1,279 @@
+"""The network on its paged caches: tensors of a step in, logits out.
+
+Decides: that a network is switched to our attention, and what its layers store.
+
+Invariants: the caches fit the layers exactly, because a probe measured them; a pass writes the
+slots of its step and no others.
+
+Does not know: requests, sampling, how many blocks there are and why, why a step looks as it does.
+"""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import backends
+from model.attention.attention import PagedPass
+from model.attention.batch import StepTensors
+from model.attention.latents import absorb
+from model.attention.rope import rope_switch
+from model.attention.shared_prefix import Worth
+from model.caches.kv_caches import KVCaches, Scales
+from model.caches.layout import plan_layout
+from model.compile.few_rows import kernels_for
+from model.compile.piecewise import Segmented, compile_segments
+from model.compile.traced_network import Captured, capture
+from model.errors import UnsupportedModelError
+from model.load.loader import LoadedModel
+from model.load.probes import check_tokens_alone, probe_layers
+from model.sample.sampler import passes_for
+
+_POSITIONS = 4096  # where a model does not say how many it has
+
+
+class _Noting:
+    """A pass that stores nothing and notes how each layer attends."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, tuple[int, torch.dtype, backends.AttentionTerms]] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
+    ) -> Tensor:
+        """Note the call; zeros."""
+        del key
+        self.calls[layer] = (query.shape[1], query.dtype, terms)
+        return query.new_zeros(*query.shape[:2], value.shape[2])
+
+
+class PagedNetwork:
+    """A loaded model, its caches and the backend that works on them.
+
+    Args:
+        model: its attention is switched to the paged one, for as long as it lives.
+        backend: where its caches are, and what runs on them.
+
+    Attributes:
+        rope: chooses its rotary factors, where they change with the length; else None.
+        begun: how it runs since `begin.py` began to prepare it; None: it has not, or all is done.
+
+    Raises:
+        UnsupportedModelError: the network cannot run with a paged cache, or not on this backend.
+    """
+
+    def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
+        self._network = model.network
+        self._backend = backend
+        self.rope = rope_switch(self._network)
+        absorb(self._network, backend.capabilities.max_latent_dim)
+        shapes = probe_layers(self._network, backend.device)
+        longest = model.max_positions or _POSITIONS
+        check_tokens_alone(self._network, backend.device, longest, self.rope)
+        for layer, shape in enumerate(shapes):
+            if shape.dtype not in backend.capabilities.dtypes:
+                raise UnsupportedModelError(
+                    f"backend {backend.name}: layer {layer} is {shape.dtype}, wanted one of "
+                    f"{', '.join(map(str, backend.capabilities.dtypes))}"
+                )
+        self.layout = plan_layout(shapes)
+        self._scales: Scales = ()
+        self.caches = KVCaches((), ())
+        self._captured: Captured | None = None
+        self.begun: str | None = None
+
+    @property
+    def _is_compiled(self) -> bool:
+        return isinstance(self._captured, Segmented)
+
+    @property
+    def backend(self) -> backends.Backend:
+        """What runs its attention. O(1)."""
+        return self._backend
+
+    @property
+    def device(self) -> torch.device:
+        """Where the step's tensors have to be. O(1)."""
+        return self._backend.device
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the network. O(parameters)."""
+        return self._network.num_parameters()
+
+    @property
+    def vocab_size(self) -> int:
+        """Of its logits. O(1)."""
+        size: int = self._network.config.get_text_config().vocab_size
+        return size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the caches, the null block included; 0 before there are any. O(1)."""
+        return self.caches.storages[0].shape[0] if self.caches.storages else 0
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Have caches of so many blocks; those from before are freed first. O(their bytes).
+
+        Raises:
+            InvalidArgumentError: the device has not that much memory.
+        """
+        self.free()
+        self.caches = KVCaches.allocate(
+            self.layout, num_blocks, block_size, self.device, self._scales
+        )
+
+    def check_stores(self, dtype: torch.dtype) -> None:
+        """Raise unless the backend has caches of scaled values of this dtype. O(1).
+
+        Raises:
+            UnsupportedModelError: it has none.
+        """
+        if dtype not in self._backend.capabilities.quantised:
+            known = ", ".join(map(str, self._backend.capabilities.quantised)) or "none"
+            raise UnsupportedModelError(
+                f"kv_dtype: backend {self._backend.name} has no caches of {dtype}, it has {known}"
+            )
+
+    def store_as(self, dtype: torch.dtype, scales: Scales) -> None:
+        """Have caches of scaled values from now on; there are none yet. O(num_layers).
+
+        Args:
+            dtype: of an element, as it is stored.
+            scales: for each layer its own; empty: all are 1.
+        """
+        self.layout = plan_layout([replace(layer, dtype=dtype) for layer in self.layout.layers])
+        self._scales = scales
+
+    def free(self) -> None:
+        """Have no caches. O(1)."""
+        self.caches = KVCaches((), ())
+
+    def capture(self) -> None:
+        """Run the network's operations without its modules from now on: the same bits, sooner.
+
+        Costs a trace and a few forward passes.
+
+        Raises:
+            UnsupportedModelError: it cannot be captured, and why; it runs as before.
+        """
+        if self.rope is not None:
+            raise UnsupportedModelError(
+                "capture: its rotary factors follow the length of each request"
+            )
+        self._captured = capture(self._network, self.device)
+
+    def compile(self, step: StepTensors, few: StepTensors) -> Tensor:
+        """Run a captured network in compiled pieces from now on: near the same numbers, sooner.
+
+        Takes seconds for each kind of layer, a few where compiled code is found on disk.
+
+        Args:
+            step: run once, to compile; several tokens, and another number of rows.
+            few: likewise, of 4 tokens, where such steps have pieces of their own.
+
+        Returns:
+            The first one's logits.
+
+        Raises:
+            UnsupportedModelError: it cannot be compiled, and why; it runs as before.
+        """
+        before = self._captured
+        if before is None:
+            raise UnsupportedModelError("compile: wanted a network that was captured first")
+        try:
+            kernels = kernels_for(self.device, self._network.dtype)
+            self._captured = pieces = compile_segments(before, kernels=kernels)
+            with warnings.catch_warnings(action="ignore"):  # what a compiler warns of is its own
+                logits = self.logits(step)
+                if pieces.has_few:
+                    self.logits(few)
+            pieces.settle()
+        except Exception as error:  # a compiler raises what it likes
+            self._captured = before
+            reason = " ".join((str(error).strip() or type(error).__name__).split("\n")[:2])
+            raise UnsupportedModelError(
+                f"{type(self._network).__name__}: it cannot be compiled: {reason}"
+            ) from error
+        return logits
+
+    def warm_up(
+        self, calls: Sequence[backends.LayerCall], max_num_seqs: int, max_query_len: int
+    ) -> None:
+        """Have the kernels of all layers compiled: seconds to a minute.
+
+        Args:
+            calls: those of the layers.
+            max_num_seqs: the most sequences of a step.
+            max_query_len: the most tokens of one of them.
+        """
+        self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
+
+    def warm_up_draws(self) -> None:
+        """Have the kernels of any draw compiled: seconds at most."""
+        passes = passes_for(self.device.type)
+        passes.warm_up(self.vocab_size, self._network.dtype, self.device)
+
+    def layer_calls(self) -> tuple[backends.LayerCall, ...]:
+        """How the layers call the backend, each kind once. One forward pass of one token."""
+        noting = _Noting()
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            self._network(input_ids=token, position_ids=token, use_cache=False, paged=noting)
+        calls: dict[object, backends.LayerCall] = {}
+        worth = self.shared_worth()
+        for layer, (num_q_heads, dtype, terms) in sorted(noting.calls.items()):
+            cache, window = self.caches.layers[layer], self.layout.layers[layer].window
+            shapes = [(tensor.shape, tensor.stride()) for tensor in cache.tensors]
+            kind = (num_q_heads, dtype, *shapes, cache.layout, window)
+            calls.setdefault(
+                (*kind, terms.soft_cap, terms.sinks is None),
+                backends.LayerCall(
+                    num_q_heads,
+                    dtype,
+                    cache,
+                    replace(terms, window=window),
+                    shared_prefix=worth[self.layout.places[layer][0]] is not None,
+                ),
+            )
+        return tuple(calls.values())
+
+    def shared_worth(self) -> tuple[Worth | None, ...]:
+        """For each group from where on the backend gains by being told what is shared; None: never.
+
+        O(num_layers). It never does where not all of a layer's tokens are in sight.
+        """
+        least = self._backend.capabilities.shared_prefix_worth
+        found: list[Worth | None] = [None] * len(self.layout.windows)
+        for layer, (group, _) in zip(self.layout.layers, self.layout.places, strict=True):
+            if least and not (layer.window or layer.chunk or layer.slot.is_latent):
+                found[group] = Worth(*least, layer.token_bytes)
+        return tuple(found)
+
+    def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
+        """Compute a step: write its keys and values, return [num_sampled, vocab_size].
+
+        Args:
+            step: on its device.
+            backend: runs attention in place of the network's own; None: that does.
+        """
+        paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
+        # Compiled pieces would be compiled once more for tensors of inference mode.
+        with torch.no_grad() if self._is_compiled else torch.inference_mode():
+            if self._captured is not None:
+                return self._captured.logits(
+                    step.input_ids, step.position_ids, step.logit_rows, paged
+                )
+            with nullcontext() if self.rope is None else self.rope.choosing(step.is_long):
+                output = self._network(
+                    input_ids=step.input_ids,
+                    position_ids=step.position_ids,
+                    use_cache=False,
+                    logits_to_keep=step.logit_rows,
+                    paged=paged,
+                )
+        logits: Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,346 @@
+"""A backend under a sanitizer, which checks what its kernels are told and what they do.
+
+`kvcore.sanitize` checks the slots and tables that a step gives to the kernels; this module checks
+what the kernels did with the memory.
+
+Decides: how a wrong access shows. A store: one element of every slot is compared before and after,
+and what was to be stored is read back. A read of a slot that was never written: such slots hold
+NaN, so the result is NaN. A read of another request's block: attention runs again while the blocks
+that some requests may not read are scrambled, and the results of those requests have to be the same
+bit for bit.
+
+Invariants: output is what it is without; every check is an operation of torch, so it runs where the
+caches are; each waits for the device. Scrambling flips bits in place and flips them back: nothing
+is copied, because there is no memory left for that beside the caches.
+
+Does not know: whether the tables are right (`Shadow` does), or what a read inside a request's own
+blocks is for.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+import backends
+import kvcore
+from kvcore.sanitize import Shadow
+from model.attention.batch import StepTensors
+from model.caches.kv_caches import KVCaches
+from model.caches.layout import CacheLayout
+from model.control.step import Chunk, Step
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_PART = 256  # blocks that are changed at once: each is copied on the way
+
+
+@dataclass(frozen=True)
+class _Owners:
+    """Which sequences of a batch may read which block.
+
+    Attributes:
+        rows: for each sequence its query rows: the first one, and past the last one.
+        of: block_id -> the sequences, as a set of bits; a block of none of them is not in it.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    of: dict[int, int]
+
+    @classmethod
+    def of_batch(cls, batch: backends.PagedBatch, block_size: int, window: int | None) -> "_Owners":
+        """Read a batch's tables. O(their entries)."""
+        starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+        rows = tuple(pairwise(starts))
+        owners: dict[int, int] = {}
+        for number, (table, length) in enumerate(
+            zip(batch.block_table.tolist(), lengths, strict=True)
+        ):
+            begin, end = rows[number]
+            first = 0 if window is None else max(0, length - (end - begin) - window + 1)
+            for block_id in table[first // block_size : -(-length // block_size)]:
+                owners[block_id] = owners.get(block_id, 0) | 1 << number
+        return cls(rows, owners)
+
+    def kept(self) -> list[int]:
+        """Sets of sequences whose blocks stay as they are, one set a run of attention.
+
+        For each sequence, and each block that it may not read, one of the sets has the sequence and
+        no owner of the block. A block of one owner: the two differ in a bit of their numbers. A
+        block of several: the set of all others. 2 * log2(sequences) sets, and one for each set of
+        sequences that share blocks.
+        """
+        everyone = (1 << len(self.rows)) - 1
+        found = {everyone} if len(self.rows) == 1 else set()
+        for bit in range((len(self.rows) - 1).bit_length()):
+            ones = sum(1 << row for row in range(len(self.rows)) if row >> bit & 1)
+            found |= {ones, everyone & ~ones}
+        found |= {everyone & ~owners for owners in self.of.values() if owners.bit_count() > 1}
+        return sorted(found - {0})
+
+    @cached_property
+    def runs(self) -> list[tuple[list[int], list[int], list[int]]]:
+        """Each of these sets: its sequences, their query rows, its blocks. O(runs * blocks)."""
+        found = []
+        for kept in self.kept():
+            members = [number for number in range(len(self.rows)) if kept >> number & 1]
+            rows = [row for number in members for row in range(*self.rows[number])]
+            found.append((members, rows, self.readable(kept)))
+        return found
+
+    def readable(self, kept: int) -> list[int]:
+        """The blocks that one of these sequences may read. O(blocks)."""
+        return [block_id for block_id, owners in self.of.items() if owners & kept]
+
+
+class SanitizedBackend:
+    """Another backend, watched.
+
+    Args:
+        inner: does the work.
+    """
+
+    def __init__(self, inner: backends.Backend) -> None:
+        self._inner = inner
+        self._is_poisoned = False
+        self._has_nan = False
+        self._places: dict[int, tuple[int, int]] = {}  # id of a cache -> its layer, and its group
+        self._pieces: list[list[Chunk]] = []  # for each group, whose the sequences of a batch are
+        self.shadow = Shadow()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def begin_transfers(self, step: Step, caches: KVCaches) -> None:
+        """Poison what a step loads from the host, before it does. O(blocks loaded).
+
+        Raises:
+            SanitizerError: a block is another request's.
+        """
+        if not self._is_poisoned:
+            self._is_poisoned = True
+            _poison(caches, None)
+        for transfer in step.loads:
+            self.shadow.loaded(transfer.lease)
+            _poison(caches, list(transfer.block_ids))
+
+    def begin_copies(self, orders: Sequence[kvcore.CopyOrder], caches: KVCaches) -> None:
+        """Poison what the copies of forks go to, before they are made. O(blocks copied).
+
+        Raises:
+            SanitizerError: a block was never written, or is another's.
+        """
+        self.shadow.copied(orders)
+        _poison(caches, [order.dst for order in orders])
+
+    def begin_step(
+        self, step: Step, tensors: StepTensors, caches: KVCaches, layout: CacheLayout
+    ) -> None:
+        """Check where a step writes and what it reads, and poison what is begun.
+
+        O(tokens + blocks of the step).
+
+        Args:
+            step: what is planned.
+            tensors: what was made of it, on the host.
+            caches: of every layer.
+            layout: which group a layer belongs to, and what its layers see.
+
+        Raises:
+            SanitizerError: a slot or a table is not right.
+        """
+        self._places = {
+            id(cache): (layer, layout.places[layer][0]) for layer, cache in enumerate(caches.layers)
+        }
+        self._pieces = []
+        for group, batch in enumerate(tensors.paged):
+            slots = batch.slot_mapping.tolist()
+            end = 0
+            for chunk in step.chunks:
+                begin, end = end, end + chunk.num_tokens
+                sequence = chunk.request.running_sequence
+                self.shadow.wrote(sequence, chunk.start, slots[begin:end], group=group)
+            self._pieces.append([])
+            rows, lengths = batch.block_table.tolist(), batch.seq_lens.tolist()
+            pieces = _pieces(step, layout.chunks[group])
+            for (chunk, begin), row, length in zip(pieces, rows, lengths, strict=True):
+                self._pieces[group].append(chunk)
+                sequence = chunk.request.running_sequence
+                table = sequence.tables[group]
+                size, first = table.block_size, max(begin, table.num_null * table.block_size)
+                end = begin + length
+                if end <= chunk.start + chunk.num_tokens:
+                    end = min(end, chunk.start + chunk.num_known)  # drafts are not the sequence's
+                if end > first:
+                    ids = [0] * (begin // size) + row  # entries before the piece are not looked at
+                    self.shadow.reads(sequence, end, ids, group=group, first=first)
+        _poison(caches, self.shadow.take_fresh())
+
+    def store_kv(
+        self,
+        key: Tensor,
+        value: Tensor | None,
+        cache: backends.KVCache,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Store, and see that it is there and nothing else has changed. O(slots of the cache)."""
+        rows = [key] if value is None else [key, value]
+        self._has_nan |= any(bool(each.isnan().any().item()) for each in rows)
+        before = [_marks(tensor) for tensor in cache.tensors]
+        self._inner.store_kv(key, value, cache, slot_mapping)
+        slots = slot_mapping[slot_mapping >= 0]
+        others = torch.ones(before[0].numel(), dtype=torch.bool, device=slots.device)
+        others[slots] = False
+        for name, tensor, was, given in zip(
+            ("key", "value"), cache.tensors, before, rows, strict=False
+        ):
+            strays = ((_marks(tensor) != was) & others).nonzero().flatten().tolist()
+            if strays:
+                self.shadow.fail_kernel(f"store_kv wrote a {name} into slot {strays[0]}, unasked")
+            if tensor.dtype == given.dtype:
+                stored = tensor.reshape(-1, *tensor.shape[2:])[slots]
+                wanted = given[slot_mapping >= 0]
+                wrong = ((stored != wanted) & ~wanted.isnan()).flatten(1).any(1).nonzero()
+                if len(wrong):
+                    slot = slots[wrong[0]].item()
+                    self.shadow.fail_kernel(f"store_kv did not write the {name} of slot {slot}")
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        cache: backends.KVCache,
+        batch: backends.PagedBatch,
+        terms: backends.AttentionTerms,
+    ) -> Tensor:
+        """Attend, and see that no slot was read that was never written or is another request's.
+
+        As many further runs of attention as `_Owners` has runs. O(output + the layer's cache).
+        """
+        out = self._inner.paged_attention(query, cache, batch, terms)
+        owners = _owners(batch, cache, terms)
+        rows = out[: owners.rows[-1][1]]
+        if not self._has_nan and bool(rows.isnan().any().item()):
+            row = rows.isnan().flatten(1).any(1).nonzero()[0].item()
+            number = next(number for number, (_, end) in enumerate(owners.rows) if row < end)
+            what = f"{self._reader(cache, number, owners)} has read a slot that was never written"
+            self.shadow.fail_kernel(f"{what}, in query row {row}")
+
+        def changed() -> Tensor:
+            again = self._inner.paged_attention(query, cache, batch, terms)
+            bits = _BITS[out.element_size()]
+            return (again.view(bits) != out.view(bits)).flatten(1).any(1)
+
+        wrong = None
+        with _scrambled(cache, None):
+            for members, its_rows, blocks in owners.runs:
+                with _scrambled(cache, blocks):  # once more: as they were
+                    differs = changed()
+                if bool(differs[its_rows].any().item()):
+                    wrong = next(n for n in members if differs[slice(*owners.rows[n])].any().item())
+                    break
+        if wrong is not None:
+            rows_of = slice(*owners.rows[wrong])
+            self._fail_foreign(cache, wrong, owners, lambda: bool(changed()[rows_of].any().item()))
+        return out
+
+    def _fail_foreign(
+        self, cache: backends.KVCache, number: int, owners: _Owners, is_changed: Callable[[], bool]
+    ) -> NoReturn:
+        """Find the block that a sequence has read, by halves of all that are not its own."""
+        reader = self._reader(cache, number, owners)
+        if is_changed():
+            self.shadow.fail_kernel(f"{reader} has given other bits when it was called again")
+        own = set(owners.readable(1 << number))
+        blocks = [block_id for block_id in range(cache.k.shape[0]) if block_id not in own]
+        while len(blocks) > 1:
+            half = blocks[: len(blocks) // 2]
+            with _scrambled(cache, half):
+                blocks = half if is_changed() else blocks[len(half) :]
+        (block_id,) = blocks
+        owner = owners.of.get(block_id, 0).bit_length() - 1
+        whose = self._name(cache, owner, owners) if owner >= 0 else self.shadow.whose(block_id)
+        self.shadow.fail_kernel(f"{reader} has read block {block_id} of {whose}")
+
+    def _reader(self, cache: backends.KVCache, number: int, owners: _Owners) -> str:
+        """Which attention it is: its layer, and the request of a sequence of the batch."""
+        layer = f" of layer {self._places[id(cache)][0]}" if id(cache) in self._places else ""
+        return f"paged_attention{layer}: {self._name(cache, number, owners)}"
+
+    def _name(self, cache: backends.KVCache, number: int, owners: _Owners) -> str:
+        """The request of a sequence of the batch, and what the last calls name it."""
+        group = self._places.get(id(cache), (0, 0))[1]
+        pieces = self._pieces[group] if self._pieces else []
+        if len(pieces) != len(owners.rows):  # no step was begun
+            return f"sequence {number} of the batch"
+        request = pieces[number].request
+        sequence = self.shadow.name_of(request.running_sequence)
+        return f"request {request.request_id} ({sequence})"
+
+
+def _owners(
+    batch: backends.PagedBatch, cache: backends.KVCache, terms: backends.AttentionTerms
+) -> _Owners:
+    """Read once for all layers of a step, where the batch keeps something."""
+    kept = {} if batch.kept is None else batch.kept
+    found = kept.get("sanitized")
+    if not isinstance(found, _Owners):
+        found = _Owners.of_batch(batch, cache.k.shape[1], terms.window)
+        kept["sanitized"] = found
+    return found
+
+
+def _pieces(step: Step, size: int | None) -> list[tuple[Chunk, int]]:
+    """The sequences of a batch: whose each is, and the position at which its table begins."""
+    if size is None:
+        return [(chunk, 0) for chunk in step.chunks]
+    return [
+        (chunk, begin)
+        for chunk in step.chunks
+        for begin in range(chunk.start // size * size, chunk.start + chunk.num_tokens, size)
+    ]
+
+
+@contextmanager
+def _scrambled(cache: backends.KVCache, blocks: list[int] | None) -> Iterator[None]:
+    """Let blocks hold other numbers for a while, far from their own: some blocks, or all.
+
+    The highest bit of each exponent is flipped, and flipped back. O(their bytes), no memory.
+    """
+    parts = (
+        () if blocks is None else [blocks[at : at + _PART] for at in range(0, len(blocks), _PART)]
+    )
+
+    def flip() -> None:
+        for tensor in cache.tensors:
+            bits = tensor.view(_BITS[tensor.element_size()])
+            highest = 1 << (8 * tensor.element_size() - 2)
+            if blocks is None:
+                bits ^= highest
+            for part in parts:
+                bits[part] ^= highest
+
+    flip()
+    try:
+        yield
+    finally:
+        flip()
+
+
+def _marks(cache: Tensor) -> Tensor:
+    """The bits of one element of every slot, copied: [num_slots]."""
+    return cache[:, :, -1, -1].reshape(-1).clone().view(_BITS[cache.element_size()])
+
+
+def _poison(caches: KVCaches, blocks: list[int] | None) -> None:
+    """Let slots hold NaN: of some blocks, or of all."""
+    if blocks is not None and not blocks:
+        return
+    for cache in caches.layers:
+        for tensor in cache.tensors:
+            if tensor.is_floating_point():
+                tensor[slice(None) if blocks is None else blocks] = float("nan")

@@ -1,0 +1,204 @@
+"""Steps carried out on the device: what moves, what is computed, what is drawn.
+
+Decides: which tensors a step is built in, and whether a pass is replayed from a CUDA graph.
+
+Invariants: everything of a step is on one stream, in order: stores, loads, the pass, the draws; a
+step may be sent before the tokens of the one before it have been read, because they are taken where
+they were drawn. No buffer is written while a copy from it may be under way: of two steps that are
+on their way at once each has its own.
+
+Does not know: who is planned and why, what becomes of a token.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import kvcore
+from model.attention.batch import BatchBuilder, StepTensors, chosen_ids
+from model.caches.swap import BlockMover
+from model.control.request import Request
+from model.control.step import Step
+from model.forward.cuda_graphs import Passed, StepGraphs
+from model.forward.network import PagedNetwork
+from model.forward.prepare import Prepared
+from model.forward.sanitized import SanitizedBackend
+from model.sample.request_sampler import Chance, Drawn, RequestSampler
+from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was sent, and what it draws.
+
+    Attributes:
+        sampling: who gets a token, in the order of the rows.
+        drawn: the tokens, once they are read.
+        drafted: who has brought which drafts; their rows follow in this order, one a draft.
+    """
+
+    sampling: tuple[Request, ...]
+    drawn: Drawn
+    drafted: tuple[tuple[Request, tuple[int, ...]], ...] = ()
+
+    def rows(self) -> dict[int, int]:
+        """request_id -> its row. O(num_sampled)."""
+        return {request.request_id: row for row, request in enumerate(self.sampling)}
+
+    def read(self) -> dict[int, int | None]:
+        """request_id -> its token, None if its logits are no numbers, once the step is done.
+
+        O(num_sampled).
+        """
+        tokens = self.drawn.read()
+        return {r.request_id: token for r, token in zip(self.sampling, tokens, strict=False)}
+
+    def ahead(self) -> Iterator[tuple[Request, tuple[int, ...], list[int | None]]]:
+        """Who brought drafts, which, and what was drawn behind each. O(drafts)."""
+        tokens, row = self.drawn.read(), len(self.sampling)
+        for request, drafts in self.drafted:
+            yield request, drafts, tokens[row : row + len(drafts)]
+            row += len(drafts)
+
+    def chances(self) -> dict[int, list[Chance]]:
+        """request_id -> how likely its tokens were, of those that ask, once `read` has returned.
+
+        O(num_sampled that ask).
+        """
+        rows = (*self.sampling, *_behind(self.drafted))
+        found: dict[int, list[Chance]] = {}
+        for row, chance in self.drawn.chances().items():
+            found.setdefault(rows[row].request_id, []).append(chance)
+        return found
+
+
+def _behind(drafted: Sequence[tuple[Request, tuple[int, ...]]]) -> Iterator[Request]:
+    """For each draft whose it is."""
+    return (request for request, drafts in drafted for _ in drafts)
+
+
+def _places(
+    sampling: Sequence[Request], drafted: Sequence[tuple[Request, tuple[int, ...]]]
+) -> list[int]:
+    """For each row how many drafts of its request are before it; empty if nobody has any."""
+    if not drafted:
+        return []
+    behind = [place for _, drafts in drafted for place in range(1, len(drafts) + 1)]
+    return [0] * len(sampling) + behind
+
+
+class StepPasses:
+    """Sends steps to the device of one network.
+
+    Args:
+        network: computes.
+        mover: moves blocks.
+        sampler: chooses tokens.
+        groups: of the cache.
+        max_sampled: rows that a step may draw, if the next one is to be sent before they are read.
+        is_late: whether that happens.
+        sanitizer: the backend, if it is to check each step.
+        drawn: where what a step draws is kept, if others do so too; None: in its own.
+        is_ahead: as `BatchBuilder` takes it.
+    """
+
+    def __init__(
+        self,
+        network: PagedNetwork,
+        mover: BlockMover,
+        sampler: RequestSampler,
+        groups: Sequence[kvcore.LayerGroup],
+        *,
+        max_sampled: int,
+        is_late: bool,
+        sanitizer: SanitizedBackend | None = None,
+        drawn: Tensor | None = None,
+        is_ahead: bool = False,
+    ) -> None:
+        self._network = network
+        self._sanitizer = sanitizer
+        self._mover = mover
+        self._sampler = sampler
+        chunks, worth = network.layout.chunks, network.shared_worth()
+        self._builders = [
+            BatchBuilder(network.device, len(groups), chunks, worth, is_ahead=is_ahead)
+            for _ in range(1 + is_late)
+        ]
+        self._is_late = is_late
+        if drawn is None:
+            drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
+        self._drawn = drawn
+        self._graphs: StepGraphs | None = None
+
+    @property
+    def drawn(self) -> Tensor:
+        """What the last step has drawn, on the device: int64 [max_sampled]. O(1)."""
+        return self._drawn
+
+    def use(self, prepared: Prepared) -> None:
+        """Run as it was prepared from now on. O(1)."""
+        self._graphs = prepared.graphs
+        draws = None if prepared.graphs is None else prepared.graphs.draws
+        self._sampler.use(draws)
+
+    def can_read_late(self, sampling: Sequence[Request]) -> bool:
+        """Whether the next step may be sent before these get their tokens. O(1)."""
+        return self._is_late and len(sampling) <= len(self._drawn)
+
+    def send(
+        self,
+        step: Step,
+        sampling: tuple[Request, ...],
+        before: Flight | None,
+        watch: StepWatch,
+    ) -> Flight:
+        """Have a step carried out; on a GPU it returns before it is done. One forward pass.
+
+        Args:
+            step: what the scheduler has planned.
+            sampling: who gets a token, in the order of the step's logits.
+            before: the step before, if its tokens have not been read.
+            watch: told when tensors are built and when the pass is sent.
+        """
+        if self._sanitizer is not None:
+            self._sanitizer.begin_transfers(step, self._network.caches)
+        self._mover.transfer(step.stores, step.loads)
+        if not step.chunks:
+            return Flight((), self._sampler.draw(torch.empty(0), ()))
+        self._builders.append(self._builders.pop(0))
+        tensors = self._builders[0].build(step, {} if before is None else before.rows())
+        if self._sanitizer is not None:
+            network = self._network
+            self._sanitizer.begin_step(step, tensors, network.caches, network.layout)
+        watch.done(PREPARE)
+        with watch.on_device(FORWARD):
+            passed = self._pass(tensors)
+        watch.done(FORWARD)
+        newest = dict if before is None else before.read
+        drafted = tuple([(chunk.request, chunk.drafts) for chunk in step.chunks if chunk.drafts])
+        rows = (*sampling, *_behind(drafted)) if drafted else sampling
+        with watch.on_device(SAMPLE):
+            drawn = self._sampler.draw(
+                passed.logits,
+                rows,
+                passed.most_likely,
+                newest,
+                passed.place,
+                _places(sampling, drafted),
+            )
+            if self.can_read_late(sampling):
+                self._drawn[: len(sampling)].copy_(drawn.tokens)
+        return Flight(sampling, drawn, drafted)
+
+    def _pass(self, tensors: StepTensors) -> Passed:
+        bucket = None if self._graphs is None else self._graphs.bucket_of(tensors)
+        if self._graphs is not None and bucket is not None:
+            return self._graphs.replay(tensors, bucket)
+        tensors = tensors.to(self._network.device)
+        if tensors.sources is not None:
+            ids = chosen_ids(tensors.input_ids, tensors.sources, self._drawn)
+            tensors = dataclasses.replace(tensors, input_ids=ids, sources=None)
+        return Passed(self._network.logits(tensors))

@@ -1,0 +1,1 @@
+"""From a checkpoint to a network that is known to run: files, probes, tokenizer."""

@@ -1,0 +1,224 @@
+"""Which architectures can run with a paged cache.
+
+Decides: from a configuration, and from a pass through the same network without weights (PyTorch's
+meta device), whether a network may run, before any weight is read. The passes of the real network
+(`probes.py`) have the last word.
+
+Invariants: what is refused is refused in one line with the name of the architecture, the layers
+that stand in the way, and what they are.
+
+Does not know: where a model comes from, backends, caches, requests.
+"""
+
+import copy
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from model.attention.attention import IMPLEMENTATION
+from model.errors import UnsupportedModelError
+from model.load.probes import probe_layers
+
+_SERVED = {"full_attention", "sliding_attention", "chunked_attention"}
+_KINDS = (  # a part of the name of a layer's type or class, and what that is
+    ("mamba", "a state space, whose state is not paged"),
+    ("mixer", "a state space, whose state is not paged"),
+    ("rwkv", "a recurrent state, which is not paged"),
+    ("lstm", "a recurrent state, which is not paged"),
+    ("recurrent", "a recurrent state, which is not paged"),
+    ("linear_attention", "linear attention or another recurrent state, which is not paged"),
+    ("linearattention", "linear attention, whose state is not paged"),
+    ("lightning", "linear attention, whose state is not paged"),
+    ("delta", "linear attention, whose state is not paged"),
+    ("conv", "a convolution, whose last inputs are not paged"),
+    ("hybrid", "attention beside another state, which is not paged"),
+    ("index", "sparse attention, whose index is not paged"),
+    ("sparse_attention", "sparse attention over what is not paged"),
+    ("sparseattention", "sparse attention over what is not paged"),
+    ("compressed", "attention over compressed keys, which are not paged"),
+    ("hashing", "attention over buckets of hashes"),
+)
+
+
+def check_architecture(
+    config: PreTrainedConfig, network_type: type[PreTrainedModel] | None = None
+) -> None:
+    """Refuse what a paged cache of full, sliding or chunked attention cannot serve. O(num_layers).
+
+    What is refused for its layers is built without weights, to say what they are.
+
+    Args:
+        config: of the network, or of the part of it that makes text.
+        network_type: its class; None: the one that Transformers has for the configuration.
+
+    Raises:
+        UnsupportedModelError: with the architecture's name and the reason.
+    """
+    if network_type is None:
+        mapped = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        network_type = mapped[0] if isinstance(mapped, tuple) else mapped
+    own_name = getattr(network_type, "__name__", type(config).__name__)
+    architecture = (config.architectures or [own_name])[0]
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{architecture}: wanted a decoder-only language model, it is an encoder and a decoder"
+        )
+    if network_type is None or architecture not in (type(config).__name__, own_name):
+        known = "" if network_type is None else f"; of model_type {config.model_type}: {own_name}"
+        raise UnsupportedModelError(f"{architecture}: wanted a decoder-only language model{known}")
+    try:
+        text_config = config.get_text_config()
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{architecture}: wanted a decoder-only language model, it has several texts"
+        ) from error
+    kinds: Sequence[str] = getattr(text_config, "layer_types", None) or ()
+    takes_backends = getattr(network_type, "_supports_attention_backend", False)
+    if not takes_backends or not _SERVED.issuperset(kinds):
+        raise UnsupportedModelError(f"{architecture}: {_layers(config, own_name, kinds)}")
+    _check_attention(architecture, text_config)
+
+
+def _check_attention(architecture: str, config: PreTrainedConfig) -> None:
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedModelError(f"{architecture}: wanted causal attention, got bidirectional")
+    if getattr(config, "num_kv_shared_layers", None):
+        raise UnsupportedModelError(
+            f"{architecture}: wanted layers with keys and values of their own, "
+            f"got {config.num_kv_shared_layers} that read those of others"
+        )
+    crossing: Sequence[int] = getattr(config, "cross_attention_layers", None) or ()
+    if crossing:
+        raise UnsupportedModelError(
+            f"{architecture}: wanted layers that attend to the text, "
+            f"{_numbers(crossing)} attend to images"
+        )
+
+
+def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> str:
+    """What the layers of a network are that stand in the way."""
+    names: dict[str, list[int]] = {}
+    failure = ""
+    try:
+        for path, module in network_without_weights(config, None).named_modules():
+            place = re.search(r"\.(\d+)\.", f".{path}.")
+            if place is not None:
+                names.setdefault(type(module).__name__, []).append(int(place[1]))
+    except Exception as error:  # noqa: BLE001  # a class of Transformers raises what it likes
+        failure = f" (nor builds: {_line(error)})"
+    types: dict[str, list[int]] = {}
+    for number, kind in enumerate(kinds):
+        types.setdefault(kind, []).append(number)
+    # What every class of an architecture is called by tells least.
+    prefix = re.sub(r"(For\w+|LMHeadModel|ModelWithLMHead)$", "", own_name)
+    for found in (
+        [(name, places) for name, places in names.items() if _kind(name.removeprefix(prefix))],
+        [(kind, places) for kind, places in types.items() if kind not in _SERVED],
+        [(name, places) for name, places in names.items() if _kind(name)],
+    ):
+        if found:
+            return f"wanted layers of full, sliding or chunked attention, {_listed(found)}"
+    attending = [
+        (name, places) for name, places in names.items() if re.search(r"Att(ention|n)$", name)
+    ]
+    if not attending:
+        return f"its Transformers class takes no attention backend{failure}"
+    whose = "; ".join(f"{_numbers(places)}: {name}" for name, places in attending)
+    return f"its layers attend by code of their own, which takes no attention backend ({whose})"
+
+
+def _kind(name: str) -> str:
+    if name.startswith(("Conv", "LSTM")):  # a part of PyTorch's
+        return ""
+    return next((what for part, what in _KINDS if part in name.lower()), "")
+
+
+def _listed(found: Iterable[tuple[str, Sequence[int]]]) -> str:
+    """Names with their layers, alike ones once: `layers 0-3 are MambaMixer (a state space)`."""
+    by_kind: dict[str, tuple[str, set[int]]] = {}
+    for name, places in found:
+        first, known = by_kind.setdefault(_kind(name), (name, set()))
+        by_kind[_kind(name)] = first, known | set(places)
+    return "; ".join(
+        f"{_numbers(sorted(places))} {'is' if len(places) == 1 else 'are'} {name}"
+        + (f" ({what})" if what else "")
+        for what, (name, places) in by_kind.items()
+    )
+
+
+def _numbers(places: Sequence[int]) -> str:
+    """Layers by number: `layer 3`, `layers 0-4`, `layers 0, 2, 4 and 12 more`."""
+    numbers = sorted(set(places))
+    if len(numbers) == 1:
+        return f"layer {numbers[0]}"
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"layers {numbers[0]}-{numbers[-1]}"
+    shown = ", ".join(map(str, numbers[:4]))
+    return f"layers {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
+
+
+def network_without_weights(
+    config: PreTrainedConfig, attention: str | None = IMPLEMENTATION
+) -> PreTrainedModel:
+    """The network of a configuration on PyTorch's meta device: tensors of shapes and no content.
+
+    Args:
+        config: of the network.
+        attention: which one its layers call; None: the one that Transformers would choose.
+
+    Raises:
+        Exception: of any kind: what Transformers makes of values that describe no network.
+    """
+    with torch.device("meta"):
+        network: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            copy.deepcopy(config), dtype=torch.bfloat16, attn_implementation=attention
+        )
+    network.train(mode=False)
+    return network
+
+
+def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
+    """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
+
+    A few networks cannot run without weights; about them this says nothing.
+
+    Returns:
+        The network on PyTorch's meta device: tensors of shapes and no content.
+
+    Raises:
+        UnsupportedModelError: with the architecture's name and the reason; its cause is set where
+            a class of Transformers failed by itself.
+    """
+    try:
+        network = network_without_weights(config)
+    except Exception as error:
+        raise _own_failure(config, error) from error
+    try:
+        probe_layers(network, torch.device("meta"))
+    except (RuntimeError, NotImplementedError):  # the meta device's; ours are no RuntimeErrors
+        return network
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise _own_failure(config, error) from error
+    return network
+
+
+def _own_failure(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:
+    """What a class of Transformers makes of a configuration that it cannot run."""
+    name = (config.architectures or [type(config).__name__])[0]
+    return UnsupportedModelError(
+        f"{name}: Transformers' own class fails on this configuration: {_line(error)}"
+    )
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

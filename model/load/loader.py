@@ -1,0 +1,601 @@
+"""A model from a folder or an id: its network, its text codec, what it allows.
+
+Decides: where a model is, and in which order it is looked at: what cannot run with a paged cache
+is refused (`architectures.py`) before any weight is read, and so are files that are broken or do
+not belong together (`checkpoint.py`).
+
+Invariants: what loads is exactly what the files say; whatever Transformers raises while it reads
+them tells of them, and comes out as one line; nothing is fetched for a path; a hub that does not
+answer is asked once; no code that comes with a checkpoint is run.
+
+Does not know: backends, caches, requests.
+"""
+
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import torch
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from torch import nn
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers import __version__ as transformers_version
+
+from model.errors import (
+    InvalidArgumentError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+    shown,
+)
+from model.load.architectures import check_architecture, check_layers
+from model.load.checkpoint import (
+    StoredTensor,
+    check_files,
+    check_loaded,
+    check_stored,
+    check_token_ids,
+    read_object,
+    reason,
+)
+from model.load.text import Step, TextStream
+from model.ranks.parallel import Sums, check_cut, shard_network
+from model.ranks.ranks import Ranks
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_TIMEOUT_S = 5.0
+_SAMPLE_TEXT = "a text"
+_LAYERS = re.compile(r"(^|_)layers?$")  # num_hidden_layers, n_layer
+_MAX_LAYERS = 10_000
+_MAX_POSITIONS = 2**31 - 1  # a batch numbers them in int32
+_NAMED_SHAPES = 3
+_UNBLAMED = {"model_type", "architectures", "transformers_version"}
+_LoadingInfo = Mapping[str, Collection[object]]
+_BLAME_S = 5.0  # the longest that is spent on finding the field that is wrong
+
+
+class TextCodec(Protocol):
+    """Text to tokens and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a prompt, with those that the model wants in front of it."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """Tokens of a conversation, as the model was trained on them.
+
+        Args:
+            messages: each with a `role` and a `content`.
+            opens_answer: whether they end where the assistant begins to speak.
+            options: further names that the model's template knows.
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of generated tokens; special tokens give none."""
+        ...
+
+    def describe(self) -> str | None:
+        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: it cannot.
+
+        O(tokens).
+        """
+        ...
+
+    def open_step(self) -> Step | None:
+        """What decodes one text piece by piece, faster than `decode`; None: there is nothing."""
+        ...
+
+
+def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
+    """A conversation for a model that has no chat template: a line for each message.
+
+    `user: Hello`, and `assistant:` at the end, where the assistant is to go on. O(messages).
+    """
+    lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+    return "".join([*lines, "assistant:" if opens_answer else ""])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A network with all that a request needs to know of it.
+
+    Attributes:
+        name: the path or id it was asked for by.
+        network: a decoder of Transformers, in evaluation mode, on its device.
+        codec: its tokenizer.
+        eos_token_ids: tokens that end a text.
+        max_positions: the most tokens that it has positions for; None: unknown.
+        dense_implementation: the attention it came with, or an exact one where that leaves
+            something out; what the paged one is compared with.
+        ranks: the processes that share the network, each with its part; None: it is whole.
+        draft: a smaller model of the same vocabulary that may guess what this one says.
+    """
+
+    name: str
+    network: PreTrainedModel
+    codec: TextCodec
+    eos_token_ids: frozenset[int]
+    max_positions: int | None
+    dense_implementation: str
+    ranks: Ranks | None = None
+    draft: "LoadedModel | None" = None
+
+    def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
+        """Begin a text that this model writes. O(1)."""
+        return TextStream(self.codec.decode, stop, self.codec.open_step())
+
+
+class _NoPanic:
+    """Around calls of the tokenizers library: a panic of its Rust becomes an `Exception`."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if kind is not None and kind.__module__ == "pyo3_runtime":
+            raise RuntimeError(
+                f"tokenizer.json makes the tokenizers library fail: {error}"
+            ) from error
+
+
+_NO_PANIC = _NoPanic()
+
+
+class _HuggingFaceCodec:
+    """A tokenizer of Transformers.
+
+    Args:
+        tokenizer: does the work.
+        max_positions: of the model; a text that is longer whatever its tokens are is refused before
+            it is cut into them, which takes some 300 bytes a character. None: none is refused.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._max_characters: int | None = None
+        if max_positions is not None:
+            self._max_characters = max_positions * max(map(len, tokenizer.get_vocab()), default=1)
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text, adds_special_tokens=True)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        opens_answer: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        if self._tokenizer.chat_template is None:
+            return self.encode(plain_chat(messages, opens_answer=opens_answer))
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **dict(options or {}),  # type: ignore[arg-type]
+            )
+        except Exception as error:  # a template refuses in its own words
+            raise InvalidArgumentError(
+                f"messages: wanted some that the model's chat template takes: {reason(error)}"
+            ) from error
+        return self._encode(str(text), adds_special_tokens=False)
+
+    def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+        if self._max_characters is not None and len(text) > self._max_characters:
+            raise InvalidArgumentError(
+                f"prompt: wanted at most {self._max_characters:,} characters, which is what the "
+                f"model's positions hold if every token is the longest, got {len(text):,}"
+            )
+        try:
+            with _NO_PANIC:
+                return list(
+                    self._tokenizer.encode(
+                        text, truncation=False, add_special_tokens=adds_special_tokens
+                    )
+                )
+        except Exception as error:  # one that its own files do not fit
+            raise InvalidArgumentError(
+                f"prompt: wanted text that the model's tokenizer takes: {reason(error)}"
+            ) from error
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        with _NO_PANIC:
+            text = self._tokenizer.decode(
+                list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return str(text)
+
+    def describe(self) -> str | None:
+        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
+            return None
+        plain = copy(tokenizer)
+        plain.no_padding()
+        plain.no_truncation()
+        return str(plain.to_str())
+
+    def open_step(self) -> Step | None:
+        tokenizer = getattr(self._tokenizer, "backend_tokenizer", None)
+        if not isinstance(tokenizer, Tokenizer):  # one that is written in Python
+            return None
+        step = partial(DecodeStream(skip_special_tokens=True).step, tokenizer)
+
+        def guarded(tokens: list[int]) -> str | None:
+            with _NO_PANIC:
+                return step(tokens)
+
+        return guarded
+
+
+def load_model(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    ranks: Ranks | None = None,
+) -> LoadedModel:
+    """Load a causal language model. Reads every weight once.
+
+    Args:
+        name: a folder, or `owner/name` on the hub; the hub is asked only if no such folder exists.
+        device: where the weights go.
+        dtype: None: float32 on a CPU, bfloat16 on a GPU.
+        ranks: the processes that share it, each of which calls this; they read it one after the
+            other, so that host memory holds it whole only once.
+
+    Raises:
+        ModelNotFoundError: there is nothing of that name, or it is no model.
+        UnsupportedModelError: the architecture cannot run with a paged cache, or not cut over so
+            many ranks.
+    """
+    source = _resolve(name)
+    config = _load_config(source)
+    check_architecture(config)
+    stored, shapes = _check_network(source, config)
+    if dtype is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if ranks is None:
+        network = _load_network(source, config, dtype, stored, shapes)
+    else:
+        sums = Sums(dtype, device, ranks)  # of all at once, so before they take turns
+        ranks.wait_turn()
+        network = _load_network(source, config, dtype, stored, shapes)
+        shard_network(network, ranks, sums)
+    nn.Module.to(network, device)
+    if ranks is not None:
+        ranks.end_turn()
+        check_cut(network, ranks)
+    codec = _load_codec(source, _max_positions(config))
+    return wrap_network(name, network, codec, ranks)
+
+
+def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
+    """A model with another one that guesses what it says. O(vocabulary).
+
+    Raises:
+        UnsupportedModelError: a token of one is not the same of the other.
+    """
+    sizes = [one.network.config.get_text_config().vocab_size for one in (model, draft)]
+    if sizes[0] != sizes[1]:
+        raise UnsupportedModelError(
+            f"draft_model: wanted the vocabulary of {model.name!r}, {sizes[0]:,} tokens, "
+            f"{draft.name!r} has {sizes[1]:,}"
+        )
+    spelled, other = (_vocabulary(one.codec) for one in (model, draft))
+    for token in sorted(spelled.keys() & other.keys()):
+        if spelled[token] != other[token]:
+            raise UnsupportedModelError(
+                f"draft_model: wanted the vocabulary of {model.name!r}, where token {token} is "
+                f"{shown(spelled[token])}: {draft.name!r} has {shown(other[token])} there"
+            )
+    return replace(model, draft=draft)
+
+
+def _vocabulary(codec: TextCodec) -> Mapping[int, str]:
+    """Each token's spelling; nothing where the tokenizer does not tell."""
+    described = codec.describe()
+    if described is None:
+        return {}
+    return {token: word for word, token in Tokenizer.from_str(described).get_vocab().items()}
+
+
+def load_codec(name: str) -> TextCodec:
+    """The tokenizer of a model alone. Reads a few files.
+
+    Args:
+        name: as `load_model` takes it.
+
+    Raises:
+        ModelNotFoundError: there is nothing of that name, or it has no tokenizer that loads.
+    """
+    source = _resolve(name)
+    return _load_codec(source, _max_positions(_load_config(source)))
+
+
+def wrap_network(
+    name: str, network: PreTrainedModel, codec: TextCodec, ranks: Ranks | None = None
+) -> LoadedModel:
+    """Describe a network that is in memory already. O(1).
+
+    Raises:
+        UnsupportedModelError: the architecture cannot run with a paged cache.
+    """
+    check_architecture(network.config, type(network))
+    text_config = network.config.get_text_config()
+    eos = getattr(network.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = getattr(text_config, "eos_token_id", None)
+    eos_token_ids = check_token_ids("eos_token_id", eos)
+    # Only the eager form has a soft cap in every version of Transformers.
+    is_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
+    own = str(getattr(network.config, "_attn_implementation", "eager"))
+    return LoadedModel(
+        name=name,
+        network=network.train(mode=False),
+        codec=codec,
+        eos_token_ids=eos_token_ids,
+        max_positions=_max_positions(network.config),
+        dense_implementation="eager" if is_capped else own,
+        ranks=ranks,
+    )
+
+
+def _max_positions(config: PreTrainedConfig) -> int | None:
+    positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a model is: a folder or an id; `is_local`: nothing may be asked of the hub."""
+
+    name: str
+    is_local: bool
+
+    @property
+    def is_folder(self) -> bool:
+        return Path(self.name).is_dir()
+
+    def path(self, file: str) -> Path:
+        return Path(self.name) / file
+
+
+def _resolve(name: str) -> _Source:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:  # safetensors and tokenizers take nothing else
+        raise ModelNotFoundError(
+            f"model: wanted a path or id that UTF-8 can encode, got {name!r}"
+        ) from error
+    path = Path(name).expanduser()
+    try:
+        is_folder, is_other = path.is_dir(), path.exists()
+    except OSError as error:  # a name that is too long
+        raise ModelNotFoundError(f"model: {shown(name)}: {error.strerror}") from error
+    if is_folder:
+        config = path / "config.json"
+        if not config.is_file():
+            there = "is no file" if os.path.lexists(config) else "is not there: it is no model"
+            raise ModelNotFoundError(f"model: {config} {there}")
+        return _Source(str(path), is_local=True)
+    if is_other:
+        raise ModelNotFoundError(f"model: wanted a folder, {name!r} is a file")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(
+            f"model: there is no folder {name!r}, and an id on the hub has the form owner/name"
+        )
+    silence = "" if constants.HF_HUB_OFFLINE else _why_unreachable(constants.ENDPOINT)
+    if silence and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+        raise ModelNotFoundError(
+            f"model: there is no folder {name!r}, the hub's model of that id is not cached here, "
+            f"and {constants.ENDPOINT} cannot be reached: {silence}"
+        )
+    return _Source(name, is_local=bool(silence))
+
+
+def _why_unreachable(endpoint: str) -> str:
+    """Ask a hub once; why there is no answer, empty if there is one.
+
+    Transformers would ask again and again, for half a minute.
+    """
+    try:
+        request = Request(endpoint, method="HEAD")  # noqa: S310  # the user's own setting
+        with urlopen(request, timeout=_HUB_TIMEOUT_S):  # noqa: S310
+            return ""
+    except HTTPError:
+        return ""  # an answer, if not a friendly one
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "reason", error))
+
+
+def load_config(name: str) -> PreTrainedConfig:
+    """Load a model's configuration alone, from a folder or an id. Reads one small file.
+
+    Raises:
+        ModelNotFoundError: there is nothing of that name, or it is no model.
+        UnsupportedModelError: Transformers does not know this kind of model.
+    """
+    return _load_config(_resolve(name))
+
+
+def _load_config(source: _Source) -> PreTrainedConfig:
+    path, content = source.path("config.json"), {}
+    if source.is_folder:
+        content = read_object(path)
+        _check_fields(path, content)
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            source.name, trust_remote_code=False, local_files_only=source.is_local
+        )
+    except Exception as error:
+        if source.is_folder:
+            field = ""
+            if not isinstance(error, StrictDataclassError):  # which names its field
+                field = _field_without_which(content, AutoConfig.for_model)
+            where = f"{path}: {field}" if field else str(path)
+            raise ModelNotFoundError(f"model: {where}: {reason(error)}") from error
+        if isinstance(error, OSError):
+            raise ModelNotFoundError(
+                f"model: there is no folder {source.name!r}, and the hub's model of that id is "
+                f"neither cached here nor to be had: {reason(error)}"
+            ) from error
+        raise UnsupportedModelError(f"model: {source.name!r}: {reason(error)}") from error
+    return config
+
+
+def _check_fields(path: Path, content: Mapping[str, object]) -> None:
+    """Check the fields of a config.json that say what kind of model it is."""
+    kind = content.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelNotFoundError(
+            f"model: {path}: model_type: wanted the name of one, got {shown(kind)}"
+        )
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"model: {path}: model_type: Transformers {transformers_version} knows no {shown(kind)}"
+        )
+    names = content.get("architectures")
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
+        raise ModelNotFoundError(f"model: {path}: architectures: wanted names, got {shown(names)}")
+    quantised = content.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UnsupportedModelError(
+            f"model: {path}: quantization_config: quantised models are not supported, got "
+            f"{shown(method)}"
+        )
+    for name, value in content.items():  # each layer is an object, even without weights
+        if _LAYERS.search(name) and isinstance(value, int) and value > _MAX_LAYERS:
+            raise ModelNotFoundError(
+                f"model: {path}: {name}: wanted at most {_MAX_LAYERS:,}, got {shown(value)}"
+            )
+    positions = content.get("max_position_embeddings")
+    if isinstance(positions, int) and not 1 <= positions <= _MAX_POSITIONS:
+        raise ModelNotFoundError(
+            f"model: {path}: max_position_embeddings: wanted at least 1 and at most "
+            f"{_MAX_POSITIONS:,}, got {shown(positions)}"
+        )
+
+
+def _check_network(
+    source: _Source, config: PreTrainedConfig
+) -> tuple[Mapping[str, StoredTensor], list[str]]:
+    """Refuse what cannot run, or cannot be what its files hold, before it takes memory.
+
+    Returns:
+        The stored tensors, where its files are known, and which of them the network has in another
+        shape, in words.
+    """
+    path = source.path("config.json")
+    try:
+        network = check_layers(config)
+    except UnsupportedModelError as error:
+        cause = error.__cause__
+        if source.is_folder and isinstance(cause, Exception) and not isinstance(cause, ModelError):
+            field = _field_without_which(read_object(path), _network_of)
+            if field:
+                raise ModelNotFoundError(f"model: {path}: {field}: {reason(cause)}") from error
+        raise
+    if not source.is_folder:
+        return {}, []
+    stored = check_files(Path(source.name))
+    return stored, check_stored(path, stored, network)
+
+
+def _network_of(**fields: object) -> PreTrainedModel:
+    return check_layers(AutoConfig.for_model(**fields))  # type: ignore[arg-type]
+
+
+def _field_without_which(content: Mapping[str, object], build: Callable[..., object]) -> str:
+    """The field of config.json without which it builds, and its value in words; empty if none.
+
+    Found by leaving out one after the other.
+    """
+
+    def builds(fields: Mapping[str, object]) -> bool:
+        try:
+            build(**fields)
+        except Exception:  # noqa: BLE001  # whatever Transformers makes of it
+            return False
+        return True
+
+    started = time.monotonic()
+    if not builds(content):  # else it is something that this way does not read
+        for field in [name for name in content if name not in _UNBLAMED]:
+            rest = {name: value for name, value in content.items() if name != field}
+            if builds(rest):
+                return f"{field}: no network can be made with {shown(content[field])}"
+            if time.monotonic() - started > _BLAME_S:
+                break
+    return ""
+
+
+def _load_network(
+    source: _Source,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    stored: Mapping[str, StoredTensor],
+    shapes: Sequence[str],
+) -> PreTrainedModel:
+    try:
+        loaded: tuple[PreTrainedModel, _LoadingInfo] = AutoModelForCausalLM.from_pretrained(  # type: ignore[assignment]
+            source.name,
+            config=config,
+            dtype=dtype,
+            local_files_only=source.is_local,
+            ignore_mismatched_sizes=True,  # they are in the report, and refused below
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever its files made of Transformers
+        why = "; ".join(shapes[:_NAMED_SHAPES]) or reason(error)
+        raise ModelNotFoundError(f"model: {source.name!r} does not load: {why}") from error
+    network, info = loaded
+    check_loaded(source.name, info, stored)
+    return network
+
+
+def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
+    what = f"model: the tokenizer of {source.name!r}"
+    try:
+        with _NO_PANIC:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                source.name, local_files_only=source.is_local
+            )
+        codec = _HuggingFaceCodec(tokenizer, max_positions)
+        tokens = codec.encode(_SAMPLE_TEXT)
+        codec.decode(tokens)
+    except Exception as error:
+        raise ModelNotFoundError(f"{what} does not load: {reason(error)}") from error
+    if not tokens:  # Transformers makes an empty one where it finds no files
+        raise ModelNotFoundError(f"{what} gives no tokens for {_SAMPLE_TEXT!r}: is its file there?")
+    return codec

@@ -1,0 +1,430 @@
+"""A network cut over several ranks: each holds its part of the heads and of the wide layers.
+
+Decides: how each style of Transformers' tensor-parallel plan (the network's own `tp_plan`) becomes
+parts of weights and plain collectives, so that capture, compilation and CUDA graphs see ordinary
+operations; that KV heads are repeated where there are fewer of them than ranks. The scheme is
+Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053): one all-reduce after each attention and each
+MLP.
+
+On GPUs of one host that read each other's memory, a sum that is not large is one kernel which does
+so, on the network's own stream; a collective of NCCL, on a stream of its own, takes 1.2 to 1.6
+times as long (docs/scaling.md).
+
+Invariants: every rank computes the same logits, to the bit, because it receives the same sums; a
+style or a size that is not known here is refused, never guessed.
+
+Does not know: caches (they follow from the heads that a probe sees), requests, blocks.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from model.errors import RankLostError, UnsupportedModelError
+from model.ranks.ranks import Ranks
+
+__all__ = ["Sums", "check_cut", "shard_network"]
+
+_OPS = torch.ops._c10d_functional  # noqa: SLF001  # what a traced collective is called
+_ALIGNMENT = 16  # bytes that a kernel reads at once
+_SHARED_BYTES = 2 << 20  # on two GPUs a larger sum is sooner done by NCCL
+_WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
+_GATHERED = {"colwise_gather_output", "colwise_rep"}
+_SUMMED = {"rowwise", "rowwise_rep", "rowwise_split_input"}
+_HOOKED = {"moe_tp_experts", "all_reduce", "moe_identity_expert"}
+_WHOLE_EXPERTS = "grouped_gemm"
+_OF_PARAMETERS = {"colwise", "rowwise", "packed_colwise", "packed_rowwise", _WHOLE_EXPERTS}
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+_FUSED = {"qkv_proj", "query_key_value"}
+_GROUPS = "num_key_value_groups"
+
+
+def shard_network(network: PreTrainedModel, ranks: Ranks, sums: "Sums") -> None:
+    """Keep this rank's part of a network. O(parameters).
+
+    Args:
+        network: whole, the same on every rank; its modules are replaced where the plan says so.
+        ranks: who shares it.
+        sums: adds up what the ranks have, where the network will run.
+
+    Raises:
+        UnsupportedModelError: it has no plan, or one that the number of ranks does not fit.
+    """
+    _Sharding(network, _plan_of(network, ranks), ranks, sums).run()
+
+
+def _plan_of(network: PreTrainedModel, ranks: Ranks) -> Mapping[str, str]:
+    """What Transformers cuts and how; its plan for experts stands above the one for tensors."""
+    plan: Mapping[str, str] | None = getattr(network, "tp_plan", None)
+    experts: Mapping[str, str] | None = getattr(network, "ep_plan", None)
+    name = type(network).__name__
+    if ranks.expert_parallel:
+        if not experts:
+            raise UnsupportedModelError(
+                f"--expert-parallel: Transformers has no expert-parallel plan for {name}"
+            )
+        return {**(plan or {}), **experts}
+    if not plan:
+        raise UnsupportedModelError(f"--tp: Transformers has no tensor-parallel plan for {name}")
+    return plan
+
+
+def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
+    """Run a network that was cut once; every rank calls it. One forward pass of two tokens.
+
+    Raises:
+        UnsupportedModelError: Transformers' plan does not fit its own network.
+    """
+    tokens = torch.tensor([[0, 1]], device=network.device)
+    try:
+        with ranks.noticing(), torch.inference_mode():
+            network(input_ids=tokens, use_cache=False)
+    except RankLostError:
+        raise
+    except Exception as error:  # whatever a network makes of tensors that it did not expect
+        line = str(error).strip().split("\n")[0]
+        raise UnsupportedModelError(
+            f"--tp: {type(network).__name__} does not run when it is cut by Transformers' plan "
+            f"over {ranks.size} processes: {line}"
+        ) from error
+
+
+class Sums:
+    """Adds up what the ranks have, for all of them; every rank makes one at the same time.
+
+    Args:
+        dtype: of most sums; those of another one are collectives.
+        device: where they are.
+        ranks: whose.
+        shared_bytes: the largest sum that is one kernel of GPUs which read each other's memory.
+
+    Attributes:
+        group: what the ranks are called.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks,
+        shared_bytes: int = _SHARED_BYTES,
+    ) -> None:
+        self.group: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        scratch = self._scratch = torch.empty(0, dtype=dtype, device=device)
+        if device.type == "cuda":
+            count = shared_bytes // max(1, ranks.size // 2) // dtype.itemsize
+            try:
+                scratch = symmetric_memory.empty(count, dtype=dtype, device=device)
+                symmetric_memory.rendezvous(scratch, self.group)
+                _summed_by_kernel(scratch[:8], torch.zeros_like(scratch[:8]), self.group)
+            except (RuntimeError, NotImplementedError):  # GPUs apart, or a dtype without a kernel
+                scratch = self._scratch
+        if ranks.least(len(scratch)):
+            self._scratch = scratch
+
+    def __call__(self, part: Tensor) -> Tensor:
+        """The sum of what each rank brings, on every rank."""
+        if part.dtype != self._scratch.dtype:
+            return _summed(part, self.group)
+        done: Tensor = torch.ops.kvcore_ranks.sum(part.contiguous(), self._scratch, self.group)
+        return done
+
+
+class _Sharding:
+    def __init__(
+        self, network: PreTrainedModel, plan: Mapping[str, str], ranks: Ranks, sums: Sums
+    ) -> None:
+        self._network, self._plan, self._ranks, self._sums = network, plan, ranks, sums
+        config = network.config.get_text_config()
+        self._num_heads = int(getattr(config, "num_attention_heads", ranks.size))
+        self._num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self._num_heads)
+
+    def run(self) -> None:
+        self._check_heads()
+        for name, module in list(self._network.named_modules()):
+            style = self._plan.get(_generic(name))
+            if style is not None:
+                self._cut_module(name, module, style)
+            for own, parameter in list(module.named_parameters(recurse=False)):
+                style = self._plan.get(_generic(f"{name}.{own}"))
+                if style in _OF_PARAMETERS:
+                    self._cut_parameter(name, module, own, parameter, style)
+                elif style is not None and style not in _WHOLE:
+                    raise self._unknown(f"{name}.{own}", style)
+        if self._repeats:  # what repeats heads for attention that has as many of both
+            groups: object = self._num_heads // self._ranks.size
+            for module in self._network.modules():
+                if hasattr(module, _GROUPS):
+                    setattr(module, _GROUPS, groups)
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether several ranks have the same KV head. O(1)."""
+        return self._num_kv_heads < self._ranks.size and bool(self._cut_projections)
+
+    @property
+    def _cut_projections(self) -> set[str]:
+        """The last names of the layers that make keys, where those are cut. O(plan)."""
+        cut = {name.rsplit(".", 1)[-1] for name, way in self._plan.items() if way == "colwise"}
+        return cut & {"k_proj", *_FUSED}
+
+    def _check_heads(self) -> None:
+        size = self._ranks.size
+        if not self._cut_projections:
+            return
+        if self._num_kv_heads % size and not self._cut_projections.isdisjoint(_FUSED):
+            raise UnsupportedModelError(
+                f"--tp: wanted a divisor of the network's {self._num_kv_heads} KV heads, got {size}"
+            )
+        if self._num_heads % size:
+            raise UnsupportedModelError(
+                f"--tp: wanted a divisor of the network's {self._num_heads} attention heads, "
+                f"got {size}"
+            )
+        if max(self._num_kv_heads, size) % min(self._num_kv_heads, size):
+            raise UnsupportedModelError(
+                f"--tp: wanted a divisor or a multiple of the network's {self._num_kv_heads} KV "
+                f"heads, got {size}"
+            )
+
+    def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
+        if style in _WHOLE:
+            return
+        if style in _HOOKED:
+            self._hook(module, style)
+        elif style == "ep_dispatch_experts" and hasattr(module, "num_experts"):
+            self._share_experts(name, module)
+        elif isinstance(module, nn.Embedding) and style == "embedding_rowwise":
+            self._replace(name, _RowwiseEmbedding(module, self._ranks, self._sums))
+        elif isinstance(module, nn.Linear) and style in {"colwise", "packed_colwise"}:
+            for own, parameter in list(module.named_parameters(recurse=False)):
+                self._cut_parameter(name, module, own, parameter, style)
+        elif isinstance(module, nn.Linear) and style in _GATHERED:
+            self._replace(name, _GatheredLinear(module, self._ranks, self._sums.group))
+        elif isinstance(module, nn.Linear) and style in _SUMMED:
+            weight = self._part(f"{name}.weight", module.weight, -1)
+            splits = style == "rowwise_split_input"
+            summed = _SummedLinear(weight, module.bias, self._ranks, self._sums, splits=splits)
+            self._replace(name, summed)
+        else:
+            raise self._unknown(name, style)
+
+    def _cut_parameter(
+        self, name: str, module: nn.Module, own: str, parameter: Tensor, style: str
+    ) -> None:
+        part = self._part_of(f"{name}.{own}", parameter, style)
+        module.register_parameter(own, _parameter(part))
+
+    def _hook(self, module: nn.Module, style: str) -> None:
+        sums, size = self._sums, self._ranks.size
+
+        def sum_up(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+            return sums(output)
+
+        def divide(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (args[0] / size, *args[1:])
+
+        if style == "moe_identity_expert":
+            module.register_forward_pre_hook(divide)
+        else:
+            module.register_forward_hook(sum_up)
+
+    def _share_experts(self, name: str, module: nn.Module) -> None:
+        """Let a rank run its own experts, each of which is whole, on all tokens; sum what comes.
+
+        A token's choice of an expert elsewhere becomes one that `module` passes over, with weight
+        0, as in Transformers' `AllReduceEP`.
+        """
+        count, size = int(module.num_experts), self._ranks.size  # type: ignore[arg-type]
+        if count % size:
+            raise UnsupportedModelError(
+                f"--expert-parallel: wanted a divisor of the {count} experts of {name}, got {size}"
+            )
+        count //= size
+        start = self._ranks.rank * count
+        module.num_experts, module._is_expert_parallel = count, True  # type: ignore[assignment]  # noqa: SLF001
+
+        def choose(
+            _module: nn.Module, args: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            hidden, chosen, weights = args
+            own = chosen - start
+            is_elsewhere = (own < 0) | (own >= count)
+            return (
+                hidden,
+                own.masked_fill(is_elsewhere, count),
+                weights.masked_fill(is_elsewhere, 0),
+            )
+
+        module.register_forward_pre_hook(choose)
+        self._hook(module, "moe_tp_experts")
+
+    def _part_of(self, name: str, tensor: Tensor, style: str) -> Tensor:
+        """This rank's part of a parameter, as a style cuts one."""
+        if style.endswith("rowwise"):
+            if tensor.dim() == 1:
+                return tensor  # added once, after the sum
+            return self._part(name, tensor, -1, pieces=2 if style == "packed_rowwise" else 1)
+        if style == _WHOLE_EXPERTS:
+            return self._part(name, tensor, 0)
+        dim = max(tensor.dim() - 2, 0)
+        if style == "packed_colwise":
+            return self._part(name, tensor, dim, pieces=2 if tensor.dim() > 1 else 1)
+        if name.split(".")[-2] in _KEYS_AND_VALUES and self._repeats:
+            heads = tensor.chunk(self._num_kv_heads, dim)
+            return heads[self._ranks.rank * self._num_kv_heads // self._ranks.size].clone()
+        return self._part(name, tensor, dim)
+
+    def _part(self, name: str, tensor: Tensor, dim: int, *, pieces: int = 1) -> Tensor:
+        """This rank's part along a dimension, of each of so many pieces that lie one by one."""
+        size, rank = self._ranks.size, self._ranks.rank
+        if tensor.shape[dim] % (size * pieces):
+            raise UnsupportedModelError(
+                f"--tp: wanted a divisor of {tensor.shape[dim] // pieces}, which is a size of "
+                f"{name}, got {size}"
+            )
+        parts = [piece.chunk(size, dim)[rank] for piece in tensor.chunk(pieces, dim)]
+        return torch.cat(parts, dim) if pieces > 1 else parts[0].clone()
+
+    def _replace(self, name: str, module: nn.Module) -> None:
+        owner, _, own = name.rpartition(".")
+        setattr(self._network.get_submodule(owner), own, module.train(mode=False))
+
+    def _unknown(self, name: str, style: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"--tp: Transformers' plan cuts {name} by {style!r}, which is not supported here"
+        )
+
+
+class _SummedLinear(nn.Module):
+    """A linear layer whose inputs are cut: each rank has some columns, and the sum is shared."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, ranks: Ranks, sums: Sums, *, splits: bool
+    ) -> None:
+        super().__init__()
+        self.weight = _parameter(weight)
+        self.bias = None if bias is None else _parameter(bias)
+        self._start = ranks.rank * weight.shape[1] if splits else None
+        self._sums = sums
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`[..., columns of this rank]`, or all of them, to `[..., rows]`."""
+        if self._start is not None:
+            inputs = inputs.narrow(-1, self._start, self.weight.shape[1])
+        output = self._sums(functional.linear(inputs, self.weight))
+        return output if self.bias is None else output + self.bias
+
+
+class _GatheredLinear(nn.Module):
+    """A linear layer whose outputs are cut and put together again, such as the one of the logits.
+
+    Rows of zeros fill up the last rank's part where the ranks do not divide them.
+    """
+
+    def __init__(self, whole: nn.Linear, ranks: Ranks, group: str) -> None:
+        super().__init__()
+        self.out_features, self.in_features = whole.out_features, whole.in_features
+        self.weight = _parameter(_padded_part(whole.weight, ranks))
+        bias: Tensor | None = whole.bias
+        self.bias = None if bias is None else _parameter(_padded_part(bias, ranks))
+        self._group, self._size = group, ranks.size
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        part = functional.linear(inputs, self.weight, self.bias)
+        parts = _all_gather(part.reshape(1, -1), self._size, self._group)
+        whole = parts.view(self._size, *part.shape).movedim(0, -2).flatten(-2)
+        return whole[..., : self.out_features]
+
+
+class _RowwiseEmbedding(nn.Module):
+    """A table of which each rank has some rows: the others give zeros, and the sum is shared.
+
+    What a network's own kind of table does beside looking up, such as Gemma's factor, stays.
+    """
+
+    def __init__(self, whole: nn.Embedding, ranks: Ranks, sums: Sums) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.part = whole
+        self.part.weight = _parameter(_padded_part(whole.weight, ranks))
+        self._start = ranks.rank * self.part.weight.shape[0]
+        self._sums = sums
+
+    @property
+    def weight(self) -> Tensor:
+        """The rows of this rank. O(1)."""
+        return self.part.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[...]` to `[..., embedding_dim]`."""
+        places = tokens - self._start
+        is_mine = (places >= 0) & (places < self.part.weight.shape[0])
+        found: Tensor = self.part(torch.where(is_mine, places, 0))
+        return self._sums(found * is_mine[..., None])
+
+
+def _padded_part(whole: Tensor, ranks: Ranks) -> Tensor:
+    length = -(-whole.shape[0] // ranks.size)
+    part = whole.detach()[ranks.rank * length : (ranks.rank + 1) * length]
+    padded = part.new_zeros((length, *whole.shape[1:]))
+    padded[: len(part)] = part
+    return padded
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _summed(part: Tensor, group: str) -> Tensor:
+    reduce: Callable[[Tensor, str, str], Tensor] = _OPS.all_reduce
+    done: Tensor = _OPS.wait_tensor(reduce(part.contiguous(), "sum", group))
+    return done
+
+
+def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
+    """By a kernel that copies a part into memory which the ranks share, and adds up all parts.
+
+    It waits for the others at its beginning and at its end, so the memory may be used again.
+    """
+    done: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(scratch, part, "sum", group)
+    return done
+
+
+def _sum(part: Tensor, scratch: Tensor, group: str) -> Tensor:
+    """The sum over the ranks, the sooner of the two ways: see `Sums`."""
+    count = part.numel()
+    is_aligned = count * part.element_size() % _ALIGNMENT == part.data_ptr() % _ALIGNMENT == 0
+    if count > len(scratch) or not is_aligned:
+        return _summed(part, group)
+    return _summed_by_kernel(scratch[:count].view(part.shape), part, group)
+
+
+def _sum_shape(part: Tensor, _scratch: Tensor, _group: str) -> Tensor:
+    return torch.empty_like(part)
+
+
+_library = torch.library.Library("kvcore_ranks", "DEF")  # type: ignore[no-untyped-call]
+_library.define("sum(Tensor part, Tensor scratch, str group) -> Tensor")  # type: ignore[no-untyped-call]
+_library.impl("sum", _sum, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("sum", _sum, "CUDA")  # type: ignore[no-untyped-call]
+_library.impl("sum", _sum_shape, "Meta")  # type: ignore[no-untyped-call]
+
+
+def _all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
+    """`[1, ...]` of each rank, to `[size, ...]`."""
+    gather: Callable[[Tensor, int, str], Tensor] = _OPS.all_gather_into_tensor
+    done: Tensor = _OPS.wait_tensor(gather(tensor.contiguous(), size, group))
+    return done
+
+
+def _generic(name: str) -> str:
+    """A module's name as plans spell it: `*` for the number of a layer."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

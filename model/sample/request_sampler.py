@@ -1,0 +1,564 @@
+"""From the logits of a step to the tokens of its requests, step after step.
+
+Decides: which rows are changed before anything is chosen (the penalties, then the bias), which draw
+and how, and what is told of how likely a token was. Log-probabilities are those of the model: of
+its logits as they came.
+
+Invariants: a step in which every request takes its most likely token, unchanged and untold, costs
+no more than finding that; rows that are not drawn as was recorded (`draw_graphs.py`) take none of
+the others along; terms are made anew only where other requests are in a step than before.
+How often a request has had a token is counted on the device, where its tokens are drawn, so a
+request can be drawn for before its last token has been read.
+
+Does not know: who is planned and why, what becomes of a token; how a row is drawn (`sampler.py`).
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from model.control.params import SamplingParams
+from model.control.request import Request
+from model.errors import RequestStateError
+from model.ranks.ranks import Ranks
+from model.sample.draw_graphs import DrawGraphs, Place, RowTerms, is_recorded, row_terms
+from model.sample.grammars import Grammars
+from model.sample.sampler import (
+    DrawTerms,
+    Passes,
+    choose,
+    column,
+    draw_terms,
+    index_of,
+    passes_for,
+    stream_of,
+    uniforms,
+)
+
+Chance = tuple[float, tuple[tuple[int, float], ...]]
+"""The log-probability of a token, and the most likely tokens with theirs."""
+
+_IN_PROMPT = 1 << 24  # in a count: the prompt has the token; below it, how often the output has it
+
+
+class Drawn:
+    """The tokens of a step on the device, and on their way to the host.
+
+    Args:
+        best: [num_rows], the largest logit of each row.
+        tokens: int64 [num_rows].
+        told: how likely they were, for rows that ask; None: none does.
+
+    Attributes:
+        tokens: as above.
+    """
+
+    __slots__ = ("_best", "_copied", "_read", "_told", "tokens")
+
+    def __init__(self, best: Tensor, tokens: Tensor, told: "_Told | None" = None) -> None:
+        self.tokens = tokens
+        self._copied: torch.cuda.Event | None = None
+        if tokens.device.type == "cpu":
+            self._best, self._read, self._told = best, tokens, told
+        else:
+            self._best, self._read = _to_host(best), _to_host(tokens)
+            self._told = None if told is None else told.to_host()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self) -> list[int | None]:
+        """The tokens, once they are there and with them all that was sent before. O(num_rows).
+
+        None for a row that holds NaN, +inf or nothing but -inf.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._best.tolist()
+        tokens: list[int | None] = self._read.tolist()
+        if not all(map(math.isfinite, values)):
+            return [
+                token if math.isfinite(value) else None
+                for token, value in zip(tokens, values, strict=True)
+            ]
+        return tokens
+
+    def chances(self) -> dict[int, Chance]:
+        """For each row that asks how likely its token was, once `read` has returned. O(rows)."""
+        return {} if self._told is None else self._told.chances()
+
+
+class RequestSampler:
+    """Chooses the tokens of one engine's requests.
+
+    Args:
+        vocab_size: of the logits.
+        device: where they are.
+        seed: of the draws of requests that have none of their own.
+        grammars: that texts follow.
+        ranks: who computes the same logits; the first one's tokens count. None: nobody else does.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        device: torch.device,
+        seed: int,
+        grammars: Grammars,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks
+        self._vocab_size = vocab_size
+        self._device = device
+        self._seed = seed
+        self._grammars = grammars
+        self._passes = passes_for(device.type)
+        self._draws: DrawGraphs | None = None
+        self._streams: dict[int, int] = {}
+        self._counts = _TokenCounts(vocab_size, device)
+        self._terms = self._terms_of((), records=False)
+
+    def use(self, draws: DrawGraphs | None) -> None:
+        """Replay these from now on, where they serve. O(1)."""
+        self._draws = draws
+
+    def draw(
+        self,
+        logits: Tensor,
+        sampling: tuple[Request, ...],
+        most_likely: tuple[Tensor, Tensor] | None = None,
+        newest: Callable[[], Mapping[int, int | None]] = dict,
+        place: Place | None = None,
+        ahead: Sequence[int] = (),
+    ) -> Drawn:
+        """Choose a token for each request. O(requests * vocab_size).
+
+        Nothing is waited for, but where a text follows a grammar: then for its last token.
+
+        Args:
+            logits: [num_requests, vocab_size].
+            sampling: whose they are; none of them knows its next token. A request that has brought
+                drafts has a row for each of them too.
+            most_likely: of these, as `sampler.Passes` finds it, if that is known.
+            newest: waits for the last token of those that have not been told theirs.
+            place: where the logits lie, if draws from there may be recorded; then tokens are valid
+                until the next call.
+            ahead: for each row how many drafts of its request come before the token that is drawn
+                there; empty: there are no drafts.
+        """
+        if not sampling:  # and still something to wait for
+            return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
+        draws = None if place is None else self._draws
+        if self._terms.sampling != sampling or self._terms.records != (draws is not None):
+            self._terms = self._terms_of(sampling, records=draws is not None)
+        terms = self._terms
+        best, tokens = most_likely or self._passes.most_likely(logits)
+        numbers = np.zeros(0)
+        if terms.drawing:
+            indexes = np.array([request.num_output_tokens for request in terms.drawing])
+            if ahead:
+                indexes += np.array(ahead)[terms.drawing_rows]
+            numbers = uniforms(terms.streams, indexes)
+        raw = best, tokens
+        if draws is not None and place is not None and terms.recorded is not None:
+            tokens = draws.choose(place, terms.recorded, numbers[~terms.is_apart])
+        if terms.apart is not None:
+            own = terms.apart.choose(logits, raw, numbers[terms.is_apart], newest, self._passes)
+            best, tokens = terms.apart.put(best, own[0]), terms.apart.put(tokens, own[1])
+        if self._ranks is not None:
+            tokens = self._ranks.shared(tokens)
+        if terms.apart is not None:
+            terms.apart.count(tokens)
+        told = None if terms.telling is None else terms.telling.tell(logits, tokens)
+        return Drawn(best, tokens, told)
+
+    def discard(self, request: Request) -> None:
+        """Keep nothing of a request any more. O(1)."""
+        self._streams.pop(request.request_id, None)
+        self._counts.discard(request)
+        self._grammars.discard(request)
+
+    def _terms_of(self, sampling: tuple[Request, ...], *, records: bool) -> "_StepTerms":
+        """What the requests of a step ask for. O(requests)."""
+        drawing: list[int] = []
+        apart: list[int] = []
+        telling: list[int] = []
+        staying: list[SamplingParams | None] = []
+        for row, request in enumerate(sampling):
+            params = request.params
+            leaves = not (records and is_recorded(params, self._vocab_size))
+            staying.append(None if leaves else params)
+            if params.temperature:
+                drawing.append(row)
+            if leaves and (params.temperature or params.changes_logits):
+                apart.append(row)
+            if params.logprobs is not None:
+                telling.append(row)
+        streams = [self._stream(sampling[row]) for row in drawing]
+        return _StepTerms(
+            sampling,
+            records,
+            tuple([sampling[row] for row in drawing]),
+            drawing,
+            np.array(streams, np.uint64),
+            np.isin(drawing, apart),
+            row_terms(staying, self._vocab_size) if records else None,
+            self._apart(apart, sampling) if apart else None,
+            _Telling(telling, sampling, self._device) if telling else None,
+        )
+
+    def _apart(self, rows: Sequence[int], sampling: Sequence[Request]) -> "_Apart":
+        requests = [sampling[row] for row in rows]
+        drawing = [place for place, each in enumerate(requests) if each.params.temperature]
+        changed = [place for place, each in enumerate(requests) if each.params.changes_logits]
+        device, size = self._device, self._vocab_size
+        how = [requests[place].params for place in drawing]
+        return _Apart(
+            None if len(rows) == len(sampling) else index_of(rows, device),
+            draw_terms(drawing, how, len(rows), size, device) if drawing else None,
+            _Changes(changed, requests, self._counts, self._grammars, device) if changed else None,
+        )
+
+    def _stream(self, request: Request) -> int:
+        number = request.request_id
+        if number not in self._streams:
+            seeds = (request.params.seed, self._seed)
+            self._streams[number] = stream_of(*seeds, number, request.sample)
+        return self._streams[number]
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTerms:
+    """What the requests of a step ask for.
+
+    Attributes:
+        sampling: the requests.
+        records: whether rows are drawn as was recorded, if they can be.
+        drawing: those that draw.
+        drawing_rows: their rows.
+        streams: where their numbers start.
+        is_apart: which of them are drawn apart.
+        recorded: of those that are drawn as was recorded; None: none is.
+        apart: the other rows that draw or are changed; None: there are none.
+        telling: who is told how likely a token was; None: none.
+    """
+
+    sampling: tuple[Request, ...]
+    records: bool
+    drawing: tuple[Request, ...]
+    drawing_rows: Sequence[int]
+    streams: NDArray[np.uint64]
+    is_apart: NDArray[np.bool_]
+    recorded: RowTerms | None
+    apart: "_Apart | None"
+    telling: "_Telling | None"
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """The rows of a step that are not drawn as was recorded; nothing is done for the others.
+
+    Attributes:
+        rows: int64 [num_apart], of the logits; None: all.
+        draws: how those of them draw that do; None: none does.
+        changes: to the logits of some of them; None: to none.
+    """
+
+    rows: Tensor | None
+    draws: DrawTerms | None
+    changes: "_Changes | None"
+
+    def choose(
+        self,
+        logits: Tensor,
+        most_likely: tuple[Tensor, Tensor],
+        numbers: NDArray[np.float64],
+        newest: Callable[[], Mapping[int, int | None]],
+        passes: Passes,
+    ) -> tuple[Tensor, Tensor]:
+        """What is told of each row's largest logit, and its token. O(num_apart * vocab_size).
+
+        Args:
+            logits: of all rows of the step.
+            most_likely: of these.
+            numbers: of the rows that draw here.
+            newest: as `RequestSampler.draw` takes it.
+            passes: over the logits.
+        """
+        best, tokens = likely = self._of(most_likely[0]), self._of(most_likely[1])
+        some = self._of(logits)
+        if self.changes is not None:
+            some, likely = self.changes.apply(some, likely, newest)
+            best, tokens = best.where(~best.isfinite(), likely[0]), likely[1]
+        if self.draws is not None:
+            own = torch.from_numpy(numbers).unsqueeze(-1)
+            if logits.device.type == "cuda":
+                own = own.pin_memory().to(logits.device, non_blocking=True)
+            tokens = choose(some, likely, self.draws, own, passes)
+        return best, tokens
+
+    def put(self, whole: Tensor, own: Tensor) -> Tensor:
+        """What all rows have, with what these have."""
+        return own if self.rows is None else whole.to(own.dtype).index_put((self.rows,), own)
+
+    def count(self, tokens: Tensor) -> None:
+        """Count what was drawn for all rows of the step. O(num_apart)."""
+        if self.changes is not None:
+            self.changes.count(self._of(tokens))
+
+    def _of(self, whole: Tensor) -> Tensor:
+        return whole if self.rows is None else whole[self.rows]
+
+
+class _Changes:
+    """What is done to the logits of some rows before a token is chosen.
+
+    Args:
+        rows: of the logits.
+        sampling: the requests of all rows.
+        counts: of their tokens.
+        grammars: that they follow.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[int],
+        sampling: Sequence[Request],
+        counts: "_TokenCounts",
+        grammars: Grammars,
+        device: torch.device,
+    ) -> None:
+        requests = [sampling[row] for row in rows]
+        self._counts = counts
+        self._grammars = grammars
+        self._is_all = len(rows) == len(sampling)
+        self._rows = index_of(rows, device)
+        places = [place for place, r in enumerate(requests) if r.params.counts_tokens]
+        self._counting = [requests[place] for place in places]
+        if places:
+            self._places = index_of(places, device)
+            self._own_rows = index_of([rows[place] for place in places], device)
+            how = [request.params for request in self._counting]
+            penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+            self._penalties = tuple(
+                column([getattr(one, name) for one in how], device, torch.float32)
+                for name in penalties
+            )
+        pairs = [
+            (place, token, bias)
+            for place, request in enumerate(requests)
+            for token, bias in request.params.logit_bias
+        ]
+        self._bias: tuple[Tensor, Tensor, Tensor] | None = None
+        if pairs:
+            at, tokens, values = zip(*pairs, strict=True)
+            added = column(values, device, torch.float32).squeeze(-1)
+            self._bias = (index_of(at, device), index_of(tokens, device), added)
+        guided = [place for place, r in enumerate(requests) if r.params.grammar is not None]
+        self._guided = [requests[place] for place in guided]
+        self._guided_places = index_of(guided, device)
+
+    def apply(
+        self,
+        logits: Tensor,
+        most_likely: tuple[Tensor, Tensor],
+        newest: Callable[[], Mapping[int, int | None]],
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Other logits in these rows, float32, and what is largest then; O(rows * vocab_size)."""
+        some = logits.float() if self._is_all else logits[self._rows].float()
+        if some is logits:
+            some = logits.clone()
+        if self._counting:
+            counts = self._counts.of(self._counting)
+            own = penalised(some[self._places], counts, *self._penalties)
+            some.index_put_((self._places,), own)
+        if self._bias is not None:
+            at, tokens, added = self._bias
+            some.index_put_((at, tokens), added, accumulate=True)
+        if self._guided:
+            mask = self._grammars.mask(self._guided, newest())
+            own = masked(some[self._guided_places], mask.to(some.device, non_blocking=True))
+            some.index_put_((self._guided_places,), own)
+        best, tokens = some.max(dim=-1)
+        if self._is_all:
+            return some, (best, tokens)
+        most, likely = most_likely
+        whole = logits.float().index_put((self._rows,), some)
+        return whole, (
+            most.float().index_put((self._rows,), best),
+            likely.index_put((self._rows,), tokens),
+        )
+
+    def count(self, tokens: Tensor) -> None:
+        """Count what was drawn. O(rows)."""
+        if self._counting:
+            self._counts.add(self._counting, tokens[self._own_rows])
+
+
+def penalised(
+    logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    """Logits less likely where there are tokens already. O(rows * vocab_size).
+
+    Args:
+        logits: float32 [num_rows, vocab_size].
+        counts: int32 [num_rows, vocab_size]: how often the output has each token, and 2**24 more
+            if the prompt has it.
+        repetition: float32 [num_rows, 1], for what prompt or output have (Keskar et al. 2019,
+            arXiv:1909.05858).
+        presence: float32 [num_rows, 1], for what the output has.
+        frequency: float32 [num_rows, 1], for each time that the output has it.
+    """
+    own = counts & (_IN_PROMPT - 1)
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    return logits.where(counts == 0, repeated) - frequency * own - presence * (own > 0)
+
+
+def masked(logits: Tensor, words: Tensor) -> Tensor:
+    """Logits of what may come next, -inf for the rest. O(rows * vocab_size).
+
+    Args:
+        logits: [num_rows, vocab_size].
+        words: int32 [num_rows, vocab_size / 32 rounded up], a bit a token, the lowest first.
+    """
+    bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
+    may_come = (bits & 1).view(len(words), -1)[:, : logits.shape[1]]
+    return logits.masked_fill(may_come == 0, -torch.inf)
+
+
+class _TokenCounts:
+    """How often each request has had each token, for those whose logits depend on it."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        self._slots: dict[int, int] = {}  # the row of each request
+        self._counted: dict[int, int] = {}  # and its tokens
+        self._free: list[int] = []
+
+    def of(self, requests: Sequence[Request]) -> Tensor:
+        """As `penalised` takes them: int32 [requests, vocab_size].
+
+        O(requests * vocab_size), and O(tokens) of one that is new.
+        """
+        for request in requests:
+            if self._counted.get(request.request_id) != request.num_tokens:
+                self._bring(request)
+        return self._table[self._rows(requests)]
+
+    def add(self, requests: Sequence[Request], tokens: Tensor) -> None:
+        """Count a further token of each; `of` has told of them before. O(requests)."""
+        slots = self._rows(requests)
+        ones = torch.ones_like(tokens, dtype=torch.int32)
+        self._table.index_put_((slots, tokens), ones, accumulate=True)
+        for request in requests:
+            self._counted[request.request_id] += 1
+
+    def discard(self, request: Request) -> None:
+        """Give the row of a request back, if it has one. O(1)."""
+        slot = self._slots.pop(request.request_id, None)
+        if slot is not None:
+            del self._counted[request.request_id]
+            self._free.append(slot)
+
+    def _rows(self, requests: Sequence[Request]) -> Tensor:
+        return index_of([self._slots[r.request_id] for r in requests], self._table.device)
+
+    def _bring(self, request: Request) -> None:
+        """Count what a request has; it has read all of it."""
+        if request.is_expecting:
+            raise RequestStateError(f"{request!r}: its last token was drawn and not counted")
+        number = request.request_id
+        if number not in self._slots:
+            if not self._free:
+                self._grow()
+            self._slots[number] = self._free.pop()
+        tokens = np.frombuffer(request.tokens, np.uint32).astype(np.int64)
+        counts = np.bincount(tokens[request.num_prompt_tokens :], minlength=self._table.shape[1])
+        counts[np.unique(tokens[: request.num_prompt_tokens])] += _IN_PROMPT
+        self._table[self._slots[number]] = torch.from_numpy(counts.astype(np.int32))
+        self._counted[number] = len(tokens)
+
+    def _grow(self) -> None:
+        old = len(self._table)
+        added = max(old, 4)
+        self._free += range(old, old + added)
+        self._table = torch.cat([self._table, self._table.new_zeros(added, self._table.shape[1])])
+
+
+class _Telling:
+    """Which rows are told how likely their tokens were.
+
+    Args:
+        rows: of the logits.
+        sampling: the requests of all rows.
+        device: where the logits are.
+    """
+
+    def __init__(
+        self, rows: Sequence[int], sampling: Sequence[Request], device: torch.device
+    ) -> None:
+        self._rows = tuple(rows)
+        self._counts = tuple([sampling[row].params.logprobs or 0 for row in rows])
+        self._index = index_of(rows, device)
+
+    def tell(self, logits: Tensor, tokens: Tensor) -> "_Told":
+        """How likely the tokens were. O(rows * vocab_size)."""
+        values, ids = log_probabilities(logits[self._index], tokens[self._index], max(self._counts))
+        return _Told(self._rows, self._counts, values, ids)
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
+    """How likely tokens were, and the most likely ones. O(num_rows * vocab_size).
+
+    Args:
+        logits: [num_rows, vocab_size], as the model gave them.
+        tokens: int64 [num_rows].
+        num_tops: how many of the most likely are wanted; all, if there are no more.
+
+    Returns:
+        float32 [num_rows, 1 + num_tops], of the token and of the most likely ones in their order;
+        and which those are: int64 [num_rows, num_tops].
+    """
+    logits = logits.float()
+    tops, ids = logits.topk(min(num_tops, logits.shape[-1]), dim=-1)
+    chosen = logits.gather(1, tokens[:, None])
+    return torch.cat([chosen, tops], dim=-1) - logits.logsumexp(dim=-1, keepdim=True), ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """How likely the tokens of some rows were: what `log_probabilities` returns of them.
+
+    Attributes:
+        rows: of the step.
+        counts: how many of the most likely each of them asks for.
+        values: float32 [num_told, 1 + at least as many].
+        ids: int64 [num_told, as many].
+    """
+
+    rows: tuple[int, ...]
+    counts: tuple[int, ...]
+    values: Tensor
+    ids: Tensor
+
+    def to_host(self) -> "_Told":
+        """The same on the way to the host. O(bytes)."""
+        return _Told(self.rows, self.counts, _to_host(self.values), _to_host(self.ids))
+
+    def chances(self) -> dict[int, Chance]:
+        """By row. O(values)."""
+        lists = zip(self.rows, self.counts, self.values.tolist(), self.ids.tolist(), strict=True)
+        return {
+            row: (values[0], tuple(zip(ids[:count], values[1:], strict=False)))
+            for row, count, values, ids in lists
+        }
+
+
+def _to_host(content: Tensor) -> Tensor:
+    host = torch.empty(content.shape, dtype=content.dtype, pin_memory=True)
+    return host.copy_(content, non_blocking=True)

@@ -1,0 +1,75 @@
+"""What is prepared before the cache has its size is gone on with, and not prepared again."""
+
+import pytest
+import torch
+
+import backends
+from model.control.config import EngineConfig
+from model.forward.begin import begin
+from model.forward.network import PagedNetwork
+from model.forward.prepare import prepare_network
+from tests.model.networks import build
+
+CONFIG = EngineConfig(compile=True, max_num_seqs=4, max_num_batched_tokens=64)
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What of a preparation has been done, in order."""
+    found = []
+    for name in ("warm_up", "warm_up_draws", "capture"):
+        method = getattr(PagedNetwork, name)
+
+        def noting(network, *arguments, name=name, method=method):
+            found.append(name)
+            method(network, *arguments)
+
+        monkeypatch.setattr(PagedNetwork, name, noting)
+    return found
+
+
+def network_of(name, num_blocks):
+    network = PagedNetwork(build(name, 3), backends.get_backend("numba"))
+    network.allocate(num_blocks, 16)
+    return network
+
+
+def prepared(network, config=CONFIG):
+    return prepare_network(network, config, torch.zeros(4, dtype=torch.int64), 100).how
+
+
+def test_what_has_begun_is_gone_on_with(done):
+    network = network_of("qwen3", 1)
+    assert begin(network, CONFIG) == begin(network, CONFIG) == "captured"
+    network.free()
+    network.allocate(40, 16)
+    assert prepared(network) == "captured"
+    assert sorted(done) == ["capture", "warm_up", "warm_up_draws"]
+    assert prepared(network) == "captured"  # and from the beginning, whoever asks again
+    assert sorted(done) == 2 * ["capture"] + 2 * ["warm_up"] + 2 * ["warm_up_draws"]
+
+
+def test_why_a_network_runs_as_it_is_is_told_by_whoever_goes_on(done):
+    network = network_of("gpt_oss", 1)
+    why = begin(network, CONFIG)
+    assert why.startswith("eager (")
+    assert prepared(network) == why
+    assert done.count("capture") == 1
+
+
+@pytest.mark.parametrize("settings", [{"eager": True}, {"sanitize": True}, {"compile": False}])
+def test_a_network_that_is_to_run_as_it_is_is_not_traced(settings, done):
+    network = network_of("qwen3", 1)
+    assert begin(network, EngineConfig(**settings)) == "eager"
+    assert sorted(done) == ["warm_up", "warm_up_draws"]
+
+
+def test_a_kernel_that_does_not_compile_is_told(monkeypatch):
+    def fail(*_):
+        raise OSError("no room on the device")
+
+    monkeypatch.setattr(PagedNetwork, "warm_up", fail)
+    network = network_of("qwen3", 1)
+    with pytest.raises(OSError, match="no room"):
+        begin(network, CONFIG)
+    assert network.begun is None

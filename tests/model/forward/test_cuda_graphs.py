@@ -1,0 +1,346 @@
+"""What a graph is replayed from, without a graph: the same steps, run where they were loaded."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import backends
+from model import EngineConfig, SamplingParams
+from model.attention.shared_prefix import Worth
+from model.compile.few_rows import FEW
+from model.engine import Engine
+from model.forward.begin import compiled_tokens
+from model.forward.cuda_graphs import Bucket, Buckets, StepGraphs, _passed
+from model.forward.network import PagedNetwork
+from model.forward.prepare import Prepared, recorded_tokens
+from model.sample import sampler
+from model.sample.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, is_recorded, row_terms
+from tests.model.networks import build
+
+PROMPTS = ["a prompt of some length, ", "a prompt of some length, again", "x", "yz"]
+
+
+@contextlib.contextmanager
+def noting_batches(network):
+    """Which batches a network's layers are given."""
+    batches, backend = [], network._backend
+
+    class Noting:
+        def paged_attention(self, query, cache, batch, terms):
+            batches.append(batch)
+            return backend.paged_attention(query, cache, batch, terms)
+
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+    network._backend = Noting()
+    try:
+        yield batches
+    finally:
+        network._backend = backend
+
+
+class Unrecorded(StepGraphs):
+    """Launches anew what a graph would launch, on a batch that holds nothing of another step."""
+
+    def replay(self, step, bucket):
+        self._load(step, bucket)
+        with noting_batches(self._network) as batches:
+            logits, most_likely = self._run(bucket)
+        places = {id(batch.kept): batch.kept for batch in batches}
+        assert list(places.values()) == [{}] * len(step.paged)
+        self.seen = [*getattr(self, "seen", []), bucket]
+        passed = _passed(len(step.logit_rows), logits, most_likely, bucket)
+        self.draws.lying = passed.place, logits, most_likely
+        return passed
+
+
+class UnrecordedDraws(DrawGraphs):
+    """Likewise, of the logits that were computed last."""
+
+    def choose(self, place, terms, numbers):
+        its_place, *logits = self.lying
+        assert place == its_place
+        self.seen = {*getattr(self, "seen", ()), terms.cuts}
+        rows = self._load(terms, numbers)
+        return self._run(terms.cuts, *logits)[:rows]
+
+
+class KeepsOldTokens(Unrecorded):
+    """Tokens to spare still store what they stored last."""
+
+    def _load(self, step, bucket):
+        inputs = self._inputs[bucket.longest == 1].whole
+        before = [slots.clone() for slots in inputs.slots]
+        super()._load(step, bucket)
+        tokens, rows = step.paged[0].num_tokens, step.paged[0].num_seqs
+        for slots, old in zip(inputs.slots, before, strict=True):
+            slots[tokens : bucket.tokens] = old[tokens : bucket.tokens]
+        if bucket.longest == 1:
+            inputs.query_start_loc[rows + 1 : bucket.rows + 1] = torch.arange(
+                rows + 1, bucket.rows + 1
+            )
+
+
+class TakesWhatTheHostHas(Unrecorded):
+    """A token that was drawn and not read is taken for the entry that stands in for it."""
+
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        self._inputs[bucket.longest == 1].whole.sources.fill_(-1)
+
+
+class DrawsFromTheFirstTokens(Unrecorded):
+    """The rows of logits are those of the first tokens, as in steps of one token a sequence."""
+
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        rows = self._inputs[bucket.longest == 1].whole.logit_rows
+        rows.copy_(torch.arange(len(rows)))
+
+
+class GivesSpareRowsTheLastTokens(Unrecorded):
+    """Sequences to spare begin where they began in a step before."""
+
+    def _load(self, step, bucket):
+        starts = self._inputs[bucket.longest == 1].whole.query_start_loc
+        before = starts.clone()
+        super()._load(step, bucket)
+        rows = step.paged[0].num_seqs
+        starts[rows + 1 : bucket.rows + 1] = before[rows + 1 : bucket.rows + 1]
+
+
+def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40, shares=False):
+    backend = backends.get_backend("numba")
+    sizes = {"num_blocks": 100, "block_size": 4, "max_num_seqs": 5, "max_num_batched_tokens": 40}
+    engine = Engine(
+        build(architecture, 5), backend, EngineConfig(**sizes, async_scheduling=is_late)
+    )
+    widths = [64] * len(engine.kv.groups)
+    graphs = None
+    if graphs_type is not None:
+        draws = UnrecordedDraws(5, torch.device("cpu"))
+        graphs = graphs_type(engine.network, engine._passes.drawn, widths, 4, 5, max_tokens, draws)
+        engine._passes.use(Prepared("", graphs))
+    done = engine.generate(PROMPTS, params)
+    if graphs is not None:
+        assert sum(bucket.longest == 1 for bucket in graphs.seen) > 10
+        assert any(bucket.longest > 1 for bucket in graphs.seen) == (max_tokens > 0)
+        assert max_tokens < 40 or len(graphs.seen) == engine.stats.num_steps
+        assert any(bucket.shares for bucket in graphs.seen) == shares
+        assert hasattr(draws, "seen") == (params is not PARAMS)
+    return [one.request.output_tokens for one in done]
+
+
+PARAMS = [SamplingParams(max_tokens=length) for length in (20, 9, 14, 17)]
+CUTS = ({}, {"top_k": 20, "top_p": 0.9}, {"top_p": 0.8}, {"min_p": 0.1})
+DRAWN = [
+    SamplingParams(max_tokens=14, temperature=1.0, seed=seed, **how)
+    for seed, how in enumerate(CUTS)
+]
+APART = [
+    SamplingParams(max_tokens=14, repetition_penalty=1.5, frequency_penalty=0.3),
+    DRAWN[1],
+    SamplingParams(max_tokens=14, temperature=1.0, seed=5, presence_penalty=0.5, top_p=0.9),
+    SamplingParams(max_tokens=14, temperature=1.0, seed=6, top_k=100),
+]
+"""One of them is drawn as was recorded, beside rows that are not."""
+
+
+@functools.cache
+def wanted_of(architecture, draws, apart=False):
+    params = APART if apart else DRAWN if draws else PARAMS
+    return tokens_of(None, architecture, is_late=False, params=params)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_late", "max_tokens"),
+    [("qwen3", False, 40), ("qwen3", True, 24), ("gemma2", True, 40), ("gemma2", False, 0)],
+)
+@pytest.mark.parametrize("draws", [False, True])
+def test_steps_in_a_graphs_tensors_give_the_tokens_of_steps_as_they_are(
+    architecture, is_late, max_tokens, draws
+):
+    how = {"is_late": is_late, "max_tokens": max_tokens, "params": DRAWN if draws else PARAMS}
+    assert tokens_of(Unrecorded, architecture, **how) == wanted_of(architecture, draws)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_rows_that_were_not_recorded_leave_the_others_in_their_graph(is_late):
+    found = tokens_of(Unrecorded, "qwen3", is_late=is_late, params=APART)
+    assert found == wanted_of("qwen3", draws=True, apart=True)
+
+
+BUGS_OF_ROWS_APART = {
+    "stay in the graph": ("is_recorded", lambda *_: True),
+    "are drawn in vain": ("_Apart.put", lambda _, whole, own: whole),
+    "take others' logits": (
+        "_Apart._of",
+        lambda rows, whole: whole if rows.rows is None else whole[: len(rows.rows)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS_OF_ROWS_APART)
+def test_a_planted_bug_of_rows_that_leave_their_graph_shows(name, monkeypatch):
+    where, bug = BUGS_OF_ROWS_APART[name]
+    wanted = wanted_of("qwen3", draws=True, apart=True)
+    monkeypatch.setattr(f"model.sample.request_sampler.{where}", bug)
+    assert tokens_of(Unrecorded, "qwen3", is_late=False, params=APART) != wanted
+
+
+class TellsOfOneTooMany(Unrecorded):
+    """The run of sequences that share is told with one that does not."""
+
+    def _load(self, step, bucket):
+        super()._load(step, bucket)
+        for told in self._inputs[True].whole.shared if bucket.shares else ():
+            told[1] += 1
+
+
+@pytest.mark.parametrize("graphs_type", [Unrecorded, TellsOfOneTooMany])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_what_is_shared_is_told_to_a_graph_anew_in_each_step(
+    architecture, graphs_type, monkeypatch
+):
+    def worth(network):
+        return tuple(None if window else Worth(2, 0, 0, 1) for window in network.layout.windows)
+
+    wanted = wanted_of(architecture, draws=False)
+    monkeypatch.setattr(PagedNetwork, "shared_worth", worth)
+    how = {"is_late": True, "params": PARAMS}
+    if graphs_type is TellsOfOneTooMany:  # which the backend here sees
+        with pytest.raises(backends.BackendError, match="shared_prefix"):
+            tokens_of(graphs_type, architecture, **how)
+    else:
+        assert tokens_of(graphs_type, architecture, **how, shares=True) == wanted
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        KeepsOldTokens,
+        TakesWhatTheHostHas,
+        DrawsFromTheFirstTokens,
+        GivesSpareRowsTheLastTokens,
+    ],
+)
+def test_a_planted_bug_shows(bug):
+    with contextlib.suppress(backends.BackendError):  # a batch that means nothing
+        assert tokens_of(bug, "qwen3", is_late=True, params=PARAMS) != wanted_of("qwen3", False)
+
+
+@given(
+    st.integers(1, 600), st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 700), st.data()
+)
+def test_a_step_has_the_smallest_bucket_with_room_for_it(most, max_tokens, tokens, rows, data):
+    max_rows = data.draw(st.sampled_from([0, most, 3 * most]))  # with two drafts each
+    buckets = Buckets(most, max_tokens, max_rows)
+    longest = data.draw(st.sampled_from([1, min(2, tokens), tokens]))
+    every = [*buckets.singles, *buckets.mixed]
+    assert sorted(set(every[: len(buckets.singles)])) == list(buckets.singles)
+    assert sorted(set(buckets.mixed)) == list(buckets.mixed)
+    assert all(size.rows <= max(2, most) for size in buckets.singles)
+    assert all(size.rows <= min(size.tokens, max(2, most, max_rows)) for size in every)
+    rooms = [
+        size
+        for size in every
+        if tokens <= size.tokens and rows <= size.rows and longest <= size.longest
+    ]
+    found = buckets.smallest(tokens, rows, longest)
+    if not rooms:
+        assert found is None
+        assert max(tokens, rows) > max_tokens or rows > max(most, max_rows) or max_tokens < 2
+    elif longest == 1 and rooms[0].longest == 1:
+        assert found == rooms[0]
+    else:
+        assert found == min(size for size in rooms if size.longest > 1)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 64, 65, 256, 1000])
+def test_every_step_of_one_token_each_has_a_bucket_with_few_rows_to_spare(most):
+    buckets = Buckets(most, 0)
+    assert buckets.singles[-1] == Bucket(max(2, most), max(2, most), 1)
+    for rows in range(1, most + 1):
+        found = buckets.smallest(rows, rows, 1)
+        assert found is not None
+        assert found.rows <= rows + max(rows, 32)
+    assert buckets.smallest(most + 2, most + 2, 1) is None
+
+
+def test_steps_of_several_tokens_have_few_tokens_to_spare():
+    buckets = Buckets(256, 8192)
+    assert len(buckets.mixed) <= 64
+    for tokens in range(16, 8193):
+        found = buckets.smallest(tokens, 1, tokens)
+        assert found is not None
+        assert found.tokens < (2 if tokens < 256 else 1.5) * tokens + 1
+    assert buckets.smallest(17, 1, 17) == Bucket(32, 1, 32)
+    assert buckets.smallest(17, 9, 9) == Bucket(32, 16, 32)
+    assert buckets.smallest(8193, 1, 8193) is None
+
+
+def test_steps_are_recorded_up_to_where_the_device_is_busier_than_the_host():
+    config = EngineConfig(max_num_batched_tokens=100_000)
+    assert recorded_tokens(596_000_000, 28, config) > 4096
+    assert 256 <= recorded_tokens(8_000_000_000, 36, config) < 1024
+    assert recorded_tokens(70_000_000_000, 80, config) == 256
+    assert recorded_tokens(1_000_000, 4, config) == 8192
+    assert recorded_tokens(1_000_000, 4, EngineConfig(max_num_batched_tokens=100)) == 100
+
+
+def test_what_all_steps_run_in_is_compiled_with_a_step_that_has_no_pieces_of_its_own():
+    assert [compiled_tokens(most) for most in (1, 2, 4, 5, 40, 8192)] == [5, 5, 5, 5, 40, 512]
+    assert max(FEW) == 4
+
+
+PARAMS_OF_A_ROW = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 1e-7, 50.0]),
+    top_k=st.sampled_from([None, 1, 5, 64, 200]),
+    top_p=st.sampled_from([1.0, 0.9, 0.3]),
+    min_p=st.sampled_from([0.0, 0.2]),
+)
+
+
+@given(st.lists(PARAMS_OF_A_ROW, min_size=1, max_size=6), st.sampled_from([50, 300]), st.data())
+def test_rows_are_drawn_in_the_columns_of_a_graph_as_each_alone(params, vocab_size, data):
+    seed = data.draw(st.integers(0, 2**31))
+    logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
+    logits = logits.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    stay = [is_recorded(how, vocab_size) for how in params]
+    assert stay == [how.is_greedy or how.top_k != 200 or vocab_size < 200 for how in params]
+    known = [how if stays else None for how, stays in zip(params, stay, strict=True)]
+    terms = row_terms(known, vocab_size)
+    if terms is None:
+        assert all(how is None or how.is_greedy for how in known)
+        return
+    draws = DrawGraphs(8, torch.device("cpu"))
+    alone = [sampler.Draw(how, seed, row) for row, how in enumerate(params)]
+    others = row_terms([SamplingParams(temperature=2.0, top_k=3)] * 8, vocab_size)
+    draws._load(others, data.draw(st.just([0.5] * 8)))  # what was there before
+    numbers = [alone[row].uniform() for row in terms.drawing]
+    rows = draws._load(terms, numbers)
+    every = [
+        cuts for cuts in ALL_CUTS if all(a >= b for a, b in zip(cuts, terms.cuts, strict=True))
+    ]
+    for cuts in every:  # cuts that no row has change nothing
+        tokens = draws._run(cuts, logits, logits.max(dim=-1))[:rows]
+        wanted = sampler.sample(logits[:rows], alone)
+        pairs = list(zip(tokens.tolist(), wanted, strict=True))
+        assert all(came == want for (came, want), stays in zip(pairs, stay, strict=True) if stays)
+
+
+def test_only_cuts_that_a_row_asks_for_are_made():
+    def cuts_of(*how):
+        return row_terms([SamplingParams(temperature=t, **cut) for t, cut in how], 1000).cuts
+
+    assert cuts_of((1.0, {}), (0.0, {})) == Cuts(ranked=False, nuclear=False)
+    assert cuts_of((1.0, {"top_k": 3, "top_p": 0.5})) == Cuts(ranked=True, nuclear=False)
+    assert cuts_of((1.0, {"top_p": 0.5})) == Cuts(ranked=False, nuclear=True)
+    assert cuts_of((1.0, {"top_p": 0.5}), (1.0, {"top_k": 5})) == Cuts(ranked=True, nuclear=True)
+    assert row_terms([SamplingParams()], 1000) is None

@@ -1,0 +1,258 @@
+"""One network on several processes: the tokens of one process, and a loss that is told."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from model.engine import Engine
+from model.errors import RankLostError, UnsupportedModelError, UsageError
+from model.ranks.ranks import Ranks, join_ranks
+from model.twins import TwinEngine
+from tests.model.walk import DATA
+
+_ROOT = Path(__file__).parents[3]
+_GONE = "rank {} of the processes that share the network is gone"
+_PROMPTS = [
+    {"prompt": "Return the number of items in the list, and", "max_tokens": 12},
+    {"prompt": "Return the number of items in the list, or", "max_tokens": 24},
+    {"prompt": "x", "max_tokens": 30, "temperature": 0.8, "top_p": 0.9, "seed": 3, "n": 2},
+    {"prompt": "Raise an error if the", "max_tokens": 20, "temperature": 0.7, "seed": 5},
+]
+
+
+def torchrun(size, *arguments, timeout_s=200):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", str(size), *arguments],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def texts_of(output):
+    return [each["text"] for each in json.loads(output)["requests"]]
+
+
+def test_two_processes_write_what_one_writes(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in _PROMPTS))
+    # 12 blocks: some of the requests are preempted; 16 tokens a step: prompts come in chunks
+    sizes = [
+        "--num-blocks",
+        "12",
+        "--block-size",
+        "8",
+        "--max-num-batched-tokens",
+        "16",
+        "--compile",
+        "--json",
+    ]
+    run = ["-m", "model.run", "--prompts-file", str(prompts), *sizes]
+    alone = subprocess.run(
+        [sys.executable, *run], cwd=_ROOT, capture_output=True, text=True, check=True
+    )
+    shared = torchrun(2, *run, "--tp", "2", "--check-ranks")
+    assert shared.returncode == 0, shared.stderr
+    assert texts_of(shared.stdout) == texts_of(alone.stdout)
+    assert len(texts_of(alone.stdout)) == 5
+    assert "network: captured" in shared.stderr
+    assert json.loads(shared.stdout)["stats"]["num_preemptions"] > 0
+
+
+@pytest.mark.slow
+def test_processes_with_a_draft_model_write_what_one_writes_without(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(each) + "\n" for each in _PROMPTS))
+    run = ["-m", "model.run", "--prompts-file", str(prompts), "--num-blocks", "30", "--json"]
+    alone = subprocess.run(
+        [sys.executable, *run], cwd=_ROOT, capture_output=True, text=True, check=True
+    )
+    guided = [*run, "--draft-model", str(_ROOT / "model/tiny"), "--tp", "2", "--check-ranks"]
+    shared = torchrun(2, *guided)
+    assert shared.returncode == 0, shared.stderr
+    assert texts_of(shared.stdout) == texts_of(alone.stdout)
+    stats = json.loads(shared.stdout)["stats"]
+    assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 50
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_other_blocks_are_told():
+    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "diverge")
+    line = "rank 1 has other block tables than rank 0 after the same calls"
+    assert sorted(ended.stdout.splitlines()) == [f"rank 0: {line}", f"rank 1: {line}"], ended.stderr
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_noticed_by_the_others():
+    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "die")
+    assert ended.stdout.splitlines() == [f"rank 0: {_GONE.format(1)}"], ended.stderr
+    assert ended.stderr.splitlines().count(f"error: {_GONE.format(1)}") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_with_other_logits_and_less_memory_takes_the_others_tokens_and_gives_its_limit():
+    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "odd")
+    assert ended.returncode == 0, ended.stderr
+    first, second = sorted(map(json.loads, ended.stdout.splitlines()), key=lambda one: one["rank"])
+    assert first["num_blocks"] == second["num_blocks"] == 40 - 9
+    assert len(first["tokens"]) == 12
+    assert first["tokens"] == second["tokens"]
+    assert max(first["kept"], second["kept"]) <= 4  # those of one step
+
+
+@pytest.mark.slow
+def test_a_number_of_processes_that_does_not_divide_the_heads_is_one_line():
+    ended = torchrun(3, "-m", "model.run", "--tp", "3")
+    line = "error: --tp: wanted a divisor of the network's 4 attention heads, got 3"
+    assert ended.returncode != 0
+    assert [each for each in ended.stderr.splitlines() if each == line]
+
+
+@pytest.mark.slow
+def test_a_prompt_that_one_process_refuses_ends_those_that_already_compute():
+    ended = torchrun(2, "-m", "model.run", "--tp", "2", "--prompt", "a", "--max-tokens", "9999")
+    said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert "the model has positions for 2048 tokens" in said[0]
+    assert said[1:] in ([], [f"error: {_GONE.format(0)}"])
+    assert "This is a bug" not in ended.stderr
+
+
+def test_a_number_of_processes_that_is_not_there_is_one_line():
+    ended = subprocess.run(
+        [sys.executable, "-m", "model.run", "--tp", "2"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith(
+        "error: --tp: wanted as many as there are processes, which is 1, got 2: start it as"
+    )
+
+
+def test_experts_are_shared_by_several_processes_only():
+    with pytest.raises(UsageError, match="--expert-parallel: wanted --tp with several processes"):
+        join_ranks(1, expert_parallel=True)
+
+
+@pytest.mark.slow
+def test_experts_that_stay_whole_give_the_same_logits_and_what_has_none_is_refused():
+    equal = ["MixtralConfig/", "GptOssConfig/", "DeepseekV3Config/"]
+    ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "experts", *equal, "LlamaConfig/")
+    line = "refused: --expert-parallel: Transformers has no expert-parallel plan for"
+    assert json.loads(ended.stdout) == {
+        **dict.fromkeys(equal, "equal"),
+        "LlamaConfig/": f"{line} LlamaForCausalLM",
+    }
+
+
+@pytest.mark.walk
+@pytest.mark.parametrize(
+    ("what", "size", "least"), [("walk", 2, 60), ("walk", 4, 60), ("experts", 2, 20)]
+)
+def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, size, least):
+    walked = json.loads(DATA.read_text())["outcomes"]
+    names = [f"{name}/{variant}" for name, variant, outcome in walked if outcome == "equal"]
+    ended = torchrun(size, str(_ROOT / "tests/model/ranks_main.py"), what, *names, timeout_s=1200)
+    outcomes = json.loads(ended.stdout)
+    refusals = ("refused: --tp: ", "refused: --expert-parallel: ", "not dense: ")
+    wrong = {
+        name: outcome
+        for name, outcome in outcomes.items()
+        if outcome != "equal" and not outcome.startswith(refusals)
+    }
+    assert not wrong
+    assert sum(outcome == "equal" for outcome in outcomes.values()) > least
+
+
+class Lifelines:
+    """Stands in for a lifeline that has noticed that rank 1 is gone."""
+
+    failed = False
+
+    def loss(self):
+        error = RankLostError(_GONE.format(1))
+        error.was_told = True
+        return error
+
+    def fail(self):
+        self.failed = True
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at pair.cc] Connection closed by peer [127.0.0.1]:1"),
+        UnsupportedModelError("the network fails on this configuration"),
+    ],
+)
+def test_a_rank_that_is_lost_while_an_engine_is_made_is_told(monkeypatch, error):
+    """Also where what fails first takes it for an error of its own."""
+
+    def fail(*_):
+        raise error from RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(Engine, "__init__", fail)
+    lifeline = Lifelines()
+    with pytest.raises(RankLostError, match="rank 1 of the processes"):
+        TwinEngine(SimpleNamespace(ranks=Ranks(0, 2, None, lifeline)), None)
+    assert not lifeline.failed
+
+
+def test_an_error_that_is_no_loss_is_its_own_and_the_others_are_told(monkeypatch):
+    def fail(*_):
+        raise UnsupportedModelError("of this network alone")
+
+    monkeypatch.setattr(Engine, "__init__", fail)
+    lifeline = Lifelines()
+    with pytest.raises(UnsupportedModelError):
+        TwinEngine(SimpleNamespace(ranks=Ranks(0, 2, None, lifeline)), None)
+    assert lifeline.failed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["load", "engine", "step"])
+def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(stage):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, str(_ROOT / "tests/model/ranks_main.py"), "serve", stage]
+    server, other = (
+        subprocess.Popen(
+            command,
+            cwd=_ROOT,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    with server, other:
+        lines = []
+        for line in server.stderr:
+            lines.append(line.rstrip())
+            address, colon, _ = lines[-1].partition(": ready")
+            if colon:
+                asked = {"prompt": "A tuple is", "max_tokens": 100, "ignore_eos": True}
+                answer = httpx.post(f"{address}/v1/completions", json=asked, timeout=200)
+                assert answer.status_code == 500
+                assert _GONE.format(1) in answer.json()["error"]["message"]
+        assert server.wait() == 3
+        assert other.wait() == 9
+    assert lines[0].endswith("model/tiny")
+    assert [line for line in lines if "processes that share" in line] == [
+        f"error: {_GONE.format(1)}"
+    ]
+    assert lines[-1] == f"error: {_GONE.format(1)}"
+    assert "Traceback" not in "".join(lines)
