@@ -59,7 +59,7 @@ class OutputFile:
             elif path.is_file():
                 with path.open("rb+") as there:
                     self._check_there(there, inputs)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
             reason = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"{self.flag}: cannot write {self.path!r}: {reason}") from error
 
