@@ -453,9 +453,10 @@ def test_an_address_that_is_none_is_an_error(endpoint):
 
 def test_a_subscriber_that_was_told_of_a_replay_address_that_is_none_still_closes():
     before = threads()
-    with wire.Subscriber({}) as subscriber:
-        with pytest.raises(wire.EndpointError, match="replay: wanted"):
-            subscriber.add("a", wire.Source("tcp://127.0.0.1:9", "5557"))
+    subscriber = wire.Subscriber({})
+    with pytest.raises(wire.EndpointError, match="replay: wanted"):
+        subscriber.add("a", wire.Source("tcp://127.0.0.1:9", "5557"))
+    subscriber.close()
     assert threads() == before
 
 
