@@ -50,6 +50,8 @@ class OutputFile:
         """
         path = Path(self.path)
         try:
+            with suppress(FileNotFoundError):
+                path.stat()  # raises for a loop of links, which `exists` calls missing
             if not path.exists():
                 beside = _beside(path.resolve())
                 beside.open("xb").close()
@@ -59,7 +61,7 @@ class OutputFile:
             elif path.is_file():
                 with path.open("rb+") as there:
                     self._check_there(there, inputs)
-        except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"{self.flag}: cannot write {self.path!r}: {reason}") from error
 
