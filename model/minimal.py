@@ -4,8 +4,8 @@ Continuous batching, chunked prefill, prefix caching, preemption and speculative
 come, first served. kvcore decides where keys and values are stored, a backend computes attention
 over the blocks, Transformers provides the rest of the network. Greedy output equals `generate` of
 Transformers. Read it from `Engine.step` outwards; "Full version" names the counterpart in the full
-engine, which adds what is left out here: sliding windows, soft caps and attention sinks (refused),
-asynchronous scheduling, priorities, CUDA graphs, stop strings and streams.
+engine, which adds what is left out here: windows, chunked attention, soft caps and sinks (refused),
+asynchronous scheduling, priorities, CUDA graphs, stop tokens and strings, streams.
 """
 
 import argparse
@@ -128,6 +128,8 @@ class Engine:
         num_draft_tokens: int = 0,  # per request and step; 0: no speculative decoding
     ) -> None:
         self.model, self.backend, config = model, backend, model.config
+        if {*(getattr(config, "layer_types", None) or ["full_attention"])} != {"full_attention"}:
+            raise UnsupportedModelError("layer_types: wanted full ones, use python -m model.run")
         nn.Module.to(model, backend.device)
         model.set_attn_implementation("kvcore_minimal")
         self.kv = kvcore.KVCacheManager(num_blocks, block_size)

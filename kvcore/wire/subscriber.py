@@ -251,12 +251,12 @@ class _Link:
         self.heard_at = self._asked_at = self._live_at = time.monotonic()
         self.was_heard = False
         self._num_connected = 0
-        self._listen()
         self._asked: zmq.Socket[bytes] | None = None
         self._num_asked = 0
-        if source.replay is not None:
+        if source.replay is not None:  # first: nothing else is open yet where that raises
             with self._socket(zmq.DEALER) as asking:
                 _connect(asking, "replay", source.replay)
+        self._listen()
 
     def join(self, poller: zmq.Poller) -> None:
         """Begin to listen, and ask what there is."""

@@ -50,6 +50,8 @@ class OutputFile:
         """
         path = Path(self.path)
         try:
+            with suppress(FileNotFoundError):
+                path.stat()  # raises for a loop of links, which `exists` calls missing
             if not path.exists():
                 beside = _beside(path.resolve())
                 beside.open("xb").close()

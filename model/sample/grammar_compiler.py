@@ -102,6 +102,8 @@ class GrammarCompiler:
                 known = self._known[grammar] = self._begin(grammar)
                 if len(self._known) > _MOST_COMPILED:
                     del self._known[next(iter(self._known))]
+            elif known.done() and (refusal := known.exception()) is not None:
+                refusal.__traceback__ = None  # each request that it is raised for adds its frames
             return known
 
     def trim(self) -> None:

@@ -106,7 +106,6 @@ class EventForm:
         self._begin = f'data: {event}, "choices":['
         self._includes_usage = body.includes_usage
         self._repeats_usage = body.repeats_usage
-        self._plain_end = "]" + (',"usage":null' if body.includes_usage else "") + "}\n\n"
         self._num_told: dict[int, int] = {}  # tokens of each sample so far
 
     def end(self, stream: TokenStream) -> str:

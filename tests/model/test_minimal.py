@@ -21,6 +21,8 @@ from model.tiny import CHECKPOINT_DIR
 from tests.model.networks import build, greedy_and_margin
 from tests.model.prompts import NUM_TOKENS, prompts
 from tests.model.reference import ReferenceBackend
+from tests.model.tiny_configs import make_config
+from tests.model.walk import build_network
 
 SEED = 25
 SOURCE = Path(minimal.__file__).read_text(encoding="utf-8")
@@ -177,10 +179,11 @@ def test_a_request_that_could_never_run_is_refused(prompt, max_tokens):
     assert not engine.waiting
 
 
-def test_a_model_with_a_sliding_window_is_refused():
-    engine = minimal.Engine(build("gemma2").network, ReferenceBackend(), block_size=4)
+@pytest.mark.parametrize("name", ["MistralConfig", "Gemma2Config", "Llama4TextConfig"])
+def test_a_model_with_a_window_or_chunks_is_refused(name):
+    network = build_network(make_config(name, ""), 0).network
     with pytest.raises(UnsupportedModelError, match=r"python -m model\.run"):
-        run(engine)
+        run(minimal.Engine(network, ReferenceBackend(), block_size=4))
 
 
 def test_it_continues_a_prompt_of_the_command_line(monkeypatch, capsys):

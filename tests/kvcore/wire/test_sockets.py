@@ -451,6 +451,15 @@ def test_an_address_that_is_none_is_an_error(endpoint):
     assert threads() == before
 
 
+def test_a_subscriber_that_was_told_of_a_replay_address_that_is_none_still_closes():
+    before = threads()
+    subscriber = wire.Subscriber({})
+    with pytest.raises(wire.EndpointError, match="replay: wanted"):
+        subscriber.add("a", wire.Source("tcp://127.0.0.1:9", "5557"))
+    subscriber.close()
+    assert threads() == before
+
+
 @pytest.mark.parametrize(
     "options", [{"rank": -1}, {"rank": "0"}, {"first_sequence": 0}, {"replay_bytes": -1}]
 )

@@ -93,8 +93,10 @@ def test_what_cannot_be_written_is_told_at_once(path, tmp_path):
         (tmp_path / "no" / "file", "No such file"),
         (tmp_path / ("x" * 300), "File name too long"),
         ("a\0b", "null byte"),
+        (tmp_path / "loop", "symbolic links"),
     ]
+    (tmp_path / "loop").symlink_to("loop")
     for where, reason in cases:
         with pytest.raises(UsageError, match=f"--trace: cannot write .*: .*{reason}"):
             output(where).check([])
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [tmp_path / "loop"]

@@ -1,6 +1,7 @@
 """How replicas are started and what is told where they are not; Ray is played."""
 
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -70,13 +71,17 @@ def session(played):
     sys.modules.pop("model.cluster.app", None)
     made = played("model.cluster.session", {**RAY, "model.cluster.replica": ["REFUSED"]})
     made.REFUSED = "refused: "
-    return made
+    before = {number: signal.getsignal(number) for number in made._SIGNALS}
+    yield made
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
 def ray(session, monkeypatch):
     for name in ("RAY_worker_niceness", "RAY_USAGE_STATS_ENABLED"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # so that it is undone also where it was not there
+        monkeypatch.delenv(name)
     return Ray(session, monkeypatch)
 
 

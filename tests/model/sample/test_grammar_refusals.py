@@ -67,6 +67,15 @@ def test_a_grammar_that_no_text_follows_or_that_is_too_large_is_refused(untouche
     assert not untouched.has_unfinished
 
 
+def test_a_refusal_that_is_raised_again_and_again_does_not_grow(untouched):
+    grammar, lengths = Grammar("lark", "start: start"), []
+    for _ in range(4):
+        with pytest.raises(InvalidArgumentError) as error:
+            untouched.add_request(PROMPT, greedy(2, grammar=grammar))
+        lengths.append(len(error.traceback))
+    assert len(set(lengths[1:])) == 1
+
+
 def test_a_grammar_that_takes_hours_and_all_memory_to_compile_is_refused(monkeypatch):
     monkeypatch.setattr(grammar_compiler, "_TRIAL_CPU_S", 1)
     grammar = Grammar.json_schema({"allOf": PATTERNS})
