@@ -8,7 +8,7 @@ Decides: how a network runs. Kernels are compiled in any case. Then, unless it i
 
 | | on a GPU | on a CPU |
 |---|---|---|
-| its operations without its modules (`traced_network.py`) | always | if asked for, and it is small |
+| its operations without its modules (`traced_network.py`) | always | if asked for and small |
 | in compiled pieces (`piecewise.py`) | where asked for | never |
 | steps as CUDA graphs (`cuda_graphs.py`), up to some thousand tokens | always | never |
 
