@@ -22,8 +22,8 @@ LARGEST = tl.constexpr(8.3)  # tanh differs from 1 by 1e-7 from here on
 
 @device_function
 def tanh(x: tl.tensor) -> tl.tensor:
-    """Hyperbolic tangent of float32, within 5e-7 of the value."""
-    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    """Hyperbolic tangent of float32, within 5e-7 of the value; of NaN it is NaN."""
+    x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     y = x * x
     above = 0.12899062037467957 + y * (0.002922477200627327 + y * 1.112101563194301e-05)
     above = 0.9999998211860657 + y * above

@@ -61,6 +61,14 @@ def triton(monkeypatch):
     return backends.get_backend("triton")
 
 
+@pytest.mark.parametrize("seqs", [((1, 700), (1, 33)), ((300, 700), (40, 40))])
+def test_a_soft_cap_hides_no_nan(triton, seqs):
+    inputs = build(LONG.with_(seqs=seqs, soft_cap=5.0), triton.device)
+    inputs.query.fill_(torch.nan)
+    out = triton.paged_attention(inputs.query, inputs.cache, inputs.batch, inputs.terms)
+    assert out[: sum(count for count, _ in seqs)].isnan().all()
+
+
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_decode_is_right_for_every_kind_of_cache_and_plan(triton, case):
