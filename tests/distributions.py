@@ -28,17 +28,25 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 DISTRIBUTIONS = PROJECT["tool"]["kvcore"]["distributions"]
 SHARED = ("requires-python", "license", "authors", "classifiers", "keywords")
 
+INSTALL = """
+from transformers import AutoModelForCausalLM
+from kvcore.adapters.transformers import install
+from model.tiny import CHECKPOINT_DIR
+install(AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR), backend="numba")
+"""
+
 # What a user does first with each of them; it has to succeed outside of a checkout.
 TRIALS = {
     "kvcore": (
-        ["-c", "import kvcore; kv = kvcore.KVCacheManager(num_blocks=8); kv.open([1, 2, 3])"],
+        ["-c", "import kvcore; kvcore.KVCacheManager(num_blocks=8, block_size=4).open([1, 2])"],
         ["-m", "kvcore.bench", "--quick", "--workload", "W1"],
     ),
     "kvcore-kernels": (["-m", "backends.conformance", "numba", "--quick"],),
     "kvcore-engine": (
         ["-m", "model.run", "--prompt", "A tuple is", "--max-tokens", "8", "--verify"],
         ["-m", "model.minimal", "A tuple is"],
-        ["-c", "from model import Engine, LLM; print(Engine, LLM)"],
+        ["-c", "from model import Engine, LLM"],
+        ["-c", INSTALL],
     ),
 }
 
