@@ -246,6 +246,14 @@ def test_a_certificate_makes_it_https(make_engine, tmp_path):
             httpx.get(f"{plain}/health")
 
 
+def test_a_full_disk_costs_lines_of_the_access_log_and_one_warning(capsys):
+    with _access_log(parse_args(["--access-log", "/dev/full"])) as write:
+        for _ in range(3):
+            write("{}")
+    said = capsys.readouterr().err
+    assert said.count("--access-log: cannot write '/dev/full', lines are lost: No space") == 1
+
+
 def test_an_access_log_is_continued_and_no_other_file_is(guarded, client, tmp_path):
     client.get("/health")
     guarded.wait_for(lambda: guarded.lines)
