@@ -193,7 +193,7 @@ def test_a_process_answers_while_it_loads_drains_at_sigterm_and_says_when_a_port
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == f"error: --host 127.0.0.1 --port {port}: Address already in use\n"
     process = subprocess.Popen(
-        [*command, "0", "--num-blocks", "300", "--drain-timeout-s", "60"],
+        [*command, "0", "--num-blocks", "300", "--drain-timeout-s", "600"],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
