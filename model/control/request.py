@@ -212,7 +212,7 @@ class Request:
     @property
     def is_expecting(self) -> bool:
         """Whether its last token was drawn and has not been read. O(1)."""
-        return self._is_owed if self.sequence is None else self.sequence.num_untold_tokens > 0
+        return self._is_owed if self.sequence is None else self.sequence.num_unknown_tokens > 0
 
     @property
     def num_computed_tokens(self) -> int:
@@ -282,7 +282,7 @@ class Request:
         sequence = self.running_sequence
         self._leave(Status.RUNNING, to=Status.PREEMPTED)
         self.num_preemptions += 1
-        self._is_owed = sequence.num_untold_tokens > 0
+        self._is_owed = sequence.num_unknown_tokens > 0
         self._take_from(sequence)
         return sequence
 

@@ -278,7 +278,7 @@ class Scheduler(StepPlanner):
             else:
                 running.append(request.sequence)
                 told.append(token)
-        self._kv.tell_step(running, told)
+        self._kv.resolve_step(running, told)
         if self._drafts:
             self._follow(expecting, further)
             self._drafts = {}
@@ -310,7 +310,7 @@ class Scheduler(StepPlanner):
             computed,
             None,
             num_joining=None if all(samples) else [int(one) for one in samples],
-            room=[0] * len(chunks),
+            num_reserved=[0] * len(chunks),
         )
 
     def _follow(self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]) -> None:
@@ -321,7 +321,9 @@ class Scheduler(StepPlanner):
             if sequence is None or not drafts:
                 continue
             if more:
-                self._kv.step([sequence], [len(more)], more, num_joining=[len(more)], room=[0])
+                self._kv.step(
+                    [sequence], [len(more)], more, num_joining=[len(more)], num_reserved=[0]
+                )
                 self.stats.num_accepted_tokens += len(more)
             self._kv.truncate(sequence, sequence.num_tokens)  # room that was for the others
 

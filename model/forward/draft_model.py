@@ -257,7 +257,7 @@ class DraftModel:
             [chunk.num_tokens for chunk in chunks],
             None,
             num_joining=[int(chunk.samples) for chunk in chunks],
-            room=[0] * len(chunks),
+            num_reserved=[0] * len(chunks),
         )
         while sampling := tuple([own for own, most in asking if most > len(flights)]):
             if len(flights) > 1:  # of three passes the first is done: its buffers are free
@@ -286,7 +286,7 @@ class DraftModel:
                 self._kv.reset()  # they may be in what it has computed
                 self._followers[number] = None
                 continue
-            self._kv.tell(follower.own.running_sequence, tokens)
+            self._kv.resolve(follower.own.running_sequence, tokens)
             follower.num_drafts = len(tokens)
             drafts[number] = tokens
         return drafts

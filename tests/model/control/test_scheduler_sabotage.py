@@ -262,7 +262,7 @@ class KeepsTheTokenForOneThatHasAll(Scheduler):
 class HandsOutWhatStandsIn(Scheduler):
     def finish(self, request, reason):
         if request.sequence is not None and request.is_expecting:
-            self._kv.tell(request.sequence, [0])
+            self._kv.resolve(request.sequence, [0])
         return super().finish(request, reason)
 
 
@@ -278,7 +278,7 @@ class TellsWhatNobodyHasRead(Scheduler):
     def _commit(self, chunks):
         super()._commit(chunks)
         for sequence in [c.request.running_sequence for c in chunks if c.request.is_expecting]:
-            self._kv.tell(sequence, [0])
+            self._kv.resolve(sequence, [0])
 
 
 class TellsInAnotherOrder(Scheduler):
