@@ -34,11 +34,10 @@ from model.control.submission import Prompt, Submission
 from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
 from model.forward.draft_model import DraftModel
 from model.forward.network import PagedNetwork
-from model.forward.prepare import prepare_network
-from model.forward.profile import free_bytes
 from model.forward.quantised import quantise
 from model.forward.sanitized import SanitizedBackend
-from model.forward.step_runner import Flight, StepPasses
+from model.forward.step_runner import Flight, StepRunner
+from model.forward.warm_up import free_bytes, prepare_network
 from model.load.loader import LoadedModel
 from model.load.text import TextStream
 from model.output import Completion, Output
@@ -117,7 +116,7 @@ class Engine:
             self.config, model.network, self.network.layout, self.memory
         )
         if model.ranks is not None:
-            self.num_host_blocks = model.ranks.least(self.num_host_blocks)
+            self.num_host_blocks = model.ranks.all_reduce_min(self.num_host_blocks)
         by_default = backend.device.type == "cuda" and not self.config.guesses
         is_asked = self.config.async_scheduling
         self._is_late = by_default if is_asked is None else is_asked
@@ -130,7 +129,7 @@ class Engine:
         self._sampler = RequestSampler(
             self.vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
         )
-        self._passes: StepPasses = StepPasses(
+        self._passes: StepRunner = StepRunner(
             self.network,
             self._mover,
             self._sampler,
@@ -616,7 +615,7 @@ def _allocate(
         beside=None if ahead is None else ahead.layout,
     )
     if model.ranks is not None:
-        plan = plan.limited(model.ranks.least(plan.num_blocks))
+        plan = plan.limited(model.ranks.all_reduce_min(plan.num_blocks))
     for each in networks:
         each.allocate(plan.num_blocks, config.block_size)
     return plan

@@ -199,7 +199,7 @@ def _follow(model: LoadedModel, engine: TwinEngine) -> int:
             for index, request in enumerate(requests):
                 find_mismatch(model, index, request)
             if model.ranks is not None:
-                model.ranks.let_go()
+                model.ranks.disarm()
     return 0
 
 
@@ -299,7 +299,7 @@ def _verified(
     """Compare with the dense network, as long as nobody asks for an end; None: somebody did."""
     mismatches = _compared(model, requests, asked)
     if model.ranks is not None:
-        model.ranks.let_go()
+        model.ranks.disarm()
     if mismatches is None:
         return None
     total = sum(request.num_output_tokens for request in requests)

@@ -23,7 +23,7 @@ from model.cli.options import ModelOptions
 from model.control.config import EngineConfig
 from model.engine import Engine
 from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError
-from model.forward.begin import is_small
+from model.forward.warm_up import is_small
 from model.load.loader import LoadedModel, load_model, with_draft
 from model.ranks.ranks import Ranks, join_ranks
 from model.twins import TwinEngine, engine_of
@@ -91,7 +91,7 @@ def start(
     ranks = None
     if num_ranks is not None:
         ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
-    with nullcontext() if ranks is None else ranks.noticing(or_fail=True):
+    with nullcontext() if ranks is None else ranks.detecting_loss(or_fail=True):
         backend = backends.get_backend(backend_name)
         if dtype_name == "auto":
             is_half = backend.device.type == "cuda" and not is_exact

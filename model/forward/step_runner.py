@@ -22,10 +22,10 @@ from model.attention.batch import BatchBuilder, StepTensors, chosen_ids
 from model.caches.swap import BlockMover
 from model.control.request import Request
 from model.control.step import Step
-from model.forward.cuda_graphs import Passed, StepGraphs
+from model.forward.cuda_graphs import CudaGraphs, Passed
 from model.forward.network import PagedNetwork
-from model.forward.prepare import Prepared
 from model.forward.sanitized import SanitizedBackend
+from model.forward.warm_up import Prepared
 from model.sample.request_sampler import Chance, Drawn, RequestSampler
 from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
@@ -90,7 +90,7 @@ def _places(
     return [0] * len(sampling) + behind
 
 
-class StepPasses:
+class StepRunner:
     """Sends steps to the device of one network.
 
     Args:
@@ -131,7 +131,7 @@ class StepPasses:
         if drawn is None:
             drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
         self._drawn = drawn
-        self._graphs: StepGraphs | None = None
+        self._graphs: CudaGraphs | None = None
 
     @property
     def drawn(self) -> Tensor:

@@ -25,13 +25,13 @@ class Tape:
         self.places = dict.fromkeys(self.said, 0)
         self.has_let_go = False
 
-    def least(self, number):
+    def all_reduce_min(self, number):
         return number
 
-    def let_go(self):
+    def disarm(self):
         self.has_let_go = True
 
-    def noticing(self, *, or_fail=False):
+    def detecting_loss(self, *, or_fail=False):
         return contextlib.nullcontext()
 
     def next(self, kind, mine):
@@ -42,13 +42,13 @@ class Tape:
         self.places[kind] += 1
         return pickle.loads(self.said[kind][self.places[kind] - 1])  # noqa: S301  # our own
 
-    def told(self, message=None):
+    def broadcast(self, message=None):
         return self.next("told", message)
 
-    def shared(self, tensor):
+    def broadcast_tensor(self, tensor):
         return self.next("shared", tensor.clone())
 
-    def all_of(self, content):
+    def all_gather(self, content):
         return [self.next("all_of", content), content]
 
 
@@ -115,7 +115,7 @@ def test_what_is_said_is_said_once_with_the_tokens_of_the_prompt():
     engine.step()
     engine.abort(request)
     engine.empty_cache(enable_caching=False)
-    engine.step() if engine.has_unfinished else engine._ranks.told(engine._said)
+    engine.step() if engine.has_unfinished else engine._ranks.broadcast(engine._said)
     said = [*map(pickle.loads, tape.said["told"])]
     assert said[0][0].prompt == list(request.tokens[: request.num_prompt_tokens])
     assert said[1:] == [None, [_Aborted(request.request_id), _Emptied(enable_caching=False)]]
