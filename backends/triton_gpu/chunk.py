@@ -23,13 +23,13 @@ from backends.triton_gpu.softmax import add_tile, is_visible, is_within, load_en
 @device_function
 def walk_chunk(
     q: tl.tensor, k_cache: tl.tensor, v_cache: tl.tensor, table: tl.tensor,
-    begin: tl.tensor, end: tl.tensor, seen: tl.tensor, limit: tl.tensor, window: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, seen: tl.tensor, last: tl.tensor, window: tl.tensor,
     scale: tl.tensor, soft_cap: tl.tensor,
     LAYER: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr, MANY: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Each row's highest logit (base 2), total weight, and weighted sum of values.
 
-    A row sees the keys begin .. end - 1, none before `seen`; if MANY those before its `limit`.
+    A row sees the keys begin .. end - 1, none before `seen`; if MANY those up to its `last`.
     """
     TILE: tl.constexpr = WARPS * 16
     WIDTH: tl.constexpr = LAYER.width
@@ -59,7 +59,7 @@ def walk_chunk(
             v_at = v_at + (lane * LAYER.v_strides[1])[None, None, :]
         key = tile_start + tl.arange(0, WARPS)[:, None, None] * 16 + lane[None, :, None]
         if MANY:
-            live = is_visible(key, limit[None, None, :], window, SKIPS)
+            live = is_visible(key, last[None, None, :], window, SKIPS)
         else:
             live = is_within(key, seen, end, SKIPS)
         column_key = tile_start + tl.arange(0, WARPS)[:, None, None] * 16 + lane[None, None, :]

@@ -148,7 +148,7 @@ def _attend_chunk(
     highest, total, sums = walk_chunk(
         q, k_cache + kv_head * LAYER.k_strides[2], v_cache + kv_head * LAYER.v_strides[2],
         tables + s.to(tl.int64) * table_stride, begin, end, seen,
-        length - query_len + 1 + token, window, scale, soft_cap,
+        length - query_len + token, window, scale, soft_cap,
         LAYER, FORM.warps, FORM.rows, FORM.many,
     )  # fmt: skip
     if LAYER.v_scale >= 0:

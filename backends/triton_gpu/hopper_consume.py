@@ -64,12 +64,12 @@ def _reciprocal(x: gl.tensor) -> gl.tensor:
 
 @gluon_function
 def _soften(
-    logits: gl.tensor, highest: gl.tensor, total: gl.tensor, limit: gl.tensor, scale: gl.tensor,
+    logits: gl.tensor, highest: gl.tensor, total: gl.tensor, last: gl.tensor, scale: gl.tensor,
     given: gl.tensor, FORM: gl.constexpr, MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """(weights, highest logits in base 2, totals, what earlier sums are multiplied by).
 
-    A row sees the columns before its `limit`; over an e4m3 cache it has a `scale` of its own.
+    A row sees the columns up to its `last`; over an e4m3 cache it has a `scale` of its own.
     """
     factor = scale * LOG2E
     if FORM.has_cap:
@@ -80,7 +80,7 @@ def _soften(
         factor = given.soft_cap * LOG2E
     if MASKED:
         column = gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))[None, :]
-        visible = is_visible(column, limit[:, None], given.window, FORM.has_window)
+        visible = is_visible(column, last[:, None], given.window, FORM.has_window)
         logits = gl.where(visible, logits, float("-inf"))
     return add_tile(logits, highest, total, 1, factor)
 
@@ -181,26 +181,26 @@ def _divide_rows(rows: gl.tensor, slot: gl.tensor, scale: gl.tensor) -> gl.tenso
 @gluon_function
 def _walk(
     state: gl.tensor, rows: gl.tensor, slot: gl.tensor, rings: gl.tensor, j: gl.tensor,
-    limit: gl.tensor, steps: gl.tensor, scale: gl.tensor, given: gl.tensor,
+    last: gl.tensor, steps: gl.tensor, scale: gl.tensor, given: gl.tensor,
     FORM: gl.constexpr, MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Take so many more tiles, downwards: (state, j, limit).
+    """Take so many more tiles, downwards: (state, j, last).
 
     Each step is the softmax of tile j while the values of tile j - 1 are multiplied. The values of
     tile j - 1 have landed; those of tile j have at the end of the step. A row sees the columns of
-    the tile before the first step that come before `limit`.
+    the tile before the first step up to `last`.
     """
     k, v = rings.k, rings.v
     DEPTH: gl.constexpr = v.tiles.shape[0]
     nothing = gl.num_programs(1) - 1  # 0, which the compiler does not know
     for _ in range(steps):
-        limit += k.tiles.shape[1]
+        last += k.tiles.shape[1]
         logits = _multiply_keys(rows, slot + j * nothing, k, j, there=True)
         sums, extra = _multiply_values(state, v, j - 1)
         logits, sums, extra = _wait_for_logits(logits, sums, extra, v)
         mbarrier.arrive(k.empty.index(j % k.tiles.shape[0]), count=1)
         weights, highest, total, rescale = _soften(
-            logits, state.highest, state.total, limit, scale, given, FORM, MASKED
+            logits, state.highest, state.total, last, scale, given, FORM, MASKED
         )
         mbarrier.wait(v.full.index(j % DEPTH), j // DEPTH & 1)
         sums, extra = _wait(sums, extra, v)
@@ -211,7 +211,7 @@ def _walk(
             extra = extra * rescale[:, None]
         state = State(weights, sums, extra, highest, total)
         j += 1
-    return state, j, limit
+    return state, j, last
 
 
 @gluon_function
@@ -231,9 +231,9 @@ def _attend_item(
     ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
     begin, end, whole_begin, whole_end = find_span(item, given.window, FORM)
     token = GROUP_ID * (FORM.tokens // GROUPS) + gl.arange(0, HALF, ROW) // FORM.pack
-    limit = item.position + token - ((end - 1) * TILE - 1)
+    last = item.position + token - (end - 1) * TILE
     weights, highest, total, _ = _soften(
-        logits, highest, total, limit, scale, given, FORM, MASKED=True
+        logits, highest, total, last, scale, given, FORM, MASKED=True
     )
     sums = gl.full([HALF, WIDTH], 0.0, gl.float32, SUMS)
     extra = total
@@ -244,16 +244,16 @@ def _attend_item(
     state = State(weights, sums, extra, highest, total)
     mbarrier.wait(v.full.index(j % DEPTH), j // DEPTH & 1)
     j += 1
-    state, j, limit = _walk(
-        state, rows, slot, rings, j, limit, end - 1 - whole_end, scale, given, FORM, MASKED=True
+    state, j, last = _walk(
+        state, rows, slot, rings, j, last, end - 1 - whole_end, scale, given, FORM, MASKED=True
     )
-    state, j, limit = _walk(
-        state, rows, slot, rings, j, limit, whole_end - whole_begin, scale, given, FORM,
+    state, j, last = _walk(
+        state, rows, slot, rings, j, last, whole_end - whole_begin, scale, given, FORM,
         MASKED=False,
     )  # fmt: skip
     if FORM.has_window:
-        state, j, limit = _walk(
-            state, rows, slot, rings, j, limit, whole_begin - begin, scale, given, FORM,
+        state, j, last = _walk(
+            state, rows, slot, rings, j, last, whole_begin - begin, scale, given, FORM,
             MASKED=True,
         )  # fmt: skip
     return state, j

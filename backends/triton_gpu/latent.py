@@ -62,12 +62,12 @@ PROGRAMS_A_MULTIPROCESSOR = 1
 @device_function
 def _walk(
     q: tl.tensor, q_rest: tl.tensor, cache: tl.tensor, table: tl.tensor,
-    begin: tl.tensor, end: tl.tensor, limit: tl.tensor, window: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, last: tl.tensor, window: tl.tensor,
     scale: tl.tensor, soft_cap: tl.tensor, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Each row's highest logit (base 2), total weight, and weighted sum of values [WIDTH, ROWS].
 
-    A row sees the keys begin .. end - 1 that are before its `limit`, and within its window.
+    A row sees the keys begin .. end - 1 that come up to its `last`, and within its window.
     """
     LAYER: tl.constexpr = FORM.layer
     BLOCK_SIZE: tl.constexpr = LAYER.block_size
@@ -106,7 +106,7 @@ def _walk(
                 c_rest = widen(c_rest, LAYER.native).to(q.dtype)
             logits = tl.dot(c_rest, q_rest, logits, input_precision="ieee")
         logits = base2_logits(logits, scale, soft_cap, LAYER.has_cap)
-        visible = is_visible(key[:, None], limit[None, :], window, LAYER.has_window)
+        visible = is_visible(key[:, None], last[None, :], window, LAYER.has_window)
         logits = tl.where(inside[:, None] & visible, logits, float("-inf"))
         p, highest, total, rescale = add_tile(logits, highest, total, 0)
         sums = sums * rescale[None, :]
@@ -118,7 +118,7 @@ def _walk(
 def _attend_rows(
     query: tl.tensor, q_at: tl.tensor, cache: tl.tensor, table: tl.tensor, sinks: tl.tensor,
     scales: tl.tensor, head: tl.tensor, live: tl.tensor, has_sink: tl.tensor,
-    begin: tl.tensor, end: tl.tensor, limit: tl.tensor, window: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, last: tl.tensor, window: tl.tensor,
     scale: tl.tensor, soft_cap: tl.tensor, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Results of the rows [WIDTH, ROWS], and the logarithms (base 2) of their weights."""
@@ -139,7 +139,7 @@ def _attend_rows(
         each = tl.load(scales)
         scale *= each
     highest, total, sums = _walk(
-        q, q_rest, cache, table, begin, end, limit, window, scale, soft_cap, FORM
+        q, q_rest, cache, table, begin, end, last, window, scale, soft_cap, FORM
     )
     if LAYER.k_scale >= 0:
         sums *= each
@@ -200,7 +200,7 @@ def _attend_part(
     result, lse = _attend_rows(
         query, (start + token).to(tl.int64) * q_stride + head * LAYER.q_head, cache,
         tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, live & (split == 0),
-        tl.maximum(begin, seen), end, length - query_len + 1 + token, window, scale, soft_cap, FORM,
+        tl.maximum(begin, seen), end, length - query_len + token, window, scale, soft_cap, FORM,
     )  # fmt: skip
     dim = tl.arange(0, LAYER.width)[:, None]
     mask = live[None, :] & (dim < LAYER.head_dim)
@@ -256,7 +256,7 @@ def _attend_tile(
     result, _ = _attend_rows(
         query, (start + token).to(tl.int64) * q_stride + head * LAYER.q_head, cache,
         tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, live,
-        seen, first + tl.minimum(token_start + FORM.tokens, query_len), first + token + 1, window,
+        seen, first + tl.minimum(token_start + FORM.tokens, query_len), first + token, window,
         scale, soft_cap, FORM,
     )  # fmt: skip
     dim = tl.arange(0, LAYER.width)[:, None]

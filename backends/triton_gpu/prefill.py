@@ -94,7 +94,7 @@ def _walk_keys(
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
         logits, factor = split_logits(logits, scale, soft_cap, LAYER.has_cap, FORM.negative)
         if MASKED:
-            visible = is_visible(key[None, :], position[:, None] + 1, window, LAYER.has_window)
+            visible = is_visible(key[None, :], position[:, None], window, LAYER.has_window)
             logits = tl.where(live[None, :] & visible, logits, float("-inf"))
         p, highest, total, rescale = add_tile(logits, highest, total, 1, factor)
         sums = sums * rescale[:, None]

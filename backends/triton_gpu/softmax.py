@@ -66,12 +66,12 @@ def add_sink(
 
 @device_function
 def is_visible(
-    key: tl.tensor, limit: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr
+    key: tl.tensor, last: tl.tensor, window: tl.tensor, HAS_WINDOW: tl.constexpr
 ) -> tl.tensor:
-    """Whether a row sees a key: it sees those before its `limit`, or the last `window` of them."""
-    visible = key < limit
+    """Whether a row sees a key: it sees those up to its `last`, or `window` of them."""
+    visible = key <= last
     if HAS_WINDOW:
-        visible = visible & (key >= limit - window)
+        visible = visible & (key > last - window)
     return visible
 
 
