@@ -13,8 +13,6 @@ When it pays: it costs a launch more and a merge of every row, and saves reading
 sequence; see `pays`.
 """
 
-# ruff: noqa: N803 - compile-time values are upper case, as everywhere in Triton
-
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch, SharedPrefix
-from backends.triton_gpu.e4m3 import widen
+from backends.triton_gpu.e4m3 import load_scale, widen
 from backends.triton_gpu.launch import launcher
 from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, ceil_div, device_function
@@ -130,15 +128,13 @@ def _attend_prefix(
     q = tl.load(query + at[:, None] + dim[None, :], mask=mask, other=0.0)
     if LAYER.e4m3:
         q = q.to(tl.float16)
-    if LAYER.k_scale >= 0:
-        scale *= tl.load(k_scale + kv_head * LAYER.k_scale)
+    scale *= load_scale(k_scale, kv_head, LAYER.k_scale)
     begin = tl.program_id(1) * chunk
     highest, total, sums = _walk_prefix(
         q, k_cache + kv_head * LAYER.k_strides[2], v_cache + kv_head * LAYER.v_strides[2], table,
         begin, tl.minimum(begin + chunk, tokens), scale, soft_cap, FORM,
     )  # fmt: skip
-    if LAYER.v_scale >= 0:
-        sums *= tl.load(v_scale + kv_head * LAYER.v_scale)
+    sums *= load_scale(v_scale, kv_head, LAYER.v_scale)
     index = (tl.program_id(1) * sharing + s - first_seq) * LAYER.num_heads + head
     tl.store(partial + index[:, None] * HEAD_DIM + dim[None, :], sums / total[:, None], mask=mask)
     ROW: tl.constexpr = LAYER.num_heads * HEAD_DIM

@@ -10,8 +10,6 @@ of several query tokens (MANY) see keys up to a limit of their own. Only `block_
 int64.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 import triton.language as tl
 
 from backends.triton_gpu.e4m3 import widen
@@ -64,7 +62,7 @@ def walk_chunk(
             live = is_within(key, seen, end, SKIPS)
         column_key = tile_start + tl.arange(0, WARPS)[:, None, None] * 16 + lane[None, None, :]
         column_live = is_within(column_key, seen, end, SKIPS)
-        if WIDTH == LAYER.head_dim:
+        if LAYER.head_dim == WIDTH:
             k = tl.load(k_cache + k_at + dim)
             v = tl.load(v_cache + v_at + across, mask=column_live, other=0.0)
         else:

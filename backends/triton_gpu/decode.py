@@ -20,8 +20,6 @@ Error: at most what `backends.oracle` allows. Deterministic for given lengths, a
 batch-invariant plan for a given sequence; blocks may lie in any order.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 import math
 from dataclasses import dataclass
 
@@ -34,6 +32,7 @@ from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import merge as merging
 from backends.triton_gpu.cascade import NOBODY, Shared, load_shared
 from backends.triton_gpu.chunk import walk_chunk
+from backends.triton_gpu.e4m3 import load_scale
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
@@ -143,16 +142,14 @@ def _attend_chunk(
     q = tl.load(query + (q_at + q_row[:, None] + dim[None, :]), mask=mask, other=0.0)
     if LAYER.e4m3:
         q = q.to(tl.float16)
-    if LAYER.k_scale >= 0:
-        scale *= tl.load(k_scale + kv_head * LAYER.k_scale)
+    scale *= load_scale(k_scale, kv_head, LAYER.k_scale)
     highest, total, sums = walk_chunk(
         q, k_cache + kv_head * LAYER.k_strides[2], v_cache + kv_head * LAYER.v_strides[2],
         tables + s.to(tl.int64) * table_stride, begin, end, seen,
         length - query_len + token, window, scale, soft_cap,
         LAYER, FORM.warps, FORM.rows, FORM.many,
     )  # fmt: skip
-    if LAYER.v_scale >= 0:
-        sums *= tl.load(v_scale + kv_head * LAYER.v_scale)
+    sums *= load_scale(v_scale, kv_head, LAYER.v_scale)
     if LAYER.has_sinks:  # in the first part alone
         sink = load_sinks(sinks, head, live & (split == 0))
         highest, total, rescale = add_sink(sink, highest, total)

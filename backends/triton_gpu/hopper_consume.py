@@ -30,8 +30,6 @@ Four things here are as they are for the assembler's sake:
 `tests/backends/compile_offline.py` checks the first, the second and the last.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,

@@ -20,8 +20,6 @@ steps, as a round of all programs takes as long as its longest item.
 A list of work (`prefill_order`) names the tiles; a batch of one sequence does without. Gluon.
 """
 
-# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
-
 from typing import TYPE_CHECKING, NamedTuple
 
 from triton.experimental import gluon
@@ -191,8 +189,7 @@ def _turn(n: gl.tensor) -> gl.tensor:
 
 @gluon_function
 def read_item(n: gl.tensor, work: gl.tensor, given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
-    """This program's n-th item, or any where there are no more; read one ahead, it takes a while.
-    """
+    """This program's n-th item, or any where there are no more; a while before it is needed."""
     n = gl.maximum(gl.minimum(n, work.items - 1), 0)
     item = n * gl.num_programs(0) + _turn(n)
     rank = item // FORM.slices

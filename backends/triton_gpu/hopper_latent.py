@@ -15,8 +15,6 @@ Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row
 cut. Error and order as in `latent`.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -11,8 +11,6 @@ writes zeros over their values, and over all that stood in for others, before it
 is one tile or two in a sequence and head, however long the sequence.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 

@@ -9,8 +9,6 @@ what it has: a program's groups add 1, the first one what makes all of them toge
 until the sign has changed.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 from triton.experimental.gluon import language as gl
 
 from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function, read_item

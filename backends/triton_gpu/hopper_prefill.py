@@ -23,8 +23,6 @@ probabilities are rounded to the cache's dtype before they meet V. Error: at mos
 FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 from dataclasses import dataclass
 
 import torch
@@ -172,14 +170,14 @@ def _attend(
             (consume, (given, rows, rings, FORM, 1)),
             (widen_values, (given, rings, land, FORM)),
             (load_tiles, (descs, given, tables, table_stride, rows, rings, land, FORM)),
-        ], [4, SHAPE.wideners, 1], [SHAPE.registers[0], SHAPE.registers[1], SHAPE.registers[1]])  # fmt: skip
+        ], [4, SHAPE.wideners, 1], SHAPE.registers)  # fmt: skip
     else:
         rows, rings, land = _allocate(descs, FORM)
         gl.warp_specialize([
             (consume, (given, rows, rings, FORM, 0)),
             (consume, (given, rows, rings, FORM, 1)),
             (load_tiles, (descs, given, tables, table_stride, rows, rings, land, FORM)),
-        ], [4, 1], [SHAPE.registers[0], SHAPE.registers[1]])  # fmt: skip
+        ], [4, 1], SHAPE.registers)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +202,10 @@ class Shape:
     """Warps that widen them."""
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of any other; warps have them in fours."""
-        return REGISTERS[self.wideners]
+    def registers(self) -> tuple[int, ...]:
+        """Of a thread of each kind of warps but the first, which multiplies as the second does."""
+        most, others = REGISTERS[self.wideners]
+        return (most, others, others) if self.wideners else (most, others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,8 +398,9 @@ def plan_attend(
     tiles = batch.num_tokens // tokens + batch.num_seqs
     items = Items(tokens, num_heads // pack, shape.tile, tiles, programs, split)
     k_stride, v_stride = cache.k.stride(), cache.v.stride()
+    (o_token, o_head), rows = out.stride()[:2], k_stride[0] // k_stride[1]
     form = Form(
-        *out.stride()[:2], block_size, k_stride[0] // k_stride[1], v_stride[0] // v_stride[1],
+        o_token, o_head, block_size, rows, v_stride[0] // v_stride[1],
         num_heads, group, head_dim,
         terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
         scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split, shape,

@@ -5,8 +5,6 @@ A piece of an item leaves float32 [items, rows of an item, head_dim], divided by
 behind them all the base-2 logarithm of the totals, for `hopper_merge`.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl
@@ -61,7 +59,9 @@ def _store_part(
     live = GROUP_ID * (FORM.tokens // GROUPS) + r // FORM.pack < item.tokens
     row = (item.number * GROUPS + GROUP_ID) * HALF + r
     mask = live[:, None] & (dim < FORM.head_dim)[None, :]
-    gl.store(partial + row[:, None] * FORM.head_dim + dim[None, :], sums * share[:, None], mask=mask)
+    gl.store(
+        partial + row[:, None] * FORM.head_dim + dim[None, :], sums * share[:, None], mask=mask
+    )
 
 
 @gluon_function

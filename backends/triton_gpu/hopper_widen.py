@@ -7,8 +7,6 @@ past the sequence's end or before its window, and where one block stood in for a
 written. Keys are not widened.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
@@ -22,9 +20,7 @@ from backends.triton_gpu.hopper_items import (
 
 
 @gluon_function
-def widen_values(
-    given: gl.tensor, rings: gl.tensor, land: gl.tensor, FORM: gl.constexpr
-) -> None:
+def widen_values(given: gl.tensor, rings: gl.tensor, land: gl.tensor, FORM: gl.constexpr) -> None:
     """Widen every tile of values of this program's items, in the order in which they land."""
     v, window = rings.v, given.window
     DEPTH: gl.constexpr = v.tiles.shape[0]

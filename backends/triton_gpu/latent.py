@@ -18,8 +18,6 @@ Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row
 cut. Error: at most what `backends.oracle` allows. Deterministic; blocks may lie in any order.
 """
 
-# ruff: noqa: N803, N806 - compile-time values are upper case, as everywhere in Triton
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +29,7 @@ from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import hopper_latent
 from backends.triton_gpu import merge as merging
 from backends.triton_gpu.cascade import NOBODY
-from backends.triton_gpu.e4m3 import widen
+from backends.triton_gpu.e4m3 import load_scale, widen
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
@@ -134,15 +132,11 @@ def _attend_rows(
     if LAYER.e4m3 and query.dtype.element_ty == tl.bfloat16:
         q = q.to(tl.float16)  # whose fraction holds what the cache holds
         q_rest = q_rest.to(tl.float16)
-    each = scale
-    if LAYER.k_scale >= 0:
-        each = tl.load(scales)
-        scale *= each
+    each = load_scale(scales, 0, LAYER.k_scale)
     highest, total, sums = _walk(
-        q, q_rest, cache, table, begin, end, last, window, scale, soft_cap, FORM
+        q, q_rest, cache, table, begin, end, last, window, scale * each, soft_cap, FORM
     )
-    if LAYER.k_scale >= 0:
-        sums *= each
+    sums *= each
     if LAYER.has_sinks:
         sink = load_sinks(sinks, head, has_sink)
         highest, total, rescale = add_sink(sink, highest, total)
@@ -416,16 +410,19 @@ def _variant(
     """The kernel for parts that are cut so; without a cut the one for tiles."""
     device = query.device
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
-    chained = cut is not None and place.can_chain(device)
-    form = Form(layer, shape.tile, shape.rows, shape.heads, cut, chained)
+    if cut is None:
+        form = Form(layer, shape.tile, shape.rows, shape.heads, None, chained=False)
+        options = {"num_warps": shape.warps, "num_stages": shape.stages}
+        return _attend_tile.variant(place, device, dtypes, (form,), **options)
+    chained = place.can_chain(device)
     if on_hopper:
-        options = {"launch_pdl": True} if chained else {}
+        few = hopper_latent.Form(layer, cut, shape.rows, shape.heads, chained)
         return hopper_latent.attend_rows.variant(
-            place, device, dtypes, (hopper_latent.Form(layer, cut, shape.rows, shape.heads, chained),),
-            num_warps=shape.warps, **options,
+            place, device, dtypes, (few,), num_warps=shape.warps,
+            **({"launch_pdl": True} if chained else {}),
         )  # fmt: skip
-    kernel = _attend_tile if cut is None else _attend_part
-    return kernel.variant(
+    form = Form(layer, shape.tile, shape.rows, shape.heads, cut, chained)
+    return _attend_part.variant(
         place, device, dtypes, (form,), num_warps=shape.warps, num_stages=shape.stages
     )
 

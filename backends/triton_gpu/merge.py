@@ -11,8 +11,6 @@ can hold them.
 Bytes moved: each part read once. The sum's order is the chunks', so that it is deterministic.
 """
 
-# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -23,8 +23,6 @@ Deterministic; blocks may lie in any order. Only `block_id * stride` is
 int64. Values are the caller's duty.
 """
 
-# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
-
 from dataclasses import dataclass
 
 import triton.language as tl
@@ -32,7 +30,7 @@ from torch import Tensor
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import hopper_prefill
-from backends.triton_gpu.e4m3 import widen
+from backends.triton_gpu.e4m3 import load_scale, widen
 from backends.triton_gpu.launch import Variant, launcher
 from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, device_function, power_of_two
@@ -149,8 +147,7 @@ def _attend(
     position = first + token
     if LAYER.e4m3 and query.dtype.element_ty == tl.bfloat16:
         q = q.to(tl.float16)  # whose fraction holds what the cache holds
-    if LAYER.k_scale >= 0:
-        scale *= tl.load(k_scale + kv_head * LAYER.k_scale)
+    scale *= load_scale(k_scale, kv_head, LAYER.k_scale)
 
     highest = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -179,8 +176,7 @@ def _attend(
         scale, soft_cap, window, FORM, MASKED=True,
     )  # fmt: skip
     result = sums / tl.where(live, total, 1.0)[:, None]
-    if LAYER.v_scale >= 0:
-        result *= tl.load(v_scale + kv_head * LAYER.v_scale)
+    result *= load_scale(v_scale, kv_head, LAYER.v_scale)
     offsets = (start + token).to(tl.int64) * FORM.o_token + head * LAYER.o_head
     tl.store(out + offsets[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 

@@ -24,8 +24,6 @@ the programs from query_start_loc[s] // TOKENS + s on and each finds its sequenc
 numbering is vLLM's). Knows lengths alone: neither caches nor tables.
 """
 
-# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
-
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 

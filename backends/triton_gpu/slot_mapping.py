@@ -9,8 +9,6 @@ per step of the bisection a query_start_loc, which lies in L1. Exact, in int64. 
 becomes -1. Values are the caller's duty.
 """
 
-# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
-
 from typing import NamedTuple, cast
 
 import triton.language as tl

@@ -10,8 +10,6 @@ softmax needs its own. The relative error is as small near 0, so a large cap cha
 Exponentials are powers of two, which GPUs compute in one instruction: exp(x) = exp2(x * LOG2E).
 """
 
-# ruff: noqa: N803 - compile-time values are upper case, as everywhere in Triton
-
 import triton.language as tl
 
 from backends.triton_gpu.place import device_function

@@ -9,8 +9,6 @@ starts at -1e30 instead of -inf, because -inf minus itself is NaN. The functions
 Triton and of Gluon, whatever their layout.
 """
 
-# ruff: noqa: N803 - compile-time values are upper case, as everywhere in Triton
-
 import triton.language as tl
 
 from backends.triton_gpu.place import device_function

@@ -24,8 +24,6 @@ sequence is one part.
 Knows lengths alone: neither caches nor tables.
 """
 
-# ruff: noqa: N803 - compile-time values are upper case, as everywhere in Triton
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -221,9 +219,7 @@ def find_part(
 
 
 @device_function
-def find_parts(
-    s: tl.tensor, lengths: tl.tensor, CUT: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def find_parts(s: tl.tensor, lengths: tl.tensor, CUT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """(first part, number of parts) of a sequence; none if decode does not take it."""
     if CUT.alike:
         _, query_len, length = load_seq(lengths, s)

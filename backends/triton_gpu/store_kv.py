@@ -12,8 +12,6 @@ divided, because Triton's division truncates. Slots past the cache are the calle
 not looked for.
 """
 
-# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
-
 import math
 from dataclasses import dataclass
 from typing import cast

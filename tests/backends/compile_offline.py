@@ -206,8 +206,8 @@ def check_hopper(case, *, planned):
         planned, case.split, shape,
     )  # fmt: skip
     made = make(
-        hopper_prefill._attend.kernel, GluonASTSource, 90, case.element, none | {"FORM": form}, kinds,
-        num_warps=4,
+        hopper_prefill._attend.kernel, GluonASTSource, 90, case.element,
+        none | {"FORM": form}, kinds, num_warps=4,
     )  # fmt: skip
     assert made.shared <= HOPPER, made.shared
     assert made.registers * 128 * 3 <= 65536  # what warps share before they trade
