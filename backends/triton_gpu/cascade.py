@@ -58,7 +58,7 @@ class Shared:
     """float32: parts [chunks, num_seqs, num_q_heads, head_dim], lses [chunks, num_seqs, ...]."""
 
 
-NOBODY = Shared(0, 0, 1, None, None)
+NOT_SHARED = Shared(0, 0, 1, None, None)
 
 
 @device_function
@@ -201,7 +201,7 @@ def cascade(
     """Attend the batch's shared prefix, where that pays: what `decode` need not read any more."""
     prefix = batch.shared_prefix
     if prefix is None or not pays(cache, batch, terms):
-        return NOBODY
+        return NOT_SHARED
     return attend_prefix(place, query, cache, batch, terms, prefix)
 
 
@@ -220,7 +220,7 @@ def attend_prefix(
     programs = num_kv_heads * ceil_div(prefix.num_seqs * group, ROWS)
     tile = keys_a_tile(head_dim)
     if prefix.num_tokens < WHOLE.value:
-        return NOBODY
+        return NOT_SHARED
     slots = 2 * place.num_multiprocessors(query.device)
     parts = ceil_div(prefix.num_tokens, KEYS_A_CHUNK.value)
     chunks = max(1, min(MOST_CHUNKS, parts, slots // programs))

@@ -30,10 +30,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import merge as merging
-from backends.triton_gpu.cascade import NOBODY, Shared, load_shared
+from backends.triton_gpu.cascade import NOT_SHARED, Shared, load_shared
 from backends.triton_gpu.chunk import walk_chunk
 from backends.triton_gpu.e4m3 import load_scale
-from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.launch import Launch, launcher
 from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.softmax import add_sink, load_sinks
@@ -109,8 +109,8 @@ def _attend_chunk(
     table_stride: tl.tensor,
     slices: tl.tensor,  # programs that a KV head's rows take, used if many
     most: tl.tensor,  # query tokens of a sequence that this kernel takes; 1 unless many
-    window: tl.tensor,  # used if has_window
     target: tl.tensor,  # see splits
+    window: tl.tensor,  # used if has_window
     scale: tl.tensor,  # float
     soft_cap: tl.tensor,  # float, used if has_cap
     FORM: tl.constexpr,
@@ -188,16 +188,12 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All of decode's launches but tensors and numbers of this call."""
+    """All of decode's launches except tensors and numbers of this call."""
 
-    variant: Variant
-    grid: tuple[int, int, int]
+    launch: Launch
     parts_size: int
     """float32 numbers that the parts need."""
-    numbers: tuple[int, ...]
-    """Those that come first: strides, num_seqs, slices, most."""
-    target: int
-    merge: merging.Plan | None
+    merge: Launch | None
 
 
 def plan_decode(
@@ -209,7 +205,7 @@ def plan_decode(
     terms: AttentionTerms,
     *,
     most: int = 1,
-    shared: Shared = NOBODY,
+    shared: Shared = NOT_SHARED,
 ) -> Plan:
     """How to decode this batch's sequences of up to `most` query tokens, and others of its shape.
 
@@ -234,18 +230,16 @@ def plan_decode(
         place, out.device, (query.dtype, cache.k.dtype, sinks_dtype), (form,),
         num_warps=warps, num_stages=stages_a_program(grid.vector, e4m3=layer.e4m3),
     )  # fmt: skip
-    return Plan(
-        variant,
-        (programs, *grid.shape),
-        grid.items * most * num_heads * (head_dim + 1) if grid.splits else 0,
-        (
-            query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0),
-            slices, most,
-        ),
-        grid.target,
-        merging.plan_merge(place, batch, out, grid, cut, layer.group, most, shared)
-        if grid.splits else None,
+    merge = None
+    if grid.splits:
+        merge = merging.plan_merge(place, batch, out, grid, cut, layer.group, most, shared)
+    numbers = (
+        query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0),
+        slices, most, grid.target,
     )  # fmt: skip
+    launch = Launch(variant, (programs, *grid.shape), numbers)
+    size = grid.items * most * num_heads * (head_dim + 1) if grid.splits else 0
+    return Plan(launch, size, merge)
 
 
 def decode(
@@ -255,7 +249,7 @@ def decode(
     batch: PagedBatch,
     out: Tensor,
     terms: AttentionTerms,
-    shared: Shared = NOBODY,
+    shared: Shared = NOT_SHARED,
 ) -> None:
     """Write the rows of the sequences that the plan is for.
 
@@ -271,8 +265,7 @@ def decode(
         lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
     window = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
-    numbers = (*plan.numbers, window, plan.target, float(terms.scale), terms.soft_cap or 1.0)
-    plan.variant.launch(plan.grid, tensors, numbers)
+    plan.launch.run(tensors, window, float(terms.scale), terms.soft_cap or 1.0)
     if plan.merge is not None:
         merging.merge(plan.merge, partial, batch, out, window, shared)
 

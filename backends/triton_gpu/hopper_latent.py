@@ -316,27 +316,14 @@ def _allocate(
     in_gluon=True,
 )
 def attend_rows(
-    query: gl.tensor,  # as in latent._attend_part, all of them
-    cache: gl.tensor,
-    out: gl.tensor,
-    sinks: gl.tensor,
-    partial: gl.tensor,
-    query_start_loc: gl.tensor,
-    seq_lens: gl.tensor,
-    tables: gl.tensor,
+    query: gl.tensor, cache: gl.tensor, out: gl.tensor, sinks: gl.tensor, partial: gl.tensor,
+    query_start_loc: gl.tensor, seq_lens: gl.tensor, tables: gl.tensor,
     scales: gl.tensor,  # noqa: ARG001  # of quantised caches, which this kernel does not take
-    q_stride: gl.tensor,
-    o_stride: gl.tensor,
-    num_seqs: gl.tensor,
-    table_stride: gl.tensor,
-    most: gl.tensor,
-    window: gl.tensor,
-    target: gl.tensor,
-    scale: gl.tensor,
-    soft_cap: gl.tensor,
+    q_stride: gl.tensor, o_stride: gl.tensor, num_seqs: gl.tensor, table_stride: gl.tensor,
+    most: gl.tensor, target: gl.tensor, window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
     FORM: gl.constexpr,
-) -> None:
-    """Attend a part of a sequence with a slice of its rows."""
+) -> None:  # fmt: skip
+    """Attend a part of a sequence with a slice of its rows; parameters as in `latent`."""
     LAYER: gl.constexpr = FORM.layer
     CUT: gl.constexpr = FORM.cut
     SLICES: gl.constexpr = (LAYER.num_heads + FORM.heads - 1) // FORM.heads

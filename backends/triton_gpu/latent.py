@@ -28,9 +28,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import hopper_latent
 from backends.triton_gpu import merge as merging
-from backends.triton_gpu.cascade import NOBODY
+from backends.triton_gpu.cascade import NOT_SHARED
 from backends.triton_gpu.e4m3 import load_scale, widen
-from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.launch import Launch, Variant, launcher
 from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
@@ -165,8 +165,8 @@ def _attend_part(
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
     most: tl.tensor,  # query tokens of a sequence that this kernel takes
-    window: tl.tensor,  # used if has_window
     target: tl.tensor,  # see splits
+    window: tl.tensor,  # used if has_window
     scale: tl.tensor,  # float
     soft_cap: tl.tensor,  # float, used if has_cap
     FORM: tl.constexpr,
@@ -214,24 +214,13 @@ def _attend_part(
     pointers=("query", "cache", "out", "sinks"),
 )
 def _attend_tile(
-    query: tl.tensor,  # as in _attend_part, all that have these names
-    cache: tl.tensor,
-    out: tl.tensor,
-    sinks: tl.tensor,
-    query_start_loc: tl.tensor,
-    seq_lens: tl.tensor,
-    tables: tl.tensor,
-    scales: tl.tensor,
-    q_stride: tl.tensor,
-    o_stride: tl.tensor,
-    num_seqs: tl.tensor,
-    table_stride: tl.tensor,
+    query: tl.tensor, cache: tl.tensor, out: tl.tensor, sinks: tl.tensor,
+    query_start_loc: tl.tensor, seq_lens: tl.tensor, tables: tl.tensor, scales: tl.tensor,
+    q_stride: tl.tensor, o_stride: tl.tensor, num_seqs: tl.tensor, table_stride: tl.tensor,
     shortest: tl.tensor,  # query tokens; sequences with fewer are left alone
-    window: tl.tensor,
-    scale: tl.tensor,
-    soft_cap: tl.tensor,
-    FORM: tl.constexpr,
-) -> None:
+    window: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, FORM: tl.constexpr,
+) -> None:  # fmt: skip
+    """Attend a tile of tokens; the parameters are those of `_attend_part`."""
     LAYER: tl.constexpr = FORM.layer
     HEADS: tl.constexpr = FORM.heads
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -267,16 +256,11 @@ class Plan:
     """Positions that a row of the block table has entries for."""
     most: int
     """Query tokens of a sequence whose keys may be cut; 0: none."""
-    part: Variant
-    part_grid: tuple[int, int, int]
+    part: Launch
     parts_size: int
     """float32 numbers that the parts need."""
-    target: int
-    merge: merging.Plan | None
-    tile: Variant
-    tile_grid: tuple[int, int, int]
-    numbers: tuple[int, int, int, int]
-    """Strides of queries and output, num_seqs, stride of the tables."""
+    merge: Launch | None
+    tile: Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,18 +365,18 @@ def plan_latents(
     cut = Cut(part.tile, grid.vector, grid.alike, layer.has_window)
     merge = None
     if grid.splits and most:
-        merge = merging.plan_merge(place, batch, out, grid, cut, num_heads, most, NOBODY)
+        merge = merging.plan_merge(place, batch, out, grid, cut, num_heads, most, NOT_SHARED)
     if cut.vector == 16:  # with a vector of half a warp the compiler spills in the walk
         cut = replace(cut, vector=32)
-    tokens = tile.rows // tile.heads
+    part_variant = _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper)
+    tile_variant = _variant(place, query, cache, terms, layer, tile, None, on_hopper=False)
+    strides = (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0))
+    tiles = batch.num_tokens // (tile.rows // tile.heads) + batch.num_seqs
     return Plan(
         batch.block_table.shape[1] * block_size, most,
-        _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper),
-        (programs, *grid.shape),
-        grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, grid.target, merge,
-        _variant(place, query, cache, terms, layer, tile, None, on_hopper=False),
-        (ceil_div(num_heads, tile.heads), batch.num_tokens // tokens + batch.num_seqs, 1),
-        (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0)),
+        Launch(part_variant, (programs, *grid.shape), (*strides, most, grid.target)),
+        grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, merge,
+        Launch(tile_variant, (ceil_div(num_heads, tile.heads), tiles, 1), (*strides, most + 1)),
     )  # fmt: skip
 
 
@@ -438,16 +422,8 @@ def attend_latents(
     logits = (float(terms.scale), terms.soft_cap or 1.0)
     if plan.most:
         partial = torch.empty(plan.parts_size, dtype=torch.float32, device=out.device)
-        plan.part.launch(
-            plan.part_grid,
-            (query, cache.k, out, sinks, partial, *where, scales),
-            (*plan.numbers, plan.most, window, plan.target, *logits),
-        )
+        plan.part.run((query, cache.k, out, sinks, partial, *where, scales), window, *logits)
         if plan.merge is not None:
-            merging.merge(plan.merge, partial, batch, out, window, NOBODY)
+            merging.merge(plan.merge, partial, batch, out, window, NOT_SHARED)
     if batch.max_query_len > plan.most:
-        plan.tile.launch(
-            plan.tile_grid,
-            (query, cache.k, out, sinks, *where, scales),
-            (*plan.numbers, plan.most + 1, window, *logits),
-        )
+        plan.tile.run((query, cache.k, out, sinks, *where, scales), window, *logits)

@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from backends.contract import PagedBatch
 from backends.triton_gpu.cascade import MOST_CHUNKS, Shared, keys_a_part, load_shared
-from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.launch import Launch, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.softmax import add_tile
 from backends.triton_gpu.splits import Cut, Grid, Lengths, find_parts
@@ -151,10 +151,10 @@ def _merge_parts(
     num_seqs: tl.tensor,
     most: tl.tensor,  # query tokens of a sequence that decode takes
     items: tl.tensor,  # parts at most, of all sequences
-    window: tl.tensor,
     target: tl.tensor,
     sharing: tl.tensor,  # sequences at most; used if has_shared, as the next
     shared_chunks: tl.tensor,  # at most
+    window: tl.tensor,
     FORM: tl.constexpr,
 ) -> None:
     CUT: tl.constexpr = FORM.cut
@@ -220,17 +220,6 @@ class Form:
     """Keys, of which a part of a shared prefix is a multiple."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All of a launch but the tensors."""
-
-    variant: Variant
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-    """Those that come first: the output's stride, num_seqs, most, items."""
-    target: int
-
-
 def plan_merge(
     place: Place,
     batch: PagedBatch,
@@ -240,7 +229,7 @@ def plan_merge(
     group: int,
     most: int,
     shared: Shared,
-) -> Plan:
+) -> Launch:
     """How to merge sequences that `decode` or `latent` has cut so."""
     num_heads, head_dim = out.shape[1:]
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
@@ -267,9 +256,9 @@ def plan_merge(
     variant = _merge_parts.variant(
         place, out.device, (out.dtype,), (form,), num_warps=warps, **options
     )
-    numbers = (out.stride(0), batch.num_seqs, most, grid.items)
+    counts = (batch.num_seqs, most, grid.items, grid.target, shared.num_seqs, shared.chunks)
     shape = (most * num_heads // heads, batch.num_seqs, pieces)
-    return Plan(variant, shape, numbers, grid.target)
+    return Launch(variant, shape, (out.stride(0), *counts))
 
 
 def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> int:
@@ -281,14 +270,13 @@ def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> i
 
 
 def merge(
-    plan: Plan, partial: Tensor, batch: PagedBatch, out: Tensor, window: int, shared: Shared
+    plan: Launch, partial: Tensor, batch: PagedBatch, out: Tensor, window: int, shared: Shared
 ) -> None:
     """Write the rows of the sequences in several parts."""
     parts_too = partial if shared.partial is None else shared.partial
     now = batch.seq_lens if shared.now is None else shared.now
     tensors = (partial, parts_too, out, batch.query_start_loc, batch.seq_lens, now)
-    numbers = (*plan.numbers, window, plan.target, shared.num_seqs, shared.chunks)
-    plan.variant.launch(plan.grid, tensors, numbers)
+    plan.run(tensors, window)
 
 
 def parts_at_once(most: int, width: int, warps: int) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import hopper_prefill
 from backends.triton_gpu.e4m3 import load_scale, widen
-from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.launch import Launch, launcher
 from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, device_function, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
@@ -196,14 +196,6 @@ class Form:
     """Keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All of the portable kernel's launch but tensors and the numbers that calls differ in."""
-
-    variant: Variant
-    grid: tuple[int, int, int]
-
-
 def plan_prefill(
     place: Place,
     query: Tensor,
@@ -211,7 +203,7 @@ def plan_prefill(
     batch: PagedBatch,
     out: Tensor,
     terms: AttentionTerms,
-) -> Plan | hopper_prefill.Plan:
+) -> Launch | hopper_prefill.Plan:
     """How to prefill a batch of this shape."""
     num_kv_heads = cache.k.shape[2]
     group = query.shape[1] // num_kv_heads
@@ -226,11 +218,12 @@ def plan_prefill(
     variant = _attend.variant(
         place, query.device, dtypes, (form,), num_warps=warps, num_stages=stages
     )
-    return Plan(variant, (num_kv_heads, batch.num_tokens // (rows // group) + batch.num_seqs, 1))
+    grid = (num_kv_heads, batch.num_tokens // (rows // group) + batch.num_seqs, 1)
+    return Launch(variant, grid, (batch.num_seqs, batch.block_table.stride(0)))
 
 
 def prefill(
-    plan: Plan | hopper_prefill.Plan,
+    plan: Launch | hopper_prefill.Plan,
     query: Tensor,
     cache: KVCache,
     batch: PagedBatch,
@@ -250,12 +243,8 @@ def prefill(
         lens if cache.k_scale is None else cache.k_scale,
         lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
-    numbers = (
-        batch.num_seqs, batch.block_table.stride(0),
-        float(terms.scale), float(terms.soft_cap or 1.0),
-        min(terms.window or 0, batch.max_seq_len + 1), shortest,
-    )  # fmt: skip
-    plan.variant.launch(plan.grid, tensors, numbers)
+    window = min(terms.window or 0, batch.max_seq_len + 1)
+    plan.run(tensors, float(terms.scale), float(terms.soft_cap or 1.0), window, shortest)
 
 
 def shape_of_tiles(

@@ -123,7 +123,7 @@ def variants_asked(
     if isinstance(plan, Known):
         return {*_variants(plan.decode), *_variants(plan.prefill)}
     few = (plan.part, plan.merge) if plan.most else ()
-    return {*_variants(few), *([plan.tile] if batch.max_query_len > plan.most else [])}
+    return {*_variants(few), *_variants(plan.tile if batch.max_query_len > plan.most else ())}
 
 
 def _variants(plan: object) -> Iterator[Variant]:
