@@ -102,7 +102,7 @@ class Engine:
                 raise InvalidArgumentError(
                     f"block_size: wanted {wanted}, which the caches have, got {size}"
                 )
-        # Whoever runs holds a block: more seats than blocks would be buffers for nobody.
+        # A running request holds at least one block, so more requests than blocks cannot run.
         seats = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))
         self.config = dataclasses.replace(self.config, max_num_seqs=seats)
         self.kv = kvcore.KVCacheManager(
@@ -207,8 +207,7 @@ class Engine:
         `begin.py` and `prepare.py` decide: seconds, half a minute where all is compiled for the
         first time, all but the recording in the constructor where that measures memory. A few
         requests run then on another engine that is thrown away: what they count and find is
-        forgotten with it, and what they have written is where nobody looks. Nothing may run
-        meanwhile.
+        forgotten with it, and the blocks that they wrote are free. Nothing may run meanwhile.
 
         Raises:
             InvalidArgumentError: there is no memory left for it.
@@ -291,7 +290,7 @@ class Engine:
         prompt, params = asked.prompt, asked.params
         tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
-            raise InvalidArgumentError("prompt: wanted some text, got an empty one")
+            raise InvalidArgumentError("prompt: wanted text that is not empty, got ''")
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
             self.check_grammar(params.grammar)
@@ -399,7 +398,9 @@ class Engine:
             self._unread = None
             outputs += self._hand_out(flight, flight.read())
         if step.is_empty and before is None and self._scheduler.has_unfinished:
-            raise StalledError("step: requests wait, and none can be admitted or run")
+            raise StalledError(
+                "step: requests are waiting, and none of them can be admitted or run"
+            )
         watch.end()
         return outputs
 
@@ -496,7 +497,7 @@ class Engine:
     def _further(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
         """Of each that brought drafts, the tokens behind its first; their text is made here.
 
-        A stop string may end a text among them; what was drawn behind it is nobody's.
+        A stop string may end a text among them; the tokens behind it are dropped.
         """
         further: dict[int, list[int]] = {}
         for request, drafts, ahead in flight.ahead():
@@ -595,8 +596,8 @@ def _draft_network(
         return None
     if model.draft is None:
         raise InvalidArgumentError(
-            f"draft_model: wanted a model that was loaded with it (model.loader.with_draft), "
-            f"{model.name!r} was loaded alone"
+            f"draft_model: {model.name!r} was loaded without a draft model; load it with "
+            "model.load.loader.with_draft"
         )
     if config.sanitize:
         backend = cast("backends.Backend", SanitizedBackend(backend))

@@ -7,8 +7,9 @@ while there is room for them there, otherwise they are given up and computed aga
 
 Invariants:
 - counts are never too low for a request that runs alone, so what `Scheduler.add` accepts can end;
-- blocks that are being stored or loaded are under a lease, so nobody is given them before the step
-  is updated; their number is known (`num_freeing`), so nobody is preempted for what is coming;
+- blocks that are being stored or loaded are under a lease and are not reused before the step is
+  updated; their number is known (`num_freeing`), so no request is preempted for blocks that will
+  be free anyway;
 - a copy in host memory is counted exactly while its request has it.
 
 Does not know: the order of requests, budgets of tokens, how blocks are copied.
@@ -30,7 +31,7 @@ class Room:
 
     Attributes:
         num_freeing: blocks that come free when the transfers of this step are done.
-        num_host_blocks_left: blocks of host memory that nobody has.
+        num_host_blocks_left: free blocks of host memory.
     """
 
     def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
@@ -79,7 +80,7 @@ class Room:
         return plan.num_new_blocks + plan.num_revived_blocks
 
     def promised(self, running: Iterable[Request], num_forks: int) -> int:
-        """Blocks that a start has to leave free for others; none where nobody runs.
+        """Blocks that a start has to leave free for others; 0 when no request runs.
 
         Args:
             running: who runs.
@@ -91,7 +92,7 @@ class Room:
         return max(self._watermark, sum(outlooks) + num_forks * len(self._kv.groups))
 
     def num_exclusive(self, request: Request) -> int:
-        """Blocks that nobody else has: free when it is preempted. O(its blocks)."""
+        """Blocks that only this request uses: free once it is preempted. O(its blocks)."""
         return self._kv.num_exclusive_blocks(request.running_sequence)
 
     def num_reservable(self, request: Request, wanted: int) -> int:

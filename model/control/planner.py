@@ -143,8 +143,8 @@ class StepPlanner:
     def _plan_drafts(self, drafter: Drafter) -> None:
         """Let decodes bring drafts, as far as budget and blocks are left when all else is planned.
 
-        So nobody gives way because of them; only a follower that would fork after this step may
-        find no block left, and begins as others do.
+        No request is preempted for draft tokens; only a follower that would fork after this step
+        may find no block left and then starts like any other request.
         """
         wanted = [
             (chunk.request, most)

@@ -14,7 +14,7 @@ Further samples of a prompt start by a fork when it is computed; where there is 
 one, it waits its turn like any other request and draws the same token then.
 
 Invariants:
-- what `add` accepts ends, whatever comes after it, unless somebody else holds the pool's blocks;
+- what `add` accepts ends, whatever comes after it, unless blocks of the pool are held from outside;
 - nothing is committed of a request that has ended;
 - no block is copied from or to twice in one update, because no token ends a request before all have
   forked.
@@ -73,8 +73,8 @@ class Scheduler(StepPlanner):
     def max_model_len(self) -> int:
         """Tokens that a request may come to for sure, its prompt included. O(log blocks), once.
 
-        No more than positions, than the pool has room for where nobody else is, layer groups and
-        all, and than there are slots: tables are as wide.
+        No more than positions, than an otherwise empty pool has room for in all KV cache groups,
+        and no more than there are slots, because block tables are as wide.
         """
         size, groups, blocks = self._kv.block_size, self._kv.groups, self._kv.num_usable_blocks
         peak = partial(kvcore.peak_blocks, block_size=size, groups=groups, chunk=1)
@@ -158,9 +158,13 @@ class Scheduler(StepPlanner):
             SchedulerStateError: the last step has not been updated yet.
         """
         if self._in_flight is not None:
-            raise SchedulerStateError("schedule: the last step wants its update first")
+            raise SchedulerStateError(
+                "schedule: the last step has not been updated; call update or advance first"
+            )
         if self._drafts:
-            raise SchedulerStateError("schedule: the last step had drafts: accept its tokens first")
+            raise SchedulerStateError(
+                "schedule: the last step had draft tokens; call accept with its tokens first"
+            )
         if self._keeps_time:
             self._kv.tick(1)
         self._in_flight = self.plan()
@@ -244,7 +248,7 @@ class Scheduler(StepPlanner):
         else:
             self._room.end_transfers(self._stores, self._loads)
             self._stores, self._loads = [], []
-        self._drafts, self._expecting = {}, ()  # nobody is left who could be told
+        self._drafts, self._expecting = {}, ()  # no request is left to take a token
 
     def accept(
         self, sampled: Mapping[int, int], further: Mapping[int, Sequence[int]] | None = None
@@ -291,9 +295,11 @@ class Scheduler(StepPlanner):
 
     def _check_in_flight(self, step: Step) -> None:
         if step is not self._in_flight:
-            raise SchedulerStateError("update: wanted the step in flight, got another")
+            raise SchedulerStateError("update: this is not the step in flight")
         if any(request.is_expecting for request in self._expecting):
-            raise SchedulerStateError("update: the tokens of the step before want to be accepted")
+            raise SchedulerStateError(
+                "update: the tokens of the previous step have not been accepted; call accept first"
+            )
 
     def _commit(self, chunks: Sequence[Chunk]) -> None:
         """What was planned is computed, and each that samples expects a token.
@@ -346,12 +352,12 @@ class Scheduler(StepPlanner):
         prompt, new = request.num_prompt_tokens, request.params.max_tokens
         what = f"prompt of {prompt} tokens plus max_tokens {new}"
         if limit is not None and total > limit:
-            raise RequestTooLongError(f"{what}: the model has positions for {limit} tokens")
+            raise RequestTooLongError(f"{what} exceeds the model's {limit} positions")
         edge = self.config.long_above
         if edge is not None and not self.config.may_cross and prompt <= edge < total - 1:
             raise RequestTooLongError(
-                f"{what}: beyond {edge} tokens this model computes every token otherwise, so "
-                f"a text cannot grow past that: give a max_tokens of {edge - prompt + 1}"
+                f"{what}: beyond {edge} tokens this model uses other rotary embeddings for every "
+                f"token, so a text cannot grow past them; use max_tokens={edge - prompt + 1}"
             )
         # The last token is handed out and never computed, so it needs no slot.
         size, groups = self._kv.block_size, self._kv.groups
@@ -359,7 +365,7 @@ class Scheduler(StepPlanner):
         if needed > self._kv.num_usable_blocks:
             raise RequestTooLongError(
                 f"{what} needs {needed} blocks of {size} tokens: "
-                f"the pool has {self._kv.num_usable_blocks}"
+                f"the KV cache has {self._kv.num_usable_blocks} (--num-blocks, --kv-memory-bytes)"
             )
 
 

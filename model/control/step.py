@@ -1,7 +1,7 @@
 """What the scheduler says: the plan of a step, and its counters.
 
 Invariants: a plan is a value; nothing in it changes after it was made, but for the payload of a
-host copy, which belongs to whoever carries transfers out.
+host copy, which belongs to the `BlockMover` that carries out the transfers.
 
 Does not know: how the plan came about (`scheduler.py`), or how it is computed (`batch.py`).
 """

@@ -132,7 +132,7 @@ class _Times:
         return sum(self._counts)
 
     def note(self, value_s: float, count: int) -> None:
-        """Count a value so many times. O(log buckets)."""
+        """Count a value `count` times. O(log buckets)."""
         self._counts[bisect_left(self._bounds, value_s)] += count
         self._total_s += value_s * count
 

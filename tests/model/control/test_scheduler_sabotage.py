@@ -65,7 +65,7 @@ class KeepsNoTokenForTheFirst(Scheduler):
                 self._plan(request)
 
 
-class WaitsForRoomThatNobodyMakes(Scheduler):
+class WaitsForRoomThatNeverComes(Scheduler):
     def _find_room(self, request):
         return self._kv.can_reserve(request.running_sequence, 1)
 
@@ -251,7 +251,7 @@ class GoesOnAfterTheLastToken(Scheduler):
 
 
 class KeepsTheTokenForOneThatHasAll(Scheduler):
-    """With a budget of one token nobody goes on."""
+    """With a budget of one token no request goes on."""
 
     def _plan_decodes(self):
         if self._running and self._running[0].is_complete and self._budget == 1:
@@ -272,8 +272,8 @@ class ForgetsTheTokensOfThePreempted(Scheduler):
         super().accept(sampled)
 
 
-class TellsWhatNobodyHasRead(Scheduler):
-    """A block is known by a token that nobody has read."""
+class CommitsUnreadTokens(Scheduler):
+    """A block is known by a token that has not been read."""
 
     def _commit(self, chunks):
         super()._commit(chunks)
