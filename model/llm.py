@@ -155,7 +155,7 @@ class LLM:
             with bar("generated", len(texts), is_wanted=use_tqdm) as advance:
                 while engine.has_unfinished:
                     for output in engine.step():
-                        texts[output.request.request_id].append(output.text)
+                        texts[output.request.request_id].append(output.take_text())
                         tokens[output.request.request_id] += output.tokens
                         advance(output.request.is_finished)
         finally:

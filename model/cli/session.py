@@ -262,7 +262,7 @@ def _generate(
                     if output.request.params.logprobs is not None:
                         told[number] += output.tokens
                     if writer is not None:
-                        piece = output.text
+                        piece = output.take_text()
                         texts[number] += piece
                         writer.write(number, piece, is_last=is_last)
                     advance(int(is_last))
@@ -276,7 +276,7 @@ def _generate(
     for request in requests:
         engine.abort(request)
     if writer is None:
-        texts |= {number: output.text for number, output in latest.items()}
+        texts |= {number: output.take_text() for number, output in latest.items()}
     completions = [
         Completion(request, texts[request.request_id], tuple(told[request.request_id]))
         for request in requests

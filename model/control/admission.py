@@ -1,4 +1,4 @@
-"""Room in the pool: who needs how much, who gives up what, and what moves to host memory.
+"""Admission: how many blocks a start needs, and what becomes of those of a preempted request.
 
 Decides: how many blocks a start needs and how many must stay free beside it: a block in hand for
 everything that running requests know already, one more a group for each that can still grow, and
@@ -26,8 +26,8 @@ from model.control.step import Transfer
 from model.errors import SchedulerStateError
 
 
-class Room:
-    """The pool and the host memory of one scheduler.
+class Admission:
+    """Room in the pool and in the host memory of one scheduler.
 
     Attributes:
         num_freeing: blocks that come free when the transfers of this step are done.
@@ -72,14 +72,14 @@ class Room:
         return replace(request.namespace, weight_epoch=epoch) if epoch else request.namespace
 
     @staticmethod
-    def wanted(plan: kvcore.Plan) -> int:
+    def num_wanted(plan: kvcore.Plan) -> int:
         """Free blocks that a start takes until all known tokens are computed. O(1).
 
         What it finds and what it adds, at the moment when it holds the most.
         """
         return plan.num_new_blocks + plan.num_revived_blocks
 
-    def promised(self, running: Iterable[Request], num_forks: int) -> int:
+    def num_promised(self, running: Iterable[Request], num_forks: int) -> int:
         """Blocks that a start has to leave free for others; 0 when no request runs.
 
         Args:
@@ -117,8 +117,10 @@ class Room:
         missing = self._kv.num_missing_blocks(request.running_sequence, 1)
         return missing <= self._kv.num_free_blocks + self.num_freeing
 
-    def give_up(self, request: Request) -> Transfer | None:
-        """Preempt a running request: its blocks are stored or released. O(its blocks).
+    def close_sequence(self, request: Request) -> Transfer | None:
+        """Preempt a running request: close its sequence, store its blocks if they fit.
+
+        O(its blocks).
 
         Returns:
             What has to be stored, if anything.
@@ -131,11 +133,11 @@ class Room:
             self.num_freeing += transfer.lease.num_exclusive_blocks
         return transfer
 
-    def enter(self, request: Request) -> Transfer | None:
-        """Let a request run: the longest cached prefix is its own, and what is stored is loaded.
+    def open_sequence(self, request: Request) -> Transfer | None:
+        """Open the sequence of a request that starts: its cached prefix is found, its copy loaded.
 
         A copy that does not reach down to the cached prefix is of no use, and neither is one that
-        the prefix covers: it is dropped. There is room, as `wanted` said. O(its tokens).
+        the prefix covers: it is dropped. There is room, as `num_wanted` said. O(its tokens).
 
         Returns:
             What has to be loaded, if anything.

@@ -210,7 +210,7 @@ class EngineConfig(StepLimits):
             raise InvalidArgumentError(
                 "draft_model: cannot be combined with drafts; give one of them"
             )
-        if self.guesses and self.async_scheduling:
+        if self.is_speculative and self.async_scheduling:
             source = "drafts" if self.draft_model is None else "draft_model"
             raise InvalidArgumentError(
                 f"async_scheduling: cannot be combined with {source}: draft tokens are proposed "
@@ -223,14 +223,14 @@ class EngineConfig(StepLimits):
             )
 
     @property
-    def guesses(self) -> bool:
+    def is_speculative(self) -> bool:
         """Whether speculative decoding is on. O(1)."""
         return self.drafts is not None or self.draft_model is not None
 
     @property
     def most_drafts(self) -> int:
         """The largest number of draft tokens of a request in a step; 0: it is off. O(1)."""
-        if not self.guesses:
+        if not self.is_speculative:
             return 0
         return self.draft_tokens or (_NGRAM_DRAFTS if self.draft_model is None else _MODEL_DRAFTS)
 

@@ -306,7 +306,7 @@ class Request:
         """
         if token in self._ends:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.is_complete else None
+        return FinishReason.LENGTH if self.num_tokens == self.max_total_tokens else None
 
     def ends_by(self, token: int) -> bool:
         """Whether a token ends it wherever it stands. O(1)."""

@@ -200,7 +200,7 @@ class _Counts(Collector):
             "prompt_tokens_cached", "Those found in the cache.", steps.num_hit_tokens
         )
         yield self._counter("engine_steps", "Forward passes.", steps.num_steps)
-        if engine.guesses:
+        if engine.is_speculative:
             yield self._counter(
                 "spec_decode_num_drafts", "How often a request brought drafts.", steps.num_drafts
             )

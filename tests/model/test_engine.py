@@ -184,7 +184,7 @@ def test_streamed_pieces_are_the_text_and_tokens_come_one_a_step():
     assert [list(output.token_ids) for output in outputs] == [
         [token] for token in whole.request.output_tokens
     ]
-    assert "".join(output.text for output in outputs) == whole.text
+    assert "".join(output.take_text() for output in outputs) == whole.text
     assert outputs[-1].request.is_finished
 
 
@@ -267,7 +267,7 @@ def test_a_refused_prompt_among_several_leaves_nothing_behind():
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("", "got an empty one"), ([], "at least one token"), ([1, 320], "token ids below 320")],
+    [("", "text that is not empty"), ([], "at least one token"), ([1, 320], "token ids below 320")],
 )
 def test_a_prompt_that_means_nothing_is_refused(prompt, message):
     with pytest.raises(InvalidArgumentError, match=message):
@@ -380,7 +380,7 @@ def test_an_engine_whose_blocks_someone_else_holds_says_so_and_does_not_spin():
     stranger = engine.kv.open([1])
     engine.kv.reserve(stranger, 30)
     engine.add_request(PROMPT, greedy(2))
-    with pytest.raises(StalledError, match="none can be admitted"):
+    with pytest.raises(StalledError, match="none of them can be admitted"):
         engine.step()
     engine.kv.close(stranger)
     while engine.has_unfinished:

@@ -146,7 +146,7 @@ def test_a_line_of_json_has_its_own_parameters_over_those_of_the_command_line(tm
             ["--max-num-batched-tokens", "-1"],
             "--max-num-batched-tokens: wanted an integer from 1 to .*, got -1",
         ),
-        (["--stream", "--json"], "--stream writes text as it comes"),
+        (["--stream", "--json"], "--stream prints text"),
         (["--verify", "--top-p", "0.5"], "greedy generation: remove --top-p"),
         (["--verify", "--temperature", "0"], "remove --temperature"),
     ],

@@ -298,7 +298,7 @@ def test_a_step_with_drafts_is_accepted_before_the_next_is_planned():
         with pytest.raises(SchedulerStateError, match="further"):
             scheduler.update(step, {0: 7}, {0: further})
     scheduler.advance(step)
-    with pytest.raises(SchedulerStateError, match="drafts"):
+    with pytest.raises(SchedulerStateError, match="draft tokens"):
         scheduler.schedule()
     assert scheduler.accept({0: 8}, {0: [6]}) == [request]
     assert request.output_tokens == [7, 8, 6]

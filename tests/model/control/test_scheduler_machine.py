@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = {id(request.sequence) for request in self.scheduler.running}
         assert held == {id(sequence) for sequence in self.kv.sequences.values()}
         copies = [r.host_copy.num_blocks for r in self.requests if r.host_copy is not None]
-        left = self.scheduler._room.num_host_blocks_left
+        left = self.scheduler._admission.num_host_blocks_left
         assert left + sum(copies) == self.config.num_host_blocks
         assert left >= 0
 

@@ -265,7 +265,7 @@ def test_aborted_while_it_is_stored_or_loaded_a_request_gives_everything_back():
     assert kv.num_free_blocks == 0  # the copy is on its way
     scheduler.update(step, {})
     assert kv.num_free_blocks == 3
-    assert scheduler._room.num_host_blocks_left == 3
+    assert scheduler._admission.num_host_blocks_left == 3
 
     kv, scheduler, old, new, step = swapping(num_host_blocks=3)
     scheduler.update(step, {})
@@ -276,7 +276,7 @@ def test_aborted_while_it_is_stored_or_loaded_a_request_gives_everything_back():
     scheduler.abort(new)
     assert kv.num_free_blocks == free + 1  # what was found; the other blocks are being filled
     scheduler.update(step, {})
-    assert (kv.num_free_blocks, scheduler._room.num_host_blocks_left) == (6, 3)
+    assert (kv.num_free_blocks, scheduler._admission.num_host_blocks_left) == (6, 3)
 
 
 def test_a_prefix_that_others_have_is_not_stored():
@@ -379,7 +379,7 @@ def test_a_copy_whose_beginning_is_gone_is_dropped_and_all_is_computed_again():
     scheduler.abort(old)
     kv.reset()  # the shared beginning with it
     assert run(scheduler) == [(1, 0, len(new.tokens) - 1)]
-    assert (new.host_copy, scheduler._room.num_host_blocks_left) == (None, 8)
+    assert (new.host_copy, scheduler._admission.num_host_blocks_left) == (None, 8)
     assert scheduler.stats.num_loads == 0
 
 
@@ -401,7 +401,7 @@ def test_a_copy_that_the_cache_has_outgrown_is_dropped():
         run(scheduler)
     assert slow.host_copy.num_tokens == 4
     assert run(scheduler) == [(0, 6, 2)]
-    assert (scheduler._room.num_host_blocks_left, scheduler.stats.num_loads) == (8, 0)
+    assert (scheduler._admission.num_host_blocks_left, scheduler.stats.num_loads) == (8, 0)
 
 
 def test_the_first_in_order_gets_its_room_whatever_those_behind_it_share():
