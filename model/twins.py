@@ -68,7 +68,7 @@ class TwinEngine(Engine):
         is_checked: bool = False,
     ) -> None:
         if model.ranks is None:
-            raise InvalidArgumentError("model: wanted one that several ranks share, it is whole")
+            raise InvalidArgumentError("model: it was not loaded for tensor parallelism")
         self._ranks = model.ranks
         with self._ranks.detecting_loss(or_fail=True):
             super().__init__(model, backend, config)
@@ -169,7 +169,7 @@ class TwinEngine(Engine):
             if request.request_id == request_id:
                 return request
         raise RanksDivergedError(
-            f"rank {self._ranks.rank} has ended request {request_id}, and rank 0 has not"
+            f"rank {self._ranks.rank} has finished request {request_id}, rank 0 has not"
         )
 
     def _step(self) -> list[Output]:
@@ -192,7 +192,7 @@ class TwinEngine(Engine):
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise RanksDivergedError(
-                    f"rank {rank} has other block tables than rank 0 after the same calls"
+                    f"rank {rank} and rank 0 have different block tables after the same calls"
                 )
 
 

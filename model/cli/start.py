@@ -83,8 +83,8 @@ def start(
     """
     if sys.flags.optimize > 1:
         raise UsageError(
-            "PYTHONOPTIMIZE: wanted 0 or 1: 2 (python -OO) removes docstrings, and Transformers "
-            "loads no network without its own"
+            "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which Transformers needs to load a "
+            "model; use 0 or 1"
         )
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

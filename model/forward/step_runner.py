@@ -30,7 +30,7 @@ from model.sample.request_sampler import Chance, Drawn, RequestSampler
 from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
     """A step that was sent, and what it draws.
 
@@ -43,6 +43,7 @@ class Flight:
     sampling: tuple[Request, ...]
     drawn: Drawn
     drafted: tuple[tuple[Request, tuple[int, ...]], ...] = ()
+    _tokens: dict[int, int | None] | None = None  # once they are read
 
     def rows(self) -> dict[int, int]:
         """request_id -> its row. O(num_sampled)."""
@@ -51,10 +52,12 @@ class Flight:
     def read(self) -> dict[int, int | None]:
         """request_id -> its token, None if its logits are no numbers, once the step is done.
 
-        O(num_sampled).
+        O(num_sampled), once.
         """
-        tokens = self.drawn.read()
-        return {r.request_id: token for r, token in zip(self.sampling, tokens, strict=False)}
+        if self._tokens is None:
+            drawn = zip(self.sampling, self.drawn.read(), strict=False)
+            self._tokens = {request.request_id: token for request, token in drawn}
+        return self._tokens
 
     def ahead(self) -> Iterator[tuple[Request, tuple[int, ...], list[int | None]]]:
         """Who brought drafts, which, and what was drawn behind each. O(drafts)."""

@@ -170,5 +170,5 @@ def test_on_a_cpu_a_small_network_is_traced_where_it_can_be(architecture, config
 
 
 def test_eager_and_compiled_exclude_each_other():
-    with pytest.raises(InvalidArgumentError, match="eager: wanted this or compile, got both"):
+    with pytest.raises(InvalidArgumentError, match="eager: cannot be combined with compile"):
         EngineConfig(eager=True, compile=True)

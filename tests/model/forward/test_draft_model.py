@@ -438,8 +438,8 @@ def test_an_engine_is_prepared_by_guesses_too_as_far_as_there_is_room(num_blocks
 
 def test_settings_that_exclude_a_draft_model_or_lack_it_are_told():
     for fields, message in (
-        ({"drafts": "ngram"}, "draft_model: wanted this or drafts, got both"),
-        ({"async_scheduling": True}, "async_scheduling: wanted this or draft_model, got both"),
+        ({"drafts": "ngram"}, "draft_model: cannot be combined with drafts"),
+        ({"async_scheduling": True}, "async_scheduling: cannot be combined with draft_model"),
         ({"draft_tokens": 65}, "draft_tokens: wanted"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):
