@@ -174,12 +174,12 @@ MODEL_LAYERS = (
     ("serve/process",),
     ("serve/__main__", "serve/cost"),
     ("cluster/__init__", "cluster/config", "cluster/router", "cluster/scaling"),
-    ("cluster/args", "cluster/sent", "cluster/simulate"),
-    ("cluster/rays", "cluster/routing"),
-    ("cluster/front", "cluster/replica"),
+    ("cluster/args", "cluster/forwarded"),
+    ("cluster/routing",),
+    ("cluster/ingress", "cluster/replica"),
     ("cluster/app",),
     ("cluster/session",),
-    ("cluster/__main__", "cluster/bench"),
+    ("cluster/__main__",),
     ("__init__",),
 )
 

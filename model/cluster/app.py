@@ -1,4 +1,4 @@
-"""The application on Ray Serve: OpenAI's face before replicas of an engine.
+"""The application on Ray Serve: an ingress, and replicas that run the application of `model.serve`.
 
     serve run model.cluster.app:build replicas=2 model=Qwen/Qwen3-8B
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray import serve
@@ -20,48 +20,17 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from model.cluster.args import parse_args
 from model.cluster.config import ClusterOptions
-from model.cluster.front import ReplicatedEngine
+from model.cluster.ingress import Ingress
 from model.cluster.replica import Replica
 from model.errors import UsageError
-from model.serve.app import create_app
-
-if TYPE_CHECKING:
-    from model.loader import TextCodec
 
 _MANY = 1_000_000  # requests at once: the engine says itself when too many wait
 _OURS = "model.cluster.routing:EventRouter"
 _RAYS = {
     "ray-power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "ray-prefix": "model.cluster.rays:PrefixRouter",
+    "ray-prefix": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:"
+    "PrefixCacheAffinityRouter",  # its public module needs vLLM
 }
-
-
-class Face:
-    """Answers clients; an actor of Ray's.
-
-    Args:
-        replicas: a handle of theirs.
-        options: the command line.
-    """
-
-    def __init__(self, replicas: Any, options: ClusterOptions) -> None:  # noqa: ANN401  # Ray's
-        path = options.model.path
-
-        def load_codec() -> TextCodec:
-            codec: TextCodec = import_module("model.loader").load_codec(path)
-            return codec
-
-        self._engine = ReplicatedEngine(replicas, load_codec, options.cluster)
-        self._config = options.serve
-
-    async def record_replica_metadata(self) -> Mapping[str, str]:
-        """Nothing; but Ray asks once, and until then this is not there for clients."""
-        await self._engine.ready()
-        return {}
-
-    def __serve_build_asgi_app__(self) -> object:  # Ray asks for it
-        """The application; Ray asks once."""
-        return create_app(self._engine, self._config, counts=self._engine)
 
 
 def app_of(options: ClusterOptions) -> Any:  # noqa: ANN401  # Ray has no types
@@ -99,14 +68,14 @@ def app_of(options: ClusterOptions) -> Any:  # noqa: ANN401  # Ray has no types
         health_check_period_s=2.0,
         **sizes,
     )
-    face = serve.deployment(serve.ingress()(Face)).options(
-        name="face",
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        name="ingress",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MANY,
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    return face.bind(replicas.bind(options), options)
+    return ingress.bind(replicas.bind(options), options)
 
 
 def build(arguments: Mapping[str, str]) -> Any:  # noqa: ANN401  # Ray has no types
