@@ -2,8 +2,8 @@
 
     serve run model.cluster.app:build replicas=2 model=Qwen/Qwen3-8B
 
-Decides: what Ray sets aside for a replica (a placement group for the processes that share a
-network), when there are more of them, and how it is asked whether it lives.
+Decides: the resources of a replica (with tensor parallelism, a placement group), when replicas are
+added, and how often their health is checked.
 
 Does not know: command lines, signals.
 """
@@ -24,7 +24,7 @@ from model.cluster.ingress import Ingress
 from model.cluster.replica import Replica
 from model.errors import UsageError
 
-_MANY = 1_000_000  # requests at once: the engine says itself when too many wait
+_MANY = 1_000_000  # concurrent requests: the engine itself refuses when too many wait
 _OURS = "model.cluster.routing:EventRouter"
 _RAYS = {
     "ray-power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
@@ -34,10 +34,10 @@ _RAYS = {
 
 
 def app_of(options: ClusterOptions) -> Any:  # noqa: ANN401  # Ray has no types
-    """The application of a command line, for Ray Serve to run.
+    """Return the application that Ray Serve runs for a command line.
 
     Raises:
-        UsageError: the router that was asked for is not installed.
+        UsageError: the router of --router is not installed.
     """
     cluster, drain_s = options.cluster, options.serve.drain_timeout_s
     process = process_needs(options)
@@ -79,20 +79,20 @@ def app_of(options: ClusterOptions) -> Any:  # noqa: ANN401  # Ray has no types
 
 
 def build(arguments: Mapping[str, str]) -> Any:  # noqa: ANN401  # Ray has no types
-    """The application of `serve run` and of its configuration files.
+    """Return the application for `serve run` and for configuration files of Ray Serve.
 
     Args:
         arguments: flags of `python -m model.cluster` without their dashes, `tp=2` for `--tp 2`.
 
     Raises:
-        UsageError: as the command line.
+        UsageError: a flag or its value is wrong.
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
     return app_of(parse_args(flags))
 
 
 def process_needs(options: ClusterOptions) -> dict[str, float]:
-    """What Ray sets aside for each process of a replica, by its names. O(1)."""
+    """Return the Ray resources of each process of a replica. O(1)."""
     needs = {"CPU": options.cluster.cpus_per_process}
     if options.model.backend != "numba" and ray.cluster_resources().get("GPU", 0):
         needs["GPU"] = 1

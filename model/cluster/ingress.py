@@ -46,8 +46,8 @@ if TYPE_CHECKING:  # the driver names this class without loading torch
 _LOST = (RayError, RayServeException, ConnectionError)
 _LOST_TEXT = "the replica that worked on the request was lost"
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-_TRAVELS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string",
-            "root_path", "headers", "client", "server")  # fmt: skip
+_SCOPE_KEYS = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string",
+               "root_path", "headers", "client", "server")  # fmt: skip
 _LOOK_S = 5.0  # the longest that a request which is no POST waits for a replica
 _LONG_BODY = 4096  # bytes; a longer prompt is tokenized on a thread
 _MAX_TOKEN = (1 << 32) - 1
@@ -97,8 +97,8 @@ class Ingress:
 
     async def _forward(self, request: Request) -> Response:
         body = await request.body()
-        scope = {name: request.scope[name] for name in _TRAVELS if name in request.scope}
-        path = request.url.path
+        scope = {name: request.scope[name] for name in _SCOPE_KEYS if name in request.scope}
+        path = request.scope["path"]
         if len(body) > _LONG_BODY:
             prompt = await asyncio.to_thread(prompt_of, path, body, self._codec)
         else:
@@ -106,15 +106,15 @@ class Ingress:
         return _Answer(self, Forwarded(scope, body, *prompt))
 
     async def _metrics(self, _: Request) -> Response:
-        """Every replica's metrics with its name as a label, and those of the ingress."""
+        """Answer with the metrics of every replica, labelled with its name, and of the ingress."""
         try:
             asked = self._replicas.broadcast("metrics")
-            told = await asked.results_async(timeout_s=_LOOK_S, return_exceptions=True)
+            pages = await asked.results_async(timeout_s=_LOOK_S, return_exceptions=True)
         except (*_LOST, TimeoutError):
-            told = []
+            pages = []
         registry = CollectorRegistry()
-        replicas = merged(each for each in told if isinstance(each, tuple))
-        registry.register(_Told([*self._counters(), *replicas]))
+        replicas = merged(each for each in pages if isinstance(each, tuple))
+        registry.register(_ReadMetrics([*self._counters(), *replicas]))
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
@@ -165,7 +165,7 @@ def merged(pages: Iterable[tuple[str, str]]) -> Iterable[Metric]:
     return families.values()
 
 
-class _Told(Collector):
+class _ReadMetrics(Collector):
     """Metrics that were read before."""
 
     def __init__(self, metrics: Iterable[Metric]) -> None:
@@ -247,7 +247,7 @@ class _Answer(Response):
         return True
 
     async def _pieces(self) -> AsyncIterator[Piece]:
-        """What a replica answers.
+        """Yield what a replica answers.
 
         Raises:
             NotServingError: no replica has taken the request in time.
@@ -266,11 +266,15 @@ class _Answer(Response):
             raise NotServingError("engine: no replica takes requests now") from None
         ingress.decision_ns += asked.decision_ns
         is_over = False
-        async for piece in self._call:
-            asked.has_begun()
-            if piece != FIRST_TOKEN:
-                is_over = piece.is_last
-                yield piece
+        try:
+            async for piece in self._call:
+                asked.has_begun()
+                if piece != FIRST_TOKEN:
+                    is_over = piece.is_last
+                    yield piece
+        except _LOST:
+            if not is_over:  # else the client has all of it
+                raise
         self._call = None
         if taken != TAKEN or not is_over:
             raise ConnectionError("the replica did not finish the answer")

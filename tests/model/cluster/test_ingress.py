@@ -178,6 +178,13 @@ def test_a_stream_whose_replica_is_lost_ends_with_one_error(ingress):
     assert told["message"] == "the replica that worked on the request was lost"
 
 
+def test_a_replica_that_is_lost_after_the_last_piece_changes_nothing(ingress):
+    handle = Handle(ingress, [TAKEN, FIRST, LAST, LOST])
+    answer = ask(ingress, handle, prompt=[1], stream=True)
+    assert answer.content == b"data: 1\n\ndata: 2\n\n"
+    assert len(handle.calls) == 1
+
+
 def test_half_of_an_answer_that_is_no_stream_is_never_taken_for_a_whole_one(ingress):
     half = Piece((200, JSON), b"{", is_last=False)
     handle = Handle(ingress, [TAKEN, half, LOST])

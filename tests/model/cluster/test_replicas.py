@@ -1,4 +1,4 @@
-"""Replicas behind one face: the answers of one engine, also when a replica is lost or let go."""
+"""Replicas behind one ingress: the answers of one engine, also when a replica is lost or let go."""
 
 import contextlib
 import importlib.util
