@@ -202,9 +202,9 @@ class Engine:
     def prepare(self) -> str:
         """Do now what the first requests would wait for; in words how the network runs then.
 
-        Compiles kernels, captures, compiles and records the network, as `config` asks and
-        `begin.py` and `prepare.py` decide: seconds, half a minute where all is compiled for the
-        first time, all but the recording in the constructor where that measures memory. A few
+        Compiles kernels, traces and compiles the network and captures CUDA graphs, as `config` asks
+        and `forward/warm_up.py` decides: seconds, half a minute where all is compiled for the
+        first time, all but the capture in the constructor where that measures memory. A few
         requests run then on another engine that is thrown away: what they count and find is
         forgotten with it, and what they have written is where nobody looks. Nothing may run
         meanwhile.
@@ -566,12 +566,7 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
     """The network, and what its caches will store."""
     network = PagedNetwork(model, backend)
     if config.kv_dtype == "fp8":
-        quantise(
-            network,
-            block_size=config.block_size,
-            vocab_size=network.vocab_size,
-            calibrates=config.kv_scales == "calibrated",
-        )
+        quantise(network, block_size=config.block_size, vocab_size=network.vocab_size)
     return network
 
 

@@ -110,11 +110,6 @@ class EngineConfig(StepLimits):
         help="of the cache's numbers; auto: the network's; fp8: e4m3 with scales, half of "
         "bfloat16's memory, and a text that may differ",
     )
-    kv_scales: Literal["calibrated", "one"] = setting(
-        "calibrated",
-        help="with --kv-dtype fp8: for each head by what is stored of a few tokens, or 1",
-        needs=("kv_dtype=fp8",),
-    )
     swap_memory_bytes: int | None = setting(
         None,
         help="host memory for blocks of preempted requests; 0: they are computed again (default: "
@@ -124,7 +119,7 @@ class EngineConfig(StepLimits):
     )
     eager: bool = setting(
         False,
-        help="call the network's modules as they are: nothing captured, compiled or recorded",
+        help="call the network's modules as they are: nothing traced, compiled or captured",
     )
     compile: bool = setting(
         False,

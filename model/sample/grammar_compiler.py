@@ -1,13 +1,13 @@
-"""Grammars compiled: what llguidance makes of one, once, beside the steps.
+"""Compiles grammars with llguidance, each once, in parallel with the steps.
 
-Decides: which grammars are refused before a request is admitted. A grammar is first compiled by a
+Decides: which grammars are refused before a request is admitted. A grammar is first compiled in a
 process of its own (`grammar_trial.py`), within limits of time, memory and stack, then here, and
-then a few tokens are tried: a grammar that no text follows, or whose first masks are beyond the
+then a few tokens are tried: a grammar that no text matches, or whose first masks exceed the
 library's limits or the budget of a token, is an error of the request.
 
-Invariants: a grammar is compiled once, and a refusal is remembered like a success, as long as it is
-among the last `_MOST_COMPILED`; threads that compile have more stack than the trial had, so what
-the trial survives is survived here.
+Invariants: a grammar is compiled once, and a refusal is cached like a success, while it is among
+the last `_MOST_COMPILED`; threads that compile have more stack than the trial had, so a grammar
+that passes the trial cannot overflow it here.
 
 Does not know: requests, steps, logits.
 """
@@ -32,24 +32,24 @@ from model.errors import GrammarError, InvalidSettingError, UnsupportedModelErro
 
 _MOST_COMPILED = 256
 _MOST_SPENT_S = 4.0
-"""The library keeps what a grammar's masks have cost, some 100 MB a second."""
+"""The library's memory for masks grows by about 100 MB per second of processor time."""
 
 _MAX_LEXER_STATES = 1 << 16  # some 100 MB for one grammar; the library's own limit is 500 MB
 _NUM_TRIED = 16  # tokens
 _TRIAL_CPU_S, _TRIAL_WALL_S = 2, 120
 _TRIAL_BYTES = 1 << 30
 _TRIAL_STACK_BYTES, _STACK_BYTES = 32 << 20, 64 << 20
-_NOTHING_FOLLOWS = "NoExtension"  # how the library calls it
+_NOTHING_FOLLOWS = "NoExtension"  # the library's word
 
 
 @dataclass(slots=True)
 class Compiled:
-    """A grammar that is compiled.
+    """A compiled grammar.
 
     Attributes:
-        grammar: it.
-        matcher: at the beginning of a text; copied for each.
-        spent_s: of the processor, for all masks of its texts.
+        grammar: its source.
+        matcher: at the start of a text; copied for each text.
+        spent_s: processor time of all masks of its texts.
     """
 
     grammar: Grammar
@@ -61,11 +61,11 @@ class GrammarCompiler:
     """Compiles grammars for one model.
 
     Args:
-        describe: gives the tokenizer as `tokenizers` writes it; None: no grammar can be followed.
+        describe: returns the tokenizer as `tokenizers` writes it; None: grammars are unsupported.
         vocab_size: of the logits.
         eos_token_ids: tokens that end a text.
-        token_s: the most processor time of a mask; None: the grammars are not tried, because the
-            rank that leads has done so.
+        token_s: the most processor time of a mask; None: grammars are not tried, because rank 0 has
+            done that.
         clock: processor time of the thread, in seconds.
     """
 
@@ -89,11 +89,11 @@ class GrammarCompiler:
         self._threads = ThreadPoolExecutor(2, "grammar")
 
     def compile(self, grammar: Grammar) -> "Future[Compiled]":
-        """Begin to compile a grammar, unless that was done; from any thread. O(1).
+        """Start to compile a grammar, unless done; callable from any thread. O(1).
 
         The future raises:
-            InvalidSettingError: no text follows it, it means nothing, or is too large.
-            GrammarError: its first masks take longer than a token may.
+            InvalidSettingError: no text matches it, it is invalid, or it is too large.
+            GrammarError: its first masks exceed the budget of a token.
             UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
         """
         with self._lock:
@@ -103,11 +103,11 @@ class GrammarCompiler:
                 if len(self._known) > _MOST_COMPILED:
                     del self._known[next(iter(self._known))]
             elif known.done() and (refusal := known.exception()) is not None:
-                refusal.__traceback__ = None  # each request that it is raised for adds its frames
+                refusal.__traceback__ = None  # each request that raises it adds its frames
             return known
 
     def trim(self) -> None:
-        """Forget the oldest grammars while the library keeps too much for all. O(grammars)."""
+        """Forget the oldest grammars while the library holds too much memory. O(grammars)."""
         with self._lock:
             spent_s = {
                 grammar: future.result().spent_s
@@ -133,7 +133,7 @@ class GrammarCompiler:
             return self._compiled(grammar)
         except InvalidSettingError:
             raise
-        except BaseException:  # it may be none of the grammar's doing
+        except BaseException:  # the grammar may not be the cause
             with self._lock:
                 self._known.pop(grammar, None)
             raise
@@ -142,7 +142,7 @@ class GrammarCompiler:
         tokenizer = self._known_tokens()
         try:
             source = _source(grammar)
-        except Exception as error:  # what a reader of grammars raises
+        except Exception as error:  # a parser may raise any error
             raise refused(grammar, str(error)) from error
         if self._token_s is not None and grammar.form not in {"choice", "json_object"}:
             _try(grammar, source)
@@ -157,7 +157,7 @@ class GrammarCompiler:
     def _begin_text(
         self, grammar: Grammar, text: LLMatcher, tokenizer: LLTokenizer, token_s: float
     ) -> None:
-        """Take the first token that may come, a few times, to meet what is wrong soon."""
+        """Follow the first allowed token a few times, to find errors early."""
         words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
         tokens: list[int] = []
         while len(tokens) < _NUM_TRIED and not text.is_stopped():
@@ -195,14 +195,14 @@ class GrammarCompiler:
 
 
 def refused(grammar: Grammar, why: str) -> InvalidSettingError:
-    """The error of a grammar that is not taken. O(why)."""
+    """The error of a grammar that is refused. O(length of `why`)."""
     return InvalidSettingError(
         "grammar", f"a {grammar.form} that compiles ({' '.join(why.split())[:300]})", grammar.text
     )
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why a matcher has failed, in the library's words; O(words)."""
+    """The library's error message of a matcher. O(length of the message)."""
     lines = str(matcher.get_error()).split("\n<", maxsplit=1)[0]
     said = " ".join(lines.split())[:300]
     return _NOTHING_FOLLOWS if said.startswith(_NOTHING_FOLLOWS) else said
@@ -217,7 +217,7 @@ def over_token_budget(took_s: float, token_s: float) -> GrammarError:
 
 
 def _first(words: torch.Tensor, ends: frozenset[int]) -> int | None:
-    """The first token of a mask that does not end the text; None: there is none. O(vocab_size)."""
+    """The first allowed token that does not end the text; None: there is none. O(vocab_size)."""
     bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     allowed = bits.flatten()
     allowed[[end for end in ends if end < len(allowed)]] = 0
@@ -249,7 +249,7 @@ def _try(grammar: Grammar, source: str) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise refused(grammar, too_large) from error
-    if ran.returncode < 0:  # a signal: no stack or no memory was left, or no time
+    if ran.returncode < 0:  # a signal: out of stack, memory or time
         raise refused(grammar, too_large)
     if ran.returncode:
         raise RuntimeError(f"grammar_trial.py: {ran.stderr.decode(errors='replace')[-500:]}")
@@ -259,10 +259,10 @@ def _try(grammar: Grammar, source: str) -> None:
 
 
 def _source(grammar: Grammar) -> str:
-    """As llguidance takes it.
+    """The grammar in llguidance's own format.
 
     Raises:
-        Exception: it is no JSON, or no grammar of its kind.
+        Exception: it is not valid JSON, or not a valid grammar of its kind.
     """
     match grammar.form:
         case "json_schema":
