@@ -1,4 +1,4 @@
-"""Structured outputs: which tokens may come next in a text that follows a grammar, and when it ends.
+"""Structured outputs: the tokens that may come next in a text that follows a grammar.
 
 Decides: the cost that a grammar may cause. llguidance, a compiled library without dependencies,
 finds the allowed tokens: it takes schemas, expressions and grammars, knows the bytes of every
@@ -79,7 +79,7 @@ class Grammars:
         return bool(self._texts)
 
     def compile(self, grammar: Grammar) -> "Future[Compiled]":
-        """Start to compile a grammar on another thread, unless done; callable from any thread. O(1).
+        """Start to compile a grammar on another thread, unless done; from any thread. O(1).
 
         The future raises:
             InvalidSettingError: no text matches it, it is invalid, or it is too large.
@@ -113,7 +113,7 @@ class Grammars:
         return words
 
     def is_whole(self, request: Request) -> bool:
-        """Whether nothing can follow the known tokens of a request. O(tokens since the last call)."""
+        """Whether nothing can follow the known tokens of a request. O(new tokens)."""
         text, began_s = self._text(request), self._clock()
         text.follow(request, None)
         text.pending_s += self._clock() - began_s
@@ -130,7 +130,7 @@ class Grammars:
         )
 
     def take_overrun(self) -> list[tuple[Request, GrammarError]]:
-        """The requests that have exceeded a budget since the last call, and which one. O(requests)."""
+        """The requests that have exceeded a budget since the last call, and which. O(requests)."""
         overrun, self._overrun = list(self._overrun.values()), {}
         return overrun
 
@@ -190,7 +190,7 @@ class _Text:
         return self._matcher
 
     def follow(self, request: Request, newest: int | None) -> None:
-        """Consume the tokens that a request has got since the last call, and its newest if known."""
+        """Consume the tokens that a request has got since the last call, and its newest token."""
         first = request.num_prompt_tokens + self._num_followed
         tokens = request.tokens[first:].tolist()
         if request.is_expecting and newest is not None and len(request.tokens) >= first:

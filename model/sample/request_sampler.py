@@ -44,9 +44,7 @@ from model.sample.sampler import (
 Chance = tuple[float, tuple[tuple[int, float], ...]]
 """The log-probability of a token, and the most likely tokens with their log-probabilities."""
 
-_IN_PROMPT = (
-    1 << 24
-)  # added to a count if the prompt has the token; below it: its count in the output
+_IN_PROMPT = 1 << 24  # added to a count if the prompt has the token
 
 
 class Drawn:
@@ -103,7 +101,7 @@ class RequestSampler:
         device: of the logits.
         seed: for requests without a seed of their own.
         grammars: structured outputs.
-        ranks: the processes that compute the same logits; rank 0's tokens count. None: only this one.
+        ranks: the processes with the same logits; rank 0's tokens count. None: only this one.
     """
 
     def __init__(
@@ -144,8 +142,8 @@ class RequestSampler:
 
         Args:
             logits: [num_requests, vocab_size].
-            sampling: the request of each row; none knows its next token. A request with draft tokens
-                has a further row for each of them.
+            sampling: the request of each row; none knows its next token. A request with draft
+                tokens has a further row for each of them.
             most_likely: see `Passes.most_likely`, if already computed.
             newest: waits for the last tokens that the host does not know yet.
             place: the buffer of the logits, if draws from it may be captured; then the tokens are
