@@ -474,7 +474,7 @@ class Engine:
         """Give those who expect a token theirs, and end whom it ends."""
         streams, outputs = self._streams, []
         tokens = {number: token for number, token in drawn.items() if token is not None}
-        chances = flight.chances()
+        logprobs = flight.logprobs()
         if len(tokens) < len(drawn) or self._grammars.is_used:
             for request in flight.sampling:
                 error = None if request.is_finished else self._error(request, drawn)
@@ -489,7 +489,7 @@ class Engine:
                 stream.add(told[0])
             if request.is_finished or stream.is_stopped or self._is_whole(request):
                 self._end(request, stream)
-            outputs.append(Output(request, told, stream, chances.get(number, ())))
+            outputs.append(Output(request, told, stream, logprobs.get(number, ())))
         return outputs
 
     def _further(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:

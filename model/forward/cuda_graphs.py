@@ -307,8 +307,8 @@ class _Parts(NamedTuple):
         *slots, logit_rows, halves, shared = rest
         halves, shared = halves.view(torch.int32), shared.view(torch.int32).view(num_groups, 4)
         starts, lengths = halves[: rows + 1], halves[rows + 1 : -1]
-        told = tuple(shared[:, :3])
-        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths, told)
+        prefixes = tuple(shared[:, :3])
+        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths, prefixes)
 
 
 class _Inputs:
@@ -346,13 +346,13 @@ class _Inputs:
         for slots, batch in zip(host.slots, step.paged, strict=True):
             slots[:tokens] = batch.slot_mapping
             slots[tokens:size] = -1
-        for told, batch in zip(host.shared, step.paged, strict=True):
+        for prefix_terms, batch in zip(host.shared, step.paged, strict=True):
             prefix = batch.shared_prefix if bucket.shares else None
             if prefix is not None:
                 last = prefix.first_seq + prefix.num_seqs
-                told[:] = torch.tensor((prefix.first_seq, last, prefix.num_tokens))
+                prefix_terms[:] = torch.tensor((prefix.first_seq, last, prefix.num_tokens))
             elif bucket.shares:
-                told.zero_()
+                prefix_terms.zero_()
         self._words.copy_(self._sent[0], non_blocking=True)
 
 

@@ -26,7 +26,7 @@ from model.forward.cuda_graphs import CudaGraphs, Passed
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
-from model.sample.request_sampler import Chance, Drawn, RequestSampler
+from model.sample.request_sampler import Drawn, RequestSampler, TokenLogprobs
 from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
 
@@ -63,15 +63,15 @@ class Flight:
             yield request, drafts, tokens[row : row + len(drafts)]
             row += len(drafts)
 
-    def chances(self) -> dict[int, list[Chance]]:
+    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """request_id -> log-probabilities of its tokens, if asked for; only after `read`.
 
         O(num_sampled that ask).
         """
         rows = (*self.sampling, *_behind(self.drafted))
-        found: dict[int, list[Chance]] = {}
-        for row, chance in self.drawn.chances().items():
-            found.setdefault(rows[row].request_id, []).append(chance)
+        found: dict[int, list[TokenLogprobs]] = {}
+        for row, logprobs in self.drawn.logprobs().items():
+            found.setdefault(rows[row].request_id, []).append(logprobs)
         return found
 
 

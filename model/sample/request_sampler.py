@@ -41,7 +41,7 @@ from model.sample.sampler import (
     uniforms,
 )
 
-Chance = tuple[float, tuple[tuple[int, float], ...]]
+TokenLogprobs = tuple[float, tuple[tuple[int, float], ...]]
 """The log-probability of a token, and the most likely tokens with their log-probabilities."""
 
 _IN_PROMPT = 1 << 24  # added to a count if the prompt has the token
@@ -53,22 +53,24 @@ class Drawn:
     Args:
         best: [num_rows], the largest logit of each row.
         tokens: int64 [num_rows].
-        told: log-probabilities of the rows that ask; None: no row does.
+        logprobs: log-probabilities of the rows that ask; None: no row does.
 
     Attributes:
         tokens: as above.
     """
 
-    __slots__ = ("_best", "_copied", "_read", "_told", "tokens")
+    __slots__ = ("_best", "_copied", "_logprobs", "_read", "tokens")
 
-    def __init__(self, best: Tensor, tokens: Tensor, told: "_Told | None" = None) -> None:
+    def __init__(
+        self, best: Tensor, tokens: Tensor, logprobs: "_StepLogprobs | None" = None
+    ) -> None:
         self.tokens = tokens
         self._copied: torch.cuda.Event | None = None
         if tokens.device.type == "cpu":
-            self._best, self._read, self._told = best, tokens, told
+            self._best, self._read, self._logprobs = best, tokens, logprobs
         else:
             self._best, self._read = _to_host(best), _to_host(tokens)
-            self._told = None if told is None else told.to_host()
+            self._logprobs = None if logprobs is None else logprobs.to_host()
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
@@ -88,9 +90,9 @@ class Drawn:
             ]
         return tokens
 
-    def chances(self) -> dict[int, Chance]:
+    def logprobs(self) -> dict[int, TokenLogprobs]:
         """Log-probabilities of each row that asks, once `read` has returned. O(rows)."""
-        return {} if self._told is None else self._told.chances()
+        return {} if self._logprobs is None else self._logprobs.logprobs()
 
 
 class RequestSampler:
@@ -173,8 +175,10 @@ class RequestSampler:
             tokens = self._ranks.broadcast_tensor(tokens)
         if terms.apart is not None:
             terms.apart.count(tokens)
-        told = None if terms.telling is None else terms.telling.tell(logits, tokens)
-        return Drawn(best, tokens, told)
+        logprobs = (
+            None if terms.logprob_rows is None else terms.logprob_rows.compute(logits, tokens)
+        )
+        return Drawn(best, tokens, logprobs)
 
     def discard(self, request: Request) -> None:
         """Drop all state of a request. O(1)."""
@@ -186,7 +190,7 @@ class RequestSampler:
         """What the requests of a step ask for. O(requests)."""
         drawing: list[int] = []
         apart: list[int] = []
-        telling: list[int] = []
+        logprob_rows: list[int] = []
         staying: list[SamplingParams | None] = []
         for row, request in enumerate(sampling):
             params = request.params
@@ -197,7 +201,7 @@ class RequestSampler:
             if leaves and (params.temperature or params.changes_logits):
                 apart.append(row)
             if params.logprobs is not None:
-                telling.append(row)
+                logprob_rows.append(row)
         streams = [self._stream(sampling[row]) for row in drawing]
         return _StepTerms(
             sampling,
@@ -208,7 +212,7 @@ class RequestSampler:
             np.isin(drawing, apart),
             row_terms(staying, self._vocab_size) if has_graphs else None,
             self._apart(apart, sampling) if apart else None,
-            _Telling(telling, sampling, self._device) if telling else None,
+            _LogprobRows(logprob_rows, sampling, self._device) if logprob_rows else None,
         )
 
     def _apart(self, rows: Sequence[int], sampling: Sequence[Request]) -> "_Apart":
@@ -244,7 +248,7 @@ class _StepTerms:
         is_apart: which of them no graph draws.
         captured: terms of the rows that a graph draws; None: there are none.
         apart: all other rows that draw or are changed; None: there are none.
-        telling: rows that ask for log-probabilities; None: there are none.
+        logprob_rows: rows that ask for log-probabilities; None: there are none.
     """
 
     sampling: tuple[Request, ...]
@@ -255,7 +259,7 @@ class _StepTerms:
     is_apart: NDArray[np.bool_]
     captured: RowTerms | None
     apart: "_Apart | None"
-    telling: "_Telling | None"
+    logprob_rows: "_LogprobRows | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,7 +494,7 @@ class _TokenCounts:
         self._table = torch.cat([self._table, self._table.new_zeros(added, self._table.shape[1])])
 
 
-class _Telling:
+class _LogprobRows:
     """The rows that ask for log-probabilities.
 
     Args:
@@ -506,10 +510,10 @@ class _Telling:
         self._counts = tuple([sampling[row].params.logprobs or 0 for row in rows])
         self._index = index_of(rows, device)
 
-    def tell(self, logits: Tensor, tokens: Tensor) -> "_Told":
+    def compute(self, logits: Tensor, tokens: Tensor) -> "_StepLogprobs":
         """The log-probabilities. O(rows * vocab_size)."""
         values, ids = log_probabilities(logits[self._index], tokens[self._index], max(self._counts))
-        return _Told(self._rows, self._counts, values, ids)
+        return _StepLogprobs(self._rows, self._counts, values, ids)
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
@@ -531,14 +535,14 @@ def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Te
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _StepLogprobs:
     """Log-probabilities of some rows: the result of `log_probabilities`.
 
     Attributes:
         rows: of the step.
         counts: how many of the most likely each row asks for.
-        values: float32 [num_told, 1 + the largest count].
-        ids: int64 [num_told, the largest count].
+        values: float32 [num_rows, 1 + the largest count].
+        ids: int64 [num_rows, the largest count].
     """
 
     rows: tuple[int, ...]
@@ -546,11 +550,11 @@ class _Told:
     values: Tensor
     ids: Tensor
 
-    def to_host(self) -> "_Told":
+    def to_host(self) -> "_StepLogprobs":
         """A copy on its way to the host. O(bytes)."""
-        return _Told(self.rows, self.counts, _to_host(self.values), _to_host(self.ids))
+        return _StepLogprobs(self.rows, self.counts, _to_host(self.values), _to_host(self.ids))
 
-    def chances(self) -> dict[int, Chance]:
+    def logprobs(self) -> dict[int, TokenLogprobs]:
         """By row. O(values)."""
         lists = zip(self.rows, self.counts, self.values.tolist(), self.ids.tolist(), strict=True)
         return {

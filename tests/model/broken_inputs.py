@@ -283,9 +283,11 @@ FILES = (
         "config.json is not JSON",
         write("config.json", "[" * 100_000),
     ),
-    Broken("no config.json", "config.json is not there", remove("config.json")),
+    Broken("no config.json", "config.json is missing", remove("config.json")),
     Broken("config.json is a folder", "config.json is not a file", folder_for("config.json")),
-    Broken("tokenizer.json is a folder", "tokenizer.json is not a file", folder_for("tokenizer.json")),
+    Broken(
+        "tokenizer.json is a folder", "tokenizer.json is not a file", folder_for("tokenizer.json")
+    ),
     Broken(
         "the index names a file of 5,000 characters",
         f"{INDEX}: 'xxx",

@@ -45,7 +45,7 @@ def test_a_file_is_no_model(tmp_path):
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=r"config\.json is not there"):
+    with pytest.raises(ModelNotFoundError, match=r"config\.json is missing"):
         load_model(str(tmp_path), CPU)
 
 
