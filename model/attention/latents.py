@@ -29,7 +29,7 @@ _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Absorbed:
+class _Absorbed:
     """Replaces `expand_kv` of a layer: passes latents on to our attention."""
 
     module: nn.Module
@@ -82,13 +82,13 @@ def absorb(network: nn.Module, max_latent_dim: int) -> int:
     return found
 
 
-def absorbed(module: nn.Module) -> Absorbed | None:
+def absorbed(module: nn.Module) -> _Absorbed | None:
     """The replacement of a layer's `expand_kv`; None: it has keys and values."""
     record = module.__dict__.get("expand_kv")
-    return record if isinstance(record, Absorbed) else None
+    return record if isinstance(record, _Absorbed) else None
 
 
-def _record(module: Any, max_latent_dim: int) -> Absorbed | None:  # noqa: ANN401
+def _record(module: Any, max_latent_dim: int) -> _Absorbed | None:  # noqa: ANN401
     projection: Any = getattr(module, "kv_b_proj", None)
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     sizes: list[int] = [getattr(module, name, 0) for name in names]
@@ -100,11 +100,11 @@ def _record(module: Any, max_latent_dim: int) -> Absorbed | None:  # noqa: ANN40
     plain = not weight.is_meta and weight.shape[1] == latent_dim
     if not plain or latent_dim + rotated_dim > max_latent_dim:
         return None
-    record = Absorbed(module, projection, key_dim, value_dim)
+    record = _Absorbed(module, projection, key_dim, value_dim)
     return record if _is_what_it_does(record, latent_dim, rotated_dim) else None
 
 
-def _is_what_it_does(record: Absorbed, latent_dim: int, rotated_dim: int) -> bool:
+def _is_what_it_does(record: _Absorbed, latent_dim: int, rotated_dim: int) -> bool:
     """Compare logits and values of random numbers, decompressed and absorbed."""
     module: Any = record.module
     weight = record.projection.weight

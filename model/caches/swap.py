@@ -6,10 +6,10 @@ a token's keys and values than the machine does operations in the time of moving
 
     weights / token_bytes > rate of arithmetic / rate of copying
 
-The right side, rounded, is `WEIGHTS_A_BYTE`: a GPU at 400 TFLOP/s, half of what an H200 reaches in
-matrix products, behind a link of 50 GB/s (page-locked, an H200's moved 55 GB/s each way); a CPU at
-100 GFLOP/s that copies 10 GB/s. In a mixture of experts only the weights that a token uses count.
-Layers with windows move only the blocks inside the window, which the rule ignores.
+The right side, rounded, is `_WEIGHTS_PER_BYTE`: a GPU at 400 TFLOP/s, half of what an H200 reaches
+in matrix products, behind a link of 50 GB/s (page-locked, an H200's moved 55 GB/s each way); a CPU
+at 100 GFLOP/s that copies 10 GB/s. In a mixture of experts only the weights that a token uses
+count. Layers with windows move only the blocks inside the window, which the rule ignores.
 
 Invariants: transfers and copies run on the stream of the network, in order, so a later pass sees
 their results; for a GPU the host memory is page-locked.
@@ -31,7 +31,7 @@ from model.control.config import EngineConfig
 from model.control.step import Transfer
 from model.errors import InvalidArgumentError
 
-WEIGHTS_A_BYTE = {"cuda": 8000.0, "cpu": 10.0}
+_WEIGHTS_PER_BYTE = {"cuda": 8000.0, "cpu": 10.0}
 
 _DEFAULT_BYTES = 4 << 30
 _DEFAULT_SHARE = 4  # at most 1 / 4 of the cache's bytes, and of the free host memory
@@ -104,7 +104,7 @@ def plan_host_blocks(
             )
         return asked // block_bytes
     weights, device = _weights_a_token(network), _device_type(network)
-    if weights <= layout.token_bytes * WEIGHTS_A_BYTE.get(device, 0.0):
+    if weights <= layout.token_bytes * _WEIGHTS_PER_BYTE.get(device, 0.0):
         return 0
     limits = [_DEFAULT_BYTES, memory.kv_bytes // _DEFAULT_SHARE]
     if free_bytes is not None:

@@ -56,12 +56,6 @@ _NEAR = 0.25
 """The relative error allowed of logits: bfloat16 rounds by up to 0.05, a mistake is about 1."""
 
 
-def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
-    """Mark dimensions whose length will change: code compiled for one length serves all."""
-    for dim in dims:
-        torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
-
-
 class _Piece(nn.Module):
     """Compiled operations that know which dimensions of their inputs will change."""
 
@@ -76,7 +70,8 @@ class _Piece(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if self._is_compiling:
             for tensor, dims in zip(inputs, self._sized, strict=True):
-                mark_dynamic(tensor, dims)
+                for dim in dims:
+                    torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
         outputs: tuple[Tensor, ...] = self._run(*inputs)
         return outputs
 

@@ -64,8 +64,8 @@ class Buckets:
     """
 
     def __init__(self, max_num_seqs: int, max_tokens: int, max_rows: int = 0) -> None:
-        self._singles = bucket_sizes(max_num_seqs)
-        self._tokens = token_sizes(max_tokens)
+        self._singles = _bucket_sizes(max_num_seqs)
+        self._tokens = _token_sizes(max_tokens)
         most = max(max_num_seqs, max_rows)
         self._rows = (*[size for size in _ROWS if size < most], most)
 
@@ -356,14 +356,14 @@ class _Inputs:
         self._words.copy_(self._sent[0], non_blocking=True)
 
 
-def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+def _bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Rows of steps with one token per sequence, closest where a row costs most. O(sizes)."""
     last = max(2, max_num_seqs)
     sizes = [size for size in (*_FEW, *range(_FEW[-1] + _STEP, last, _STEP)) if size < last]
     return (*sizes, last)
 
 
-def token_sizes(max_tokens: int) -> tuple[int, ...]:
+def _token_sizes(max_tokens: int) -> tuple[int, ...]:
     """Tokens of all other steps: doubled while they cost little, then in steps of 1/2 and 1/3.
 
     O(log max_tokens).

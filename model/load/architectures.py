@@ -107,7 +107,7 @@ def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> st
     names: dict[str, list[int]] = {}
     failure = ""
     try:
-        for path, module in network_without_weights(config, None).named_modules():
+        for path, module in _network_without_weights(config, None).named_modules():
             place = re.search(r"\.(\d+)\.", f".{path}.")
             if place is not None:
                 names.setdefault(type(module).__name__, []).append(int(place[1]))
@@ -164,7 +164,7 @@ def _numbers(places: Sequence[int]) -> str:
     return f"layers {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
-def network_without_weights(
+def _network_without_weights(
     config: PreTrainedConfig, attention: str | None = IMPLEMENTATION
 ) -> PreTrainedModel:
     """The network of a configuration on PyTorch's meta device: tensors with shapes and no content.
@@ -172,9 +172,6 @@ def network_without_weights(
     Args:
         config: of the network.
         attention: the implementation that its layers call; None: Transformers' choice.
-
-    Raises:
-        Exception: of any kind: Transformers' errors for values that describe no network.
     """
     with torch.device("meta"):
         network: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -197,7 +194,7 @@ def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
             class of Transformers failed itself.
     """
     try:
-        network = network_without_weights(config)
+        network = _network_without_weights(config)
     except Exception as error:
         raise _own_failure(config, error) from error
     try:

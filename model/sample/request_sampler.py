@@ -512,21 +512,16 @@ class _LogprobRows:
 
     def compute(self, logits: Tensor, tokens: Tensor) -> "_StepLogprobs":
         """The log-probabilities. O(rows * vocab_size)."""
-        values, ids = log_probabilities(logits[self._index], tokens[self._index], max(self._counts))
+        values, ids = _log_probabilities(
+            logits[self._index], tokens[self._index], max(self._counts)
+        )
         return _StepLogprobs(self._rows, self._counts, values, ids)
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of tokens, and of the most likely ones. O(num_rows * vocab_size).
+def _log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens and of the `num_tops` most likely ones; ids of those.
 
-    Args:
-        logits: [num_rows, vocab_size], as the model gave them.
-        tokens: int64 [num_rows].
-        num_tops: how many of the most likely to return; all, if there are fewer.
-
-    Returns:
-        float32 [num_rows, 1 + num_tops], of the token and of the most likely ones in their order;
-        and the ids of those: int64 [num_rows, num_tops].
+    float32 [num_rows, 1 + num_tops] and int64 [num_rows, num_tops]. O(num_rows * vocab_size).
     """
     logits = logits.float()
     tops, ids = logits.topk(min(num_tops, logits.shape[-1]), dim=-1)
@@ -536,7 +531,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Te
 
 @dataclass(frozen=True, slots=True)
 class _StepLogprobs:
-    """Log-probabilities of some rows: the result of `log_probabilities`.
+    """Log-probabilities of some rows: the result of `_log_probabilities`.
 
     Attributes:
         rows: of the step.
