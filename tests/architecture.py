@@ -57,6 +57,7 @@ BACKENDS_LAYERS = (
         "triton_gpu/soft_cap",
         "triton_gpu/splits",
     ),
+    ("triton_gpu/layer", "triton_gpu/softmax"),
     ("triton_gpu/cascade", "triton_gpu/chunk", "triton_gpu/prefill_order"),
     ("triton_gpu/copy_blocks", "triton_gpu/slot_mapping", "triton_gpu/store_kv"),
     ("triton_gpu/hopper_items", "triton_gpu/merge"),
