@@ -389,7 +389,12 @@ class Engine:
         else:
             self._unread = None
             outputs += self._accept(launched)
-        if previous is None and step.is_empty and self._scheduler.has_unfinished:
+        if (
+            not step.chunks
+            and previous is None
+            and step.is_empty
+            and self._scheduler.has_unfinished
+        ):
             raise StalledError(
                 "step: requests are waiting, and none of them can be admitted or run"
             )
