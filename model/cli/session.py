@@ -19,11 +19,12 @@ import backends
 from model.caches.memory import show_bytes
 from model.cli.args import Options
 from model.cli.bars import bar
-from model.cli.exits import FAILED, Asked, Stopped, stopping
+from model.cli.exits import FAILED, Stopped
 from model.cli.files import OutputFile
 from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
+from model.cli.signals import StopRequest, stopping
 from model.cli.start import input_errors, start, warm_up
 from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
@@ -244,7 +245,7 @@ def _generate(
     engine: Engine,
     specs: Sequence[PromptSpec],
     requests: Sequence[Request],
-    asked: Asked,
+    asked: StopRequest,
 ) -> _Generated:
     """Step until all have ended, a signal asks for an end, or a step fails."""
     texts: dict[int, str] = {request.request_id: "" for request in requests}
@@ -291,7 +292,7 @@ def _end(engine: Engine, fault: BaseException | None, *, is_verified: bool) -> N
 
 
 def _verified(
-    model: LoadedModel, requests: Sequence[Request], asked: Asked
+    model: LoadedModel, requests: Sequence[Request], asked: StopRequest
 ) -> list[Mismatch] | None:
     """Compare with the dense network; None: a signal ended it early."""
     mismatches = _compared(model, requests, asked)
@@ -314,7 +315,7 @@ def _verified(
 
 
 def _compared(
-    model: LoadedModel, requests: Sequence[Request], asked: Asked
+    model: LoadedModel, requests: Sequence[Request], asked: StopRequest
 ) -> list[Mismatch] | None:
     """Name the first difference of each request."""
     mismatches = []

@@ -19,8 +19,9 @@ from urllib.request import urlopen
 from model.cli.exits import leaves
 from model.cli.options import ModelOptions
 from model.cli.settings import Flags
+from model.cli.signals import StopRequest
 from model.cluster.config import ClusterConfig, ClusterOptions, Routing
-from model.cluster.session import Asked, serving
+from model.cluster.session import serving
 from model.control.config import EngineConfig
 from model.control.settings import check_settings, setting
 from model.serve.config import ServeConfig
@@ -147,7 +148,7 @@ def _run() -> None:
     print(
         f"{'router':<17}{'hit':>8}{'ttft ms':>10}{'p95':>10}{'choice us':>11}{'failed':>8}{'s':>8}"
     )
-    asked = Asked()
+    asked = StopRequest()
     for router in work.routers:
         with serving(
             replace(options, cluster=replace(options.cluster, router=router)), asked
