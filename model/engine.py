@@ -32,6 +32,7 @@ from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
 from model.control.submission import Prompt, Submission
 from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
+from model.forward.batch_invariant import BatchInvariantNetwork
 from model.forward.draft_model import DraftModel
 from model.forward.network import PagedNetwork
 from model.forward.prepare import prepare_network
@@ -87,6 +88,8 @@ class Engine:
         caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
+        if self.config.batch_invariant:
+            self.config = dataclasses.replace(self.config, eager=True)
         self._backend = backend
         self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
         if caches_of is None:
@@ -574,7 +577,8 @@ class Engine:
 
 def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig) -> PagedNetwork:
     """The network, and what its caches will store."""
-    network = PagedNetwork(model, backend)
+    kind = BatchInvariantNetwork if config.batch_invariant else PagedNetwork
+    network = kind(model, backend)
     if config.kv_dtype == "fp8":
         quantise(
             network,
