@@ -286,8 +286,8 @@ class Engine:
         """Queue a submission: a request for each sample. O(samples * prompt).
 
         Raises:
-            InvalidArgumentError: an empty prompt, a token that the model does not have, or
-                something else than a namespace or retentions.
+            InvalidArgumentError: an empty prompt, a token that the model does not have, items
+                outside the prompt, or something else than a namespace or retentions.
             RequestTooLongError: it could never finish here; nothing has changed.
         """
         prompt, params = asked.prompt, asked.params
@@ -309,6 +309,7 @@ class Engine:
                 sample=number,
                 namespace=asked.namespace,
                 retain=asked.retain,
+                items=asked.items,
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)

@@ -30,7 +30,7 @@ from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
 from model.control.request import FinishReason, Request, SampledToken
-from model.control.submission import Submission
+from model.control.submission import Submission, salted
 from model.engine import Engine
 from model.errors import InvalidArgumentError, RankLostError, UsageError
 from model.forward.ranges import DeviceRanges
@@ -223,6 +223,7 @@ def _queue(
                     spec.params,
                     num_samples=spec.samples.n,
                     priority=spec.samples.priority,
+                    namespace=salted(spec.samples.cache_salt),
                     retain=[one.retention for one in spec.samples.retain],
                 )
             )

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 import kvcore
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
-from model.control.submission import Prompt, Retained, Submission
+from model.control.submission import Prompt, Retained, Submission, salted
 from model.errors import InvalidArgumentError
 from model.serve.bounds import Text, check_sizes, checked_prompt, with_one_stranger
 from model.serve.errors import ApiError
@@ -173,7 +173,7 @@ class GenerationRequest(_Strict):
             params,
             num_samples=self.num_samples,
             priority=self.priority or 0,
-            namespace=kvcore.Namespace(salt=(self.cache_salt or "").encode()),
+            namespace=salted(self.cache_salt or ""),
             retain=self.retentions,
         )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvcore
 from model import (
     EngineConfig,
     FinishReason,
@@ -18,6 +19,7 @@ from model import (
     Submission,
 )
 from model.cli.start import start
+from model.control.submission import salted
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from model.forward import profile
@@ -438,3 +440,28 @@ def test_a_decode_step_takes_few_files_and_calls(is_late, capsys):
         )
     assert num_files <= MOST_FILES
     assert calls.total() <= MOST_CALLS
+
+
+def test_prompts_share_a_cached_prefix_only_with_equal_items_salts_and_no_adapter():
+    engine, tokens = make(), list(range(1, 26))
+    image, other = kvcore.Item(b"an image", 4, 8), kvcore.Item(b"another one", 4, 8)
+
+    def hits(items=(), salt=""):
+        [request] = engine.submit(
+            Submission(tokens, greedy(2), items=items, namespace=salted(salt))
+        )
+        while not request.is_finished:
+            engine.step()
+        return request.num_cached_tokens
+
+    assert [hits(), hits()] == [0, 24]
+    assert [hits([image]), hits([image])] == [4, 24]  # what is before the image is the same text
+    assert [hits([other]), hits([other]), hits([image])] == [4, 24, 24]
+    assert [hits(salt="a"), hits(salt="a"), hits(salt="b")] == [0, 24, 0]
+    for wrong in ([other, image], [kvcore.Item(b"x", 20, 6)], [b"x"]):
+        with pytest.raises(InvalidArgumentError, match=r"^items: wanted"):
+            hits(wrong)
+    with pytest.raises(InvalidArgumentError, match="cache_salt: wanted text"):
+        salted("\ud800")
+    with pytest.raises(InvalidArgumentError, match="LoRA adapters are not applied"):
+        Submission(tokens, namespace=kvcore.Namespace(lora_name="adapter"))
