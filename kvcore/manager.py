@@ -216,7 +216,9 @@ class KVCacheManager:
         O(len(tokens) + blocks under leases); with `chunk` also what `peak_blocks` costs.
 
         Args:
-            tokens: as for `open`, like `namespace` and `items`.
+            tokens: as for `open`.
+            namespace: as for `open`.
+            items: as for `open`.
             chunk: the most tokens of one step (chunked prefill); blocks that windows release on the
                 way are reused. None: one step computes all tokens.
             num_external: the number of first tokens whose KV is loaded by `begin_load`, if fewer
