@@ -14,25 +14,25 @@ class SilentLog(kvcore.EventLog):
 class RootlessLog(kvcore.EventLog):
     """Names every chain from one constant."""
 
-    def _name(self, node, group):
+    def _hash(self, node, group):
         if node.parent is None:
             node.block_hash = kvcore.digest(b"", "xxh3-128")
         else:
-            self._name(node.parent, group)
-        return super()._name(node, group)
+            self._hash(node.parent, group)
+        return super()._hash(node, group)
 
 
 class AdapterBlindLog(kvcore.EventLog):
     """A second key function, which knows tokens and salt."""
 
-    def _name(self, node, group):
+    def _hash(self, node, group):
         if node.parent is None:
             salt = kvcore.decode_namespace(node.tokens).salt
             key = kvcore.encode_namespace(kvcore.Namespace(salt=salt))
             node.block_hash = kvcore.digest(key, "xxh3-128")
         else:
-            self._name(node.parent, group)
-        return super()._name(node, group)
+            self._hash(node.parent, group)
+        return super()._hash(node, group)
 
 
 class BatchingLog(kvcore.EventLog):
