@@ -115,6 +115,7 @@ class Engine:
             enable_caching=self.config.enable_prefix_caching,
             record_events="xxh3-128" if self.config.record_events else None,
             record_lifetimes=self.config.record_lifetimes,
+            prefault=self.config.prefault,
         )
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory
