@@ -87,8 +87,6 @@ class Engine:
         caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
-        if self.config.batch_invariant:
-            self.config = dataclasses.replace(self.config, eager=True)
         self._backend = backend
         self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
         if caches_of is None:
@@ -104,9 +102,9 @@ class Engine:
                 raise InvalidArgumentError(
                     f"block_size: wanted {wanted}, which the caches have, got {size}"
                 )
-        # A running request holds at least one block, so more requests than blocks cannot run.
-        most = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))
-        self.config = dataclasses.replace(self.config, max_num_seqs=most)
+        most = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))  # a block each
+        eager = self.config.eager or self.config.batch_invariant
+        self.config = dataclasses.replace(self.config, max_num_seqs=most, eager=eager)
         self.kv = kvcore.KVCacheManager(
             self.network.num_blocks,
             self.config.block_size,
@@ -114,6 +112,7 @@ class Engine:
             enable_caching=self.config.enable_prefix_caching,
             record_events="xxh3-128" if self.config.record_events else None,
             record_lifetimes=self.config.record_lifetimes,
+            prefault=self.config.prefault,
         )
         self.num_host_blocks = plan_host_blocks(
             self.config, model.network, self.network.layout, self.memory

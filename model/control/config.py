@@ -192,6 +192,11 @@ class EngineConfig(StepLimits):
         False,
         help="count for how many steps blocks live, stay idle and wait for a prefix cache hit",
     )
+    prefault: bool = setting(
+        False,
+        help="create all KV cache block objects at the start, not on first use: a slower start and "
+        "steadier step times",
+    )
     expected_lengths: tuple[int, ...] | None = None
     seed: int = 0
     record_events: bool = False

@@ -45,7 +45,7 @@ from model.control.admission import Admission
 from model.control.config import SchedulerConfig
 from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import FinishReason, Request, Status
-from model.control.step import Chunk, SchedulerStats, Step, Transfer, samplers
+from model.control.step import Chunk, SchedulerStats, Step, Transfer, drafts_of, samplers
 from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerStateError
 
 
@@ -70,15 +70,12 @@ class Scheduler:
         self._running: list[Request] = []
         self._followers: dict[int, list[Request]] = {}  # by leader: samples of its prompt
         self._num_added = 0
-        # Whether anything is kept for a number of steps, or counted in them.
-        self._keeps_time = kv.stats().lifetimes is not None
-        # The step that is planned.
+        self._keeps_time = kv.stats().lifetimes is not None  # or blocks are kept for some steps
         self._budget = 0
         self._planned: dict[int, Chunk] = {}
         self._stores: list[Transfer] = []
         self._loads: list[Transfer] = []
         self._no_room: tuple[Request, int, kvcore.Plan] | None = None  # who, its length, its plan
-        # The step that is on its way.
         self._in_flight: Step | None = None
         self._expecting: tuple[Request, ...] = ()  # what the last step samples, unread
         self._drafts: dict[int, tuple[int, ...]] = {}  # draft tokens that it verifies, likewise
@@ -495,9 +492,9 @@ class Scheduler:
                 accepted, or a token is missing or not what was computed; nothing has changed.
         """
         self._check_in_flight(step)
-        live = _live(step)
+        live = step.running()
         _check_drawn(samplers(live), sampled)
-        _check_held(_drafts(live), samplers(live), sampled, further or {})
+        _check_held(drafts_of(live), samplers(live), sampled, further or {})
         orders = self._advance(step, live)
         self.accept(sampled, further)
         return orders
@@ -518,7 +515,7 @@ class Scheduler:
                 accepted; nothing has changed.
         """
         self._check_in_flight(step)
-        return self._advance(step, _live(step))
+        return self._advance(step, step.running())
 
     def _advance(self, step: Step, live: Sequence[Chunk]) -> tuple[kvcore.CopyOrder, ...]:
         self._in_flight = None
@@ -536,7 +533,7 @@ class Scheduler:
         if leading:  # a follower that found no room to fork draws when it is its turn
             expecting = [request for request in expecting if request.sequence is not None]
         self._expecting = tuple(expecting)
-        self._drafts = _drafts(live)
+        self._drafts = drafts_of(live)
         return tuple(orders)
 
     def drop(self, step: Step) -> None:
@@ -676,16 +673,6 @@ class Scheduler:
                 f"{what} needs {needed} blocks of {size} tokens: "
                 f"the KV cache has {self._kv.num_usable_blocks} (--num-blocks, --kv-memory-bytes)"
             )
-
-
-def _live(step: Step) -> list[Chunk]:
-    """The chunks of requests that still run."""
-    return [chunk for chunk in step.chunks if chunk.request.sequence is not None]
-
-
-def _drafts(chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
-    """request_id -> its drafts, of those that have any."""
-    return {chunk.request.request_id: chunk.drafts for chunk in chunks if chunk.drafts}
 
 
 def _check_held(

@@ -84,6 +84,10 @@ class Step:
         """The requests that get a token, each leader before its followers. O(num_chunks)."""
         return samplers(self.chunks)
 
+    def running(self) -> list[Chunk]:
+        """The chunks of requests that still run. O(num_chunks)."""
+        return [chunk for chunk in self.chunks if chunk.request.sequence is not None]
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do. O(1)."""
@@ -99,6 +103,11 @@ def samplers(chunks: Sequence[Chunk]) -> list[Request]:
         elif chunk.samples:
             requests.append(chunk.request)
     return requests
+
+
+def drafts_of(chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
+    """request_id -> its draft tokens, of the requests that have any."""
+    return {chunk.request.request_id: chunk.drafts for chunk in chunks if chunk.drafts}
 
 
 @dataclass(slots=True)

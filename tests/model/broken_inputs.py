@@ -193,7 +193,7 @@ WEIGHTS = (
     ),
     Broken(
         "weights are NaN",
-        "--prompt (number 1): it ended after 0 tokens: the model's logits",
+        "--prompt (number 1): failed after 0 tokens: the model's logits",
         one(lambda tensor: tensor * torch.nan),
         code=3,
     ),

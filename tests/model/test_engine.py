@@ -468,3 +468,9 @@ def test_prompts_share_a_cached_prefix_only_with_equal_items_salts_and_no_adapte
         salted("\ud800")
     with pytest.raises(InvalidArgumentError, match="LoRA adapters are not applied"):
         Submission(tokens, namespace=kvcore.Namespace(lora_name="adapter"))
+
+
+def test_prefaulted_blocks_change_no_output():
+    assert tokens_of(make(prefault=True).generate([PROMPT], greedy())) == tokens_of(
+        make().generate([PROMPT], greedy())
+    )

@@ -67,7 +67,7 @@ def test_a_draft_model_is_loaded_and_told_of(call, checkpoint):
     assert "draft model: eager" in err
     code, out, err = call(*TWO, "--draft-model", "./missing/model")
     assert (code, out) == (2, "")
-    assert err.splitlines()[-1].startswith("error: draft_model: there is no folder './missing/m")
+    assert err.splitlines()[-1].startswith("error: --draft-model: there is no folder './missing/m")
 
 
 def test_texts_and_the_table_go_to_stdout_and_progress_to_stderr(call):

@@ -444,7 +444,7 @@ def test_settings_that_exclude_a_draft_model_or_lack_it_are_told():
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             EngineConfig(draft_model="x", **fields)
-    with pytest.raises(InvalidArgumentError, match="draft_model: wanted a model that was loaded"):
+    with pytest.raises(InvalidArgumentError, match="was loaded without a draft model"):
         Engine(network(), get_backend("numba"), EngineConfig(num_blocks=9, draft_model="x"))
 
 
