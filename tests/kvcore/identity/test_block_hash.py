@@ -1,4 +1,4 @@
-"""docs/block-keys.md is exact: its vectors, computed again from its rules, and by kvcore."""
+"""The page on block hashes is exact: its vectors, computed from its rules and by kvcore."""
 
 import hashlib
 import re
@@ -10,7 +10,8 @@ import xxhash
 
 import kvcore
 
-PAGE = (Path(__file__).parents[3] / "docs" / "block-keys.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "reference" / "block-hashes.md").read_text(encoding="utf-8")
 VECTORS = re.findall(
     r"### (.+?)\n\n- namespace: `(.+?)`\n- tokens: `(.+?)`\n- items: (.+?)\n\n```\n(.+?)```",
     PAGE,
