@@ -34,12 +34,18 @@ def flags() -> str:
     for command in commands:
         lines += [f"## {command.prog}", ""]
         for title, rows in command.rows().items():
-            lines += table(
-                [title[0].upper() + title[1:], "value", "default", "meaning"],
-                [[row.flag, f"`{row.value}`" if row.value else "", row.default, row.help]
-                 for row in rows],
-            )  # fmt: skip
+            cells = [[_named(row.flag, row.value), _meaning(row.help, row.default)] for row in rows]
+            lines += [f"### {command.prog.split('.')[-1]}: {title}", ""]
+            lines += table(["flag", "meaning"], cells)
     return "\n".join(lines)
+
+
+def _named(flag: str, value: str) -> str:
+    return f"{flag} `{value}`" if value else flag
+
+
+def _meaning(text: str, default: str) -> str:
+    return f"{text} (default: {default})" if default and "(default" not in text else text
 
 
 def settings() -> str:
@@ -57,7 +63,7 @@ def settings() -> str:
             for each in declared.settings_of(cls)
             if each.help
         ]
-        lines += [f"## {cls.__name__}", "", *table(["field", "default", "meaning"], rows)]
+        lines += [f"### {cls.__name__}", "", *table(["field", "default", "meaning"], rows)]
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ given to a kernel are those of the sequence. A block's slots count as never writ
 at which another sequence, or another place of a sequence, has it.
 
 It does not know what a kernel really does: `fresh` says which blocks to poison, and whoever owns
-the memory looks at what comes of it, as docs/embedding.md says.
+the memory looks at what comes of it, as docs/how-to/find-a-wrong-access.md says.
 """
 
 from __future__ import annotations

@@ -150,3 +150,13 @@ def test_a_file_that_a_source_names_is_there(package):
         for named in re.findall(r"`([\w/]+\.py)`", path.read_text(encoding="utf-8")):
             is_there = any(one.endswith(f"/{named}") for one in there)
             assert is_there, f"{path.relative_to(ROOT)} names {named}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_has_a_short_readme_that_names_its_files(package):
+    for folder in {path.parent for path in (ROOT / package).rglob("*.py")}:
+        page = (folder / "README.md").read_text(encoding="utf-8")
+        assert 8 <= len(page.splitlines()) <= 16, folder
+        for named in re.findall(r"^- `([^`]+)`", page, re.MULTILINE):
+            for each in named.split(", "):
+                assert list(folder.glob(each.rstrip("/"))), f"{folder}: {each}"

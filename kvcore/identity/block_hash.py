@@ -6,7 +6,7 @@
 No prefix hit ever looks at a name: it is derived, for events, other tiers and routers, and made
 only when asked for. Integers are little-endian: 1 byte for a name's size, 4 for a number of tokens
 or a token. Items are encoded as `identity/multimodal.py` says; text has none. H is xxh3-128, or
-sha256 where a name leaves the trust domain. docs/block-keys.md has it byte for byte.
+sha256 where a name leaves the trust domain. docs/reference/block-hashes.md has it byte for byte.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A `Publisher` tells the network what a manager's cache can be hit for; routers that follow vLLM
 follow it as they are. A `Subscriber` follows any number of publishers, ours or engines' own, and
-answers who has the longest prefix of a prompt. docs/events.md shows both.
+answers who has the longest prefix of a prompt. docs/how-to/kv-events.md shows both.
 
 Needs pyzmq and msgspec (`pip install 'kvcore[events]'`). Nothing else of kvcore imports it.
 """

@@ -8,7 +8,7 @@ MLP.
 
 On GPUs of one host that read each other's memory, a sum that is not large is one kernel which does
 so, on the network's own stream; a collective of NCCL, on a stream of its own, takes 1.2 to 1.6
-times as long (docs/scaling.md).
+times as long (docs/reference/measured.md).
 
 Invariants: every rank computes the same logits, to the bit, because it receives the same sums; a
 style or a size that is not known here is refused, never guessed.

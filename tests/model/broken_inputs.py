@@ -1,7 +1,6 @@
 """Broken input to the command line, as data: what is wrong with it, and what a user reads then.
 
-`python -m tests.model.broken_inputs` prints docs/bad-input.md. `test_broken_input.py` makes every
-case and runs it; nothing may end in a traceback, or run and answer wrongly.
+docs/reference/errors.md shows the table. `test_broken_input.py` makes every case and runs it; nothing may end in a traceback, or run and answer wrongly.
 """
 
 import json
