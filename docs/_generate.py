@@ -35,7 +35,7 @@ def flags() -> str:
         lines += [f"## {command.prog}", ""]
         for title, rows in command.rows().items():
             cells = [[_named(row.flag, row.value), _meaning(row.help, row.default)] for row in rows]
-            lines += [f"### {command.prog.split('.')[-1]}: {title}", ""]
+            lines += [f"### {title[0].upper()}{title[1:]}", ""]
             lines += table(["flag", "meaning"], cells)
     return "\n".join(lines)
 

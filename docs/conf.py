@@ -22,6 +22,7 @@ version = release = kvcore.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_generated", "examples", "data"]
+smartquotes = False  # "--flag" stays what it is
 default_role = "literal"  # docstrings write `names` like this
 language = "en"
 
@@ -29,7 +30,7 @@ myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_use_ivar = True

@@ -99,8 +99,8 @@ def test_pytest_tries_the_same_examples_each_time_unless_told_to_search(profile,
 
 def test_the_pages_count_the_planted_bugs():
     page = (DOCS / "explanation" / "how-we-test.md").read_text(encoding="utf-8")
-    assert f"{len(SABOTAGES)} planted bugs" in README
-    assert f"{len(SABOTAGES)} planted bugs" in page
+    assert f"{len(SABOTAGES)} planted bugs" in " ".join(README.split())
+    assert f"{len(SABOTAGES)} planted bugs" in " ".join(page.split())
 
 
 @pytest.mark.parametrize("term", TERMS)
@@ -140,7 +140,7 @@ def test_the_life_of_a_request_names_functions_that_exist():
     for path, functions in places:
         source = (ROOT / path).read_text(encoding="utf-8")
         for function in functions.split(", "):
-            assert re.search(rf"def {function}\(", source), f"{path}:{function}"
+            assert re.search(rf"def {function}\b", source), f"{path}:{function}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)

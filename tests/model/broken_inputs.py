@@ -1,6 +1,6 @@
 """Broken input to the command line, as data: what is wrong with it, and what a user reads then.
 
-docs/reference/errors.md shows the table. `test_broken_input.py` makes every case and runs it; nothing may end in a traceback, or run and answer wrongly.
+The site shows the table on the page of errors. `test_broken_input.py` makes every case and runs it;
 """
 
 import json
