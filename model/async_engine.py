@@ -42,6 +42,7 @@ from model.token_stream import Delta, Sample, TokenStream
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
     from model.engine import Engine
     from model.output import Output
+    from model.sample.grammar_compiler import Compiled
 
 _HAND_OVER_S = 0.002
 """The longest that the engine waits for the loop to take what cannot wait."""
@@ -274,17 +275,20 @@ class AsyncEngine:
         self._check_room(len(asked), count)
         with self._arriving(count):
             every = await self._encode(asked)
-            await self._compile(asked)
+            compiled = await self._compile(asked)
             self._check_serving()
         stops = [each.params.stop for each in asked for _ in range(each.num_samples)]
 
         def open_them(requests: list[Request]) -> TokenStream:
             return self._opened(requests, stops, arrived_s)
 
+        def submit_them(engine: Engine) -> list[Request]:
+            requests = engine.submit_all(every)
+            compiled.clear()  # nobody had forgotten them, so the engine did not compile
+            return requests
+
         self._num_arriving += count
-        return await self._ask(
-            lambda engine: engine.submit_all(every), open_them, num_arriving=count
-        )
+        return await self._ask(submit_them, open_them, num_arriving=count)
 
     def abort(self, stream: TokenStream) -> None:
         """End what is unfinished of a stream; its blocks are back before the next step. O(samples).
@@ -378,11 +382,14 @@ class AsyncEngine:
             return list(map(encoded, asked))
         return await asyncio.to_thread(lambda: list(map(encoded, asked)))
 
-    async def _compile(self, asked: Sequence[Submission]) -> None:
-        """Have grammars compiled beside the steps, not between two of them."""
-        for grammar in {one.params.grammar for one in asked}:
-            if grammar is not None:  # others may wait for it too: this one's end does not end it
-                await asyncio.shield(asyncio.wrap_future(self.engine.compile_grammar(grammar)))
+    async def _compile(self, asked: Sequence[Submission]) -> list[Compiled]:
+        """Have grammars compiled beside the steps, not between two of them; they are kept."""
+        grammars = {one.params.grammar for one in asked}
+        return [
+            await asyncio.wrap_future(self.engine.compile_grammar(grammar))
+            for grammar in grammars
+            if grammar is not None
+        ]
 
     @contextlib.contextmanager
     def _arriving(self, num_samples: int) -> Iterator[None]:

@@ -1,9 +1,10 @@
 """Files that a command writes: which may be replaced, and how.
 
 Decides: that an existing file is replaced or continued only if the same flag has written it, which
-its first characters tell, and never if it is an input of this run, under whatever name. So a wrong
-name costs an error and no file. Invariants: the check changes nothing; a file that is replaced is
-written beside the old one and renamed, so that a run which fails leaves the old one.
+its first characters tell, and never if it is an input of this run, or where its stdout or stderr
+goes, under whatever name. So a wrong name costs an error and no file. Invariants: the check changes
+nothing; a file that is replaced is written beside the old one and renamed, so that a run which
+fails leaves the old one.
 
 Does not know: what is in a file.
 """
@@ -61,7 +62,7 @@ class OutputFile:
             elif path.is_file():
                 with path.open("rb+") as there:
                     self._check_there(there, inputs)
-        except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name; a loop of links
             reason = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"{self.flag}: cannot write {self.path!r}: {reason}") from error
 
@@ -72,6 +73,12 @@ class OutputFile:
                     raise UsageError(
                         f"{self.flag}: {self.path!r} is {str(name)!r}, which this run reads: name "
                         "another file"
+                    )
+        for stream, descriptor in (("stdout", 1), ("stderr", 2)):
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(there.fileno()), os.fstat(descriptor)):
+                    raise UsageError(
+                        f"{self.flag}: {self.path!r} is where {stream} goes: name another file"
                     )
         begins = self.begins.encode()
         head = there.read(len(begins))
@@ -107,8 +114,8 @@ class OutputFile:
 
 
 def _beside(path: Path) -> Path:
-    """A new name in the same folder."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    """A new name in the same folder, of at most 212 bytes."""
+    return path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}")
 
 
 def _files(inputs: Iterable[str | None]) -> Iterator[Path]:

@@ -105,14 +105,17 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
     with stopping() as asked:  # until all that is finished is printed
         generated = _generate(options, engine, specs, requests, asked)
         _end(engine, generated.fault, is_verified=options.output.verify)
-        if recorder is not None and trace is not None:
-            with trace.replaced() as out:
-                write_trace(out, recorder)
-        mismatches = None
-        if options.output.verify and generated.fault is None:
-            mismatches = _verified(model, requests, asked)
-        steps = summarize_steps(recorder) if recorder is not None and options.trace.stats else None
-        _report(options, engine, specs, about, generated, mismatches, steps)
+        mismatches = steps = None
+        try:
+            if recorder is not None and trace is not None:
+                with trace.replaced() as out:
+                    write_trace(out, recorder)
+        finally:  # without a trace too, if the disk is full
+            if options.output.verify and generated.fault is None:
+                mismatches = _verified(model, requests, asked)
+            if recorder is not None and options.trace.stats:
+                steps = summarize_steps(recorder)
+            _report(options, engine, specs, about, generated, mismatches, steps)
     if generated.fault is not None:
         raise generated.fault
     if asked.number is not None:

@@ -6,7 +6,8 @@ then a few tokens are tried: a grammar that no text follows, or whose first mask
 library's limits or the budget of a token, is an error of the request.
 
 Invariants: a grammar is compiled once, and a refusal is remembered like a success, as long as it is
-among the last `_MOST_COMPILED`; threads that compile have more stack than the trial had, so what
+among the last `_MOST_COMPILED`; of a refusal nothing is kept but its reason. A grammar that nobody
+waits for any more is not begun. Threads that compile have more stack than the trial had, so what
 the trial survives is survived here.
 
 Does not know: requests, steps, logits.
@@ -22,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -32,7 +34,7 @@ from model.errors import GrammarError, InvalidSettingError, UnsupportedModelErro
 
 _MOST_COMPILED = 256
 _MOST_SPENT_S = 4.0
-"""The library keeps what a grammar's masks have cost, some 100 MB a second."""
+"""The library keeps what a grammar and its masks have cost, some 100 MB a second."""
 
 _MAX_LEXER_STATES = 1 << 16  # some 100 MB for one grammar; the library's own limit is 500 MB
 _NUM_TRIED = 16  # tokens
@@ -42,19 +44,23 @@ _TRIAL_STACK_BYTES, _STACK_BYTES = 32 << 20, 64 << 20
 _NOTHING_FOLLOWS = "NoExtension"  # how the library calls it
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Compiled:
     """A grammar that is compiled.
 
     Attributes:
         grammar: it.
         matcher: at the beginning of a text; copied for each.
-        spent_s: of the processor, for all masks of its texts.
+        spent_s: of the processor, to compile it and for all masks of its texts.
     """
 
     grammar: Grammar
     matcher: LLMatcher
     spent_s: float = 0.0
+
+
+_Work = Future[Compiled | str]
+"""What becomes of a grammar: compiled, or what was wanted in its place."""
 
 
 class GrammarCompiler:
@@ -83,37 +89,62 @@ class GrammarCompiler:
         self._token_s = token_s
         self._clock = clock
         self._tokenizer: LLTokenizer | None = None
-        self._known: dict[Grammar, Future[Compiled]] = {}
-        self._lock = threading.Lock()
+        self._known: dict[Grammar, _Work] = {}
+        self._asking: dict[_Work, list[Future[Compiled]]] = {}  # while it is not done
+        self._alive: WeakValueDictionary[Grammar, Compiled] = WeakValueDictionary()
+        self._lock = threading.RLock()  # a cancelled work is told of at once
         self._tokenizing = threading.Lock()
         self._threads = ThreadPoolExecutor(2, "grammar")
 
-    def compile(self, grammar: Grammar) -> "Future[Compiled]":
+    def compile(self, grammar: Grammar) -> Future[Compiled]:
         """Begin to compile a grammar, unless that was done; from any thread. O(1).
+
+        Each call has a future of its own. When all of those of a grammar are cancelled before it
+        was begun, it is not compiled.
 
         The future raises:
             InvalidSettingError: no text follows it, it means nothing, or is too large.
             GrammarError: its first masks take longer than a token may.
             UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
         """
+        asked: Future[Compiled] = Future()
         with self._lock:
-            known = self._known.get(grammar)
-            if known is None:
-                known = self._known[grammar] = self._begin(grammar)
+            work, made = self._known.get(grammar), self._alive.get(grammar)
+            if work is None and made is not None:  # forgotten here, but somebody has it
+                asked.set_result(made)
+                return asked
+            if work is None:
+                work = self._known[grammar] = self._begin(grammar)
                 if len(self._known) > _MOST_COMPILED:
                     del self._known[next(iter(self._known))]
-            elif known.done() and (refusal := known.exception()) is not None:
-                refusal.__traceback__ = None  # each request that it is raised for adds its frames
-            return known
+            asking = self._asking.get(work)
+            if asking is not None:
+                asking.append(asked)
+        if asking is None:
+            _settle(asked, grammar, work)
+        else:
+            asked.add_done_callback(lambda _: self._let_go(asked, grammar, work))
+        return asked
+
+    def _let_go(self, asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
+        """One who asked waits no more."""
+        with self._lock:
+            asking = self._asking.get(work)
+            if asking is None:
+                return
+            asking.remove(asked)
+            if not asking and work.cancel() and self._known.get(grammar) is work:
+                del self._known[grammar]
 
     def trim(self) -> None:
         """Forget the oldest grammars while the library keeps too much for all. O(grammars)."""
         with self._lock:
             spent_s = {
-                grammar: future.result().spent_s
-                for grammar, future in self._known.items()
-                if future.done() and future.exception() is None
-            }
+                grammar: made.spent_s
+                for grammar, work in self._known.items()
+                if work.done() and work.exception() is None
+                and isinstance(made := work.result(), Compiled)
+            }  # fmt: skip
             left_s = sum(spent_s.values())
             for grammar, each_s in spent_s.items():
                 if left_s <= _MOST_SPENT_S:
@@ -121,22 +152,38 @@ class GrammarCompiler:
                 left_s -= each_s
                 del self._known[grammar]
 
-    def _begin(self, grammar: Grammar) -> "Future[Compiled]":
+    def _begin(self, grammar: Grammar) -> _Work:
         before = threading.stack_size(_STACK_BYTES)
         try:
-            return self._threads.submit(self._compile, grammar)
+            work = self._threads.submit(self._compile, grammar)
         finally:
             threading.stack_size(before)
+        self._asking[work] = []
+        work.add_done_callback(lambda _: self._tell(grammar, work))
+        return work
 
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def _tell(self, grammar: Grammar, work: _Work) -> None:
+        """Tell all who asked what has become of a grammar; the work knows them no more."""
+        with self._lock:
+            asking = self._asking.pop(work)
+        for asked in asking:
+            _settle(asked, grammar, work)
+
+    def _compile(self, grammar: Grammar) -> Compiled | str:
+        began_s = self._clock()
         try:
-            return self._compiled(grammar)
-        except InvalidSettingError:
-            raise
+            compiled = self._compiled(grammar)
+        except InvalidSettingError as error:
+            return error.wanted  # the error itself would keep the matcher, by its traceback
         except BaseException:  # it may be none of the grammar's doing
             with self._lock:
                 self._known.pop(grammar, None)
             raise
+        compiled.spent_s = self._clock() - began_s
+        with self._lock:
+            self._alive[grammar] = compiled
+        self.trim()
+        return compiled
 
     def _compiled(self, grammar: Grammar) -> Compiled:
         tokenizer = self._known_tokens()
@@ -192,6 +239,19 @@ class GrammarCompiler:
                     raise UnsupportedModelError("grammar: this model has no token that ends a text")
                 self._tokenizer = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=ends)
             return self._tokenizer
+
+
+def _settle(asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
+    """Tell one who asked what has become of a grammar."""
+    if not asked.set_running_or_notify_cancel():
+        return
+    error = work.exception()
+    made = work.result() if error is None else None
+    if isinstance(made, Compiled):
+        asked.set_result(made)
+    else:
+        wanted = InvalidSettingError("grammar", made or "", grammar.text)
+        asked.set_exception(error or wanted)
 
 
 def refused(grammar: Grammar, why: str) -> InvalidSettingError:

@@ -161,9 +161,11 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
     """
     _check_logprobs(asked, service)
     try:
-        stream = await service.engine.submit(*asked.submissions)
+        stream = await _submitted(request, service, asked.submissions)
     except ModelError as error:
         raise api_error(error, asked.names) from error
+    if stream is None:
+        return Response(status_code=CLIENT_GONE)
     if asked.streams:
         return _EventStream(stream, form, asked.names)
     async with stream, _watching(request.receive, stream) as watcher:
@@ -181,6 +183,22 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
         if not second:
             return Response(first, media_type="application/json")
         return StreamingResponse(_chained(first, second, parts), media_type="application/json")
+
+
+async def _submitted(
+    request: Request, service: Service, asked: Sequence[Submission]
+) -> TokenStream | None:
+    """What comes of a request; None: its client went away while its grammars were compiled."""
+    if all(each.params.grammar is None for each in asked):
+        return await service.engine.submit(*asked)
+    submitting = asyncio.ensure_future(service.engine.submit(*asked))
+    gone = asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait((submitting, gone), return_when=asyncio.FIRST_COMPLETED)
+        return await submitting if submitting.done() else None
+    finally:
+        gone.cancel()
+        submitting.cancel()
 
 
 def _check_logprobs(asked: Asked, service: Service) -> None:
@@ -289,8 +307,7 @@ async def _watching(receive: Receive, stream: TokenStream) -> AsyncIterator[asyn
     """Close a stream as soon as its client has gone away."""
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _gone(receive)
         stream.close()
 
     watcher = asyncio.create_task(watch())
@@ -298,6 +315,12 @@ async def _watching(receive: Receive, stream: TokenStream) -> AsyncIterator[asyn
         yield watcher
     finally:
         watcher.cancel()
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until a client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _note(scope: Scope, stream: TokenStream) -> None:

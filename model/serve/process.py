@@ -9,6 +9,7 @@ Does not know: how requests are answered.
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -172,7 +173,7 @@ def _access_log(options: ServeOptions) -> Iterator[Callable[[str], None] | None]
         yield None
         return
     with contextlib.ExitStack() as files:
-        out = sys.stdout
+        number = 1
         if path != "-":
             file = OutputFile("--access-log", path, LINE_BEGINS)
             serve = options.serve
@@ -180,10 +181,17 @@ def _access_log(options: ServeOptions) -> Iterator[Callable[[str], None] | None]
                 [options.model.path, options.engine.draft_model, serve.tls_certfile,
                  serve.tls_keyfile]
             )  # fmt: skip
-            out = files.enter_context(Path(path).open("a", encoding="utf-8"))
+            number = files.enter_context(Path(path).open("ab")).fileno()
+        is_full = False
 
         def write(line: str) -> None:
-            out.write(f"{line}\n")
-            out.flush()
+            nonlocal is_full
+            try:
+                os.write(number, f"{line}\n".encode())
+                is_full = False
+            except OSError as error:  # requests are answered nevertheless
+                if not is_full:
+                    say(f"--access-log: cannot write {path!r}, lines are lost: {error.strerror}")
+                is_full = True
 
         yield write

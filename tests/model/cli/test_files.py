@@ -2,6 +2,8 @@
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,23 @@ def test_what_cannot_be_written_is_told_at_once(path, tmp_path):
         with pytest.raises(UsageError, match=f"--trace: cannot write .*: .*{reason}"):
             output(where).check([])
     assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
+
+
+def test_a_long_name_is_replaced_too(tmp_path):
+    path = tmp_path / ("x" * 255)
+    output(path).check([])
+    for _ in range(2):
+        with output(path).replaced() as out:
+            out.write(BEGINS)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_file_where_stdout_goes_is_refused(tmp_path):
+    run = (
+        "from model.cli.files import OutputFile\n"
+        "try: OutputFile('--trace', '/dev/stdout', '{').check([])\n"
+        "except Exception as error: print(error)"
+    )
+    with (tmp_path / "out").open("wb") as out:
+        subprocess.run([sys.executable, "-c", run], stdout=out, check=True)
+    assert "is where stdout goes" in (tmp_path / "out").read_text()

@@ -355,6 +355,12 @@ def test_trace_and_stats_tell_of_the_run_and_change_no_result(call, tmp_path):
     assert re.search(r"^forward +\d+\.\d%", out, re.MULTILINE)
 
 
+def test_texts_are_printed_though_the_disk_is_too_full_for_the_trace(call):
+    code, out, err = call(*TWO, "--json", "--trace", "/dev/full")
+    assert (code, "No space left" in err) == (3, True)
+    assert len(json.loads(out)["requests"]) == 2
+
+
 def test_a_trace_file_that_cannot_be_written_is_bad_input(call, tmp_path):
     code, _, err = call(*TWO, "--trace", str(tmp_path))
     assert (code, err) == (2, f"error: --trace: cannot write {str(tmp_path)!r}: Is a directory\n")

@@ -111,7 +111,7 @@ def test_without_a_hub_a_cached_id_loads_and_another_is_refused_after_one_questi
     (cached / "refs" / "main").write_text("abc", encoding="utf-8")
     code = (
         "import torch\n"
-        "from model import loader\n"
+        "from model.load import loader\n"
         "ask, asked = loader.urlopen, []\n"
         "loader.urlopen = lambda *a, **k: (asked.append(a), ask(*a, **k))[1]\n"
         "cpu = torch.device('cpu')\n"
@@ -129,7 +129,7 @@ def test_without_a_hub_a_cached_id_loads_and_another_is_refused_after_one_questi
 def test_told_to_be_offline_it_asks_nobody(tmp_path):
     code = (
         "import torch\n"
-        "from model import loader\n"
+        "from model.load import loader\n"
         "del loader.urlopen\n"
         "try: loader.load_model('no-such-owner/no-such-model', torch.device('cpu'))\n"
         "except loader.ModelNotFoundError as error: print(error)\n"

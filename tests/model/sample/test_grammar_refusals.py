@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import math
+import threading
 
 import pytest
 
 from model import EngineConfig, FinishReason, InvalidArgumentError, Submission
 from model.control.grammar import Grammar
 from model.engine import Engine
-from model.errors import GrammarError
+from model.errors import GrammarError, InvalidSettingError
 from model.sample import grammar_compiler, grammars
 from model.twins import TwinEngine
 from tests.model.networks import ByteCodec
@@ -18,6 +19,7 @@ from tests.model.sample.test_engine_sampling import run
 from tests.model.test_engine import PROMPT, SIZES, greedy, network
 
 END = 256
+DEADLINE_S = 60
 
 
 def make(**sizes):
@@ -155,3 +157,61 @@ def test_a_refusal_by_measured_time_is_not_remembered():
         compiler.compile(grammar).result()
     compiler._clock = lambda: 0
     assert compiler.compile(grammar).result().grammar == grammar
+
+
+def compiler(**more):
+    return grammar_compiler.GrammarCompiler(
+        ByteCodec().describe, 257, frozenset({END}), None, **more
+    )
+
+
+def test_of_a_refusal_nothing_is_kept_but_its_reason():
+    made, grammar = compiler(), Grammar("json_schema", "false")
+    errors = [made.compile(grammar).exception() for _ in range(3)]
+    assert len(set(map(id, errors))) == 3  # one error raised by many would keep all their frames
+    assert {type(error) for error in errors} == {InvalidSettingError}
+    assert len({str(error) for error in errors}) == 1
+    [work] = made._known.values()
+    assert isinstance(work.result(), str)
+
+
+def test_grammars_that_cost_much_to_compile_are_forgotten_too():
+    now = iter(range(0, 10_000, 3))
+    made = compiler(clock=lambda: next(now))
+    for n in range(5):
+        assert made.compile(Grammar.choice([f"a{n}"])).result().spent_s >= 3
+    assert len(made._known) <= 2
+
+
+def test_a_grammar_that_somebody_has_is_not_compiled_again(monkeypatch):
+    made, grammar = compiler(), Grammar.choice(["ab"])
+    first = made.compile(grammar).result()
+    made._known.clear()
+    monkeypatch.setattr(grammar_compiler, "_source", None)
+    assert made.compile(grammar).result() is first
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_begun(monkeypatch):
+    goes_on, sources, source = threading.Event(), [], grammar_compiler._source
+
+    def waits(grammar):
+        sources.append(grammar)
+        assert goes_on.wait(DEADLINE_S)
+        return source(grammar)
+
+    monkeypatch.setattr(grammar_compiler, "_source", waits)
+    made = compiler()
+    grammars = [Grammar.choice([f"a{n}"]) for n in range(5)]
+    *begun, left, half = [made.compile(grammar) for grammar in grammars[:4]]
+    other = made.compile(grammars[3])
+    for each in (left, half):
+        assert each.cancel()
+    begun[0].cancel()
+    last = made.compile(grammars[4])
+    goes_on.set()
+    assert [last.result(DEADLINE_S).grammar, other.result(DEADLINE_S).grammar] == [
+        grammars[4], grammars[3]
+    ]  # fmt: skip
+    assert grammars[2] not in sources
+    assert made.compile(grammars[2]).result(DEADLINE_S).grammar == grammars[2]
+    assert not made._asking

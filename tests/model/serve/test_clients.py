@@ -4,10 +4,12 @@ import asyncio
 import json
 import socket
 import struct
+import threading
 
 import httpx
 import pytest
 
+from model.sample import grammar_compiler
 from model.serve.protocol import ErrorReport
 
 ENDLESS = {"prompt": "A tuple is", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
@@ -234,3 +236,27 @@ def test_many_streams_lose_nothing_and_leave_no_block(served, count):
     assert [count for count in counts if count is not None] == [8] * (count * 9 // 10)
     served.wait_for(lambda: served.engine.num_open == 0)
     assert served.num_free_blocks() == before
+
+
+def test_a_grammar_whose_client_has_gone_is_not_compiled(served, http, monkeypatch):
+    goes_on, sources, source = threading.Event(), [], grammar_compiler._source
+
+    def waits(grammar):
+        sources.append(grammar.text)
+        assert goes_on.wait(60)
+        return source(grammar)
+
+    monkeypatch.setattr(grammar_compiler, "_source", waits)
+    clients = [connect(served) for _ in range(6)]
+    for number, client in enumerate(clients):
+        asked = {"prompt": "A tuple is", "max_tokens": 3, "guided_regex": f"gone{number}"}
+        client.sendall(raw_request(json.dumps(asked).encode()))
+    served.wait_for(lambda: served.engine.num_open == len(clients))
+    served.wait_for(lambda: len(sources) == 2)
+    for client in clients:
+        kill(client)
+    served.wait_for(lambda: served.engine.num_open == 0)
+    goes_on.set()
+    asked = {"prompt": "A tuple is", "max_tokens": 3, "guided_regex": "here"}
+    assert http.post("/v1/completions", json=asked).json()["choices"][0]["text"] == "here"
+    assert len(sources) == 3

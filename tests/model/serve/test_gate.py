@@ -193,7 +193,7 @@ def test_a_process_answers_while_it_loads_drains_at_sigterm_and_says_when_a_port
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr == f"error: --host 127.0.0.1 --port {port}: Address already in use\n"
     process = subprocess.Popen(
-        [*command, "0", "--num-blocks", "300", "--drain-timeout-s", "60"],
+        [*command, "0", "--num-blocks", "300", "--drain-timeout-s", "600"],
         stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:
@@ -244,6 +244,14 @@ def test_a_certificate_makes_it_https(make_engine, tmp_path):
         plain = running.url.replace("https", "http")
         with pytest.raises(httpx.TransportError):
             httpx.get(f"{plain}/health")
+
+
+def test_a_full_disk_costs_lines_of_the_access_log_and_one_warning(capsys):
+    with _access_log(parse_args(["--access-log", "/dev/full"])) as write:
+        for _ in range(3):
+            write("{}")
+    said = capsys.readouterr().err
+    assert said.count("--access-log: cannot write '/dev/full', lines are lost: No space") == 1
 
 
 def test_an_access_log_is_continued_and_no_other_file_is(guarded, client, tmp_path):
