@@ -1,6 +1,7 @@
 """The project's pages are true: their links, commands and examples, and the words people search."""
 
 import doctest
+import json
 import re
 from pathlib import Path
 
@@ -117,6 +118,16 @@ def test_a_page_stays_short(page):
 
 def test_all_pages_together_stay_short():
     assert sum(SITE.values()) + WORDS[ROOT / "README.md"] <= 35_000
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "data").glob("*.json")), ids=name)
+def test_a_measured_result_has_its_machine_date_and_command(path):
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["machine"]
+    assert found["date"]
+    for part in found["parts"]:
+        assert part["command"], part["title"]
+        assert {len(row) for row in part["rows"]} == {len(part["columns"])}, part["title"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
