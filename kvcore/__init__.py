@@ -4,6 +4,8 @@ It decides which block of a KV cache holds which tokens of which sequence, and w
 share one. It needs the standard library and xxhash, and knows nothing of tensors or of a GPU.
 """
 
+import warnings
+
 from kvcore.block import NULL_BLOCK, Block, BlockId, Node
 from kvcore.content_tree import ContentTree
 from kvcore.errors import (
@@ -20,7 +22,7 @@ from kvcore.errors import (
     OutOfBlocksError,
     SequenceTooLongError,
     StaleSequenceError,
-    UntoldTokensError,
+    UnknownTokensError,
 )
 from kvcore.events import (
     AllCleared,
@@ -37,13 +39,13 @@ from kvcore.eviction.lifetimes import Histogram, LifetimeRecorder, LifetimeStats
 from kvcore.eviction.retention import Retention
 from kvcore.identity.block_hash import (
     BlockHash,
-    NameAlgorithm,
-    NameChain,
-    block_names,
+    HashAlgorithm,
+    HashChain,
+    block_hashes,
     digest,
     encode_block,
 )
-from kvcore.identity.multimodal import Item
+from kvcore.identity.multimodal import MultimodalItem
 from kvcore.identity.namespace import (
     DEFAULT_NAMESPACE,
     Namespace,
@@ -64,6 +66,24 @@ from kvcore.tables.slots import Slot, slot_of, slots_of
 from kvcore.verbs.peaks import peak_blocks
 
 __version__ = "0.1.0"
+
+_RENAMED = {
+    "Item": "MultimodalItem",
+    "NameAlgorithm": "HashAlgorithm",
+    "NameChain": "HashChain",
+    "UntoldTokensError": "UnknownTokensError",
+    "block_names": "block_hashes",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Return what a deprecated name stands for now."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'kvcore' has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"kvcore.{name} is deprecated: use kvcore.{new}", DeprecationWarning, 2)
+    return globals()[new]
+
 
 __all__ = [
     "CACHED",
@@ -94,10 +114,11 @@ __all__ = [
     "FreeQueue",
     "FullAttention",
     "Growth",
+    "HashAlgorithm",
+    "HashChain",
     "Histogram",
     "InvalidArgumentError",
     "InvariantError",
-    "Item",
     "KVCacheManager",
     "KVCoreError",
     "KVSequence",
@@ -108,8 +129,7 @@ __all__ = [
     "LifetimeStats",
     "Load",
     "MisuseError",
-    "NameAlgorithm",
-    "NameChain",
+    "MultimodalItem",
     "Namespace",
     "Node",
     "NotExpectedError",
@@ -125,8 +145,8 @@ __all__ = [
     "StaleSequenceError",
     "Stats",
     "Tokens",
-    "UntoldTokensError",
-    "block_names",
+    "UnknownTokensError",
+    "block_hashes",
     "check",
     "decode_namespace",
     "describe_block",

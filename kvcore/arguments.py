@@ -9,12 +9,18 @@ mean the same to an `if`, and not to a reader.
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Protocol, SupportsIndex, TypeVar
 
 from kvcore.errors import InvalidArgumentError
 
 _Item = TypeVar("_Item")
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warn that a public name is deprecated. The caller of the caller is named as its user."""
+    warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=3)
 
 
 class Flag(Protocol):

@@ -43,7 +43,15 @@ class Node:
         name: its name for the world outside, once somebody has asked.
     """
 
-    __slots__ = ("children", "first_copy", "last_child", "last_copy", "name", "parent", "tokens")
+    __slots__ = (
+        "block_hash",
+        "children",
+        "first_copy",
+        "last_child",
+        "last_copy",
+        "parent",
+        "tokens",
+    )
 
     def __init__(self, parent: Node | None, tokens: bytes) -> None:
         self.parent = parent
@@ -52,12 +60,12 @@ class Node:
         self.children: dict[bytes, Node] | None = None
         self.first_copy: Block | None = None
         self.last_copy: Block | None = None
-        self.name: bytes | None = None
+        self.block_hash: bytes | None = None
 
     def clear(self) -> None:
         """Stand for nothing, in no tree. Cannot fail. O(1)."""
         self.parent = self.last_child = self.children = None
-        self.first_copy = self.last_copy = self.name = None
+        self.first_copy = self.last_copy = self.block_hash = None
         self.tokens = b""
 
     def root(self) -> Node:
@@ -150,7 +158,7 @@ class Block(Node):
 
 
 @final
-class Leaving:
+class PendingRelease:
     """Blocks that a holder lets go of, half way: all of them, and how much there was before.
 
     Of those that are free now `content` can be found, `empty` cannot: they hold nothing, or are to

@@ -158,7 +158,7 @@ class ContentTree:
                 block.group = group
                 parent = block
             if self._log is not None:
-                self._tell(self._log, blocks, namespace_key)
+                self._note_stored(self._log, blocks, namespace_key)
         except BaseException:
             self._prune(node)  # if it was made for a block that has not joined it
             for block in reversed(blocks):
@@ -177,7 +177,7 @@ class ContentTree:
             raise
         return node
 
-    def _tell(self, log: EventLog, blocks: list[Block], namespace_key: bytes) -> None:
+    def _note_stored(self, log: EventLog, blocks: list[Block], namespace_key: bytes) -> None:
         """Note which contents have got their first blocks: a run ends where one had some before."""
         new: list[Node] = []
         for block in blocks:
@@ -302,7 +302,7 @@ class ContentTree:
                 elif parent.last_child is node:
                     parent.last_child = None  # any heir would cost a walk, an eviction each
             # What `_set_aside` does; the rest of it is clear already.
-            node.parent = node.name = None
+            node.parent = node.block_hash = None
             node.tokens = b""
             if not isinstance(node, Block):
                 node.parent = self._spare
@@ -365,5 +365,5 @@ def evict(trees: Sequence[ContentTree], blocks: Sequence[Block]) -> None:
         else:
             trees[block.group].detach(block)
             continue
-        block.node = block.parent = block.first_copy = block.last_copy = block.name = None
+        block.node = block.parent = block.first_copy = block.last_copy = block.block_hash = None
         block.tokens = b""

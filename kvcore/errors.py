@@ -66,7 +66,7 @@ class NotReservedError(MisuseError):
     """KV was committed, or a slot asked for, where the sequence has no block."""
 
 
-class UntoldTokensError(MisuseError):
+class UnknownTokensError(MisuseError):
     """A known token cannot follow tokens that are expected and not told yet."""
 
 

@@ -9,7 +9,7 @@ parent is stored before its child, and a content is removed before it is stored 
 
 An event says all that a message to the outside needs, so nobody has to remember what was stored
 before in order to send one. It refers to what blocks held, and unpacks it when somebody reads.
-Events that nobody takes are given up, all at once, when they name more contents than `max_names`:
+Events that nobody takes are given up, all at once, when they name more contents than `max_hashes`:
 a reader that late is told so, and begins again from a snapshot. Nothing here is done unless the
 manager was made with `record_events`.
 """
@@ -21,12 +21,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from kvcore.arguments import warn_renamed
 from kvcore.block import Node
 from kvcore.errors import InvalidArgumentError
-from kvcore.identity.block_hash import BlockHash, NameAlgorithm, digest, names_after
+from kvcore.identity.block_hash import BlockHash, HashAlgorithm, digest, hashes_after
 from kvcore.identity.tokens import BYTES_PER_TOKEN
 
-MAX_NAMES: Final = 65_536
+MAX_HASHES: Final = 65_536
 """So many contents may be named by events that nobody takes, or as many as there are blocks."""
 
 
@@ -37,7 +38,7 @@ class BlocksStored:
     Attributes:
         number: its sequence number.
         group: the layer group.
-        names: the contents' names, in the order of the prefix.
+        block_hashes: their block hashes, in the order of the prefix.
         parent: the name of the content before the first; None: they begin their namespace, whose
             name is the digest of its key.
         namespace_key: the encoded namespace.
@@ -47,11 +48,17 @@ class BlocksStored:
 
     number: int
     group: int
-    names: tuple[BlockHash, ...]
+    block_hashes: tuple[BlockHash, ...]
     parent: BlockHash | None
     namespace_key: bytes
     block_size: int
     contents: tuple[bytes, ...]
+
+    @property
+    def names(self) -> tuple[BlockHash, ...]:
+        """Return `block_hashes`. Deprecated."""
+        warn_renamed("BlocksStored.names", "block_hashes")
+        return self.block_hashes
 
     @property
     def packed(self) -> bytes:
@@ -77,7 +84,13 @@ class BlocksRemoved:
 
     number: int
     group: int
-    names: tuple[BlockHash, ...]
+    block_hashes: tuple[BlockHash, ...]
+
+    @property
+    def names(self) -> tuple[BlockHash, ...]:
+        """Return `block_hashes`. Deprecated."""
+        warn_renamed("BlocksRemoved.names", "block_hashes")
+        return self.block_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +138,16 @@ def fold(
     known = 0 if start is None else start.number
     found: set[tuple[int, BlockHash]] = set()
     for run in () if start is None else start.stored:
-        found.update([(run.group, name) for name in run.names])
+        found.update([(run.group, block_hash) for block_hash in run.block_hashes])
     for event in events:
         if event.number <= known:
             continue
         if isinstance(event, BlocksStored):
-            found.update([(event.group, name) for name in event.names])
+            found.update([(event.group, block_hash) for block_hash in event.block_hashes])
         elif isinstance(event, BlocksRemoved):
-            found.difference_update([(event.group, name) for name in event.names])
+            found.difference_update(
+                [(event.group, block_hash) for block_hash in event.block_hashes]
+            )
         elif isinstance(event, EventsLost):
             raise InvalidArgumentError(
                 f"start: wanted a snapshot at event {event.number} or later, got one at {known}: "
@@ -153,21 +168,21 @@ class EventLog:
 
     Attributes:
         number: the sequence number of the last event, 0 before the first.
-        max_names: how many contents the events that wait may name. The owner of the log may set it.
+        max_hashes: the most block hashes that waiting events may hold; the owner may set it.
     """
 
-    __slots__ = ("_algorithm", "_block_sizes", "_lost", "_num_names", "_pending", "max_names",
+    __slots__ = ("_algorithm", "_block_sizes", "_lost", "_num_hashes", "_pending", "max_hashes",
                  "number")  # fmt: skip
 
-    def __init__(self, block_sizes: Sequence[int], algorithm: NameAlgorithm) -> None:
+    def __init__(self, block_sizes: Sequence[int], algorithm: HashAlgorithm) -> None:
         digest(b"", algorithm)  # refuses an unknown algorithm now
-        self._algorithm: NameAlgorithm = algorithm
+        self._algorithm: HashAlgorithm = algorithm
         self._block_sizes = tuple(block_sizes)
         self._pending: list[Event] = []
-        self._num_names = 0
+        self._num_hashes = 0
         self._lost = 0
         self.number = 0
-        self.max_names = MAX_NAMES
+        self.max_hashes = MAX_HASHES
 
     def take(self) -> tuple[Event, ...]:
         """Return the events since the last call, oldest first, and forget them. O(events).
@@ -178,27 +193,27 @@ class EventLog:
         if self._lost:
             events = (EventsLost(self._lost), *events)
         self._pending.clear()
-        self._num_names = self._lost = 0
+        self._num_hashes = self._lost = 0
         return events
 
     def stored(self, nodes: list[Node], namespace_key: bytes, group: int) -> None:
         """Note that a run of contents has got its first blocks. O(nodes)."""
         event = self._describe(nodes, namespace_key, group, self.number + 1)
         self._pending.append(event)
-        self._num_names += len(nodes)
+        self._num_hashes += len(nodes)
         self.number += 1
 
     def removed(self, nodes: list[Node], group: int) -> None:
         """Note that contents have lost their last blocks. O(nodes)."""
-        names = tuple([BlockHash(node.name or self._name(node, group)) for node in nodes])
-        self._pending.append(BlocksRemoved(self.number + 1, group, names))
-        self._num_names += len(nodes)
+        hashes = tuple([BlockHash(node.block_hash or self._hash(node, group)) for node in nodes])
+        self._pending.append(BlocksRemoved(self.number + 1, group, hashes))
+        self._num_hashes += len(nodes)
         self.number += 1
 
     def cleared(self) -> None:
         """Note that all contents are gone. O(1)."""
         self._pending.append(AllCleared(self.number + 1))
-        self._num_names += 1
+        self._num_hashes += 1
         self.number += 1
 
     def trim(self) -> None:
@@ -207,9 +222,9 @@ class EventLog:
         For the end of calls that take content away: without those, no more contents are named than
         there are blocks. O(1) for each event that goes.
         """
-        if self._num_names > self.max_names:
+        if self._num_hashes > self.max_hashes:
             self._pending.clear()
-            self._num_names = 0
+            self._num_hashes = 0
             self._lost = self.number
 
     def take_back(self, number: int) -> None:
@@ -220,7 +235,7 @@ class EventLog:
         while self.number > number:
             event = self._pending.pop()
             named = isinstance(event, (BlocksStored, BlocksRemoved))
-            self._num_names -= len(event.names) if named else 1  # type: ignore[union-attr]
+            self._num_hashes -= len(event.block_hashes) if named else 1  # type: ignore[union-attr]
             self.number -= 1
 
     def snapshot(self, roots: Iterable[tuple[int, Node]]) -> Snapshot:
@@ -243,34 +258,37 @@ class EventLog:
     ) -> BlocksStored:
         """Return an event for a run of contents, which has at least one; they get their names."""
         above = nodes[0].parent or nodes[0]
-        parent = self._name(above, group)
+        parent = self._hash(above, group)
         size = self._block_sizes[group]
         contents = [node.tokens for node in nodes]
-        names = names_after(parent, contents, size, self._algorithm)
-        for node, name in zip(nodes, names, strict=True):
-            node.name = name
+        hashes = hashes_after(parent, contents, size, self._algorithm)
+        for node, block_hash in zip(nodes, hashes, strict=True):
+            node.block_hash = block_hash
         return BlocksStored(
             number,
             group,
-            tuple(names),
+            tuple(hashes),
             None if above.parent is None else parent,
             namespace_key,
             size,
             tuple(contents),
         )
 
-    def _name(self, node: Node, group: int) -> BlockHash:
+    def _hash(self, node: Node, group: int) -> BlockHash:
         """Return a node's name, naming its ancestors on the way. O(ancestors not named yet)."""
         unnamed: list[Node] = []
         above: Node | None = node
-        while above is not None and above.name is None:
+        while above is not None and above.block_hash is None:
             unnamed.append(above)
             above = above.parent
         for child in reversed(unnamed):
-            if child.parent is None or child.parent.name is None:
-                child.name = digest(child.tokens, self._algorithm)
+            if child.parent is None or child.parent.block_hash is None:
+                child.block_hash = digest(child.tokens, self._algorithm)
             else:
-                (child.name,) = names_after(
-                    child.parent.name, [child.tokens], self._block_sizes[group], self._algorithm
+                (child.block_hash,) = hashes_after(
+                    child.parent.block_hash,
+                    [child.tokens],
+                    self._block_sizes[group],
+                    self._algorithm,
                 )
-        return BlockHash(node.name or b"")
+        return BlockHash(node.block_hash or b"")

@@ -21,7 +21,7 @@ from typing import NoReturn, final
 from kvcore.block import Block, BlockId
 from kvcore.errors import InvalidArgumentError, MisuseError
 from kvcore.eviction.deadlines import Deadlines
-from kvcore.identity.multimodal import Item
+from kvcore.identity.multimodal import MultimodalItem
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
 
@@ -48,7 +48,7 @@ class Load:
         first_blocks: tuple[int, ...],
         blocks: Sequence[list[Block]],
         packed: array[int],
-        items: tuple[Item, ...],
+        items: tuple[MultimodalItem, ...],
     ) -> None:
         self.seq = seq
         self.num_tokens = len(packed)

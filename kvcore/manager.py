@@ -27,6 +27,7 @@ from kvcore.arguments import (
     as_list,
     check_lengths,
     check_sum,
+    warn_renamed,
 )
 from kvcore.block import Block, BlockId
 from kvcore.errors import (
@@ -37,21 +38,21 @@ from kvcore.errors import (
 )
 from kvcore.events import EventLog, Snapshot
 from kvcore.eviction.lifetimes import MAX_STEP, LifetimeRecorder
-from kvcore.eviction.retention import Retention, check_wishes
-from kvcore.identity.block_hash import NameAlgorithm
-from kvcore.identity.multimodal import Item, as_items, check_items
+from kvcore.eviction.retention import Retention, check_retention
+from kvcore.identity.block_hash import HashAlgorithm
+from kvcore.identity.multimodal import MultimodalItem, as_items, check_items
 from kvcore.identity.namespace import DEFAULT_NAMESPACE, Namespace
 from kvcore.identity.tokens import MAX_TOKEN, Tokens, pack
 from kvcore.lease import Lease, LeaseBook
 from kvcore.pool import BlockPool
 from kvcore.reports import CopyOrder, Growth, Plan, ResetReport, Stats
-from kvcore.sequence import KVSequence, check_expected, check_length, check_told, write_rows
+from kvcore.sequence import KVSequence, check_all_known, check_expected, check_length, write_rows
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import LayerGroup, resolve
+from kvcore.tables.groups import LayerGroup, resolve_groups
 from kvcore.verbs import load as loading
 from kvcore.verbs import step as forward
 from kvcore.verbs.peaks import blocks_still_taken
-from kvcore.verbs.rewind import blocks_tail_first, cut, distrust_blocks, distrust_from, leaving
+from kvcore.verbs.rewind import blocks_tail_first, cut, invalidate_blocks, invalidate_from, leaving
 from kvcore.verbs.share import (
     describe,
     kept_hits,
@@ -101,17 +102,17 @@ class KVCacheManager:
         groups: Sequence[LayerGroup] | None = None,
         enable_caching: Flag = True,
         max_model_len: SupportsIndex | None = None,
-        record_events: NameAlgorithm | None = None,
+        record_events: HashAlgorithm | None = None,
         record_lifetimes: Flag = False,
         prefault: Flag = False,
     ) -> None:
         self.block_size = as_int("block_size", block_size, 1, 2**20)
-        self.groups = resolve(groups, self.block_size)
+        self.groups = resolve_groups(groups, self.block_size)
         sizes = [group.block_size for group in self.groups]
         self.events = None if record_events is None else EventLog(sizes, record_events)
         self.pool = BlockPool(num_blocks, *sizes, log=self.events)
         if self.events is not None:
-            self.events.max_names = max(self.events.max_names, self.pool.num_blocks)
+            self.events.max_hashes = max(self.events.max_hashes, self.pool.num_blocks)
         if as_bool("record_lifetimes", record_lifetimes):
             self.pool.lifetimes = LifetimeRecorder(self.pool.num_blocks)
         if as_bool("prefault", prefault):
@@ -156,7 +157,7 @@ class KVCacheManager:
         tokens: Tokens,
         *,
         namespace: Namespace | None = DEFAULT_NAMESPACE,
-        items: Sequence[Item] = (),
+        items: Sequence[MultimodalItem] = (),
         retain: Sequence[Retention] = (),
         resumed: Flag = False,
         skip_reading: Flag = False,
@@ -185,9 +186,9 @@ class KVCacheManager:
         packed, key, checked = describe(tokens, namespace, items, self.max_model_len)
         if not self.enable_caching:
             key = None
-        wishes = check_wishes(retain) if retain else ()
+        retention = check_retention(retain) if retain else ()
         seq = self._new_sequence(packed, key, checked)
-        seq.wishes = wishes
+        seq.retention = retention
         if key is None or is_blind:
             self._admit(seq, [])
             return seq
@@ -205,7 +206,7 @@ class KVCacheManager:
         tokens: Tokens,
         *,
         namespace: Namespace | None = DEFAULT_NAMESPACE,
-        items: Sequence[Item] = (),
+        items: Sequence[MultimodalItem] = (),
         chunk: SupportsIndex | None = None,
         num_external: SupportsIndex = 0,
         skip_reading: Flag = False,
@@ -258,7 +259,7 @@ class KVCacheManager:
             and known.owner is self
         ):
             total = known.num_computed_tokens + num_tokens
-            if total <= known.room:
+            if total <= known.num_reserved_tokens:
                 return self._no_growth
             self._check_open(known)  # it may be a copy
             check_length(total, self.max_model_len)
@@ -283,7 +284,7 @@ class KVCacheManager:
             seq.find_limits(self.max_model_len)
             return self._no_growth
         appended = forward.grow(self.pool, seq, total)
-        if seq.room:  # it was known
+        if seq.num_reserved_tokens:  # it was known
             seq.find_limits(self.max_model_len)
         return appended
 
@@ -302,7 +303,7 @@ class KVCacheManager:
         Raises:
             InvalidArgumentError: not a token id.
             SequenceTooLongError: the sequence has `max_model_len` tokens already.
-            UntoldTokensError: tokens before it are expected and not told yet.
+            UnknownTokensError: tokens before it are expected and not told yet.
         """
         if type(token) is not int or not 0 <= token <= MAX_TOKEN:
             # A bool is an int, as it is in `pack`: to look for one costs more than packing does.
@@ -310,14 +311,16 @@ class KVCacheManager:
         known: object = seq  # callers are not all typed
         if type(known) is not KVSequence or known.owner is not self:
             self._check_open(seq)
-        if seq.num_untold_tokens:
-            check_told(seq)
+        if seq.num_unknown_tokens:
+            check_all_known(seq)
         if self.max_model_len is not None:
             check_length(len(seq.packed) + 1, self.max_model_len)
         seq.packed.append(token)
-        seq.stop = 0
+        seq.fast_decode_limit = 0
 
-    def extend(self, seq: KVSequence, tokens: Tokens, *, items: Sequence[Item] = ()) -> None:
+    def extend(
+        self, seq: KVSequence, tokens: Tokens, *, items: Sequence[MultimodalItem] = ()
+    ) -> None:
         """Let several tokens join the end: drafts, or a next turn. O(len(tokens)).
 
         Items lie within the new tokens, at their positions in the whole sequence. Raises like
@@ -326,12 +329,12 @@ class KVCacheManager:
         packed = pack(tokens)
         given = as_items(items)
         self._check_open(seq)
-        check_told(seq)
+        check_all_known(seq)
         length = len(seq.packed)
         check_length(length + len(packed), self.max_model_len)
         together = seq.items + check_items(given, length, length + len(packed))
         seq.packed.extend(packed)
-        seq.stop = 0
+        seq.fast_decode_limit = 0
         seq.items = together
 
     def expect(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
@@ -346,10 +349,12 @@ class KVCacheManager:
         count = as_int("num_tokens", num_tokens, 0, MAX_STEP)
         self._check_open(seq)
         check_length(seq.num_tokens + count, self.max_model_len)
-        seq.num_untold_tokens += count
-        seq.stop = 0
+        seq.num_unknown_tokens += count
+        seq.fast_decode_limit = 0
 
-    def tell(self, seq: KVSequence, tokens: Tokens, *, start: SupportsIndex | None = None) -> None:
+    def resolve(
+        self, seq: KVSequence, tokens: Tokens, *, start: SupportsIndex | None = None
+    ) -> None:
         """Say which tokens the first expected ones are.
 
         What this settles can be hit from now on, and what it puts out of a window's sight is given
@@ -369,7 +374,12 @@ class KVCacheManager:
         first = None if start is None else as_int("start", start, 0)
         self._check_open(seq)
         check_expected(seq, len(packed), first)
-        forward.tell(self.pool, seq, packed)
+        forward.resolve(self.pool, seq, packed)
+
+    def tell(self, seq: KVSequence, tokens: Tokens, *, start: SupportsIndex | None = None) -> None:
+        """Do what `resolve` does. Deprecated."""
+        warn_renamed("KVCacheManager.tell", "resolve")
+        self.resolve(seq, tokens, start=start)
 
     def commit(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """State that the KV of the next `num_tokens` tokens is written.
@@ -390,16 +400,16 @@ class KVCacheManager:
             and known.owner is self
         ):
             computed = known.num_computed_tokens + num_tokens
-            if computed < known.due and computed <= len(known.packed):
+            if computed < known.next_boundary and computed <= len(known.packed):
                 known.num_computed_tokens = computed
-                known.stop = 0
+                known.fast_decode_limit = 0
                 self.pool.num_computed_tokens += num_tokens
                 return
             count = num_tokens
         else:
             count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
-        was_known = seq.due > 0
+        was_known = seq.next_boundary > 0
         if not forward.commit(self.pool, seq, count) or was_known:
             seq.find_limits(self.max_model_len)  # a prompt that is computed at once needs none
 
@@ -565,7 +575,7 @@ class KVCacheManager:
         count = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
         count = as_int("num_tokens", count, 0, seq.num_computed_tokens)
-        return distrust_from(self.pool, seq, count, list(self.sequences.values()))
+        return invalidate_from(self.pool, seq, count, list(self.sequences.values()))
 
     def fail_transfer(self, lease: Lease) -> tuple[KVSequence, ...]:
         """State that the KV in a lease's blocks is not what it should be; and end the lease.
@@ -583,7 +593,7 @@ class KVCacheManager:
         if not self.leases.is_active(lease):
             return ()
         sequences = list(self.sequences.values())
-        set_back = distrust_blocks(self.pool, lease.blocks, sequences, lease.blocks)
+        set_back = invalidate_blocks(self.pool, lease.blocks, sequences, lease.blocks)
         self.leases.forget((lease,))
         return set_back
 
@@ -598,7 +608,9 @@ class KVCacheManager:
         """
         given = as_list("block_ids", block_ids)
         ids = [as_int("block_ids", one, 1, self.num_blocks - 1) for one in given]
-        return distrust_blocks(self.pool, self.pool.made_blocks(ids), list(self.sequences.values()))
+        return invalidate_blocks(
+            self.pool, self.pool.made_blocks(ids), list(self.sequences.values())
+        )
 
     def close(self, seq: KVSequence) -> None:
         """End a sequence: its blocks are released, tail first. O(num_blocks).
@@ -675,6 +687,7 @@ class KVCacheManager:
         tokens: Tokens | None,
         *,
         num_joining: Sequence[SupportsIndex] | None = None,
+        num_reserved: Sequence[SupportsIndex] | None = None,
         room: Sequence[SupportsIndex] | None = None,
     ) -> tuple[Growth, ...]:
         """Take every sequence of a step from one forward pass to the next, or none of them.
@@ -694,8 +707,9 @@ class KVCacheManager:
             tokens: what joins, one sequence's tokens after another's; None: they are only expected,
                 and told later.
             num_joining: for each how many of them are its own; None: one each.
-            room: for each how many tokens after the computed ones to make room for; None: for all
-                that it has.
+            num_reserved: for each the number of tokens after the computed ones to reserve blocks
+                for; None: all its tokens.
+            room: `num_reserved`. Deprecated.
 
         Returns:
             What was appended to their tables, in the order of the sequences; those that grew alone.
@@ -706,18 +720,48 @@ class KVCacheManager:
             InvalidArgumentError: a sequence twice, not one number for each, more tokens computed
                 than there are, or not as many tokens as join.
             SequenceTooLongError: tokens or room would reach past `max_model_len`.
-            UntoldTokensError: known tokens would follow expected ones.
+            UnknownTokensError: known tokens would follow expected ones.
         """
+        if room is not None:
+            warn_renamed("KVCacheManager.step(room=)", "num_reserved")
+            num_reserved = room
         computed = as_counts("num_computed", num_computed)
         joined = None if tokens is None else pack(tokens).tolist()
         joining = as_counts("num_joining", num_joining, len(computed))
-        rooms = None if room is None else as_counts("room", room)
+        reserved = None if num_reserved is None else as_counts("num_reserved", num_reserved)
         running = self._checked_step(seqs, computed)
-        check_lengths(len(running), joining, rooms)
+        check_lengths(len(running), joining, reserved)
         check_sum(joined, joining)
         return forward.step(
-            self.pool, running, computed, joined, joining, rooms, self.max_model_len
+            self.pool, running, computed, joined, joining, reserved, self.max_model_len
         )
+
+    def resolve_step(
+        self,
+        seqs: Sequence[KVSequence],
+        tokens: Tokens,
+        *,
+        num_resolved: Sequence[SupportsIndex] | None = None,
+        starts: Sequence[SupportsIndex] | None = None,
+    ) -> None:
+        """Say for every sequence which tokens its first expected ones are; for all or for none.
+
+        As `resolve` for each in turn, and with its errors. O(sequences + blocks filled and given
+        back).
+
+        Args:
+            seqs: open sequences, each once.
+            tokens: one sequence's tokens after another's.
+            num_resolved: for each how many of them are its own; None: one each.
+            starts: for each the position of its first one, where the caller knows them.
+        """
+        known = pack(tokens).tolist()
+        counts = as_counts("num_resolved", num_resolved, len(known))
+        firsts = None if starts is None else as_counts("starts", starts)
+        running = self._checked_step(seqs, counts)
+        check_lengths(len(running), firsts)
+        check_sum(known, counts)
+        forward.resolve_step(self.pool, running, known, counts, firsts, self.max_model_len)
 
     def tell_step(
         self,
@@ -727,24 +771,9 @@ class KVCacheManager:
         num_told: Sequence[SupportsIndex] | None = None,
         starts: Sequence[SupportsIndex] | None = None,
     ) -> None:
-        """Say for every sequence which tokens its first expected ones are; for all or for none.
-
-        As `tell` for each in turn, and with its errors. O(sequences + blocks filled and given
-        back).
-
-        Args:
-            seqs: open sequences, each once.
-            tokens: one sequence's tokens after another's.
-            num_told: for each how many of them are its own; None: one each.
-            starts: for each the position of its first one, where the caller knows them.
-        """
-        told = pack(tokens).tolist()
-        counts = as_counts("num_told", num_told, len(told))
-        firsts = None if starts is None else as_counts("starts", starts)
-        running = self._checked_step(seqs, counts)
-        check_lengths(len(running), firsts)
-        check_sum(told, counts)
-        forward.tell_step(self.pool, running, told, counts, firsts, self.max_model_len)
+        """Do what `resolve_step` does. Deprecated."""
+        warn_renamed("KVCacheManager.tell_step", "resolve_step")
+        self.resolve_step(seqs, tokens, num_resolved=num_told, starts=starts)
 
     def decode_step(self, seqs: Sequence[KVSequence], tokens: Tokens) -> tuple[Growth, ...]:
         """Take every sequence of a decode step from one forward pass to the next, or none.
@@ -766,7 +795,7 @@ class KVCacheManager:
             NotReservedError: a sequence has tokens without room, so nobody can have computed them.
             InvalidArgumentError: a sequence twice, or not one token id for each.
             SequenceTooLongError: a sequence has `max_model_len` tokens already.
-            UntoldTokensError: a sequence expects tokens that are not told yet.
+            UnknownTokensError: a sequence expects tokens that are not told yet.
         """
         sampled = pack(tokens).tolist()
         running = self._checked_step(seqs, sampled)
@@ -922,7 +951,7 @@ class KVCacheManager:
         """Let a new sequence hold its hits and keep them as it wishes, and count it among all."""
         self.sequences[seq.seq_id] = seq
         try:
-            if seq.wishes:
+            if seq.retention:
                 self.pool.revive(hits, kept_hits(self.pool, seq))
             elif hits:
                 self.pool.revive(hits)
@@ -933,7 +962,7 @@ class KVCacheManager:
         self._next_seq_id += 1
 
     def _new_sequence(
-        self, packed: array[int], key: bytes | None, items: tuple[Item, ...]
+        self, packed: array[int], key: bytes | None, items: tuple[MultimodalItem, ...]
     ) -> KVSequence:
         seq = KVSequence(self, self._next_seq_id, packed, key, self.groups, items)
         seq.opened_at = self.pool.step

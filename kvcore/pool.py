@@ -20,7 +20,7 @@ from math import lcm
 from typing import SupportsIndex, final
 
 from kvcore.arguments import Flag, as_bool, as_int
-from kvcore.block import NULL_BLOCK, Block, Leaving, Node, hold_again
+from kvcore.block import NULL_BLOCK, Block, Node, PendingRelease, hold_again
 from kvcore.content_tree import ContentTree, evict, lost_contents
 from kvcore.errors import (
     BlockStateError,
@@ -32,7 +32,7 @@ from kvcore.errors import (
 from kvcore.events import EventLog
 from kvcore.eviction.idle_blocks import IdleBlocks
 from kvcore.eviction.lifetimes import LifetimeRecorder
-from kvcore.eviction.retention import Wish
+from kvcore.eviction.retention import RetentionTerm
 from kvcore.identity.tokens import BYTES_PER_TOKEN
 
 
@@ -213,13 +213,13 @@ class BlockPool:
 
     def exchange(self, blocks: list[Block], released: list[Block]) -> None:
         """Do what `hand_out` and then `give_back` do, or nothing. O(blocks)."""
-        leaving = self._let_go(released, is_own=True)
+        pending = self._let_go(released, is_own=True)
         try:
-            self.hand_out(blocks, len(leaving.empty))
+            self.hand_out(blocks, len(pending.empty))
         except BaseException:
-            self._take_back(leaving)
+            self._take_back(pending)
             raise
-        self._let_leave(leaving)
+        self._let_leave(pending)
 
     def _evict(self, blocks: list[Block]) -> None:
         """Hand out free blocks that hold content, those reused next. Fails before it changes."""
@@ -239,7 +239,7 @@ class BlockPool:
             self._log.trim()
 
     def hold(
-        self, blocks: Sequence[Block], kept: Sequence[tuple[Block, tuple[Wish, ...]]] = ()
+        self, blocks: Sequence[Block], kept: Sequence[tuple[Block, tuple[RetentionTerm, ...]]] = ()
     ) -> None:
         """Do what `revive` does for any blocks. O(len(blocks)).
 
@@ -257,11 +257,11 @@ class BlockPool:
         self.revive(list(blocks), kept)
 
     def revive(
-        self, blocks: list[Block], kept: Sequence[tuple[Block, tuple[Wish, ...]]] = ()
+        self, blocks: list[Block], kept: Sequence[tuple[Block, tuple[RetentionTerm, ...]]] = ()
     ) -> None:
         """Count one more holder of each block, reviving those that are free. O(len(blocks)).
 
-        Some of them are kept longer than others from now on, as `IdleBlocks.front` says.
+        Some of them are kept longer than others from now on, as `IdleBlocks.merged_terms` says.
 
         Args:
             blocks: each once; held, or published.
@@ -269,13 +269,13 @@ class BlockPool:
         """
         idle = [block for block in blocks if block.ref_count == 0]
         if kept:
-            self.idle_blocks.make_room(kept)
+            self.idle_blocks.prepare_terms(kept)
         for block in blocks:
             block.ref_count += 1
         if idle:
             self._leave(idle)
-        for block, front in kept:
-            self.idle_blocks.set_front(block, front)
+        for block, terms in kept:
+            self.idle_blocks.set_terms(block, terms)
 
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
@@ -331,11 +331,11 @@ class BlockPool:
         self._check_own(blocks)
         losing = [block for block in dict.fromkeys(blocks) if block.node is not None]
         idle = [block for block in losing if block.next_free is not None]
-        before = Leaving([], len(self.empty_blocks), self.last_event)
+        before = PendingRelease([], len(self.empty_blocks), self.last_event)
         try:
             self.empty_blocks += idle
             self._note_lost(losing)
-            leaving = self._let_go(list(released), losing)
+            pending = self._let_go(list(released), losing)
         except BaseException:
             self._take_back(before)
             raise
@@ -344,10 +344,10 @@ class BlockPool:
         self._lose(losing)
         for block in idle:
             block.group = 0
-        self._let_leave(leaving)
+        self._let_leave(pending)
 
-    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
-        """Keep a held, published block longer than others, once it is free. O(wishes).
+    def keep(self, block: Block, terms: Sequence[RetentionTerm]) -> None:
+        """Keep a held, published block longer than others, once it is free. O(terms).
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
@@ -356,21 +356,21 @@ class BlockPool:
         self._check_own((block,))
         if block.ref_count == 0 or block.node is None:
             raise BlockStateError(f"keep: wanted a held, published block, got {block!r}")
-        self.idle_blocks.keep(block, wishes)
+        self.idle_blocks.keep(block, terms)
 
     def tick(self, num_steps: int, released: Sequence[Block] = ()) -> None:
         """Let time pass; blocks whose deadline has come are not kept longer. O(n log n) of those.
 
         Then drop one holder of each released block. Raises like `release`.
         """
-        leaving = self._let_go(list(released))
+        pending = self._let_go(list(released))
         try:
             self.idle_blocks.expire(self.step + num_steps)
         except BaseException:
-            self._take_back(leaving)
+            self._take_back(pending)
             raise
         self.step += num_steps
-        self._let_leave(leaving)
+        self._let_leave(pending)
 
     def clear(self, *, canonical_order: Flag = False) -> int:
         """Forget all published content at once; return how many blocks held some.
@@ -583,54 +583,56 @@ class BlockPool:
 
     def _let_go(
         self, named: list[Block], losing: Sequence[Block] = (), *, is_own: bool = False
-    ) -> Leaving:
+    ) -> PendingRelease:
         """Drop one holder of each block, or of none, as far as that can fail. O(len(named)).
 
         `_let_leave` does the rest, `_take_back` undoes it. What is in `losing`, or what no hit can
         use, is to lose its content. `is_own`: all of them are known to be this pool's.
         """
-        leaving = Leaving(named, len(self.empty_blocks), self.last_event)
+        pending = PendingRelease(named, len(self.empty_blocks), self.last_event)
         freed = self._uncount(named, is_own=is_own)
         try:
-            leaving.content = [block for block in freed if block.node is not None]
-            if leaving.content and (self.is_uneven or losing):
-                self._sort_out(leaving, freed, losing)
-            elif not leaving.content:
-                leaving.empty = freed
-            elif len(leaving.content) < len(freed):
-                leaving.empty = [block for block in freed if block.node is None]
-            self.empty_blocks += leaving.empty
+            pending.content = [block for block in freed if block.node is not None]
+            if pending.content and (self.is_uneven or losing):
+                self._sort_out(pending, freed, losing)
+            elif not pending.content:
+                pending.empty = freed
+            elif len(pending.content) < len(freed):
+                pending.empty = [block for block in freed if block.node is None]
+            self.empty_blocks += pending.empty
         except BaseException:
-            self._take_back(leaving)
+            self._take_back(pending)
             raise
-        return leaving
+        return pending
 
-    def _sort_out(self, leaving: Leaving, freed: Sequence[Block], losing: Sequence[Block]) -> None:
+    def _sort_out(
+        self, pending: PendingRelease, freed: Sequence[Block], losing: Sequence[Block]
+    ) -> None:
         """Find out which of the freed blocks are to lose their content, and note that they do."""
         lost = set(losing)
         known = self._passing
-        passing = [b for b in leaving.content if b not in lost and known and known[b.block_id]]
+        passing = [b for b in pending.content if b not in lost and known and known[b.block_id]]
         self._note_lost(passing)
-        leaving.passing = passing
+        pending.passing = passing
         lost.update(passing)
-        leaving.empty = [block for block in freed if block.node is None or block in lost]
-        leaving.content = [block for block in leaving.content if block not in lost]
+        pending.empty = [block for block in freed if block.node is None or block in lost]
+        pending.content = [block for block in pending.content if block not in lost]
 
-    def _let_leave(self, leaving: Leaving) -> None:
+    def _let_leave(self, pending: PendingRelease) -> None:
         """Let blocks that nobody holds any more wait for their reuse. Cannot fail. O(blocks)."""
-        if leaving.passing:
-            self._lose(leaving.passing)
-        if leaving.empty:
-            self._count_emptied(leaving.empty)
-        if leaving.content:
-            self._put_back(leaving.content)
+        if pending.passing:
+            self._lose(pending.passing)
+        if pending.empty:
+            self._count_emptied(pending.empty)
+        if pending.content:
+            self._put_back(pending.content)
 
-    def _take_back(self, leaving: Leaving) -> None:
+    def _take_back(self, pending: PendingRelease) -> None:
         """Undo what letting go of blocks has counted and noted. Cannot fail. O(blocks)."""
-        del self.empty_blocks[leaving.num_empty :]
+        del self.empty_blocks[pending.num_empty :]
         if self._log is not None:
-            self._log.take_back(leaving.last_event)
-        hold_again(leaving.named)
+            self._log.take_back(pending.last_event)
+        hold_again(pending.named)
 
     def _lose(self, blocks: Sequence[Block]) -> None:
         """Take blocks' content from where it is found, as was noted before. Cannot fail."""

@@ -27,7 +27,7 @@ from kvcore.lease import Lease
 from kvcore.reports import CopyOrder
 from kvcore.sequence import KVSequence
 
-UNTOLD = -1
+UNKNOWN = -1
 """Stands for a token that only the device knows."""
 
 
@@ -99,7 +99,7 @@ class Shadow:
                 self._computed_already(seq, position, block_id, group)
             if shadow is None or not self._is_at(shadow, seq, group, index):
                 shadow = self._take_over(seq, block_id, group, index, size)
-            shadow.tokens[offset] = known[position] if position < len(known) else UNTOLD
+            shadow.tokens[offset] = known[position] if position < len(known) else UNKNOWN
 
     def reads(
         self,
@@ -233,8 +233,8 @@ class Shadow:
             held, position = shadow.tokens[offset], index * size + offset
             if held is None:
                 self._fail("unwritten", f"{where} is read at position {position}: never written")
-            wanted = known[position] if position < len(known) else UNTOLD
-            if UNTOLD not in {held, wanted} and held != wanted:
+            wanted = known[position] if position < len(known) else UNKNOWN
+            if UNKNOWN not in {held, wanted} and held != wanted:
                 what = f"{where} holds token {held} at position {position}, wanted {wanted}"
                 by = "a copy" if shadow.writer is None else self._name(shadow.writer)
                 self._fail("foreign", f"{what}; written by {by}")

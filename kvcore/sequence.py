@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from typing import NoReturn, SupportsIndex, final
 
-from kvcore.arguments import as_int
+from kvcore.arguments import as_int, warn_renamed
 from kvcore.block import BlockId
 from kvcore.errors import (
     InvalidArgumentError,
@@ -22,11 +22,11 @@ from kvcore.errors import (
     NotReservedError,
     SequenceTooLongError,
     StaleSequenceError,
-    UntoldTokensError,
+    UnknownTokensError,
 )
 from kvcore.eviction.retention import Retention
-from kvcore.identity.block_hash import BlockHash, NameAlgorithm, NameChain
-from kvcore.identity.multimodal import Item
+from kvcore.identity.block_hash import BlockHash, HashAlgorithm, HashChain
+from kvcore.identity.multimodal import MultimodalItem
 from kvcore.tables.block_table import BlockTable
 from kvcore.tables.groups import NEVER, LayerGroup
 from kvcore.tables.slots import check_width, int_view, put_ints, row_view, slot_of, slots_of
@@ -41,18 +41,18 @@ class KVSequence:
         num_computed_tokens: tokens whose KV is written; the next step computes from here.
         num_cached_tokens: how many of them were found in the cache when it was opened.
         packed: its told tokens, as `array("I")`. Read it, do not write it.
-        num_untold_tokens: how many more are expected after those.
+        num_unknown_tokens: how many more are expected after those.
         items: content that is not tokens, in order.
         tables: its block table for each layer group. Read them, do not write them.
         namespace_key: the encoded namespace, or None: not cached, or not any more.
         wishes: which ranges of it are to be kept longer.
         opened_at: the step at which it was opened.
         chain: its blocks' names, once somebody has asked for them.
-        room: up to so many tokens nothing has to be made room for; less than the tables have where
-            nobody has asked since they grew.
-        due: below so many settled tokens nothing is published or given back; within the room. Both
-            are 0 where they are not known: whoever takes from its tables sets them to 0.
-        stop: below so many tokens a decode step has nothing to do but to count; 0: not known.
+        num_reserved_tokens: a lower bound of the tokens that all tables have blocks for.
+        next_boundary: the least number of settled tokens at which a block becomes full or leaves
+            a window. It is at most one more than `num_reserved_tokens`. Both are 0 while they are
+            unknown; a function that removes blocks from the tables sets them to 0.
+        fast_decode_limit: a decode step of a shorter sequence only counts; 0: unknown.
         owner: the manager that it is open in; None once it is closed.
         tag: the caller's own: None at first, and never read here. A handle cannot be weakly
             referenced where kvcore is compiled, so what belongs to it can hang on it.
@@ -60,21 +60,21 @@ class KVSequence:
 
     __slots__ = (
         "chain",
-        "due",
+        "fast_decode_limit",
         "items",
         "namespace_key",
+        "next_boundary",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_untold_tokens",
+        "num_reserved_tokens",
+        "num_unknown_tokens",
         "opened_at",
         "owner",
         "packed",
-        "room",
+        "retention",
         "seq_id",
-        "stop",
         "tables",
         "tag",
-        "wishes",
     )
 
     def __init__(
@@ -84,7 +84,7 @@ class KVSequence:
         packed: array[int],
         namespace_key: bytes | None,
         groups: Sequence[LayerGroup],
-        items: tuple[Item, ...],
+        items: tuple[MultimodalItem, ...],
     ) -> None:
         self.owner = owner
         self.tag: object = None
@@ -97,11 +97,11 @@ class KVSequence:
             self.tables = tuple([BlockTable(group) for group in groups])
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
-        self.num_untold_tokens = 0
-        self.wishes: tuple[Retention, ...] = ()
+        self.num_unknown_tokens = 0
+        self.retention: tuple[Retention, ...] = ()
         self.opened_at = 0
-        self.chain: NameChain | None = None
-        self.room = self.due = self.stop = 0
+        self.chain: HashChain | None = None
+        self.num_reserved_tokens = self.next_boundary = self.fast_decode_limit = 0
 
     def __eq__(self, other: object) -> bool:
         """A sequence equals itself alone, whatever the other says of it: steps are told by that."""
@@ -119,7 +119,13 @@ class KVSequence:
     @property
     def num_tokens(self) -> int:
         """How many tokens it has, computed or not, told or not. O(1)."""
-        return len(self.packed) + self.num_untold_tokens
+        return len(self.packed) + self.num_unknown_tokens
+
+    @property
+    def num_untold_tokens(self) -> int:
+        """Return `num_unknown_tokens`. Deprecated."""
+        warn_renamed("KVSequence.num_untold_tokens", "num_unknown_tokens")
+        return self.num_unknown_tokens
 
     @property
     def num_settled_tokens(self) -> int:
@@ -195,8 +201,8 @@ class KVSequence:
         put_ints(view, 0, slots)
         return stop - start
 
-    def block_names(
-        self, algorithm: NameAlgorithm = "xxh3-128", *, group: SupportsIndex = 0
+    def block_hashes(
+        self, algorithm: HashAlgorithm = "xxh3-128", *, group: SupportsIndex = 0
     ) -> tuple[BlockHash, ...]:
         """Return the names of a group's published blocks. O(blocks not named before).
 
@@ -214,10 +220,17 @@ class KVSequence:
         table = self._table(group)
         chain, size = self.chain, table.block_size
         if chain is None or chain.algorithm != algorithm or chain.block_size != size:
-            chain = self.chain = NameChain(self.namespace_key or b"", size, algorithm)
-        return chain.names(self.packed, table.num_published, self.items)
+            chain = self.chain = HashChain(self.namespace_key or b"", size, algorithm)
+        return chain.hashes(self.packed, table.num_published, self.items)
 
-    def cut_names(self, num_tokens: int) -> None:
+    def block_names(
+        self, algorithm: HashAlgorithm = "xxh3-128", *, group: SupportsIndex = 0
+    ) -> tuple[BlockHash, ...]:
+        """Return `block_hashes`. Deprecated."""
+        warn_renamed("KVSequence.block_names", "block_hashes")
+        return self.block_hashes(algorithm, group=group)
+
+    def cut_hashes(self, num_tokens: int) -> None:
         """Forget the names of blocks that the first `num_tokens` tokens do not fill. O(1)."""
         if self.chain is not None:
             self.chain.cut(num_tokens // self.chain.block_size)
@@ -226,7 +239,7 @@ class KVSequence:
         """From now on nothing of it is published; what was is not its any more. O(groups)."""
         self.namespace_key = None
         self.chain = None
-        self.room = self.due = self.stop = 0
+        self.num_reserved_tokens = self.next_boundary = self.fast_decode_limit = 0
         for table in self.tables:
             table.num_published = 0
 
@@ -249,8 +262,8 @@ class KVSequence:
                     due = full
             if table.forgets:
                 due = min(due, table.next_pass(table.num_null))
-        self.room = room
-        self.due = due if due <= room else room + 1
+        self.num_reserved_tokens = room
+        self.next_boundary = due if due <= room else room + 1
 
     def __copy__(self) -> NoReturn:
         raise MisuseError(f"{self!r} is a handle: wanted the one that was opened, not a copy")
@@ -260,9 +273,9 @@ class KVSequence:
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
-        untold = f" ({self.num_untold_tokens} untold)" if self.num_untold_tokens else ""
+        unknown = f" ({self.num_unknown_tokens} unknown)" if self.num_unknown_tokens else ""
         return (
-            f"KVSequence({self.seq_id}, {state}, {self.num_tokens} tokens{untold}, "
+            f"KVSequence({self.seq_id}, {state}, {self.num_tokens} tokens{unknown}, "
             f"{self.num_computed_tokens} computed, {self.num_blocks} blocks)"
         )
 
@@ -278,21 +291,21 @@ def check_length(num_tokens: int, longest: int | None) -> None:
         raise SequenceTooLongError(f"{num_tokens} tokens, max_model_len is {longest}")
 
 
-def check_told(seq: KVSequence) -> None:
+def check_all_known(seq: KVSequence) -> None:
     """Raise where known tokens cannot join a sequence: some before them are not told."""
-    if seq.num_untold_tokens:
-        raise UntoldTokensError(
+    if seq.num_unknown_tokens:
+        raise UnknownTokensError(
             f"{seq!r}: wanted all tokens told before known ones join, "
-            f"{seq.num_untold_tokens} are not"
+            f"{seq.num_unknown_tokens} are not"
         )
 
 
 def check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
     """Raise where so many tokens, from position `start` on, are not what a sequence expects."""
     length = len(seq.packed)
-    if num_tokens > seq.num_untold_tokens or (start is not None and start != length):
+    if num_tokens > seq.num_unknown_tokens or (start is not None and start != length):
         raise NotExpectedError(
-            f"{seq!r}: wanted at most {seq.num_untold_tokens} tokens from position {length} "
+            f"{seq!r}: wanted at most {seq.num_unknown_tokens} tokens from position {length} "
             f"on, got {num_tokens}" + ("" if start is None else f" from {start} on")
         )
 
@@ -305,7 +318,7 @@ def committable(seq: KVSequence, num_tokens: int) -> int:
         NotReservedError: more than it has room for.
     """
     computed = seq.num_computed_tokens + num_tokens
-    if computed > len(seq.packed) + seq.num_untold_tokens:
+    if computed > len(seq.packed) + seq.num_unknown_tokens:
         raise InvalidArgumentError(
             f"num_tokens: wanted at most the {seq.num_tokens - seq.num_computed_tokens} "
             f"tokens that are not computed, got {num_tokens}"
@@ -357,7 +370,7 @@ def write_rows(
             _refuse_slots(seq, table, None if counts is None else counts[index])
         if counts is not None:
             slots.extend(slots_of(table.block_ids, start, stop, table.block_size))
-        elif len(seq.packed) + seq.num_untold_tokens > stop:
+        elif len(seq.packed) + seq.num_unknown_tokens > stop:
             raise InvalidArgumentError(
                 f"counts: wanted the number of tokens that this step computes for each sequence, "
                 f"got None; {seq!r} has {seq.num_tokens - start} tokens to compute"

@@ -11,7 +11,7 @@ stop string is found; the request is aborted then, and what the engine has drawn
 dropped: tokens and text are those that the engine alone would give.
 
 Invariants: one thread touches the engine; everything else here belongs to the loop. A refusal is
-raised before the first token. A stream that is closed, or that nobody reads to its end, has its
+raised before the first token. A stream that is closed, or dropped by its reader, has its
 blocks back before the next step begins. Every stream ends: with its last token, or by an error.
 
 Does not know: HTTP, what a client is.
@@ -99,7 +99,7 @@ class Observer(Protocol):
     """Is told on the loop what happens to requests; times in seconds."""
 
     def token_came(self, waited_s: float, *, is_first: bool, count: int = 1) -> None:
-        """So many tokens came so long after the one before each, the first after its request."""
+        """`count` tokens came `waited_s` after the one before each, the first after its request."""
         ...
 
     def sample_ended(self, sample: Sample) -> None:
@@ -216,7 +216,9 @@ class AsyncEngine:
             NotServingError: it is not there yet.
         """
         if self._engine is None:
-            raise NotServingError(f"engine: wanted one that is there, it is {self._state.value}")
+            raise NotServingError(
+                f"engine: it is not there yet, or has stopped (state: {self._state.value})"
+            )
         return self._engine
 
     @property
@@ -241,7 +243,7 @@ class AsyncEngine:
             Exception: what kept the engine from being made.
         """
         if self._ready is None:
-            raise NotServingError("ready: wanted an engine that was started")
+            raise NotServingError("ready: the engine was not started; call start first")
         await asyncio.shield(self._ready)
 
     async def generate(
@@ -298,7 +300,7 @@ class AsyncEngine:
         left = [s.request for s in stream.samples if self._forget(s, FinishReason.ABORTED)]
         if left:
             self._abort_requests(left)
-            stream.end(NotServingError("request: it was aborted"))
+            stream.end(NotServingError("request: aborted"))
 
     async def call(self, run: Callable[[Engine], _T]) -> _T:
         """Run a function on the engine's thread between two steps; what it returns or raises.
@@ -307,7 +309,7 @@ class AsyncEngine:
             NotServingError: the engine has stopped, or is not there yet.
         """
         if self._engine is None or self._state is EngineState.STOPPED:
-            raise NotServingError(f"call: wanted an engine that is there, got {self._state.value}")
+            raise NotServingError(f"call: the engine does not run (state: {self._state.value})")
         return await self._ask(run, _itself)
 
     async def drain(self, deadline_s: float) -> int:
@@ -334,7 +336,7 @@ class AsyncEngine:
             NotServingError: it was not started.
         """
         if self._gone is None:
-            raise NotServingError("ended: wanted an engine that was started")
+            raise NotServingError("ended: the engine was not started; call start first")
         await asyncio.shield(self._gone)
         return self._fault
 
@@ -348,9 +350,7 @@ class AsyncEngine:
 
     def _check_serving(self) -> None:
         if self._state is not EngineState.READY:
-            raise NotServingError(
-                f"engine: wanted one that takes requests, it is {self._state.value}"
-            )
+            raise NotServingError(f"engine: it takes no requests now (state: {self._state.value})")
 
     def _check_room(self, num_prompts: int, num_samples: int) -> None:
         if self._max_waiting is None:
@@ -362,7 +362,8 @@ class AsyncEngine:
             raise InvalidArgumentError(f"n: wanted at most {limit}, got {num_samples}")
         if self.num_open + num_samples > limit:
             raise QueueFullError(
-                f"max_waiting: {self.num_open} requests run or wait, and at most {limit} may"
+                f"max_waiting: {self.num_open} requests run or wait, the limit is {limit} "
+                "(--max-num-seqs plus --max-waiting)"
             )
 
     async def _encode(self, asked: Sequence[Submission]) -> list[Submission]:
@@ -410,8 +411,8 @@ class AsyncEngine:
     ) -> _U:
         """Let the thread run something and the loop settle it; what came of that.
 
-        It is settled before anything that a later step gives; a stream that nobody waits for any
-        more is closed.
+        It is settled before anything that a later step gives; a stream without a waiter is
+        closed.
         """
         waiter: asyncio.Future[_U] = asyncio.get_running_loop().create_future()
 
@@ -562,8 +563,8 @@ class AsyncEngine:
         self._state = EngineState.STOPPED
         self._fault = error
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error or NotServingError("engine: it was stopped"))
-        reason = NotServingError("engine: wanted one that takes requests, it has stopped")
+            self._ready.set_exception(error or NotServingError("engine: stopped"))
+        reason = NotServingError("engine: it takes no requests any more, it has stopped")
         self._fail_all(reason)
         with contextlib.suppress(queue.Empty):
             while True:
@@ -614,7 +615,7 @@ class AsyncEngine:
                 return False
             try:
                 settle = command.run(engine)
-            except Exception as error:  # noqa: BLE001  # it belongs to whoever asked
+            except Exception as error:  # noqa: BLE001  # it is raised in the caller
                 settle = functools.partial(command.fail, error)
             self._publish()
             if settle is not _nothing:
@@ -631,7 +632,7 @@ class AsyncEngine:
             self._post(functools.partial(self._faulted, error))
             raise
         except Exception as error:  # noqa: BLE001  # a fault costs the requests it meets
-            _log.exception("a step failed; the requests that were in it fail with it")
+            _log.exception("a step failed, and with it all unfinished requests")
             self._post(functools.partial(self._faulted, error))
             self._recover(engine)
             return
@@ -690,7 +691,7 @@ def _ignore(error: Exception) -> None:
 
 
 def _look(future: asyncio.Future[None]) -> None:
-    """Take note of a future's error, so that asyncio does not complain where nobody waits."""
+    """Take note of a future's error, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()
 

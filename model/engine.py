@@ -1,14 +1,14 @@
 """The engine: requests in, tokens and text out, one step at a time.
 
-Decides: the order of a step: schedule, send to the device (move blocks, compute, draw), read what
-was drawn, commit, copy what has forked, turn into text. On a GPU the tokens that are read are those
-of the step before, so that the host works on one step while the device does another; a request that
-ends by a stop token then computes once in vain.
+Decides: the order of a step: schedule, launch (move blocks, compute, sample), commit, copy blocks
+of forks, accept tokens, make text. With asynchronous scheduling, the default on a GPU, the tokens
+that are accepted are those of the step before, so that the host works on one step while the device
+does another; a request that ends by a stop token is then computed once in vain.
 
-Invariants: one thread; whatever ends a request, its blocks are back when the call returns: what the
-device still does with them comes before whatever it does for their next owner. A request whose
-logits are no numbers ends alone, and nothing that was cached by then is found any more: what it has
-computed may be in it. So does one whose grammar cannot be followed any further.
+Invariants: one thread; whatever ends a request, its blocks are free when the call returns: the
+device does what is left to do with them before anything for their next owner. A request whose
+logits are not numbers ends alone, and the prefix cache is emptied, because it may hold blocks that
+it computed. A request whose grammar cannot be followed any further ends alone too.
 
 Does not know: how blocks are found (`kvcore`), how attention is computed (`backends`), arguments of
 a command line.
@@ -34,11 +34,10 @@ from model.control.submission import Prompt, Submission
 from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
 from model.forward.draft_model import DraftModel
 from model.forward.network import PagedNetwork
-from model.forward.prepare import prepare_network
-from model.forward.profile import free_bytes
 from model.forward.quantised import quantise
 from model.forward.sanitized import SanitizedBackend
-from model.forward.step_runner import Flight, StepPasses
+from model.forward.step_runner import Flight, StepRunner
+from model.forward.warm_up import free_bytes, prepare_network
 from model.load.loader import LoadedModel
 from model.load.text import TextStream
 from model.output import Completion, Output
@@ -69,7 +68,7 @@ class Engine:
             own; it must have run nothing yet. Its number of blocks is this one's too.
 
     Attributes:
-        draft: what guesses by another network; None: there is none.
+        draft: the draft model of speculative decoding; None: there is none.
 
     Raises:
         InvalidArgumentError: a size is out of range, or memory is too small for it.
@@ -102,9 +101,9 @@ class Engine:
                 raise InvalidArgumentError(
                     f"block_size: wanted {wanted}, which the caches have, got {size}"
                 )
-        # Whoever runs holds a block: more seats than blocks would be buffers for nobody.
-        seats = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))
-        self.config = dataclasses.replace(self.config, max_num_seqs=seats)
+        # A running request holds at least one block, so more requests than blocks cannot run.
+        most = min(self.config.max_num_seqs, max(1, self.network.num_blocks - 1))
+        self.config = dataclasses.replace(self.config, max_num_seqs=most)
         self.kv = kvcore.KVCacheManager(
             self.network.num_blocks,
             self.config.block_size,
@@ -117,8 +116,8 @@ class Engine:
             self.config, model.network, self.network.layout, self.memory
         )
         if model.ranks is not None:
-            self.num_host_blocks = model.ranks.least(self.num_host_blocks)
-        by_default = backend.device.type == "cuda" and not self.config.guesses
+            self.num_host_blocks = model.ranks.all_reduce_min(self.num_host_blocks)
+        by_default = backend.device.type == "cuda" and not self.config.is_speculative
         is_asked = self.config.async_scheduling
         self._is_late = by_default if is_asked is None else is_asked
         self._mover = BlockMover(self.network.backend, self.network.caches)
@@ -130,7 +129,7 @@ class Engine:
         self._sampler = RequestSampler(
             self.vocab_size, self.network.device, self.config.seed, self._grammars, model.ranks
         )
-        self._passes: StepPasses = StepPasses(
+        self._passes: StepRunner = StepRunner(
             self.network,
             self._mover,
             self._sampler,
@@ -177,12 +176,12 @@ class Engine:
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """The requests that hold a seat, in order. O(num_running)."""
+        """The running requests, in order. O(num_running)."""
         return self._scheduler.running
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """The requests that wait for a seat or for blocks, in order. O(num_waiting)."""
+        """The waiting and preempted requests, in order. O(num_waiting)."""
         return self._scheduler.waiting
 
     @property
@@ -191,9 +190,9 @@ class Engine:
         return self._scheduler.max_model_len
 
     @property
-    def guesses(self) -> bool:
-        """Whether requests bring drafts. O(1)."""
-        return self._scheduler.guesses
+    def is_speculative(self) -> bool:
+        """Whether speculative decoding is on. O(1)."""
+        return self._scheduler.is_speculative
 
     @property
     def stats(self) -> SchedulerStats:
@@ -203,12 +202,11 @@ class Engine:
     def prepare(self) -> str:
         """Do now what the first requests would wait for; in words how the network runs then.
 
-        Compiles kernels, captures, compiles and records the network, as `config` asks and
-        `begin.py` and `prepare.py` decide: seconds, half a minute where all is compiled for the
-        first time, all but the recording in the constructor where that measures memory. A few
+        Compiles kernels, traces, compiles and captures the network, as `config` asks and
+        `warm_up.py` decides: seconds, half a minute where all is compiled for the
+        first time, all but the CUDA graphs in the constructor where that measures memory. A few
         requests run then on another engine that is thrown away: what they count and find is
-        forgotten with it, and what they have written is where nobody looks. Nothing may run
-        meanwhile.
+        forgotten with it, and the blocks that they wrote are free. Nothing may run meanwhile.
 
         Raises:
             InvalidArgumentError: there is no memory left for it.
@@ -226,7 +224,7 @@ class Engine:
         if trial.draft is not None and ahead is not None:
             trial.draft.use(ahead)
         room = self.max_model_len - 1
-        answer = min(2 + self.config.most_drafts, room)  # drafts are told
+        answer = min(2 + self.config.most_drafts, room)  # with draft tokens
         if answer > 0:
             prompts = [[0] * min(_TRIED_TOKENS, room + 1 - answer)] * len(_TRIED)
             trial.generate(
@@ -243,7 +241,7 @@ class Engine:
         return self.memory.describe(self.network.layout, beside)
 
     def empty_cache(self, *, enable_caching: bool) -> None:
-        """Let nothing that was computed be found any more; whether what comes may be. O(contents).
+        """Empty the prefix cache, and turn prefix caching on or off. O(contents).
 
         Args:
             enable_caching: as `enable_prefix_caching` of the configuration, from now on.
@@ -254,7 +252,7 @@ class Engine:
             self.draft.empty_cache(enable_caching=enable_caching)
 
     def end(self, *, goes_on: bool = False) -> None:
-        """Say that no more steps come; only several ranks need to be told. O(1).
+        """Say that no more steps come, which other ranks have to know. O(1).
 
         Args:
             goes_on: whether the network is used once more, by all.
@@ -281,7 +279,7 @@ class Engine:
         return request
 
     def submit(self, asked: Submission) -> list[Request]:
-        """Queue what is asked: a request for each sample. O(samples * prompt).
+        """Queue a submission: a request for each sample. O(samples * prompt).
 
         Raises:
             InvalidArgumentError: an empty prompt, a token that the model does not have, or
@@ -291,7 +289,7 @@ class Engine:
         prompt, params = asked.prompt, asked.params
         tokens = self._model.codec.encode(prompt) if isinstance(prompt, str) else prompt
         if isinstance(prompt, str) and not prompt:
-            raise InvalidArgumentError("prompt: wanted some text, got an empty one")
+            raise InvalidArgumentError("prompt: wanted text that is not empty, got ''")
         self._check_tokens("logit_bias", [token for token, _ in params.logit_bias])
         if params.grammar is not None:
             self.check_grammar(params.grammar)
@@ -361,47 +359,60 @@ class Engine:
         return self._scheduler.abort(request)
 
     def step(self) -> list[Output]:
-        """Run one forward pass; the tokens that were read, oldest chunk first.
+        """Run one forward pass; return the tokens that were read, oldest chunk first.
 
-        They are those of this pass, or where tokens are read late of the one before: the first call
-        gives none then, and one more call after the last pass gives the rest.
+        They are those of this pass, or with `async_scheduling` those of the one before: the first
+        call returns none then, and one more call after the last pass returns the rest.
 
         Raises:
             StalledError: nothing can run although something is unfinished.
         """
-        return [*self._run_step(), *self._end_overrun()]
+        outputs = self._run_step()
+        return [*outputs, *self._end_overrun()] if self._grammars.is_used else outputs
 
     def _run_step(self) -> list[Output]:
-        watch = self._watch
+        """Schedule, launch, accept the tokens of the step before, commit, accept those at hand."""
+        watch, previous, step = self._watch, self._unread, Step(())
         watch.begin()
-        before, step = self._unread, Step(())
-        outputs: list[Output] = []
         try:
             step = self._scheduler.schedule()
             watch.scheduled(step)
-            flight = self._send(step, before)
-            landing = before if self._is_late else flight
-            tokens = {} if landing is None else landing.read()
-            watch.done(SAMPLE)
-            if self._is_late and landing is not None:
-                outputs = self._hand_out(landing, tokens)
+            launched = self._launch(step, previous)
+            outputs = self._accept(previous)
         except BaseException:
-            self._give_up(step)
+            self._abandon(step)
             raise
-        orders = self._scheduler.advance(step)
-        if self._sanitizer is not None:
-            self._sanitizer.begin_copies(orders, self.network.caches)
-        self._mover.copy(orders)
-        self._unread = flight if step.chunks and self._is_late else None
-        if not self._is_late:
-            outputs = self._hand_out(flight, tokens)
-        elif not self._passes.can_read_late(flight.sampling):
+        self._copy(self._scheduler.advance(step))
+        if self._passes.can_read_late(launched.sampling):
+            self._unread = launched if step.chunks else None
+        else:
             self._unread = None
-            outputs += self._hand_out(flight, flight.read())
-        if step.is_empty and before is None and self._scheduler.has_unfinished:
-            raise StalledError("step: requests wait, and none can be admitted or run")
+            outputs += self._accept(launched)
+        if previous is None and step.is_empty and self._scheduler.has_unfinished:
+            raise StalledError(
+                "step: requests are waiting, and none of them can be admitted or run"
+            )
         watch.end()
         return outputs
+
+    def _launch(self, step: Step, previous: Flight | None) -> Flight:
+        """Send a step to the device; wait for the tokens that this call returns.
+
+        They are its own, or with `async_scheduling` those of the previous step.
+        """
+        launched = self._passes.send(step, tuple(step.sampling), previous, self._watch)
+        awaited = previous if self._is_late else launched
+        if awaited is not None:
+            awaited.read()
+        self._watch.done(SAMPLE)
+        return launched
+
+    def _copy(self, orders: Sequence[kvcore.CopyOrder]) -> None:
+        """Carry out the copies of forks, before whatever a later step does. O(their blocks)."""
+        if orders:
+            if self._sanitizer is not None:
+                self._sanitizer.begin_copies(orders, self.network.caches)
+            self._mover.copy(orders)
 
     def stream(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
@@ -425,14 +436,14 @@ class Engine:
         """
         requests = self.add_all(prompts, params)
         texts: dict[int, str] = {}
-        told: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
+        tokens: dict[int, list[SampledToken]] = {request.request_id: [] for request in requests}
         for output in self._drain(requests):
             if output.request.params.logprobs is not None:
-                told[output.request.request_id] += output.tokens
+                tokens[output.request.request_id] += output.tokens
             if output.request.is_finished:
-                texts[output.request.request_id] = output.text
+                texts[output.request.request_id] = output.take_text()
         return [
-            Completion(request, texts[request.request_id], tuple(told[request.request_id]))
+            Completion(request, texts[request.request_id], tuple(tokens[request.request_id]))
             for request in requests
         ]
 
@@ -459,63 +470,55 @@ class Engine:
             for request in requests:
                 self.abort(request)
 
-    def _send(self, step: Step, before: Flight | None) -> Flight:
-        sampling = tuple(
-            [
-                request
-                for chunk in step.chunks
-                for request in (
-                    chunk.sampling if chunk.followers or not chunk.samples else chunk[:1]
-                )
-            ]
-        )
-        return self._passes.send(step, sampling, before, self._watch)
-
-    def _hand_out(self, flight: Flight, drawn: dict[int, int | None]) -> list[Output]:
-        """Give those who expect a token theirs, and end whom it ends."""
-        streams, outputs = self._streams, []
-        tokens = {number: token for number, token in drawn.items() if token is not None}
-        chances = flight.chances()
-        if len(tokens) < len(drawn) or self._grammars.is_used:
+    def _accept(self, flight: Flight | None) -> list[Output]:
+        """Give the requests of a step their tokens, and end those that these end."""
+        if flight is None:
+            return []
+        streams, outputs, sampled = self._streams, [], flight.read()
+        tokens = {number: token for number, token in sampled.items() if token is not None}
+        chances, uses_grammars = flight.chances(), self._grammars.is_used
+        if len(tokens) < len(sampled) or uses_grammars:
             for request in flight.sampling:
-                error = None if request.is_finished else self._error(request, drawn)
+                error = None if request.is_finished else self._error(request, sampled)
                 if error is not None:
                     tokens.pop(request.request_id, None)
                     outputs.append(self._fail(request, error))
-        further = self._further(flight, tokens) if flight.drafted else {}
+        further = self._verify(flight, tokens) if flight.drafted else {}
         for request in self._scheduler.accept(tokens, further):
             number = request.request_id
-            stream, told = streams[number], (tokens[number], *further.get(number, ()))
+            stream, given = streams[number], (tokens[number], *further.get(number, ()))
             if number not in further:
-                stream.add(told[0])
-            if request.is_finished or stream.is_stopped or self._is_whole(request):
+                stream.add(given[0])
+            is_over = request.is_finished or stream.is_stopped
+            if is_over or (uses_grammars and self._is_whole(request)):
                 self._end(request, stream)
-            outputs.append(Output(request, told, stream, chances.get(number, ())))
+            outputs.append(Output(request, given, stream, chances.get(number, ())))
         return outputs
 
-    def _further(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
-        """Of each that brought drafts, the tokens behind its first; their text is made here.
+    def _verify(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
+        """The tokens behind the first one of each request whose draft tokens were accepted.
 
-        A stop string may end a text among them; what was drawn behind it is nobody's.
+        Their text is made here: a stop string may end it among them; the tokens behind it are
+        dropped.
         """
         further: dict[int, list[int]] = {}
         for request, drafts, ahead in flight.ahead():
             number = request.request_id
             if request.is_finished or number not in tokens:
                 continue
-            stream, told = self._streams[number], 0
-            found = held(request, drafts, tokens[number], ahead)
-            for token in found:
+            stream, count = self._streams[number], 0
+            accepted = held(request, drafts, tokens[number], ahead)
+            for token in accepted:
                 stream.add(token)
-                told += 1
+                count += 1
                 if stream.is_stopped:
                     break
-            further[number] = found[1:told]
+            further[number] = accepted[1:count]
         return further
 
-    def _error(self, request: Request, drawn: Mapping[int, int | None]) -> ModelError | None:
-        """Why the token that was drawn for a request is none; None: it is one."""
-        if drawn[request.request_id] is None:
+    def _error(self, request: Request, sampled: Mapping[int, int | None]) -> ModelError | None:
+        """Why a request got no valid token; None: it got one."""
+        if sampled[request.request_id] is None:
             return NumericalError("the model's logits for the next token are not finite numbers")
         return None if request.params.grammar is None else self._grammars.error(request)
 
@@ -537,8 +540,8 @@ class Engine:
         overrun = self._grammars.take_overrun()
         return [self._fail(each, error) for each, error in overrun if not each.is_finished]
 
-    def _give_up(self, step: Step) -> None:
-        """End everything: what a pass has written is unknown, so nothing of it may be found."""
+    def _abandon(self, step: Step) -> None:
+        """Abort all requests; what the pass has written is unknown, so none of it may be found."""
         for request in self._scheduler.unfinished:
             self.abort(request)
         self._scheduler.drop(step)
@@ -595,8 +598,8 @@ def _draft_network(
         return None
     if model.draft is None:
         raise InvalidArgumentError(
-            f"draft_model: wanted a model that was loaded with it (model.loader.with_draft), "
-            f"{model.name!r} was loaded alone"
+            f"draft_model: {model.name!r} was loaded without a draft model; load it with "
+            "model.load.loader.with_draft"
         )
     if config.sanitize:
         backend = cast("backends.Backend", SanitizedBackend(backend))
@@ -616,7 +619,7 @@ def _allocate(
         beside=None if ahead is None else ahead.layout,
     )
     if model.ranks is not None:
-        plan = plan.limited(model.ranks.least(plan.num_blocks))
+        plan = plan.limited(model.ranks.all_reduce_min(plan.num_blocks))
     for each in networks:
         each.allocate(plan.num_blocks, config.block_size)
     return plan

@@ -111,7 +111,7 @@ class LLM:
         said = {_ALIASES.get(name, name): value for name, value in settings.items()}
         for name in said:
             if name not in _SETTINGS:
-                raise InvalidArgumentError(f"{name}: there is no such setting of an engine")
+                raise InvalidArgumentError(f"{name}: EngineConfig has no such field")
         options = ModelOptions(model=str(model), backend=backend, dtype=dtype)  # type: ignore[arg-type]
         check_settings(options)
         config = EngineConfig(**said)  # type: ignore[arg-type]  # it checks them
@@ -155,7 +155,7 @@ class LLM:
             with bar("generated", len(texts), is_wanted=use_tqdm) as advance:
                 while engine.has_unfinished:
                     for output in engine.step():
-                        texts[output.request.request_id].append(output.text)
+                        texts[output.request.request_id].append(output.take_text())
                         tokens[output.request.request_id] += output.tokens
                         advance(output.request.is_finished)
         finally:

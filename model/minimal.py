@@ -172,7 +172,7 @@ class Engine:
         for chunk in chunks:
             self.process_output(chunk, [next(sampled) for _ in range(chunk.num_logits)])
 
-    # Full version: model.control.planner.StepPlanner.plan
+    # Full version: model.control.scheduler.Scheduler.schedule
     def schedule(self) -> list[Chunk]:
         """Choose the tokens of a step, in order of arrival, and reserve their blocks.
 
@@ -213,7 +213,7 @@ class Engine:
         self.kv.reserve(seq, count + len(drafts))
         return Chunk(request, seq, start, count + len(drafts), drafts)
 
-    # Full version: model.control.planner.StepPlanner._preempt
+    # Full version: model.control.scheduler.Scheduler._preempt
     def preempt(self, request: Request) -> None:
         """Free the blocks of a running request and queue it again, before all others."""
         self._close(request)

@@ -13,7 +13,7 @@ from model.load.text import TextStream
 
 
 class Output:
-    """What a step gives one request: a token, or several where drafts held.
+    """What a step gives one request: a token, or several with accepted draft tokens.
 
     Attributes:
         request: whose; its status and finish reason are up to date.
@@ -43,11 +43,11 @@ class Output:
         pairs = zip(self.token_ids, self._chances, strict=False)
         return tuple([SampledToken(token, *chance) for token, chance in pairs])
 
-    @property
-    def text(self) -> str:
-        """The request's text that became final since it was last asked for; often none.
+    def take_text(self) -> str:
+        """The request's text that became final since this was last called; often none.
 
-        Never part of a character. It is made now: who does not look does not pay. O(tokens since).
+        Never part of a character. It is decoded now, so a caller that does not need it saves the
+        cost. O(tokens since).
         """
         return self._stream.take()
 

@@ -13,7 +13,7 @@ STREAM_SHARE = 0.05
 """The most of the time that telling may take, unless said otherwise."""
 
 LONGEST_S = 0.1
-"""Nobody rests longer, whatever a round has cost: a reader sees no pause of a tenth of a second."""
+"""The longest rest, whatever a round has cost, so that a reader sees no pause."""
 
 
 class Pace:

@@ -109,7 +109,7 @@ class Sample:
         for token in tokens:
             self.tokens.append(token)
             self._text.add(token.token_id)
-            if self._text.is_stopped:  # what was drawn behind it is nobody's
+            if self._text.is_stopped:  # the tokens behind it are dropped
                 break
         is_stopped = self._text.is_stopped
         self.finish_reason = self._told_reason = FinishReason.STOP if is_stopped else reason
@@ -119,7 +119,7 @@ class Sample:
 
     @property
     def has_news(self) -> bool:
-        """Whether tokens have come that nobody has taken. O(1)."""
+        """Whether tokens have come that were not taken yet. O(1)."""
         return len(self.tokens) > self._num_taken
 
     def take(self) -> Delta:

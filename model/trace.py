@@ -43,8 +43,8 @@ TRACE_BEGINS = '{"displayTimeUnit": "ms", "traceEvents": ['
 """What a trace file begins with."""
 
 MAX_TEXT_TOKENS = 1_000_000
-"""So many tokens of requests that have ended are kept, those of the first ones."""
-_CLOSE_SHARE = 10  # looks at every block take at most one part in so many of the time
+"""Tokens kept of finished requests, the first ones."""
+_CLOSE_SHARE = 10  # looking at every block takes at most 1/_CLOSE_SHARE of the time
 
 
 _NOTHING = nullcontext()

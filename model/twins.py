@@ -68,9 +68,9 @@ class TwinEngine(Engine):
         is_checked: bool = False,
     ) -> None:
         if model.ranks is None:
-            raise InvalidArgumentError("model: wanted one that several ranks share, it is whole")
+            raise InvalidArgumentError("model: it was not loaded for tensor parallelism")
         self._ranks = model.ranks
-        with self._ranks.noticing(or_fail=True):
+        with self._ranks.detecting_loss(or_fail=True):
             super().__init__(model, backend, config)
         self._is_checked = is_checked
         self._said: list[Submission | _Aborted | _Emptied] = []
@@ -86,7 +86,7 @@ class TwinEngine(Engine):
         Raises:
             RankLostError: another rank is gone.
         """
-        with self._ranks.noticing(or_fail=True):
+        with self._ranks.detecting_loss(or_fail=True):
             return super().prepare()
 
     def submit(self, asked: Submission) -> list[Request]:
@@ -110,7 +110,7 @@ class TwinEngine(Engine):
             RankLostError: another rank is gone.
             RanksDivergedError: the ranks' block tables differ.
         """
-        self._ranks.told(self._said or None)
+        self._ranks.broadcast(self._said or None)
         self._said = []
         outputs = self._step()
         overrun = self._end_overrun()  # time is measured by this rank alone
@@ -128,9 +128,9 @@ class TwinEngine(Engine):
         Args:
             goes_on: what they are told: whether the network is used once more.
         """
-        self._ranks.told(_Ended(goes_on))
+        self._ranks.broadcast(_Ended(goes_on))
         if not goes_on:
-            self._ranks.let_go()
+            self._ranks.disarm()
 
     def follow(self, note: Callable[[list[Request]], object] = _forget) -> bool:
         """Do what the first rank does, until it ends; what `end` was told.
@@ -143,7 +143,7 @@ class TwinEngine(Engine):
             RankLostError: another rank is gone.
             RanksDivergedError: the ranks' block tables differ.
         """
-        while not isinstance(said := self._ranks.told(), _Ended):
+        while not isinstance(said := self._ranks.broadcast(), _Ended):
             for each in said if isinstance(said, list) else ():
                 if isinstance(each, Submission):
                     note(Engine.submit(self, each))
@@ -156,7 +156,7 @@ class TwinEngine(Engine):
             except StalledError:  # the first rank's caller decides what becomes of it
                 continue
         if not said.goes_on:
-            self._ranks.let_go()
+            self._ranks.disarm()
         return said.goes_on
 
     def _unfinished(self, request_id: int) -> Request:
@@ -169,11 +169,11 @@ class TwinEngine(Engine):
             if request.request_id == request_id:
                 return request
         raise RanksDivergedError(
-            f"rank {self._ranks.rank} has ended request {request_id}, and rank 0 has not"
+            f"rank {self._ranks.rank} has finished request {request_id}, rank 0 has not"
         )
 
     def _step(self) -> list[Output]:
-        with self._ranks.noticing():
+        with self._ranks.detecting_loss():
             outputs = super()._run_step()
         if self._is_checked:
             self._compare()
@@ -188,11 +188,11 @@ class TwinEngine(Engine):
             digest.update(sequence.packed)
             for table in sequence.tables:
                 digest.update(table.block_ids)
-        found = self._ranks.all_of(digest.digest())
+        found = self._ranks.all_gather(digest.digest())
         for rank, other in enumerate(found):
             if other != found[0]:
                 raise RanksDivergedError(
-                    f"rank {rank} has other block tables than rank 0 after the same calls"
+                    f"rank {rank} and rank 0 have different block tables after the same calls"
                 )
 
 

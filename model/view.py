@@ -30,8 +30,8 @@ _JSON = "application/json; charset=utf-8"
 class ViewOptions:
     """How a trace is shown."""
 
-    port: int = setting(0, help="where to listen; 0: any that is free", least=0, most=2**16 - 1)
-    browser: bool = setting(True, help="open a browser")
+    port: int = setting(0, help="port to listen on; 0: any free port", least=0, most=2**16 - 1)
+    browser: bool = setting(True, help="open the page in a browser")
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -65,8 +65,9 @@ def read_trace(path: str) -> Trace:
     record = document.get("kvcore")
     if not isinstance(record, dict) or not isinstance(record.get("frames"), list):
         raise UsageError(
-            f"{path}: it says nothing of a pool; write it anew with --trace of `model.run` or "
-            "`model.bench`"
+            f"{path}: the trace holds no KV cache blocks; write a new one with --trace of "
+            "`model.run` "
+            "or `model.bench`"
         )
     return Trace(Path(path).name, content)
 
@@ -131,12 +132,12 @@ def main(arguments: Sequence[str]) -> None:
     Raises:
         UsageError: a flag or the file is wrong.
     """
-    flags = Flags("python -m model.view FILE", "Show a trace that --trace has written.")
+    flags = Flags("python -m model.view FILE", "Show a trace written by --trace in a browser.")
     flags.add("how", ViewOptions)
     path = arguments[0] if arguments and not arguments[0].startswith("-") else None
     options = flags.parse(arguments[path is not None :]).of(ViewOptions)
     if path is None:
-        raise UsageError("wanted a file that --trace has written, before all flags; got none")
+        raise UsageError("the first argument must be a file written by --trace")
     with make_server(read_trace(path), options.port) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}/"
         print(visible(f"{path}: {address} (Ctrl-C ends)"), flush=True)

@@ -34,12 +34,18 @@ CAPABILITIES = {
     "leases": [".lease(", "max_steps=", ".leases.end(", ".fail_load(", "num_deferred_blocks"],
     "planning": [".plan(", "fits_above("],
     "retention": ["Retention(", '"pin"', ".tick("],
-    "identity": ["Namespace(salt=", "lora_version=", "Item(", "namespace=None", ".reset()"],
+    "identity": [
+        "Namespace(salt=",
+        "lora_version=",
+        "MultimodalItem(",
+        "namespace=None",
+        ".reset()",
+    ],
     "events and snapshot": ["BlocksRemoved", "AllCleared", ".snapshot()", "fold("],
     "statistics": [".stats()", "resumed=True", "num_slots", ".lifetimes."],
     "step batch": [".reserve_step(", ".commit_step(", ".write_step(", "row_stride="],
-    "whole step": [".step(", "num_joining=", "room=", ".decode_step("],
-    "known later": [".expect(", ".tell(", ".tell_step(", "start="],
+    "whole step": [".step(", "num_joining=", "num_reserved=", ".decode_step("],
+    "known later": [".expect(", ".resolve(", ".resolve_step(", "start="],
     "determinism": ["ranks"],
 }
 

@@ -11,8 +11,6 @@ and copy. Block ids and overlaps are the caller's mistake and are not looked for
 the GPU to be waited for.
 """
 
-# ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
-
 import functools
 import math
 from collections.abc import Sequence

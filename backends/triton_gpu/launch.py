@@ -271,6 +271,19 @@ class Variant:
         return frozenset(self._compiled)
 
 
+class Launch(NamedTuple):
+    """All of a launch except its tensors and the numbers that differ between calls."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    """The kernel's first numbers."""
+
+    def run(self, tensors: Sequence[Tensor], *numbers: Number) -> None:
+        """Run the kernel on the current stream."""
+        self.variant.launch(self.grid, tensors, (*self.numbers, *numbers))
+
+
 _launchers: dict[tuple[str, str], "Launcher"] = {}
 
 

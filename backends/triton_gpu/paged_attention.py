@@ -29,8 +29,8 @@ from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
 from backends.triton_gpu import hopper_prefill, latent
 from backends.triton_gpu.cascade import cascade
 from backends.triton_gpu.decode import Plan, decode, plan_decode, rows_a_program
+from backends.triton_gpu.launch import Launch
 from backends.triton_gpu.place import Place, ceil_div, sign
-from backends.triton_gpu.prefill import Plan as PrefillPlan
 from backends.triton_gpu.prefill import plan_prefill, prefill
 from backends.triton_gpu.splits import MAX_PLANNED
 
@@ -100,7 +100,7 @@ class Known(NamedTuple):
     room: int
     """Positions that a row of the block table has entries for."""
     decode: Plan | None
-    prefill: PrefillPlan | hopper_prefill.Plan | None
+    prefill: Launch | hopper_prefill.Plan | None
     shortest: int
     """Query tokens of a sequence from which on prefill takes it."""
 
@@ -129,7 +129,7 @@ def plan_attention(
     return Known(room, plan_decode(place, query, cache, batch, out, terms), rest, 2)
 
 
-def cuts_keys(plan: PrefillPlan | hopper_prefill.Plan, batch: PagedBatch) -> bool:
+def cuts_keys(plan: Launch | hopper_prefill.Plan, batch: PagedBatch) -> bool:
     """Whether prefill takes sequences of one query token too, so that decode is not launched.
 
     Where it may cut the keys of a few sequences: it reads those of one token more slowly than

@@ -303,12 +303,12 @@ class AheadEngine(StepEngine):
         """Tell what was expected of one request."""
         for index, (other, token) in enumerate(self.unread):
             if other is request:
-                self.kv.tell(request.seq, [token])
+                self.kv.resolve(request.seq, [token])
                 del self.unread[index]
                 return
 
     def read(self):
         """The tokens of the step before have arrived."""
         told = [(r, token) for r, token in self.unread if r.seq is not None]
-        self.kv.tell_step([r.seq for r, _ in told], [token for _, token in told])
+        self.kv.resolve_step([r.seq for r, _ in told], [token for _, token in told])
         self.unread = []

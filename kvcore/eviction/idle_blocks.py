@@ -19,7 +19,7 @@ from typing import final
 from kvcore.block import Block
 from kvcore.eviction.deadlines import Deadlines
 from kvcore.eviction.free_queue import FreeQueue
-from kvcore.eviction.retention import FOREVER, Wish
+from kvcore.eviction.retention import FOREVER, RetentionTerm
 
 
 @final
@@ -30,7 +30,7 @@ class IdleBlocks:
         found: what a look-up has found last, in the order in which it left; None once anything else
             was taken, given back or lost, or is kept for something else.
         queue: those that nobody wants kept: they go first, least recently used first.
-        kept: for each kept block's id, free or held, its wishes: the highest priority first, and
+        kept: for each kept block's id, free or held, its terms: the highest priority first, and
             after it only what holds for longer.
         num_shelved: how many wait because they are kept.
     """
@@ -42,71 +42,75 @@ class IdleBlocks:
     def __init__(self) -> None:
         self.found: list[Block] | None = None
         self.queue = FreeQueue()
-        self.kept: dict[int, tuple[Wish, ...]] = {}
+        self.kept: dict[int, tuple[RetentionTerm, ...]] = {}
         self._shelves: dict[int, FreeQueue] = {}  # by priority
         self._deadlines: Deadlines[Block] = Deadlines()  # of kept blocks
         self._since: dict[int, int] = {}  # of kept blocks: the how manieth joined its shelf last
         self._num_pushed = 0
         self.num_shelved = 0
 
-    def front(self, block: Block, wishes: Sequence[Wish]) -> tuple[Wish, ...]:
-        """Return what a block is kept for if these wishes join. O(wishes)."""
+    def merged_terms(
+        self, block: Block, terms: Sequence[RetentionTerm]
+    ) -> tuple[RetentionTerm, ...]:
+        """Return what a block is kept for if these terms join. O(terms)."""
         latest = 0
-        front: list[Wish] = []
+        merged: list[RetentionTerm] = []
         for priority, deadline in sorted(
-            [*self.kept.get(block.block_id, ()), *wishes], reverse=True
+            [*self.kept.get(block.block_id, ()), *terms], reverse=True
         ):
             if deadline > latest:
-                front.append((priority, deadline))
+                merged.append((priority, deadline))
                 latest = deadline
-        for priority, _ in front:  # nothing that is freed later has to make its shelf
+        for priority, _ in merged:  # nothing that is freed later has to make its shelf
             if priority not in self._shelves:
                 self._shelves[priority] = FreeQueue()
-        return tuple(front)
+        return tuple(merged)
 
-    def keep(self, block: Block, wishes: Sequence[Wish]) -> None:
-        """Keep a held block at least as strongly as this. O(wishes)."""
-        front = self.front(block, wishes)
-        if front:
-            self.make_room(((block, front),))
-            self.set_front(block, front)
+    def keep(self, block: Block, terms: Sequence[RetentionTerm]) -> None:
+        """Keep a held block at least as strongly as this. O(terms)."""
+        merged = self.merged_terms(block, terms)
+        if merged:
+            self.prepare_terms(((block, merged),))
+            self.set_terms(block, merged)
 
-    def set_front(self, block: Block, front: tuple[Wish, ...]) -> None:
-        """Keep a held block for what `front` has told; there is room. Cannot fail. O(1)."""
+    def set_terms(self, block: Block, merged: tuple[RetentionTerm, ...]) -> None:
+        """Keep a held block for what `merged` has told; there is room. Cannot fail. O(1)."""
         old = self.kept.get(block.block_id, ())
-        if old != front:
-            self._drop_deadlines(block, old, front)
-            self.kept[block.block_id] = front
+        if old != merged:
+            self._drop_deadlines(block, old, merged)
+            self.kept[block.block_id] = merged
             self.found = None
 
-    def make_room(self, fronts: Sequence[tuple[Block, tuple[Wish, ...]]]) -> None:
-        """Let these be set without a growth that could fail, or change nothing. O(wishes)."""
+    def prepare_terms(self, changes: Sequence[tuple[Block, tuple[RetentionTerm, ...]]]) -> None:
+        """Let these be set without a growth that could fail, or change nothing. O(terms)."""
         try:
-            for block, front in fronts:
+            for block, merged in changes:
                 self.kept.setdefault(block.block_id, ())
                 self._since.setdefault(block.block_id, 0)
-                for _, deadline in front:
+                for _, deadline in merged:
                     if deadline != FOREVER:
                         self._deadlines.add(block, deadline)
         except BaseException:
-            for block, front in fronts:
-                self._drop_deadlines(block, front, self.kept.get(block.block_id, ()))
+            for block, merged in changes:
+                self._drop_deadlines(block, merged, self.kept.get(block.block_id, ()))
                 if not self.kept.get(block.block_id, True):
                     del self.kept[block.block_id]
                     self._since.pop(block.block_id, None)
             raise
 
-    def _drop_deadlines(self, block: Block, old: tuple[Wish, ...], front: tuple[Wish, ...]) -> None:
-        """Forget when old wishes end, unless one of the front ends then. Cannot fail. O(wishes)."""
+    def _drop_deadlines(
+        self, block: Block, old: tuple[RetentionTerm, ...], merged: tuple[RetentionTerm, ...]
+    ) -> None:
+        """Forget when old terms end, unless one of the merged ends then. Cannot fail. O(terms)."""
         for _, deadline in old:
-            for _, other in front:
+            for _, other in merged:
                 if other == deadline:
                     break
             else:
                 self._deadlines.drop(block, deadline)
 
     def forget(self, block: Block) -> None:
-        """Forget the wishes for a block that does not wait. Cannot fail. O(wishes)."""
+        """Forget the terms for a block that does not wait. Cannot fail. O(terms)."""
         if block.block_id in self.kept:
             self._drop_deadlines(block, self.kept.pop(block.block_id), ())
             self._since.pop(block.block_id, None)
@@ -132,9 +136,9 @@ class IdleBlocks:
             self.queue.push_run(blocks)
             return
         for block in blocks:
-            wishes = self.kept.get(block.block_id)
-            if wishes:
-                self._shelves[wishes[0][0]].push_back(block)
+            terms = self.kept.get(block.block_id)
+            if terms:
+                self._shelves[terms[0][0]].push_back(block)
                 self.num_shelved += 1
                 self._num_pushed += 1
                 self._since[block.block_id] = self._num_pushed
@@ -144,9 +148,9 @@ class IdleBlocks:
     def _put_back(self, found: list[Block]) -> None:
         """Undo what `find_run` has done last. Cannot fail. O(len(found))."""
         for block in reversed(found):
-            wishes = self.kept.get(block.block_id)
-            if wishes:
-                self._shelves[wishes[0][0]].put_back(block)
+            terms = self.kept.get(block.block_id)
+            if terms:
+                self._shelves[terms[0][0]].put_back(block)
                 self.num_shelved += 1
             else:
                 self.queue.put_back(block)
@@ -154,9 +158,9 @@ class IdleBlocks:
     def remove(self, block: Block) -> None:
         """Take out a block, from wherever it waits. Cannot fail. O(1)."""
         self.found = None
-        wishes = self.kept.get(block.block_id)
-        if wishes:
-            self._shelves[wishes[0][0]].remove(block)
+        terms = self.kept.get(block.block_id)
+        if terms:
+            self._shelves[terms[0][0]].remove(block)
             self.num_shelved -= 1
         else:
             self.queue.remove(block)
@@ -201,9 +205,9 @@ class IdleBlocks:
         self.num_shelved = 0
 
     def expire(self, now: int) -> None:
-        """Forget the wishes whose time is over, all or none. O(n log n) of the blocks with one.
+        """Forget the terms whose time is over, all or none. O(n log n) of the blocks with one.
 
-        A block that waits goes to the shelf of the wish that is left; where none is, it is the last
+        A block that waits goes to the shelf of the term that is left; where none is, it is the last
         in line of those that nobody wants kept.
         """
         losing = self._deadlines.due(now)
@@ -221,9 +225,9 @@ class IdleBlocks:
         self.found = None
         for _, _, block in waiting:
             self.remove(block)
-        for block, wishes in left.items():
-            if wishes:
-                self.set_front(block, wishes)
+        for block, terms in left.items():
+            if terms:
+                self.set_terms(block, terms)
             else:
                 self.forget(block)
         for run in (fallen, staying):
@@ -254,6 +258,6 @@ def _place(waiting: tuple[int, int, Block]) -> tuple[int, int]:
     return waiting[0], waiting[1]
 
 
-def _still(wishes: tuple[Wish, ...], now: int) -> tuple[Wish, ...]:
-    """Return the wishes whose time is not over."""
-    return tuple([wish for wish in wishes if wish[1] > now])
+def _still(terms: tuple[RetentionTerm, ...], now: int) -> tuple[RetentionTerm, ...]:
+    """Return the terms whose time is not over."""
+    return tuple([term for term in terms if term[1] > now])

@@ -45,38 +45,38 @@ class Retention:
             object.__setattr__(self, "max_steps", as_int("max_steps", self.max_steps, 1, 2**62))
 
 
-def check_wishes(wishes: Sequence[Retention]) -> tuple[Retention, ...]:
+def check_retention(retention: Sequence[Retention]) -> tuple[Retention, ...]:
     """Return wishes as a tuple.
 
     Raises:
         InvalidArgumentError: something else than a `Retention` is among them.
     """
     try:
-        checked = tuple(wishes)
+        checked = tuple(retention)
     except TypeError:
         raise InvalidArgumentError(
-            f"retain: wanted a sequence of Retention, got {type(wishes).__name__}"
+            f"retain: wanted a sequence of Retention, got {type(retention).__name__}"
         ) from None
-    for wish in checked:
-        if type(wish) is not Retention:
-            raise InvalidArgumentError(f"retain: wanted Retention, got {type(wish).__name__}")
+    for asked in checked:
+        if type(asked) is not Retention:
+            raise InvalidArgumentError(f"retain: wanted Retention, got {type(asked).__name__}")
     return checked
 
 
-Wish = tuple[int, int]
+RetentionTerm = tuple[int, int]
 """A priority, and the step from which it holds no longer."""
 
 
-def wishes_for(
-    wishes: Sequence[Retention], start: int, opened_at: int, now: int
-) -> tuple[Wish, ...]:
+def retention_terms(
+    retention: Sequence[Retention], start: int, opened_at: int, now: int
+) -> tuple[RetentionTerm, ...]:
     """Return what holds for a block that begins at token `start`. O(wishes).
 
     All wishes that reach into it or beyond it and whose time is not over.
     """
-    found: list[Wish] = []
-    for wish in wishes:
-        deadline = FOREVER if wish.max_steps is None else opened_at + wish.max_steps
-        if wish.stop > start and deadline > now:
-            found.append((wish.priority, deadline))
+    found: list[RetentionTerm] = []
+    for asked in retention:
+        deadline = FOREVER if asked.max_steps is None else opened_at + asked.max_steps
+        if asked.stop > start and deadline > now:
+            found.append((asked.priority, deadline))
     return tuple(found)

@@ -22,19 +22,19 @@ import xxhash
 
 from kvcore.arguments import as_int
 from kvcore.errors import InvalidArgumentError
-from kvcore.identity.multimodal import Item, as_items, check_items, encode_items
+from kvcore.identity.multimodal import MultimodalItem, as_items, check_items, encode_items
 from kvcore.identity.namespace import DEFAULT_NAMESPACE, Namespace, encode_namespace
 from kvcore.identity.tokens import BYTES_PER_TOKEN, Tokens, pack, slices
 
 BlockHash = NewType("BlockHash", bytes)
 """A block's name: 16 bytes of xxh3-128 or 32 bytes of sha256."""
 
-NameAlgorithm = Literal["xxh3-128", "sha256"]
+HashAlgorithm = Literal["xxh3-128", "sha256"]
 
 _BLOCK_MAGIC: Final = b"KVB1"
 
 
-def digest(data: bytes, algorithm: NameAlgorithm) -> BlockHash:
+def digest(data: bytes, algorithm: HashAlgorithm) -> BlockHash:
     """Return the digest that names `data`: 16 bytes for xxh3-128, 32 for sha256. O(len(data)).
 
     Raises:
@@ -63,8 +63,8 @@ def encode_block(parent: bytes, content: bytes, block_size: int) -> bytes:
     return b"".join((_BLOCK_MAGIC, head, content))
 
 
-def names_after(
-    parent: bytes, contents: Sequence[bytes], block_size: int, algorithm: NameAlgorithm
+def hashes_after(
+    parent: bytes, contents: Sequence[bytes], block_size: int, algorithm: HashAlgorithm
 ) -> list[BlockHash]:
     """Return the names of contents that follow each other, the first after `parent`. O(tokens).
 
@@ -74,32 +74,32 @@ def names_after(
     Raises:
         InvalidArgumentError: an unknown algorithm.
     """
-    names: list[BlockHash] = []
+    hashes: list[BlockHash] = []
     if sys.byteorder == "big" or algorithm != "xxh3-128":
         for content in contents:
             parent = digest(encode_block(parent, content, block_size), algorithm)
-            names.append(BlockHash(parent))
-        return names
+            hashes.append(BlockHash(parent))
+        return hashes
     head = _BLOCK_MAGIC + struct.pack("<B", len(parent))
     size = struct.pack("<I", block_size)
     for content in contents:
         parent = xxhash.xxh3_128_digest(head + parent + size + content)
-        names.append(BlockHash(parent))
-    return names
+        hashes.append(BlockHash(parent))
+    return hashes
 
 
-def block_names(
+def block_hashes(
     tokens: Tokens,
     block_size: SupportsIndex,
     *,
     namespace: Namespace = DEFAULT_NAMESPACE,
-    items: Sequence[Item] = (),
-    algorithm: NameAlgorithm = "xxh3-128",
+    items: Sequence[MultimodalItem] = (),
+    algorithm: HashAlgorithm = "xxh3-128",
 ) -> tuple[BlockHash, ...]:
     """Return the names of a prompt's full blocks, before anything of it is computed. O(tokens).
 
     For a router, or a store that is asked before a request is opened: no manager is needed. For a
-    layer group, give its block size. The same as `KVSequence.block_names` once all is committed.
+    layer group, give its block size. The same as `KVSequence.block_hashes` once all is committed.
 
     Raises:
         InvalidArgumentError: not token ids, not a block size, not a namespace, items that overlap
@@ -110,12 +110,12 @@ def block_names(
     packed = pack(tokens)
     size = as_int("block_size", block_size, 1, 2**20)
     checked = check_items(as_items(items), 0, len(packed))
-    chain = NameChain(encode_namespace(namespace), size, algorithm)
-    return chain.names(packed, len(packed) // size, checked)
+    chain = HashChain(encode_namespace(namespace), size, algorithm)
+    return chain.hashes(packed, len(packed) // size, checked)
 
 
 @final
-class NameChain:
+class HashChain:
     """The names of a sequence's full blocks, extended and cut together with its tokens.
 
     Args:
@@ -127,32 +127,32 @@ class NameChain:
         InvalidArgumentError: an unknown algorithm.
     """
 
-    __slots__ = ("_names", "_root", "algorithm", "block_size")
+    __slots__ = ("_hashes", "_root", "algorithm", "block_size")
 
-    def __init__(self, namespace_key: bytes, block_size: int, algorithm: NameAlgorithm) -> None:
-        self.algorithm: NameAlgorithm = algorithm
+    def __init__(self, namespace_key: bytes, block_size: int, algorithm: HashAlgorithm) -> None:
+        self.algorithm: HashAlgorithm = algorithm
         self.block_size = block_size
         self._root = digest(namespace_key, algorithm)
-        self._names: list[BlockHash] = []
+        self._hashes: list[BlockHash] = []
 
-    def names(
-        self, tokens: array[int], num_blocks: int, items: Sequence[Item] = ()
+    def hashes(
+        self, tokens: array[int], num_blocks: int, items: Sequence[MultimodalItem] = ()
     ) -> tuple[BlockHash, ...]:
         """Return the names of the first `num_blocks` blocks. O(blocks not named before)."""
         size = self.block_size
-        first = len(self._names)
-        parent = self._names[-1] if first else self._root
+        first = len(self._hashes)
+        parent = self._hashes[-1] if first else self._root
         contents = block_contents(tokens, items, first, max(first, num_blocks), size)
-        self._names += names_after(parent, contents, size, self.algorithm)
-        return tuple(self._names[:num_blocks])
+        self._hashes += hashes_after(parent, contents, size, self.algorithm)
+        return tuple(self._hashes[:num_blocks])
 
     def cut(self, num_blocks: int) -> None:
         """Forget every name after the first `num_blocks`: their tokens may change."""
-        del self._names[num_blocks:]
+        del self._hashes[num_blocks:]
 
 
 def block_contents(
-    tokens: array[int], items: Sequence[Item], first: int, stop: int, block_size: int
+    tokens: array[int], items: Sequence[MultimodalItem], first: int, stop: int, block_size: int
 ) -> list[bytes]:
     """Return what stands in the blocks from number `first` to `stop - 1`. O(their tokens)."""
     contents = slices(tokens, first * block_size, stop * block_size, block_size)

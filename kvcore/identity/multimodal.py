@@ -22,7 +22,7 @@ _HEAD: Final = struct.Struct("<IQIBI")
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class MultimodalItem:
     """One piece of content that is not tokens.
 
     Attributes:
@@ -59,27 +59,28 @@ class Item:
             )
 
 
-def as_items(items: Sequence[Item]) -> tuple[Item, ...]:
+def as_items(items: Sequence[MultimodalItem]) -> tuple[MultimodalItem, ...]:
     """Return items as a tuple. O(items).
 
     Raises:
-        InvalidArgumentError: something else than an `Item` is among them. That includes its
-            subclasses, which may mean more than their fields say and would share what they
-            should not.
+        InvalidArgumentError: an entry is not a `MultimodalItem`. Subclasses are refused too: they
+            may mean more than their fields say, and would share blocks that they should not.
     """
     try:
         checked = tuple(items)
     except TypeError:
         raise InvalidArgumentError(
-            f"items: wanted a sequence of Item, got {type(items).__name__}"
+            f"items: wanted a sequence of MultimodalItem, got {type(items).__name__}"
         ) from None
     for item in checked:
-        if type(item) is not Item:
-            raise InvalidArgumentError(f"items: wanted Item, got {type(item).__name__}")
+        if type(item) is not MultimodalItem:
+            raise InvalidArgumentError(f"items: wanted MultimodalItem, got {type(item).__name__}")
     return checked
 
 
-def check_items(items: tuple[Item, ...], first: int, num_tokens: int) -> tuple[Item, ...]:
+def check_items(
+    items: tuple[MultimodalItem, ...], first: int, num_tokens: int
+) -> tuple[MultimodalItem, ...]:
     """Return items if they lie in order, apart, and from `first` to `num_tokens`. O(items).
 
     Raises:
@@ -95,20 +96,22 @@ def check_items(items: tuple[Item, ...], first: int, num_tokens: int) -> tuple[I
     return items
 
 
-def cut_items(items: tuple[Item, ...], num_tokens: int) -> tuple[Item, ...]:
+def cut_items(items: tuple[MultimodalItem, ...], num_tokens: int) -> tuple[MultimodalItem, ...]:
     """Return what is left of items when a sequence is cut to `num_tokens`. O(items)."""
-    left: list[Item] = []
+    left: list[MultimodalItem] = []
     for item in items:
         length = min(item.length, num_tokens - item.start)
         if length == item.length:
             left.append(item)
         elif length > 0:
             mask = None if item.mask is None else item.mask[:length]
-            left.append(Item(item.content, item.start, length, mask))
+            left.append(MultimodalItem(item.content, item.start, length, mask))
     return tuple(left)
 
 
-def encode_items(items: Sequence[Item], first: int, stop: int, block_size: int) -> list[bytes]:
+def encode_items(
+    items: Sequence[MultimodalItem], first: int, stop: int, block_size: int
+) -> list[bytes]:
     """Return, for the blocks from number `first` to `stop - 1`, what reaches into each.
 
     Canonical bytes, empty where nothing does. For each item, little-endian: the place of its first
@@ -136,12 +139,12 @@ def encode_items(items: Sequence[Item], first: int, stop: int, block_size: int) 
     return encoded
 
 
-def decode_items(encoded: Sequence[bytes], block_size: int) -> tuple[Item, ...]:
+def decode_items(encoded: Sequence[bytes], block_size: int) -> tuple[MultimodalItem, ...]:
     """Return the items of which `encode_items` made these bytes, for blocks from number 0 on.
 
     What reached beyond them is cut off. O(blocks + rows).
     """
-    items: list[Item] = []
+    items: list[MultimodalItem] = []
     for number, block in enumerate(encoded):
         start = 0
         while start < len(block):
@@ -152,10 +155,10 @@ def decode_items(encoded: Sequence[bytes], block_size: int) -> tuple[Item, ...]:
             if row:  # it goes on from the block before
                 before = items.pop()
                 mask = None if before.mask is None else before.mask + (mask or b"")
-                items.append(Item(before.content, before.start, row + count, mask))
+                items.append(MultimodalItem(before.content, before.start, row + count, mask))
             else:
                 first = number * block_size + place
-                items.append(Item(block[content : content + size], first, count, mask))
+                items.append(MultimodalItem(block[content : content + size], first, count, mask))
     return tuple(items)
 
 

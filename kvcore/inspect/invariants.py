@@ -173,13 +173,19 @@ def coverage(manager: KVCacheManager) -> None:
             _fail("P14", f"{seq!r}: its lengths are out of order")
         if seq.num_computed_tokens > room:
             _fail("P14", f"{seq!r}: room for {room} tokens")
-        edge = (table.num_published + 1) * table.block_size if seq.namespace_key else seq.due
-        kept = first_kept_block(table.group, table.block_size, max(0, seq.due - 1))
-        is_late = seq.due > edge or (seq.due > 0 and kept > table.num_null)
-        if seq.room > room or is_late or seq.stop > min(seq.room, seq.due):
+        edge = (
+            (table.num_published + 1) * table.block_size if seq.namespace_key else seq.next_boundary
+        )
+        kept = first_kept_block(table.group, table.block_size, max(0, seq.next_boundary - 1))
+        is_late = seq.next_boundary > edge or (seq.next_boundary > 0 and kept > table.num_null)
+        if (
+            seq.num_reserved_tokens > room
+            or is_late
+            or seq.fast_decode_limit > min(seq.num_reserved_tokens, seq.next_boundary)
+        ):
             _fail("P14", f"{seq!r}: a step would pass over the end of a block")
         is_decoding = seq.num_computed_tokens == seq.num_tokens - 1 == len(seq.packed) - 1
-        if seq.stop and not is_decoding:
+        if seq.fast_decode_limit and not is_decoding:
             _fail("P14", f"{seq!r}: a decode step would count more than one token")
         if longest is not None and (
             seq.num_tokens > longest or len(table.blocks) > -(-longest // table.block_size)
@@ -251,7 +257,11 @@ def folded(manager: KVCacheManager) -> None:
         )
     for tree in manager.pool.trees:
         for node in tree.nodes():
-            if node.name is not None and node.parent is not None and node.parent.name is None:
+            if (
+                node.block_hash is not None
+                and node.parent is not None
+                and node.parent.block_hash is None
+            ):
                 _fail("P21", "a content has a name and its parent has none")
 
 
@@ -265,9 +275,9 @@ def shelved(manager: KVCacheManager) -> None:
     for block in waiting:
         if block.ref_count or block.block_id not in idle.kept:
             _fail("P15", f"{block!r} waits on a shelf, held or not kept")
-    for block_id, wishes in idle.kept.items():
+    for block_id, terms in idle.kept.items():
         block = pool.blocks[block_id]
-        if block.node is None or not wishes or any(end <= pool.step for _, end in wishes):
+        if block.node is None or not terms or any(end <= pool.step for _, end in terms):
             _fail("P15", f"{block!r} is kept without content, or longer than wished")
 
 
@@ -284,8 +294,8 @@ def told(manager: KVCacheManager) -> None:
     for seq, table in _tables(manager):
         length = len(seq.packed)
         kept = first_kept_block(table.group, table.block_size, length)
-        if seq.num_untold_tokens < 0 or seq.num_tokens != length + seq.num_untold_tokens:
-            _fail("P27", f"{seq!r}: {length} tokens told, {seq.num_untold_tokens} expected")
+        if seq.num_unknown_tokens < 0 or seq.num_tokens != length + seq.num_unknown_tokens:
+            _fail("P27", f"{seq!r}: {length} tokens told, {seq.num_unknown_tokens} expected")
         if table.num_published * table.block_size > length or table.num_null > kept:
             _fail("P27", f"{seq!r}: {table.num_published} blocks published, {length} tokens told")
         if any(item.start + item.length > length for item in seq.items):

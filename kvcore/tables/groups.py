@@ -106,7 +106,7 @@ def serves(group: LayerGroup, place: int, common_size: int) -> bool:
     return first_kept_block(group, group.block_size, next_hit) <= place
 
 
-def resolve(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[LayerGroup, ...]:
+def resolve_groups(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[LayerGroup, ...]:
     """Return the groups with every block size filled in; one of full attention for None.
 
     Raises:

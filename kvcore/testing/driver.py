@@ -146,7 +146,7 @@ class Driver:
         self.program.step("commit", request.name, num_tokens)
         stop = request.computed + num_tokens
         current = request.root == self.prefixes.root(request.tenant, self.epoch)
-        known = len(request.tokens) - request.untold
+        known = len(request.tokens) - request.unknown
         self.memory.write(request, request.computed, min(stop, known), resident=current)
         self.memory.write(request, max(request.computed, known), stop, resident=False)
         self.program.call("commit", request, num_tokens)
@@ -170,16 +170,16 @@ class Driver:
         self.program.step("expect", request.name, token)
         self.program.call("expect", request, 1)
         self._join(request, token)
-        request.untold += 1
+        request.unknown += 1
         self.seen["expected"] += 1
         self.agree()
 
     def tell(self, request: Request) -> None:
         """Tell the first token that is not told; what that fills ought to hit from now on."""
         self.program.step("tell", request.name)
-        known = len(request.tokens) - request.untold
+        known = len(request.tokens) - request.unknown
         self.program.call("tell", request, request.tokens[known])
-        request.untold -= 1
+        request.unknown -= 1
         if known < request.computed:
             current = request.root == self.prefixes.root(request.tenant, self.epoch)
             self.memory.write(request, known, known + 1, resident=current)
@@ -213,7 +213,7 @@ class Driver:
         for index in range(computed // self.block_size, len(table)):
             if table[index] not in others:
                 self.memory.doubt(table[index])
-        request.untold = max(0, num_tokens - (len(request.tokens) - request.untold))
+        request.unknown = max(0, num_tokens - (len(request.tokens) - request.unknown))
         del request.tokens[num_tokens:], request.path[num_tokens:]
         request.computed = computed
         self._let_go(request, before)
@@ -321,7 +321,7 @@ class Driver:
         self.live.append(request)
         request.told, request.num_away = table, 0
         current = request.root == self.prefixes.root(request.tenant, self.epoch)
-        known = len(request.tokens) - request.untold
+        known = len(request.tokens) - request.unknown
         for index in sorted(copied):
             start = index * self.block_size
             stop = min(start + self.block_size, request.computed)

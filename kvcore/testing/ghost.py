@@ -64,7 +64,7 @@ class Request:
         computed: how many tokens have their KV written.
         cached: how many of them were found in the cache.
         told: the block table as the runner was told it.
-        untold: how many of its last tokens the allocator has not been told.
+        unknown: how many of its last tokens the allocator has not been told.
         items: what stands over its positions beside tokens.
         num_away: how many blocks of it the host holds, while it is swapped out.
     """
@@ -78,7 +78,7 @@ class Request:
     computed: int = 0
     cached: int = 0
     told: list[int] = field(default_factory=list)
-    untold: int = 0
+    unknown: int = 0
     items: tuple[Item, ...] = ()
     num_away: int = 0
 

@@ -141,7 +141,7 @@ class RequestMachine(ComputingMachine):
         """Its KV moves to the host, another takes its place, and perhaps it moves back at once."""
         request = self.pick(number)
         self.step(request, 10**9)
-        if request.told and request.computed and not request.untold:
+        if request.told and request.computed and not request.unknown:
             self.driver.swap_out(request)
             other = self.arrive(prompt)
             if soon and other:
@@ -239,22 +239,22 @@ class BranchMachine(ComputingMachine):
             return
         for _ in range(count):
             self.driver.expect(request, token)
-            if request.untold > lag:
+            if request.unknown > lag:
                 self.driver.tell(request)
             if self.driver.reserve(request, len(request.tokens) - request.computed):
                 self.driver.commit(request, len(request.tokens) - request.computed)
-        known = len(request.tokens) - request.untold
-        self.arrive([*request.tokens[:known], *[0] * (request.untold + 1)])
+        known = len(request.tokens) - request.unknown
+        self.arrive([*request.tokens[:known], *[0] * (request.unknown + 1)])
         if request in self.driver.live:
             self.settle(request, lag)
             self.arrive([*request.tokens, 1])
 
     def settle(self, request: Request, lag: int) -> None:
         """Let nothing of a request be expected any more; what is told then is out of order."""
-        while request.untold and (lag < 3 or Promise.TRUNCATE not in self.promises):
+        while request.unknown and (lag < 3 or Promise.TRUNCATE not in self.promises):
             self.driver.tell(request)
-        if request.untold:
-            self.driver.truncate(request, len(request.tokens) - request.untold)
+        if request.unknown:
+            self.driver.truncate(request, len(request.tokens) - request.unknown)
         if Promise.STRICT in self.promises:
             self.driver.misuse("tell", request, 0)
 

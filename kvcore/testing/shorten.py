@@ -174,7 +174,7 @@ class _Replay:
             _need(number == left or not driver.promises.isdisjoint({Promise.CHUNK, Promise.PARTS}))
             driver.commit(request, number)
         elif step.verb == "append":
-            _need(not request.untold)
+            _need(not request.unknown)
             driver.append(request, number)
         elif step.verb == "finish":
             driver.finish(request)
@@ -190,7 +190,7 @@ class _Replay:
         elif verb == "expect":
             driver.expect(request, number)
         elif verb == "tell":
-            _need(request.untold > 0)
+            _need(request.unknown > 0)
             driver.tell(request)
         else:
             _need(bool(request.told) and request.computed > 0)

@@ -189,4 +189,4 @@ def _set(load: Load, entries: list[list[Block]], kept: list[int]) -> None:
         full = load.num_tokens // table.block_size
         table.renew(entries[number], kept[number], full if is_cached else 0)
     seq.num_computed_tokens = load.num_tokens
-    seq.stop = 0  # what a whole step counts up to is not known of these tables yet
+    seq.fast_decode_limit = 0  # what a whole step counts up to is not known of these tables yet

@@ -23,7 +23,7 @@ from kvcore.arguments import as_int
 from kvcore.block import Block
 from kvcore.sequence import KVSequence
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import LayerGroup, resolve
+from kvcore.tables.groups import LayerGroup, resolve_groups
 
 
 def peak_blocks(
@@ -54,7 +54,7 @@ def peak_blocks(
     start = as_int("num_external", num_external, 0, total)
     size = as_int("block_size", block_size, 1, 2**20)
     width = total if chunk is None else as_int("chunk", chunk, 1)
-    tables = [BlockTable(group) for group in resolve(groups, size)]
+    tables = [BlockTable(group) for group in resolve_groups(groups, size)]
     lengths = [-(-start // table.block_size) for table in tables]
     return most_held(tables, lengths, [[] for _ in tables], start, total, width)
 

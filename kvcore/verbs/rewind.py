@@ -19,7 +19,13 @@ from typing import final
 
 from kvcore.block import Block, Node
 from kvcore.identity.block_hash import block_contents
-from kvcore.identity.multimodal import Item, cut_encoded, cut_items, decode_items, encode_items
+from kvcore.identity.multimodal import (
+    MultimodalItem,
+    cut_encoded,
+    cut_items,
+    decode_items,
+    encode_items,
+)
 from kvcore.identity.tokens import BYTES_PER_TOKEN
 from kvcore.pool import BlockPool
 from kvcore.sequence import KVSequence
@@ -59,7 +65,7 @@ def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
 
 def cut_tables(seq: KVSequence, num_tokens: int) -> None:
     """Let what `leaving` returns, and the pool has got back, leave the tables. Cannot fail."""
-    seq.room = seq.due = seq.stop = 0
+    seq.num_reserved_tokens = seq.next_boundary = seq.fast_decode_limit = 0
     for table in seq.tables:
         table.cut(-(-num_tokens // table.block_size))
 
@@ -75,12 +81,12 @@ def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     pool.give_back(leaving(seq, kept))
     cut_tables(seq, kept)
     del seq.packed[told:]
-    seq.num_untold_tokens = num_tokens - told
+    seq.num_unknown_tokens = num_tokens - told
     seq.items = items
     pool.num_computed_tokens -= seq.num_computed_tokens - computed
     seq.num_computed_tokens = computed
     seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
-    seq.cut_names(told)
+    seq.cut_hashes(told)
 
 
 def tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:
@@ -173,7 +179,7 @@ def computed_in_sight(seq: KVSequence, computed: int) -> int:
 
 
 @final
-class Doubt:
+class InvalidPrefix:
     """A prefix of which the KV after `start` tokens is not what it should be.
 
     Attributes:
@@ -186,7 +192,11 @@ class Doubt:
     __slots__ = ("items", "namespace_key", "packed", "start")
 
     def __init__(
-        self, namespace_key: bytes | None, packed: array[int], items: tuple[Item, ...], start: int
+        self,
+        namespace_key: bytes | None,
+        packed: array[int],
+        items: tuple[MultimodalItem, ...],
+        start: int,
     ) -> None:
         self.namespace_key = namespace_key
         self.packed = packed
@@ -194,7 +204,7 @@ class Doubt:
         self.start = start
 
 
-def distrust_from(
+def invalidate_from(
     pool: BlockPool, seq: KVSequence, num_tokens: int, sequences: Sequence[KVSequence]
 ) -> tuple[KVSequence, ...]:
     """Take back what a sequence says it computed after `num_tokens` tokens, from everybody.
@@ -204,14 +214,14 @@ def distrust_from(
     Returns:
         The sequences that were set back.
     """
-    doubts: list[Doubt] = []
+    doubts: list[InvalidPrefix] = []
     sound: dict[Block, int] = {}
     _computed_from(seq, num_tokens, sound, doubts)
-    _add_doubtful(pool, sound, doubts, sequences)
+    _add_invalid(pool, sound, doubts, sequences)
     return _take_from_all(pool, sound, sequences, [])
 
 
-def distrust_blocks(
+def invalidate_blocks(
     pool: BlockPool,
     blocks: Sequence[Block],
     sequences: Sequence[KVSequence],
@@ -227,7 +237,7 @@ def distrust_blocks(
     """
     nodes = {block.node for block in blocks if block.node is not None}
     sound: dict[Block, int] = {}
-    doubts: list[Doubt] = []
+    doubts: list[InvalidPrefix] = []
     for block in blocks:
         node = block.node
         if node is not None:
@@ -236,15 +246,15 @@ def distrust_blocks(
                 doubts.append(_spelled(node, pool.block_sizes[block.group]))
     bad = dict.fromkeys(blocks, 0)
     for seq in sequences:
-        start = _first_in_doubt(seq, bad)
+        start = _first_invalid(seq, bad)
         if start < seq.num_computed_tokens:
             _computed_from(seq, start, sound, doubts)
-    _add_doubtful(pool, sound, doubts, sequences)
+    _add_invalid(pool, sound, doubts, sequences)
     return _take_from_all(pool, sound, sequences, leased)
 
 
 def _computed_from(
-    seq: KVSequence, num_tokens: int, sound: dict[Block, int], doubts: list[Doubt]
+    seq: KVSequence, num_tokens: int, sound: dict[Block, int], doubts: list[InvalidPrefix]
 ) -> None:
     """Note that a sequence's blocks are sound up to `num_tokens` alone; and whose else may be."""
     for table in seq.tables:
@@ -252,7 +262,7 @@ def _computed_from(
         stop = -(-seq.num_computed_tokens // table.block_size)
         _add(sound, table.blocks[present:stop], num_tokens)
     if num_tokens < seq.num_settled_tokens:  # nobody else can have what is not told
-        doubts.append(Doubt(seq.namespace_key, seq.packed, seq.items, num_tokens))
+        doubts.append(InvalidPrefix(seq.namespace_key, seq.packed, seq.items, num_tokens))
 
 
 def _add(sound: dict[Block, int], blocks: Sequence[Block], num_tokens: int) -> None:
@@ -260,7 +270,7 @@ def _add(sound: dict[Block, int], blocks: Sequence[Block], num_tokens: int) -> N
         sound[block] = min(num_tokens, sound.get(block, num_tokens))
 
 
-def _spelled(node: Node, size: int) -> Doubt:
+def _spelled(node: Node, size: int) -> InvalidPrefix:
     """Return the prefix that ends with a node's content, which is in doubt. O(its tokens)."""
     contents: list[bytes] = []
     while node.parent is not None:
@@ -270,13 +280,13 @@ def _spelled(node: Node, size: int) -> Doubt:
     width = size * BYTES_PER_TOKEN
     packed = array("I", b"".join([content[:width] for content in contents]))
     items = decode_items([content[width:] for content in contents], size)
-    return Doubt(node.tokens, packed, items, len(packed) - size)
+    return InvalidPrefix(node.tokens, packed, items, len(packed) - size)
 
 
-def _add_doubtful(
+def _add_invalid(
     pool: BlockPool,
     sound: dict[Block, int],
-    doubts: Sequence[Doubt],
+    doubts: Sequence[InvalidPrefix],
     sequences: Sequence[KVSequence],
 ) -> None:
     """Note all blocks that spell a prefix in doubt further than it is sound.
@@ -294,7 +304,7 @@ def _add_doubtful(
                     _add(sound, below.copies(), doubt.start)
 
 
-def _agrees(seq: KVSequence, doubt: Doubt) -> bool:
+def _agrees(seq: KVSequence, doubt: InvalidPrefix) -> bool:
     """Say whether a sequence has settled a prefix's sound tokens, and the one after them."""
     count = doubt.start + 1
     return (
@@ -305,7 +315,7 @@ def _agrees(seq: KVSequence, doubt: Doubt) -> bool:
     )
 
 
-def _spelling(pool: BlockPool, doubt: Doubt, number: int) -> list[Node]:
+def _spelling(pool: BlockPool, doubt: InvalidPrefix, number: int) -> list[Node]:
     """Return the first nodes of a group's tree that spell a prefix further than it is sound."""
     if doubt.namespace_key is None:
         return []
@@ -336,7 +346,7 @@ def _take_from_all(
 
     Then drop one holder of each leased block. All or nothing. Returns those sequences.
     """
-    starts = [(seq, _first_in_doubt(seq, sound)) for seq in sequences]
+    starts = [(seq, _first_invalid(seq, sound)) for seq in sequences]
     targets = [
         (seq, _computed_before(seq, sound, start))
         for seq, start in starts
@@ -355,11 +365,11 @@ def _take_from_all(
         pool.num_computed_tokens -= seq.num_computed_tokens - computed
         seq.num_computed_tokens = computed
         seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
-        seq.cut_names(computed)
+        seq.cut_hashes(computed)
     return set_back
 
 
-def _first_in_doubt(seq: KVSequence, sound: dict[Block, int]) -> int:
+def _first_invalid(seq: KVSequence, sound: dict[Block, int]) -> int:
     """Return up to which token a sequence is sound: all that it has computed, or less.
 
     O(num_blocks).

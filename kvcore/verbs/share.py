@@ -13,8 +13,8 @@ from typing import Final, cast
 
 from kvcore.block import Block
 from kvcore.errors import InvalidArgumentError
-from kvcore.eviction.retention import Wish, wishes_for
-from kvcore.identity.multimodal import Item, as_items, check_items, encode_items
+from kvcore.eviction.retention import RetentionTerm, retention_terms
+from kvcore.identity.multimodal import MultimodalItem, as_items, check_items, encode_items
 from kvcore.identity.namespace import DEFAULT_NAMESPACE, Namespace, encode_namespace
 from kvcore.identity.tokens import Tokens, pack
 from kvcore.pool import BlockPool
@@ -27,8 +27,11 @@ _DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
 
 
 def describe(
-    tokens: Tokens, namespace: Namespace | None, items: Sequence[Item], longest: int | None
-) -> tuple[array[int], bytes | None, tuple[Item, ...]]:
+    tokens: Tokens,
+    namespace: Namespace | None,
+    items: Sequence[MultimodalItem],
+    longest: int | None,
+) -> tuple[array[int], bytes | None, tuple[MultimodalItem, ...]]:
     """Check what a new sequence is to hold; return its tokens, its namespace's key, its items.
 
     O(len(tokens)).
@@ -90,7 +93,7 @@ def find_prefix(
     tables: Sequence[BlockTable],
     namespace_key: bytes,
     packed: array[int],
-    items: Sequence[Item],
+    items: Sequence[MultimodalItem],
 ) -> tuple[int, list[list[Block]]]:
     """Return the longest prefix that every group can serve, and the blocks that serve it.
 
@@ -174,7 +177,7 @@ def planned(
     tables: Sequence[BlockTable],
     packed: array[int],
     key: bytes | None,
-    items: tuple[Item, ...],
+    items: tuple[MultimodalItem, ...],
     chunk: int | None,
     external: int,
     num_deferred: int,
@@ -200,7 +203,11 @@ def planned(
 
 
 def find_blocks(
-    pool: BlockPool, size: int, namespace_key: bytes, packed: array[int], items: Sequence[Item]
+    pool: BlockPool,
+    size: int,
+    namespace_key: bytes,
+    packed: array[int],
+    items: Sequence[MultimodalItem],
 ) -> list[Block]:
     """Do what `find_prefix` does where one group of full attention is all there is. O(blocks)."""
     longest = len(packed) - 1
@@ -208,21 +215,23 @@ def find_blocks(
     return pool.match(namespace_key, packed.tobytes(), longest // size, 0, encoded)
 
 
-def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[Wish, ...]]]:
-    """Return how the hits of a new sequence are to be kept, as it wishes. O(hits * wishes)."""
-    kept: list[tuple[Block, tuple[Wish, ...]]] = []
+def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[RetentionTerm, ...]]]:
+    """Return how the hits of a new sequence are to be kept, as it terms. O(hits * terms)."""
+    kept: list[tuple[Block, tuple[RetentionTerm, ...]]] = []
     for table in seq.tables:
         for place in range(table.num_null, len(table.blocks)):
             start = place * table.block_size
-            wishes = wishes_for(seq.wishes, start, seq.opened_at, pool.step)
-            if wishes:
+            terms = retention_terms(seq.retention, start, seq.opened_at, pool.step)
+            if terms:
                 kept.append(
-                    (table.blocks[place], pool.idle_blocks.front(table.blocks[place], wishes))
+                    (table.blocks[place], pool.idle_blocks.merged_terms(table.blocks[place], terms))
                 )
     return kept
 
 
-def _items_by_block(items: Sequence[Item], size: int, num_tokens: int) -> list[bytes] | None:
+def _items_by_block(
+    items: Sequence[MultimodalItem], size: int, num_tokens: int
+) -> list[bytes] | None:
     """Return the encoded items of every whole block, None if there are no items at all."""
     return encode_items(items, 0, num_tokens // size, size) if items else None
 
@@ -247,7 +256,7 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
     own = pool.next_blocks(len(half_full))
     held: list[Block] = []
     child.num_computed_tokens = computed
-    child.wishes, child.opened_at = parent.wishes, parent.opened_at
+    child.retention, child.opened_at = parent.retention, parent.opened_at
     orders: list[CopyOrder] = []
     for number, (mine, its) in enumerate(zip(parent.tables, child.tables, strict=True)):
         full, rest = divmod(computed, mine.block_size)

@@ -18,16 +18,16 @@ from collections.abc import Sequence
 from itertools import islice
 
 from kvcore.block import Block, BlockId
-from kvcore.eviction.retention import wishes_for
+from kvcore.eviction.retention import retention_terms
 from kvcore.identity.block_hash import block_contents
 from kvcore.identity.tokens import slices
 from kvcore.pool import BlockPool
 from kvcore.reports import Growth
 from kvcore.sequence import (
     KVSequence,
+    check_all_known,
     check_expected,
     check_length,
-    check_told,
     committable,
 )
 from kvcore.tables.block_table import BlockTable
@@ -112,7 +112,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
         committable(seq, num_tokens)
     settled = min(settled, computed)
     key = seq.namespace_key
-    if len(seq.tables) == 1 and not table.forgets and not seq.wishes:
+    if len(seq.tables) == 1 and not table.forgets and not seq.retention:
         # Nothing can fail after the one run that is published.
         full = settled // table.block_size
         is_due = full > table.num_published and key is not None
@@ -121,7 +121,7 @@ def commit(pool: BlockPool, seq: KVSequence, num_tokens: int) -> bool:
             _publish(pool, seq, key, 0, full, contents)
             table.num_published = full
         seq.num_computed_tokens = computed
-        seq.stop = 0
+        seq.fast_decode_limit = 0
         pool.num_computed_tokens += num_tokens
         return is_due
     last_event = pool.last_event
@@ -153,7 +153,7 @@ def reserve_step(
     totals: list[int] = []
     for index, seq in enumerate(seqs):
         total = seq.num_computed_tokens + counts[index]
-        if total > seq.room:
+        if total > seq.num_reserved_tokens:
             check_length(total, longest)
             growing.append(index)
             totals.append(total)
@@ -173,8 +173,8 @@ def commit_step(
     total = sum(counts)
     for index, seq in enumerate(seqs):
         computed = seq.num_computed_tokens + counts[index]
-        length = len(seq.packed) + seq.num_untold_tokens
-        if not (computed < seq.due and computed <= length):
+        length = len(seq.packed) + seq.num_unknown_tokens
+        if not (computed < seq.next_boundary and computed <= length):
             committable(seq, counts[index])
             due.append(index)
     if due:
@@ -186,7 +186,7 @@ def commit_step(
             place += 1
         else:
             seq.num_computed_tokens += counts[index]
-            seq.stop = 0
+            seq.fast_decode_limit = 0
     pool.num_computed_tokens += total
 
 
@@ -196,7 +196,7 @@ def step(
     computed: list[int],
     joined: list[int] | None,
     joining: list[int],
-    rooms: list[int] | None,
+    reserved: list[int] | None,
     longest: int | None,
 ) -> tuple[Growth, ...]:
     """Let tokens join, be computed and have room, for every sequence of a step or for none.
@@ -209,7 +209,7 @@ def step(
         computed: for each how many of its next tokens were computed.
         joined: what joins, one's tokens after another's; None: it is expected.
         joining: for each how many of them are its own.
-        rooms: for each the room after the computed ones; None: for all that it has.
+        reserved: for each the room after the computed ones; None: for all that it has.
         longest: the most tokens that any may have, and have room for.
     """
     due: list[int] = []
@@ -221,31 +221,31 @@ def step(
             length = len(seq.packed)
             count, more = computed[index], joining[index]
             if (  # a decoder, as `decode_step` counts it
-                length < seq.stop
+                length < seq.fast_decode_limit
                 and count == more == 1
                 and joined is not None
-                and (rooms is None or rooms[index] < 2)
+                and (reserved is None or reserved[index] < 2)
             ):
                 seq.packed.append(joined[start])
                 start += 1
                 seq.num_computed_tokens = length
                 continue
             if joined is None:
-                seq.num_untold_tokens += more
+                seq.num_unknown_tokens += more
             elif more:
-                check_told(seq)
+                check_all_known(seq)
                 seq.packed.fromlist(joined[start : start + more])
                 start += more
-            length = len(seq.packed) + seq.num_untold_tokens
+            length = len(seq.packed) + seq.num_unknown_tokens
             done = seq.num_computed_tokens + count
-            total = length if rooms is None else done + rooms[index]
+            total = length if reserved is None else done + reserved[index]
             if (
-                done <= length <= seq.room
-                and total <= seq.room
-                and (done < seq.due or len(seq.packed) < seq.due)
+                done <= length <= seq.num_reserved_tokens
+                and total <= seq.num_reserved_tokens
+                and (done < seq.next_boundary or len(seq.packed) < seq.next_boundary)
             ):
                 seq.num_computed_tokens = done
-                seq.stop = 0
+                seq.fast_decode_limit = 0
             else:
                 due.append(index)
                 totals.append(total)
@@ -268,8 +268,8 @@ def step(
 
 def _find_stop(seq: KVSequence) -> None:
     """Note up to where a sequence whose limits are known only counts as it decodes. Cannot fail."""
-    if seq.num_computed_tokens == len(seq.packed) - 1 and not seq.num_untold_tokens:
-        seq.stop = min(seq.room, seq.due)
+    if seq.num_computed_tokens == len(seq.packed) - 1 and not seq.num_unknown_tokens:
+        seq.fast_decode_limit = min(seq.num_reserved_tokens, seq.next_boundary)
 
 
 def _leave_step(
@@ -277,20 +277,20 @@ def _leave_step(
     joining: list[int],
     due: list[int],
     computed: list[int],
-    is_untold: bool,  # noqa: FBT001  # of our own
+    is_unknown: bool,  # noqa: FBT001  # of our own
 ) -> None:
     """Undo what `step` has done to some sequences: what joined, and what only counted."""
     moved = set(due)
     for index, seq in enumerate(seqs):
-        if is_untold:
-            seq.num_untold_tokens -= joining[index]
+        if is_unknown:
+            seq.num_unknown_tokens -= joining[index]
         else:
             del seq.packed[len(seq.packed) - joining[index] :]
         if index not in moved:
             seq.num_computed_tokens -= computed[index]
 
 
-def tell(pool: BlockPool, seq: KVSequence, packed: array[int]) -> None:
+def resolve(pool: BlockPool, seq: KVSequence, packed: array[int]) -> None:
     """Let a sequence know which tokens its first expected ones are.
 
     O(tokens + blocks filled and given back).
@@ -302,13 +302,13 @@ def tell(pool: BlockPool, seq: KVSequence, packed: array[int]) -> None:
     except BaseException:
         del seq.packed[length:]
         raise
-    seq.num_untold_tokens -= len(packed)
+    seq.num_unknown_tokens -= len(packed)
 
 
-def tell_step(
+def resolve_step(
     pool: BlockPool,
     seqs: list[KVSequence],
-    told: list[int],
+    known: list[int],
     counts: list[int],
     firsts: list[int] | None,
     longest: int | None,
@@ -325,12 +325,15 @@ def tell_step(
         for index, seq in enumerate(seqs):
             more = counts[index]
             if more == 1:
-                seq.packed.append(told[start])
+                seq.packed.append(known[start])
             else:
-                seq.packed.fromlist(told[start : start + more])
-            seq.num_untold_tokens -= more
+                seq.packed.fromlist(known[start : start + more])
+            seq.num_unknown_tokens -= more
             start += more
-            if len(seq.packed) >= seq.due and seq.num_computed_tokens >= seq.due:
+            if (
+                len(seq.packed) >= seq.next_boundary
+                and seq.num_computed_tokens >= seq.next_boundary
+            ):
                 due.append(index)
         index = len(seqs)
         if due:
@@ -339,7 +342,7 @@ def tell_step(
         for number in range(index):
             seq = seqs[number]
             del seq.packed[len(seq.packed) - counts[number] :]
-            seq.num_untold_tokens += counts[number]
+            seq.num_unknown_tokens += counts[number]
         raise
 
 
@@ -356,7 +359,7 @@ def decode_step(
     try:
         for index, seq in enumerate(seqs):
             length = len(seq.packed)
-            if length < seq.stop:
+            if length < seq.fast_decode_limit:
                 seq.packed.append(sampled[index])
                 seq.num_computed_tokens = length
             else:
@@ -367,7 +370,7 @@ def decode_step(
     except BaseException:
         for seq in islice(seqs, index):
             seq.packed.pop()
-            if len(seq.packed) < seq.stop:
+            if len(seq.packed) < seq.fast_decode_limit:
                 seq.num_computed_tokens = len(seq.packed) - 1
         raise
     pool.num_computed_tokens += len(seqs) - len(due)
@@ -383,13 +386,13 @@ def _decode(
     for index in due:
         seq = seqs[index]
         length = len(seq.packed)
-        if length - 1 > seq.room or seq.num_untold_tokens:
-            check_told(seq)
+        if length - 1 > seq.num_reserved_tokens or seq.num_unknown_tokens:
+            check_all_known(seq)
             committable(seq, length - 1 - seq.num_computed_tokens)
         if longest is not None and length > longest:
             check_length(length, longest)
         newly += length - 1 - seq.num_computed_tokens
-        if seq.wishes or len(seq.tables) > 1 or seq.tables[0].forgets:
+        if seq.retention or len(seq.tables) > 1 or seq.tables[0].forgets:
             is_plain = False
     if is_plain:
         growths = _decode_plain(pool, seqs, due)
@@ -413,7 +416,7 @@ def _decode_plain(
     """Do what `_move` does for a decode step, where one group of full attention is all there is.
 
     Spelled out: a fifth less for a whole decode step. `due` are the places of those that are meant;
-    each has no wishes, and room for all its tokens but the last. O(len(due) + blocks filled).
+    each has no terms, and room for all its tokens but the last. O(len(due) + blocks filled).
 
     Raises:
         OutOfBlocksError: too few blocks are free for all.
@@ -494,7 +497,7 @@ def _move(
             count = len(seq.packed)
             count = min(count, computed[index])
             settled.append(count)
-            if count >= seq.due:
+            if count >= seq.next_boundary:
                 _settle(pool, seq, count, published, passed)
         answer = tuple(growths)
         if passed:
@@ -610,8 +613,8 @@ def _before(passed: Sequence[tuple[BlockTable, int]]) -> list[Block]:
 def _set(seq: KVSequence, computed: int, settled: int) -> None:
     """Set what the pool knows already. Cannot fail. O(groups)."""
     seq.num_computed_tokens = computed
-    seq.stop = 0
-    if settled < seq.due:
+    seq.fast_decode_limit = 0
+    if settled < seq.next_boundary:
         return
     if seq.namespace_key is not None:
         for table in seq.tables:
@@ -631,13 +634,13 @@ def _publish(
         hits = pool.common_size
         passing = bytes([not serves(table.group, p, hits) for p in range(first, full)])
     pool.attach(blocks, key, above, contents, number, passing)
-    if seq.wishes:
+    if seq.retention:
         for index, block in enumerate(blocks, first):
             keep(pool, seq, block, index * size)
 
 
 def keep(pool: BlockPool, seq: KVSequence, block: Block, start: int) -> None:
-    """Keep a published block, which begins at token `start`, as its sequence wishes. O(wishes)."""
-    wishes = wishes_for(seq.wishes, start, seq.opened_at, pool.step)
-    if wishes:
-        pool.keep(block, wishes)
+    """Keep a published block, which begins at token `start`, as its sequence terms. O(terms)."""
+    terms = retention_terms(seq.retention, start, seq.opened_at, pool.step)
+    if terms:
+        pool.keep(block, terms)

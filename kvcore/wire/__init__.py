@@ -7,7 +7,9 @@ answers who has the longest prefix of a prompt. docs/how-to/kv-events.md shows b
 Needs pyzmq and msgspec (`pip install 'kvcore[events]'`). Nothing else of kvcore imports it.
 """
 
-from kvcore.wire.encoder import Encoder, NameForm, wire_names
+import warnings
+
+from kvcore.wire.encoder import Encoder, HashForm, wire_hashes
 from kvcore.wire.errors import ClosedError, EndpointError, MalformedError, WireError
 from kvcore.wire.follower import Follower, FollowerStats
 from kvcore.wire.history import History, Sent
@@ -21,12 +23,14 @@ from kvcore.wire.messages import (
     Removed,
     Stored,
     WireEvent,
-    WireName,
+    WireHash,
     decode,
     encode,
 )
 from kvcore.wire.publisher import Publisher, PublisherStats, check_endpoint
 from kvcore.wire.subscriber import Source, SourceStatus, Subscriber
+
+_RENAMED = {"NameForm": "HashForm", "WireName": "WireHash", "wire_names": "wire_hashes"}
 
 __all__ = [
     "END",
@@ -40,11 +44,11 @@ __all__ = [
     "Follower",
     "FollowerStats",
     "Form",
+    "HashForm",
     "History",
     "Index",
     "IndexStats",
     "MalformedError",
-    "NameForm",
     "Publisher",
     "PublisherStats",
     "Removed",
@@ -55,9 +59,18 @@ __all__ = [
     "Subscriber",
     "WireError",
     "WireEvent",
-    "WireName",
+    "WireHash",
     "check_endpoint",
     "decode",
     "encode",
-    "wire_names",
+    "wire_hashes",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return what a deprecated name stands for now."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module 'kvcore.wire' has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"kvcore.wire.{name} is deprecated: use {new}", DeprecationWarning, 2)
+    return globals()[new]

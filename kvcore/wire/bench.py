@@ -136,7 +136,7 @@ def _snapshot(kv: KVCacheManager) -> None:
     begin = time.thread_time_ns()
     snapshot: Snapshot = kv.snapshot()
     taken = time.thread_time_ns() - begin
-    count = sum(len(run.names) for run in snapshot.stored)
+    count = sum(len(run.block_hashes) for run in snapshot.stored)
     begin = time.thread_time_ns()
     payload = Encoder(kv.groups).snapshot(snapshot)
     spelled = time.thread_time_ns() - begin

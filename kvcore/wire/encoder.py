@@ -38,9 +38,9 @@ from kvcore import (
     decode_namespace,
     encode_namespace,
 )
-from kvcore.wire.messages import Cleared, Form, Removed, Stored, WireEvent, WireName, encode
+from kvcore.wire.messages import Cleared, Form, Removed, Stored, WireEvent, WireHash, encode
 
-NameForm = Literal["u64", "bytes"]
+HashForm = Literal["u64", "bytes"]
 """What a name is on the wire: a number that every reader takes, or all of its bytes."""
 
 MARK_NAMESPACE: Final = b"KVN1"
@@ -59,7 +59,7 @@ class Encoder:
     Args:
         groups: the cache's layer groups.
         form: how an event is spelled.
-        names: what a name is.
+        hash_form: how much of a block hash is sent.
         rank: the data-parallel rank.
         lora_ids: numbers of adapters, for readers that want them.
         publish_salted: tell of content with a salt, and its salt.
@@ -74,7 +74,7 @@ class Encoder:
         groups: Sequence[LayerGroup],
         *,
         form: Form = "map",
-        names: NameForm = "u64",
+        hash_form: HashForm = "u64",
         rank: int = 0,
         lora_ids: Mapping[str, int] | None = None,
         publish_salted: bool = False,
@@ -82,12 +82,12 @@ class Encoder:
     ) -> None:
         if form not in {"map", "array"}:
             raise InvalidArgumentError(f"form: wanted 'map' or 'array', got {form!r}")
-        if names not in {"u64", "bytes"}:
-            raise InvalidArgumentError(f"names: wanted 'u64' or 'bytes', got {names!r}")
+        if hash_form not in {"u64", "bytes"}:
+            raise InvalidArgumentError(f"hash_form: wanted 'u64' or 'bytes', got {hash_form!r}")
         self._kinds = [_kind(group) for group in groups]
         self._form: Form = form
-        self._spell: Callable[[Sequence[BlockHash]], list[WireName]] = (
-            _as_numbers if names == "u64" else _as_bytes
+        self._spell: Callable[[Sequence[BlockHash]], list[WireHash]] = (
+            _as_numbers if hash_form == "u64" else _as_bytes
         )
         self._rank = rank
         self._lora_ids = dict(lora_ids or {})
@@ -126,13 +126,13 @@ class Encoder:
         plain = run.namespace_key == _DEFAULT_KEY
         namespace = DEFAULT_NAMESPACE if plain else decode_namespace(run.namespace_key)
         if namespace.salt and not self._publish_salted:
-            self._left_out.update([(run.group, name) for name in run.names])
+            self._left_out.update([(run.group, name) for name in run.block_hashes])
             return []
         lora = namespace.lora_name
         kind, window = self._kinds[run.group]
         return [
             Stored(
-                block_hashes=self._spell(run.names),
+                block_hashes=self._spell(run.block_hashes),
                 parent_block_hash=None if run.parent is None else self._spell([run.parent])[0],
                 token_ids=array("I", run.packed).tolist(),
                 block_size=run.block_size,
@@ -147,28 +147,28 @@ class Encoder:
         ]
 
     def _removed(self, event: BlocksRemoved) -> list[WireEvent]:
-        names: Sequence[BlockHash] = event.names
+        hashes: Sequence[BlockHash] = event.block_hashes
         if self._left_out:
-            hidden = self._left_out.intersection([(event.group, name) for name in names])
+            hidden = self._left_out.intersection([(event.group, name) for name in hashes])
             self._left_out -= hidden
-            names = [name for name in names if (event.group, name) not in hidden]
-        return [Removed(self._spell(names), "GPU", event.group)] if names else []
+            hashes = [name for name in hashes if (event.group, name) not in hidden]
+        return [Removed(self._spell(hashes), "GPU", event.group)] if hashes else []
 
 
-def wire_names(names: Sequence[BlockHash], form: NameForm = "u64") -> list[WireName]:
-    """Return names as they are on the wire. O(names)."""
-    return _as_numbers(names) if form == "u64" else _as_bytes(names)
+def wire_hashes(hashes: Sequence[BlockHash], form: HashForm = "u64") -> list[WireHash]:
+    """Return names as they are on the wire. O(hashes)."""
+    return _as_numbers(hashes) if form == "u64" else _as_bytes(hashes)
 
 
-def _as_numbers(names: Sequence[BlockHash]) -> list[WireName]:
-    if len(names) == 1:
-        return [int.from_bytes(names[0][-8:], "big")]
-    gap = f"{len(names[0]) - 8}xQ" if names else ""
-    return list(struct.unpack(">" + gap * len(names), b"".join(names)))
+def _as_numbers(hashes: Sequence[BlockHash]) -> list[WireHash]:
+    if len(hashes) == 1:
+        return [int.from_bytes(hashes[0][-8:], "big")]
+    gap = f"{len(hashes[0]) - 8}xQ" if hashes else ""
+    return list(struct.unpack(">" + gap * len(hashes), b"".join(hashes)))
 
 
-def _as_bytes(names: Sequence[BlockHash]) -> list[WireName]:
-    return list(names)
+def _as_bytes(hashes: Sequence[BlockHash]) -> list[WireHash]:
+    return list(hashes)
 
 
 def _kind(group: LayerGroup) -> tuple[str, int | None]:

@@ -35,7 +35,7 @@ import msgspec
 
 from kvcore import (
     DEFAULT_NAMESPACE,
-    Item,
+    MultimodalItem,
     Namespace,
     Tokens,
     encode_namespace,
@@ -45,7 +45,7 @@ from kvcore.identity.block_hash import block_contents
 from kvcore.identity.multimodal import as_items, check_items
 from kvcore.identity.tokens import BYTES_PER_TOKEN
 from kvcore.wire.encoder import MARK_ITEMS, MARK_NAMESPACE
-from kvcore.wire.messages import Batch, Cleared, Removed, Stored, WireEvent, WireName
+from kvcore.wire.messages import Batch, Cleared, Removed, Stored, WireEvent, WireHash
 
 FULL_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """The kinds of layer groups that see everything."""
@@ -97,7 +97,7 @@ class _Node:
     def __init__(self, parent: _Node | None, content: bytes) -> None:
         self.parent = parent
         self.content = content
-        self.name: WireName | None = None
+        self.name: WireHash | None = None
         self.holders = 0
         self.only: _Node | None = None
         self.children: dict[bytes, _Node] | None = None
@@ -166,7 +166,7 @@ class _Publisher:
     __slots__ = ("aliases", "apart", "bits", "groups", "mask", "step")
 
     def __init__(self) -> None:
-        self.aliases: dict[WireName, _Node] = {}
+        self.aliases: dict[WireHash, _Node] = {}
         self.apart: set[_Node] = set()
         self.begin()
 
@@ -194,7 +194,7 @@ class Index:
         self._windows = 0  # the bits of groups that have one
         self._roots: dict[tuple[int, bytes], _Node] = {}
         self._sizes: tuple[int, ...] = ()
-        self._names: dict[WireName, _Node] = {}
+        self._names: dict[WireHash, _Node] = {}
         self._num_contents = self._num_held = self._num_orphans = self._num_passed_over = 0
 
     def apply(self, publisher: str, batch: Batch) -> None:
@@ -218,7 +218,7 @@ class Index:
         tokens: Tokens,
         *,
         namespace: Namespace = DEFAULT_NAMESPACE,
-        items: Sequence[Item] = (),
+        items: Sequence[MultimodalItem] = (),
     ) -> dict[str, int]:
         """Return how many of these tokens each publisher holds as a prefix, where it holds any.
 
@@ -248,7 +248,7 @@ class Index:
                 found[name] = shared
         return found
 
-    def held_names(self, publisher: str) -> frozenset[WireName]:
+    def held_hashes(self, publisher: str) -> frozenset[WireHash]:
         """Return the names of what a publisher holds. O(what it holds)."""
         with self._lock:
             known = self._publishers.get(publisher)
@@ -324,7 +324,7 @@ class Index:
                     known.apart.add(child)
             node = child
 
-    def _named(self, known: _Publisher, name: WireName) -> _Node | None:
+    def _named(self, known: _Publisher, name: WireHash) -> _Node | None:
         """Return what a publisher means by a name; None too if that is out of the tree."""
         node = known.aliases.get(name)
         if node is None:
@@ -419,7 +419,12 @@ class Index:
         return bit
 
     def _walk(
-        self, root: _Node, packed: array[int], items: tuple[Item, ...], size: int, met: _Met
+        self,
+        root: _Node,
+        packed: array[int],
+        items: tuple[MultimodalItem, ...],
+        size: int,
+        met: _Met,
     ) -> None:
         """Note what each bit holds from a root on."""
         data = packed.tobytes()

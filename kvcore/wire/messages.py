@@ -24,7 +24,7 @@ from kvcore.wire.errors import MalformedError
 Form = Literal["map", "array"]
 """How an event is spelled: by the names of its fields, or by their order."""
 
-WireName = int | bytes
+WireHash = int | bytes
 """A block's name on the wire."""
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
@@ -51,8 +51,8 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
         kv_cache_spec_sliding_window: how many tokens, where it is a window.
     """
 
-    block_hashes: list[WireName]
-    parent_block_hash: WireName | None
+    block_hashes: list[WireHash]
+    parent_block_hash: WireHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None = None
@@ -67,7 +67,7 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
 class Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
     """Blocks cannot be hit any more."""
 
-    block_hashes: list[WireName]
+    block_hashes: list[WireHash]
     medium: str | None = None
     group_idx: int | None = None
 

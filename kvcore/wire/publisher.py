@@ -30,7 +30,7 @@ import zmq
 
 from kvcore import Event, EventsLost, InvalidArgumentError, KVCacheManager, Snapshot
 from kvcore.arguments import as_int
-from kvcore.wire.encoder import Encoder, NameForm
+from kvcore.wire.encoder import Encoder, HashForm
 from kvcore.wire.errors import ClosedError, EndpointError
 from kvcore.wire.history import History, Sent
 from kvcore.wire.messages import END, Form, sequence_bytes
@@ -81,7 +81,7 @@ class Publisher:
         topic: the first frame of every message, and in form "map" of every answer.
         rank: the data-parallel rank.
         form: how events are spelled: "map", as engines do now, or "array", as they did before.
-        names: "u64": the low 64 bits of a block's name; "bytes": all of it.
+        hash_form: "u64": the low 64 bits of a block's name; "bytes": all of it.
         lora_ids: numbers of adapters, for readers that want them.
         publish_salted: tell of content with a salt too, and of its salt.
         first_sequence: the number of the first batch, at least 1, for what was there before it is
@@ -111,7 +111,7 @@ class Publisher:
         topic: str = "",
         rank: SupportsIndex = 0,
         form: Form = "map",
-        names: NameForm = "u64",
+        hash_form: HashForm = "u64",
         lora_ids: Mapping[str, int] | None = None,
         publish_salted: bool = False,
         first_sequence: SupportsIndex | None = None,
@@ -132,7 +132,7 @@ class Publisher:
         self._topic = topic.encode()
         self._tells_topic = form == "map"
         self._encoder = Encoder(
-            manager.groups, form=form, names=names, rank=dp_rank, lora_ids=lora_ids,
+            manager.groups, form=form, hash_form=hash_form, rank=dp_rank, lora_ids=lora_ids,
             publish_salted=publish_salted,
         )  # fmt: skip
         self._log.take()

@@ -21,7 +21,7 @@ from typing import Final, Self
 
 import zmq
 
-from kvcore import DEFAULT_NAMESPACE, InvalidArgumentError, Item, Namespace, Tokens
+from kvcore import DEFAULT_NAMESPACE, InvalidArgumentError, MultimodalItem, Namespace, Tokens
 from kvcore.wire.errors import ClosedError, EndpointError, MalformedError
 from kvcore.wire.follower import Follower, FollowerStats
 from kvcore.wire.index import Index
@@ -124,7 +124,7 @@ class Subscriber:
         tokens: Tokens,
         *,
         namespace: Namespace = DEFAULT_NAMESPACE,
-        items: Sequence[Item] = (),
+        items: Sequence[MultimodalItem] = (),
     ) -> dict[str, int]:
         """Return how many of these tokens each publisher holds as a prefix (`Index.match`)."""
         return self.index.match(tokens, namespace=namespace, items=items)

@@ -395,7 +395,7 @@ class BatchBuilder:
         if num_tokens > len(requests):
             sources[:] = -1
         sources[ends - 1] = [  # what is expected is the last of all, and of its chunk
-            rows_drawn[request.request_id] if sequence.num_untold_tokens else -1
+            rows_drawn[request.request_id] if sequence.num_unknown_tokens else -1
             for request, sequence in zip(requests, sequences, strict=True)
         ]
         return self._sources.shaped(1, num_tokens)

@@ -65,9 +65,8 @@ class Answer(Protocol):
         """Its tokens: one, or several where drafts held."""
         ...
 
-    @property
-    def text(self) -> str:
-        """What became of its tokens since it was last asked for."""
+    def take_text(self) -> str:
+        """Its text that became final since this was last called."""
         ...
 
 
@@ -168,7 +167,7 @@ class _Run:
                     times = self._token_s[self._in_flight[output.request.request_id]]
                     times += [now] * len(output.token_ids)
                     if output.request.is_finished:
-                        self._texts.append(output.text)  # decoded, as for any client
+                        self._texts.append(output.take_text())  # decoded, as for any client
                         self._finished(output.request, now)
         finally:
             for number in self._in_flight.values():

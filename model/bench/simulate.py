@@ -41,7 +41,10 @@ class SimulatedOutput:
 
     request: Request
     token_ids: tuple[int, ...] = (0,)
-    text: str = ""
+
+    def take_text(self) -> str:
+        """No text. O(1)."""
+        return ""
 
 
 class Simulation:

@@ -33,12 +33,13 @@ _UNLIKE_GREEDY = (
     "n",
 )
 _EPILOG = """\
-Without a prompt it continues a few of its own, which share a prefix. The table at the end: tokens a
-second after the kernels are compiled; prompt tokens found in the prefix cache; blocks; and the
-bytes that hold keys and values, against a flat cache with room for the longest request in each row.
+Without --prompt or --prompts-file, a few built-in prompts that share a prefix are continued. The
+table at the end shows tokens per second (without kernel compilation), prefix cache hits, KV cache
+blocks, and the bytes used for keys and values compared with a contiguous cache that has room for
+the longest request in every row.
 
-Exit codes: 0 done; 1 --verify found a difference; 2 bad input; 3 failed otherwise, such as a full
-disk; 130 interrupted; 141 output closed; 143 terminated.
+Exit codes: 0 done; 1 --verify found a difference; 2 bad input; 3 any other failure, such as a full
+disk; 130 interrupted; 141 the output was closed; 143 terminated.
 """
 
 
@@ -65,14 +66,18 @@ class Options:
 
 def run_flags() -> Flags:
     """The flags of `python -m model.run`. O(flags)."""
-    flags = Flags("python -m model.run", "Generate text with a paged KV cache.", _EPILOG)
-    flags.add("what runs", ModelOptions)
-    flags.add("what runs", PromptOptions)
-    flags.add("how tokens are chosen", SamplingParams)
-    flags.add("how tokens are chosen", SampleOptions)
-    flags.add("how large the cache and a step are, and how it runs", EngineConfig)
-    flags.add("what comes out", OutputOptions)
-    flags.add("what comes out", TraceOptions)
+    flags = Flags(
+        "python -m model.run",
+        "Generate text with a paged KV cache and continuous batching.",
+        _EPILOG,
+    )
+    flags.add("model and hardware", ModelOptions)
+    flags.add("model and hardware", PromptOptions)
+    flags.add("sampling", SamplingParams)
+    flags.add("sampling", SampleOptions)
+    flags.add("engine: KV cache, scheduling and execution", EngineConfig)
+    flags.add("output", OutputOptions)
+    flags.add("output", TraceOptions)
     return flags
 
 
@@ -89,11 +94,11 @@ def parse_args(argv: Sequence[str] | None = None) -> Options:
     if output.verify:
         given = [f"--{name.replace('_', '-')}" for name in _UNLIKE_GREEDY if name in sampling]
         if given:
-            raise UsageError(
-                f"--verify compares with greedy generation: {', '.join(given)} cannot be given too"
-            )
+            raise UsageError(f"--verify compares with greedy generation: remove {', '.join(given)}")
     if output.stream and output.json:
-        raise UsageError("--stream writes text as it comes, --json one document: give one of them")
+        raise UsageError(
+            "--stream prints text as it is generated, --json one document: give one of them"
+        )
     return Options(
         model=said.of(ModelOptions),
         prompts=said.of(PromptOptions),

@@ -20,7 +20,7 @@ class Advance(Protocol):
     """Counts pieces that are done."""
 
     def __call__(self, pieces: int = 1, /) -> None:
-        """So many more. O(1)."""
+        """Count further pieces. O(1)."""
         ...
 
 

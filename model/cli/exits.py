@@ -14,6 +14,7 @@ Does not know: what was run.
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,6 +24,9 @@ from types import FrameType
 from typing import NoReturn
 
 from model.cli.progress import say
+from model.cli.settings import flag_name
+from model.control.config import EngineConfig
+from model.control.settings import settings_of
 from model.errors import ModelError, RankLostError
 
 BAD_INPUT = 2
@@ -34,7 +38,8 @@ _MAX_REASON = 300
 _OURS = ("__main__", "backends", "kvcore", "model")
 _IMPORTING = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
-_REPORT = "This is a bug in kvcore: please report the lines above, and the command, to its authors."
+_SETTING = re.compile(r"^\w+(?=: )|(?<= combined with )\w+")
+_REPORT = "This is a bug in kvcore. Please report the lines above together with the command."
 
 
 class Stopped(KeyboardInterrupt):  # as what it is made of, it is no error
@@ -76,7 +81,7 @@ def exits() -> Iterator[None]:
         with _flushed_output():
             yield
     except ModelError as error:
-        _say(f"error: {error}")
+        _say(f"error: {in_flags(str(error))}")
         code = BAD_INPUT
     except Stopped as error:
         _say(f"{_word(error.number)}: {error.report}")
@@ -107,8 +112,8 @@ def exits() -> Iterator[None]:
 def leaves() -> Iterator[None]:
     """`exits` for a whole process, with its signals: it is gone when the body is done.
 
-    Nothing is torn down: freeing what torch and its compilers hold takes seconds, and gives nobody
-    anything. For the same reason a signal unwinds nothing; an exception raised in the middle of
+    Nothing is torn down: freeing what torch and its compilers hold takes seconds and has no
+    effect. For the same reason a signal unwinds nothing; an exception raised in the middle of
     loading a C++ library would abort the process.
     """
     for number in _signals():
@@ -153,6 +158,12 @@ def stopping() -> Iterator[Asked]:
     finally:
         for number in heeded:
             signal.signal(number, before[number])
+
+
+def in_flags(message: str) -> str:
+    """An error about a setting of an engine, with the names of its flags. O(settings)."""
+    flags = {one.name: flag_name(one) for one in settings_of(EngineConfig) if one.flag != ""}
+    return _SETTING.sub(lambda found: flags.get(found[0], found[0]), message)
 
 
 def _end(number: int, _: FrameType | None) -> None:

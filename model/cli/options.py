@@ -22,25 +22,36 @@ class ModelOptions:
 
     model: str | None = setting(
         None,
-        help="a model folder, or owner/name on the hub (default: the tiny model inside)",
+        help="a model folder or a Hugging Face id (default: the tiny model that comes with kvcore)",
         metavar="PATH_OR_ID",
     )
-    backend: str = setting("auto", help="numba, triton, a plug-in's name, or auto", metavar="NAME")
+    backend: str = setting(
+        "auto",
+        help="attention kernels: numba (CPU), triton (GPU), the name of a plug-in, or auto",
+        metavar="NAME",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
-        "auto", help="of weights and cache; auto: bfloat16 on a GPU, else and to verify float32"
+        "auto",
+        help="data type of weights and KV cache; auto: bfloat16 on a GPU, float32 on a CPU and "
+        "with "
+        "--verify",
     )
 
     tp: int = setting(
-        1, help="processes that share the network, as many as torchrun starts", least=1, most=1024
+        1,
+        help="tensor parallelism: the number of processes; start as many with torchrun",
+        least=1,
+        most=1024,
     )
     expert_parallel: bool = setting(
         False,
-        help="with --tp: each process has some of the experts whole, not a part of each",
+        help="expert parallelism, with --tp: each process holds some whole experts, not a part "
+        "of each",
         needs=("tp",),
     )
     check_ranks: bool = setting(
         False,
-        help="with --tp: compare the block tables of all processes after every step",
+        help="debugging, with --tp: compare the block tables of all processes after every step",
         needs=("tp",),
     )
 
@@ -59,10 +70,12 @@ class ModelOptions:
 class PromptOptions:
     """Where the prompts of a run are."""
 
-    prompt: tuple[str, ...] = setting((), help="what to continue; - reads it from stdin")
+    prompt: tuple[str, ...] = setting((), help="prompt to continue; - reads it from stdin")
     prompts_file: str | None = setting(
         None,
-        help=".txt: a prompt a line; .jsonl: an object a line, with prompt and any of its fields",
+        help="file of prompts; .txt: one on each line; .jsonl: a JSON object on each line, with "
+        "prompt "
+        "and any sampling parameters",
         metavar="PATH",
     )
 
@@ -71,14 +84,18 @@ class PromptOptions:
 class SampleOptions:
     """What is said of a prompt beside how its tokens are chosen."""
 
-    n: int = setting(1, help="texts to draw for each prompt", least=1, most=1024)
+    n: int = setting(1, help="number of outputs for each prompt", least=1, most=1024)
     priority: int = setting(
-        0, help="the lower, the sooner", least=-1_000_000, most=1_000_000, flag=""
+        0,
+        help="scheduling priority; lower numbers run first",
+        least=-1_000_000,
+        most=1_000_000,
+        flag="",
     )
     retain: tuple[Retained, ...] = setting(
         (),
-        help="tokens of a prompt to keep in the cache longer than others: START:STOP, with "
-        "@PRIORITY if not 1, and /STEPS if not for ever",
+        help="prompt tokens to keep in the prefix cache longer than others: START:STOP, then "
+        "@PRIORITY if it is not 1 and /STEPS for a limited time",
         metavar="RANGE",
     )
 
@@ -92,10 +109,13 @@ class TraceOptions:
 
     trace: str | None = setting(
         None,
-        help="write a trace of the steps, for ui.perfetto.dev or chrome://tracing",
+        help="write a trace of all steps to FILE, for ui.perfetto.dev, chrome://tracing or "
+        "model.view",
         metavar="FILE",
     )
-    stats: bool = setting(False, help="tell where the time went and what the cache did")
+    stats: bool = setting(
+        False, help="print where the time of the steps went and what the KV cache did"
+    )
 
     def file(self, *inputs: str | None) -> OutputFile | None:
         """The file of `--trace`, checked; None: no trace is wanted. O(files of the inputs).
@@ -117,9 +137,11 @@ class TraceOptions:
 class OutputOptions:
     """What a run prints."""
 
-    stream: bool = setting(False, help="write text as it comes")
-    json: bool = setting(False, help="one JSON document on stdout; everything else on stderr")
+    stream: bool = setting(False, help="print text as it is generated")
+    json: bool = setting(
+        False, help="print one JSON document on stdout and everything else on stderr"
+    )
     verify: bool = setting(
         False,
-        help="compare every token with Transformers' generate, each prompt on its own",
+        help="compare every token with Transformers' generate, run on each prompt alone",
     )

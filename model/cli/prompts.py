@@ -80,7 +80,7 @@ def read_prompts(options: Options, stdin: BinaryIO | None) -> list[PromptSpec]:
     for index, (where, entry) in enumerate(found):
         text = entry.get("prompt")
         if not isinstance(text, str) or not text.strip():
-            raise UsageError(f"{where}: wanted a prompt with some text in it, got {shown(text)}")
+            raise UsageError(f"{where}: wanted a prompt that is not empty, got {shown(text)}")
         _check_encodable(where, text)
         params, beside = _params(where, index, options, entry)
         for stop in params.stop:
@@ -123,7 +123,7 @@ def _file_entries(name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
         if number > _MAX_LINES or num_prompts > _MAX_PROMPTS:
             raise UsageError(
                 f"--prompts-file: {name!r}: wanted at most {_MAX_PROMPTS:,} prompts in "
-                f"{_MAX_LINES:,} lines, there are more"
+                f"{_MAX_LINES:,} lines, got more"
             )
         if line.strip():
             where, text = f"{name} line {number}", line.removesuffix("\n")
@@ -134,7 +134,7 @@ def _file_entries(name: str) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 def _stdin_text(where: str, stdin: BinaryIO | None) -> str:
     if stdin is None:
-        raise UsageError(f"{where}: wanted a prompt, and stdin is closed")
+        raise UsageError(f"{where}: stdin is closed")
     try:
         data = _bounded(where, stdin)
     except OSError as error:
@@ -146,7 +146,7 @@ def _bounded(what: str, file: BinaryIO) -> bytes:
     """All of a file that may have no end."""
     data = file.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise UsageError(f"{what}: wanted at most {_MAX_BYTES >> 20} MiB, there is more")
+        raise UsageError(f"{what}: wanted at most {_MAX_BYTES >> 20} MiB, got more")
     return data
 
 
@@ -230,4 +230,4 @@ def _value(name: str, value: object) -> object:
 
 def _refuse(where: str, names: Iterable[str], because: str) -> None:
     for name in names:
-        raise UsageError(f"{where}: {name} has no meaning with {because}")
+        raise UsageError(f"{where}: {name} has no effect with {because}; remove it")

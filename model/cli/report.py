@@ -55,7 +55,7 @@ class RunStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of the drafts that held. O(1)."""
+        """The fraction of draft tokens that were accepted. O(1)."""
         return self.num_accepted_tokens / max(1, self.num_draft_tokens)
 
 
@@ -98,14 +98,14 @@ def table(stats: RunStats) -> str:
     preempted = f"{stats.num_preemptions} preemptions, {stats.num_swaps} swapped"
     sizes = f"paged {show_bytes(stats.paged_kv_bytes)}, flat {show_bytes(stats.flat_kv_bytes)}"
     held = f"{stats.num_accepted_tokens} of {stats.num_draft_tokens} draft tokens"
-    often = f"in {stats.num_drafts} passes of a request"
+    often = f"in {stats.num_drafts} verifications"
     drafts = (
-        {"drafts that held": f"{stats.acceptance_rate:.1%} ({held}, {often})"}
+        {"draft tokens accepted": f"{stats.acceptance_rate:.1%} ({held}, {often})"}
         if stats.num_drafts
         else {}
     )
     rows = {
-        "requests": f"{stats.num_requests} ({stats.num_stopped} stopped by themselves)",
+        "requests": f"{stats.num_requests} ({stats.num_stopped} ended by a stop token or string)",
         "new tokens": f"{stats.num_new_tokens} in {stats.elapsed_s:.2f} s, {stats.num_steps} steps",
         "tokens per second": per_second,
         "prefix hit rate": f"{stats.hit_rate:.1%} ({hits})",

@@ -2,7 +2,7 @@
 
 Decides: the order of a run (load, compile, generate, verify, report), and what goes to stdout and
 what to stderr. Invariants: with `--json` stdout holds one document and nothing else; results go to
-stdout, progress to stderr; what a user can mend is a ModelError, whoever found it; however a run
+stdout, progress to stderr; an error that the user can fix is a ModelError; however a run
 ends, by a signal or a fault, the texts that were finished by then are printed.
 
 Does not know: how anything is done; how the input was read, and how the process ends (`run.py`).
@@ -93,10 +93,10 @@ def _run(options: Options, specs: Sequence[PromptSpec], trace: OutputFile | None
     say(engine.describe_memory())
     if not engine.memory.holds_all:
         say(_preemption(engine))
-    with telling("compiling kernels: the first time on a machine takes longest"):
+    with telling("compiling kernels (the first time on a machine takes longest)"):
         started = time.perf_counter()
         how = warm_up(engine)
-    say(f"network: {how}; compiled and warm in {time.perf_counter() - started:.1f} s")
+    say(f"network: {how}; ready after {time.perf_counter() - started:.1f} s")
     recorder = engine.record() if options.trace.stats or trace is not None else None
     if recorder is not None and trace is not None:
         recorder.record_pool(model.codec.decode)
@@ -159,15 +159,15 @@ def _tell_failed(specs: Sequence[PromptSpec], requests: Sequence[Request]) -> in
         if request.finish_reason is FinishReason.ERROR
     ]
     for where, request in failed:
-        say(f"error: {where}: it ended after {request.num_output_tokens} tokens: {request.error}")
+        say(f"error: {where}: failed after {request.num_output_tokens} tokens: {request.error}")
     return len(failed)
 
 
 def _preemption(engine: Engine) -> str:
     if not engine.num_host_blocks:
-        return "preempted requests are computed again"
+        return "preemption: preempted requests are recomputed"
     size = show_bytes(engine.network.layout.kv_bytes(engine.num_host_blocks, engine.kv.block_size))
-    return f"preempted requests are stored in host memory, up to {size}"
+    return f"preemption: preempted requests are swapped to host memory, up to {size}"
 
 
 def _engine(
@@ -177,7 +177,7 @@ def _engine(
     specs: Sequence[PromptSpec],
     prompts: Sequence[Sequence[int]],
 ) -> Engine:
-    """An engine with room for the prompts, where nobody said how much."""
+    """An engine with room for the prompts, unless its size was given."""
     lengths = tuple(  # the last token is handed out and never computed
         len(prompt) + spec.params.max_tokens - 1
         for spec, prompt in zip(specs, prompts, strict=True)
@@ -199,7 +199,7 @@ def _follow(model: LoadedModel, engine: TwinEngine) -> int:
             for index, request in enumerate(requests):
                 find_mismatch(model, index, request)
             if model.ranks is not None:
-                model.ranks.let_go()
+                model.ranks.disarm()
     return 0
 
 
@@ -225,7 +225,7 @@ def _queue(
                     spec.params,
                     num_samples=spec.samples.n,
                     priority=spec.samples.priority,
-                    retain=[one.wish for one in spec.samples.retain],
+                    retain=[one.retention for one in spec.samples.retain],
                 )
             )
         except InvalidArgumentError as error:
@@ -265,7 +265,7 @@ def _generate(
                     if output.request.params.logprobs is not None:
                         told[number] += output.tokens
                     if writer is not None:
-                        piece = output.text
+                        piece = output.take_text()
                         texts[number] += piece
                         writer.write(number, piece, is_last=is_last)
                     advance(int(is_last))
@@ -279,7 +279,7 @@ def _generate(
     for request in requests:
         engine.abort(request)
     if writer is None:
-        texts |= {number: output.text for number, output in latest.items()}
+        texts |= {number: output.take_text() for number, output in latest.items()}
     completions = [
         Completion(request, texts[request.request_id], tuple(told[request.request_id]))
         for request in requests
@@ -296,15 +296,18 @@ def _end(engine: Engine, fault: BaseException | None, *, is_verified: bool) -> N
 def _verified(
     model: LoadedModel, requests: Sequence[Request], asked: Asked
 ) -> list[Mismatch] | None:
-    """Compare with the dense network, as long as nobody asks for an end; None: somebody did."""
+    """Compare with the dense network; None: a signal ended it early."""
     mismatches = _compared(model, requests, asked)
     if model.ranks is not None:
-        model.ranks.let_go()
+        model.ranks.disarm()
     if mismatches is None:
         return None
     total = sum(request.num_output_tokens for request in requests)
     if not mismatches:
-        say(f"verified: {total} tokens of {len(requests)} requests equal generate's")
+        say(
+            f"verified: {total} tokens of {len(requests)} requests are those of Transformers' "
+            "generate"
+        )
     else:
         after = sum(
             max(0, requests[one.index].num_output_tokens - one.position) for one in mismatches

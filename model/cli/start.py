@@ -23,7 +23,7 @@ from model.cli.options import ModelOptions
 from model.control.config import EngineConfig
 from model.engine import Engine
 from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError
-from model.forward.begin import is_small
+from model.forward.warm_up import is_small
 from model.load.loader import LoadedModel, load_model, with_draft
 from model.ranks.ranks import Ranks, join_ranks
 from model.twins import TwinEngine, engine_of
@@ -83,15 +83,15 @@ def start(
     """
     if sys.flags.optimize > 1:
         raise UsageError(
-            "PYTHONOPTIMIZE: wanted 0 or 1: 2 (python -OO) removes docstrings, and Transformers "
-            "loads no network without its own"
+            "PYTHONOPTIMIZE=2 (python -OO) removes docstrings, which Transformers needs to load a "
+            "model; use 0 or 1"
         )
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     ranks = None
     if num_ranks is not None:
         ranks = join_ranks(num_ranks, expert_parallel=expert_parallel)
-    with nullcontext() if ranks is None else ranks.noticing(or_fail=True):
+    with nullcontext() if ranks is None else ranks.detecting_loss(or_fail=True):
         backend = backends.get_backend(backend_name)
         if dtype_name == "auto":
             is_half = backend.device.type == "cuda" and not is_exact

@@ -110,13 +110,13 @@ def step_table(stats: StepStats) -> str:
         share = times.total_s / stats.step.total_s if stats.step.total_s else 0.0
         cells = "".join(f"{v:>12,.1f}" for v in (times.mean_us, times.median_us, times.p99_us))
         lines.append(f"{name:<12}{share:>8.1%}{cells}")
-    resumed = f"{stats.num_resumed_hit_tokens:,} of {stats.num_resumed_tokens:,} when resumed"
+    resumed = f"{stats.num_resumed_hit_tokens:,} of {stats.num_resumed_tokens:,} after preemption"
     rows = {
         "steps": f"{stats.num_steps:,} in {stats.step.total_s:.2f} s",
         "tokens": f"{stats.num_decode_tokens:,} decoded, {stats.num_prefill_tokens:,} prefilled",
         "hits": f"{stats.num_hit_tokens:,} of {stats.num_queried_tokens:,} tokens, {resumed}",
-        "blocks": f"{stats.num_allocated_blocks:,} handed out, "
-        f"{stats.num_evicted_blocks:,} evicted, {stats.num_cached_blocks:,} hold content",
+        "blocks": f"{stats.num_allocated_blocks:,} allocated, "
+        f"{stats.num_evicted_blocks:,} evicted, {stats.num_cached_blocks:,} cached",
         "occupancy": f"mean {stats.mean_occupancy:.1%}, peak {stats.peak_occupancy:.1%} of "
         f"{stats.num_usable_blocks:,} blocks",
         "preemptions": f"{stats.num_preemptions:,}",

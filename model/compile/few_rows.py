@@ -14,19 +14,20 @@ Does not know: which architecture it is.
 
 import operator
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+
+import model.compile
 
 
 class Kernels(NamedTuple):
     """What computes in place of nodes.
 
     Attributes:
-        multiply: as `small_products.multiply`.
-        attend_rotated: as `small_heads.attend_rotated`.
+        multiply: as `few_rows_kernels.multiply`.
+        attend_rotated: as `few_rows_kernels.attend_rotated`.
     """
 
     multiply: Callable[..., Tensor]
@@ -40,7 +41,7 @@ _VIEWS = (
     torch.reshape,
     Tensor.view,
 )
-FEW = (2, 4)
+FEW_ROWS = (2, 4)
 """Tokens of steps that are such."""
 
 _WIDEST = 4096
@@ -59,16 +60,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
         return None
     if torch.cuda.get_device_capability(device) < (9, 0):
         return None
-    return Kernels(
-        import_module("model.compile.small_products").multiply,
-        import_module("model.compile.small_heads").attend_rotated,
-    )
+    kernels = model.compile.few_rows_kernels
+    return Kernels(kernels.multiply, kernels.attend_rotated)
 
 
-def few_of(module: fx.GraphModule) -> tuple[int, ...]:
-    """For how many tokens what `with_small_products` has made of a network gains. O(nodes)."""
+def few_row_sizes(module: fx.GraphModule) -> tuple[int, ...]:
+    """For how many tokens what `fuse_few_rows` has made of a network gains. O(nodes)."""
     calls = [node for node in module.graph.nodes if "widest" in node.meta]
-    return FEW if max(node.meta["widest"] for node in calls) <= _WIDEST else FEW[:1]
+    return FEW_ROWS if max(node.meta["widest"] for node in calls) <= _WIDEST else FEW_ROWS[:1]
 
 
 class _Norm(NamedTuple):
@@ -79,7 +78,7 @@ class _Norm(NamedTuple):
     eps: float
 
 
-def with_small_products(
+def fuse_few_rows(
     source: fx.GraphModule, kernels: Kernels, least: int = LEAST_WEIGHT
 ) -> fx.GraphModule | None:
     """A copy in which products of the tokens, and what stands around them, are kernels. O(nodes).

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from model.attention.attention import Attending
-from model.compile.few_rows import FEW, LEAST_WEIGHT, Kernels, few_of, with_small_products
-from model.compile.traced_network import Captured, Mixing
+from model.compile.few_rows import FEW_ROWS, LEAST_WEIGHT, Kernels, few_row_sizes, fuse_few_rows
+from model.compile.traced_network import Mixing, TracedNetwork
 from model.errors import UnsupportedModelError
 
 
@@ -88,8 +88,8 @@ class _Piece(nn.Module):
         self._is_compiling = False
 
 
-class Segmented(Captured):
-    """A captured network in compiled pieces; made by `compile_segments`.
+class PiecewiseNetwork(TracedNetwork):
+    """A captured network in compiled pieces; made by `compile_piecewise`.
 
     A size of one would be compiled apart: a single token goes through the network as it was, and of
     fewer than two rows there are two.
@@ -98,26 +98,26 @@ class Segmented(Captured):
         module: the pieces.
         plain: the network as it was captured.
         few: those of steps of few tokens; None: they have none of their own.
-        sizes: how many tokens those have, once all is compiled; before that `FEW`.
+        sizes: how many tokens those have, once all is compiled; before that `FEW_ROWS`.
     """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        plain: Captured,
+        plain: TracedNetwork,
         few: fx.GraphModule | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
         super().__init__(module, plain.terms)
         self._plain = plain
-        self._few = None if few is None else Captured(few, plain.terms)
-        self._sizes: tuple[int, ...] = FEW
+        self._few = None if few is None else TracedNetwork(few, plain.terms)
+        self._sizes: tuple[int, ...] = FEW_ROWS
         self._settled_sizes = sizes
 
     def logits(
         self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
     ) -> Tensor:
-        """See `Captured.logits`; near it."""
+        """See `TracedNetwork.logits`; near it."""
         num_tokens = input_ids.shape[1]
         if num_tokens == 1:
             return self._plain.logits(input_ids, position_ids, rows, paged)
@@ -129,7 +129,7 @@ class Segmented(Captured):
         return super().logits(input_ids, position_ids, rows, paged)[:count]
 
     @property
-    def has_few(self) -> bool:
+    def has_few_row_pieces(self) -> bool:
         """Whether steps of few tokens have pieces of their own. O(1)."""
         return self._few is not None
 
@@ -151,10 +151,10 @@ class Segmented(Captured):
         for piece in self.pieces:
             piece.settle()
 
-    def _few_are_near(self, few: Captured) -> bool:
+    def _few_are_near(self, few: TracedNetwork) -> bool:
         """Whether steps of few tokens give nearly what the network gives, on its own device."""
         device = next(iter(self.module.parameters())).device
-        for count in FEW:
+        for count in FEW_ROWS:
             ids = torch.arange(1, count + 1, device=device)[None] * 7
             given = (ids, ids * 5, torch.arange(count, device=device), Mixing())
             with torch.no_grad():
@@ -164,19 +164,19 @@ class Segmented(Captured):
         return True
 
 
-def compile_segments(
-    captured: Captured,
+def compile_piecewise(
+    traced: TracedNetwork,
     backend: str = "inductor",
     kernels: Kernels | None = None,
     least: int | None = None,
-) -> Segmented:
+) -> PiecewiseNetwork:
     """Cut a captured network and prepare its pieces; they are compiled when they are first run.
 
     Run it first with more than one token, and another number of rows: a size of one, and two sizes
-    that are equal, would each be taken for a rule. With `kernels` once more with `FEW` tokens.
+    that are equal, would each be taken for a rule. With `kernels` once more with `FEW_ROWS` tokens.
 
     Args:
-        captured: stays as it is.
+        traced: stays as it is.
         backend: of `torch.compile`.
         kernels: of steps of few tokens; None: pieces are alike for all.
         least: numbers of a weight from where on they compute its products; None: where they gain.
@@ -184,17 +184,17 @@ def compile_segments(
     Raises:
         UnsupportedModelError: a piece would depend on a number that none of its tensors shows.
     """
-    source = _joined(captured.module)
+    source = _joined(traced.module)
     few = (
         None
         if kernels is None
-        else with_small_products(source, kernels, LEAST_WEIGHT if least is None else least)
+        else fuse_few_rows(source, kernels, LEAST_WEIGHT if least is None else least)
     )
     whole = _cut(source, backend, ())
     cuts = () if kernels is None else tuple(kernels)
     if few is None:
-        return Segmented(whole, captured)
-    return Segmented(whole, captured, _cut(few, backend, cuts), few_of(few))
+        return PiecewiseNetwork(whole, traced)
+    return PiecewiseNetwork(whole, traced, _cut(few, backend, cuts), few_row_sizes(few))
 
 
 def _cut(

@@ -44,15 +44,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
     return query.new_empty(*query.shape[:2], value.shape[2])
 
 
-_library = torch.library.Library("kvcore_capture", "DEF")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("kvcore_trace", "DEF")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "attend(Tensor query, Tensor key, Tensor value, int layer) -> Tensor"
 )
 _library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-class Captured:
-    """A network's operations as one function; made by `capture`.
+class TracedNetwork:
+    """A network's operations as one function; made by `trace_network`.
 
     Attributes:
         module: they, as a graph: of input_ids, position_ids, rows, num_tokens, num_rows and a call
@@ -85,7 +85,7 @@ class Captured:
         return self._run(input_ids, position_ids, rows, input_ids.shape[1], rows.shape[0], call)
 
 
-def capture(network: PreTrainedModel, device: torch.device) -> Captured:
+def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwork:
     """Trace a network whose attention is ours. Costs a trace and a few forward passes.
 
     Raises:
@@ -109,10 +109,10 @@ def capture(network: PreTrainedModel, device: torch.device) -> Captured:
         ) from error
     finally:
         logger.setLevel(level)
-    captured = Captured(module, terms)
+    traced_network = TracedNetwork(module, terms)
     for num_tokens, num_rows in _TRIALS:
-        _check(network, captured, device, num_tokens, num_rows)
-    return captured
+        _check(network, traced_network, device, num_tokens, num_rows)
+    return traced_network
 
 
 def _trace(
@@ -143,7 +143,7 @@ class _Noting:
     ) -> Tensor:
         """Leave a mark."""
         self._terms[layer] = terms
-        marked: Tensor = torch.ops.kvcore_capture.attend(query, key, value, layer)
+        marked: Tensor = torch.ops.kvcore_trace.attend(query, key, value, layer)
         return marked
 
 
@@ -201,7 +201,7 @@ def _check_replayable(module: fx.GraphModule) -> None:
         value = node.meta.get("val")
         if any(map(_is_symbol, value.shape if isinstance(value, Tensor) else (value,))):
             raise UnsupportedModelError(
-                f"capture: wanted sizes that depend on no value, got those of {node.target}"
+                f"tracing: wanted sizes that depend on no value, got those of {node.target}"
             )
 
 
@@ -244,7 +244,7 @@ class _Numbers:
 
 def _no_multiple(number: int) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"capture: wanted a number that is a multiple of the number of tokens or rows, got "
+        f"tracing: wanted a number that is a multiple of the number of tokens or rows, got "
         f"{number} for {_SIZES[0]} tokens and {_SIZES[1]} rows"
     )
 
@@ -255,7 +255,7 @@ _PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: what ranks
 def _simplify(node: fx.Node, call: fx.Node) -> None:
     """Leave out what does nothing; let attention be called; refuse what must not be replayed."""
     target: Any = node.target
-    if target is torch.ops.kvcore_capture.attend.default:
+    if target is torch.ops.kvcore_trace.attend.default:
         query, key, value, layer = node.args
         node.target, node.args = operator.call, (call, layer, query, key, value)
     elif target is torch._C._set_grad_enabled:  # noqa: SLF001  # what a trace shows of no_grad
@@ -265,7 +265,7 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
     elif target is operator.getitem:  # one of several results
         return
     elif getattr(target, "namespace", None) not in _PURE:
-        raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
+        raise UnsupportedModelError(f"tracing: wanted pure operations of PyTorch, got {target}")
     elif target._schema.is_mutable:  # noqa: SLF001
         node.target = _pure_twin(node)
 
@@ -290,7 +290,7 @@ def _pure_twin(node: fx.Node) -> Callable[..., Any]:
         or _shares_memory(first)
         or not all(_keeps_dtype(one, first) for one in node.args[1:])
     ):
-        raise UnsupportedModelError(f"capture: wanted pure operations of PyTorch, got {target}")
+        raise UnsupportedModelError(f"tracing: wanted pure operations of PyTorch, got {target}")
     return twin  # type: ignore[no-any-return]
 
 
@@ -406,7 +406,7 @@ class Mixing:
 
 
 def _check(
-    network: PreTrainedModel, captured: Captured, device: torch.device, tokens: int, rows: int
+    network: PreTrainedModel, traced: TracedNetwork, device: torch.device, tokens: int, rows: int
 ) -> None:
     vocab_size = network.config.get_text_config().vocab_size
     input_ids = torch.arange(1, tokens + 1, device=device)[None] * 7919 % vocab_size
@@ -415,16 +415,16 @@ def _check(
     with torch.inference_mode():
         wanted = _logits(network, input_ids, position_ids, kept, Mixing())
         try:
-            got = captured.logits(input_ids, position_ids, kept, Mixing())
+            got = traced.logits(input_ids, position_ids, kept, Mixing())
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # an operator raises what it likes
             reason = str(error).strip().split("\n", 1)[0]
             raise UnsupportedModelError(
-                f"{type(network).__name__}: its captured operations fail for {tokens} tokens: "
+                f"{type(network).__name__}: its traced operations fail for {tokens} tokens: "
                 f"{reason}"
             ) from error
     if not torch.equal(wanted, got):
         raise UnsupportedModelError(
-            f"{type(network).__name__}: its captured operations give other logits than it does"
+            f"{type(network).__name__}: its traced operations give other logits than it does"
         )

@@ -1,4 +1,4 @@
-"""Room in the pool: who needs how much, who gives up what, and what moves to host memory.
+"""Admission: how many blocks a start needs, and what becomes of those of a preempted request.
 
 Decides: how many blocks a start needs and how many must stay free beside it: a block in hand for
 everything that running requests know already, one more a group for each that can still grow, and
@@ -7,8 +7,9 @@ while there is room for them there, otherwise they are given up and computed aga
 
 Invariants:
 - counts are never too low for a request that runs alone, so what `Scheduler.add` accepts can end;
-- blocks that are being stored or loaded are under a lease, so nobody is given them before the step
-  is updated; their number is known (`num_freeing`), so nobody is preempted for what is coming;
+- blocks that are being stored or loaded are under a lease and are not reused before the step is
+  updated; their number is known (`num_freeing`), so no request is preempted for blocks that will
+  be free anyway;
 - a copy in host memory is counted exactly while its request has it.
 
 Does not know: the order of requests, budgets of tokens, how blocks are copied.
@@ -25,12 +26,12 @@ from model.control.step import Transfer
 from model.errors import SchedulerStateError
 
 
-class Room:
-    """The pool and the host memory of one scheduler.
+class Admission:
+    """Room in the pool and in the host memory of one scheduler.
 
     Attributes:
         num_freeing: blocks that come free when the transfers of this step are done.
-        num_host_blocks_left: blocks of host memory that nobody has.
+        num_host_blocks_left: free blocks of host memory.
     """
 
     def __init__(self, kv: kvcore.KVCacheManager, config: SchedulerConfig) -> None:
@@ -71,15 +72,15 @@ class Room:
         return replace(request.namespace, weight_epoch=epoch) if epoch else request.namespace
 
     @staticmethod
-    def wanted(plan: kvcore.Plan) -> int:
+    def num_wanted(plan: kvcore.Plan) -> int:
         """Free blocks that a start takes until all known tokens are computed. O(1).
 
         What it finds and what it adds, at the moment when it holds the most.
         """
         return plan.num_new_blocks + plan.num_revived_blocks
 
-    def promised(self, running: Iterable[Request], num_forks: int) -> int:
-        """Blocks that a start has to leave free for others; none where nobody runs.
+    def num_promised(self, running: Iterable[Request], num_forks: int) -> int:
+        """Blocks that a start has to leave free for others; 0 when no request runs.
 
         Args:
             running: who runs.
@@ -91,7 +92,7 @@ class Room:
         return max(self._watermark, sum(outlooks) + num_forks * len(self._kv.groups))
 
     def num_exclusive(self, request: Request) -> int:
-        """Blocks that nobody else has: free when it is preempted. O(its blocks)."""
+        """Blocks that only this request uses: free once it is preempted. O(its blocks)."""
         return self._kv.num_exclusive_blocks(request.running_sequence)
 
     def num_reservable(self, request: Request, wanted: int) -> int:
@@ -116,8 +117,10 @@ class Room:
         missing = self._kv.num_missing_blocks(request.running_sequence, 1)
         return missing <= self._kv.num_free_blocks + self.num_freeing
 
-    def give_up(self, request: Request) -> Transfer | None:
-        """Preempt a running request: its blocks are stored or released. O(its blocks).
+    def close_sequence(self, request: Request) -> Transfer | None:
+        """Preempt a running request: close its sequence, store its blocks if they fit.
+
+        O(its blocks).
 
         Returns:
             What has to be stored, if anything.
@@ -130,11 +133,11 @@ class Room:
             self.num_freeing += transfer.lease.num_exclusive_blocks
         return transfer
 
-    def enter(self, request: Request) -> Transfer | None:
-        """Let a request run: the longest cached prefix is its own, and what is stored is loaded.
+    def open_sequence(self, request: Request) -> Transfer | None:
+        """Open the sequence of a request that starts: its cached prefix is found, its copy loaded.
 
         A copy that does not reach down to the cached prefix is of no use, and neither is one that
-        the prefix covers: it is dropped. There is room, as `wanted` said. O(its tokens).
+        the prefix covers: it is dropped. There is room, as `num_wanted` said. O(its tokens).
 
         Returns:
             What has to be loaded, if anything.

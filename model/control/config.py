@@ -1,4 +1,4 @@
-"""Sizes and limits, declared and checked once, when they are stated.
+"""Sizes and limits, declared once and checked when an instance is made.
 
 Invariants: a configuration that exists is in range; it never changes.
 
@@ -20,26 +20,29 @@ MAX_STEP_TOKENS = 2**31 - 1
 MAX_BLOCK_SIZE = 2**20
 """The most tokens a block of `kvcore` has."""
 
-_LOOKED_UP, _COMPUTED = 8, 4
-"""Tokens that are guessed at once where nobody says: a look-up costs no pass of a network."""
+_NGRAM_DRAFTS, _MODEL_DRAFTS = 8, 4
+"""The default number of draft tokens: an n-gram look-up costs no forward pass, a model one each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """How much a step takes, and who comes into it."""
+    """Limits of one scheduler step."""
 
     max_num_batched_tokens: int = setting(
-        2048, help="the most tokens of a step", least=1, most=MAX_STEP_TOKENS
+        2048,
+        help="token budget of a step; longer prompts are computed by chunked prefill",
+        least=1,
+        most=MAX_STEP_TOKENS,
     )
-    max_num_seqs: int = setting(64, help="the most requests that run at once", least=1)
+    max_num_seqs: int = setting(64, help="largest number of requests that run at once", least=1)
     watermark: float = setting(
         0.01,
-        help="share of the blocks that a start beside running requests leaves free",
+        help="fraction of the KV blocks that admitting a request must leave free while others run",
         least=0,
         below=1,
     )
     priority_span: int = setting(
-        64, help="how many later requests one level of priority overtakes", least=1
+        64, help="how many earlier arrivals a request overtakes for each level of priority", least=1
     )
 
     def __post_init__(self) -> None:
@@ -48,133 +51,146 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig(StepLimits):
-    """What a scheduler is told beside the limits of a step.
+    """The limits of a step and what the engine adds for its scheduler.
 
     Attributes:
-        num_host_blocks: blocks of host memory that preempted requests may be stored in; 0: none,
-            they are computed again.
-        long_above: longer texts have other keys and values from their first token on; None: there
-            is no such length.
-        may_cross: whether a request may grow past it; it is computed again then.
-        draft_tokens: the most tokens that are guessed at once for a request.
+        num_host_blocks: blocks of host memory for swapping preempted requests out; 0: preempted
+            requests are recomputed.
+        long_above: a longer text has different keys and values from its first token on (scaled
+            rotary embeddings); None: there is no such length.
+        may_cross: whether a request may grow past `long_above`; it is recomputed then.
+        draft_tokens: the largest number of draft tokens of a request in one step.
     """
 
     max_model_len: int | None = setting(
         None,
-        help="the most tokens a request may come to (default: as many as fit into the cache)",
+        help="largest number of prompt and output tokens of a request (default: what fits into the "
+        "KV cache)",
         least=1,
     )
     num_host_blocks: int = 0
     long_above: int | None = None
     may_cross: bool = True
-    draft_tokens: int = _LOOKED_UP
+    draft_tokens: int = _NGRAM_DRAFTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(StepLimits):
-    """How large an engine is, and how it runs a step.
+    """The sizes of an engine and how it runs a step.
 
     Attributes:
-        expected_lengths: the most tokens of each request to come; where `num_blocks` is None, never
-            more blocks than all of them together can use.
-        seed: of the draws of requests that have no seed of their own.
-        record_events: note what the cache holds, for a publisher that tells routers.
+        expected_lengths: the largest number of tokens of each expected request; where `num_blocks`
+            is None, no more blocks are allocated than all of them together can use.
+        seed: for the random draws of requests without a seed of their own.
+        record_events: record KV events, for a publisher that sends them to routers.
     """
 
     num_blocks: int | None = setting(
         None,
-        help="blocks of the cache, block 0 included, which is never used (default: as many as the "
+        help="number of KV cache blocks, including the unused block 0 (default: as many as the "
         "prompts can use and memory allows)",
         least=2,
         most=MAX_NUM_BLOCKS,
     )
     kv_memory_bytes: int | None = setting(
         None,
-        help="what the cache may take, such as 2GiB, in place of --num-blocks (default on a CPU: "
-        "1GiB, or half of what is free if that is less)",
+        help="memory for the KV cache, such as 2GiB, instead of --num-blocks (default on a CPU: "
+        "1GiB, "
+        "or half of the free memory if that is less)",
         least=1,
         unit="bytes",
     )
     kv_memory_fraction: float | None = setting(
         None,
-        help="likewise, as a share of the memory that is free (default on a GPU: 0.9)",
+        help="memory for the KV cache as a fraction of free memory (default on a GPU: 0.9)",
         above=0,
         most=1,
     )
-    block_size: int = setting(16, help="tokens of a block", least=1, most=MAX_BLOCK_SIZE)
+    block_size: int = setting(16, help="tokens in a KV cache block", least=1, most=MAX_BLOCK_SIZE)
     enable_prefix_caching: bool = setting(
-        True, help="let a prompt use what others have computed", flag="prefix-cache"
+        True,
+        help="prefix caching: reuse the blocks of a cached prefix instead of recomputing it",
+        flag="prefix-cache",
     )
     kv_dtype: Literal["auto", "fp8"] = setting(
         "auto",
-        help="of the cache's numbers; auto: the network's; fp8: e4m3 with scales, half of "
-        "bfloat16's memory, and a text that may differ",
+        help="data type of the KV cache; auto: that of the model; fp8: e4m3 with scales, which "
+        "takes "
+        "half the memory of bfloat16 and may change the output",
     )
     kv_scales: Literal["calibrated", "one"] = setting(
         "calibrated",
-        help="with --kv-dtype fp8: for each head by what is stored of a few tokens, or 1",
+        help="scales for --kv-dtype fp8; calibrated: one for each head, measured on a few tokens; "
+        "one: all scales are 1",
         needs=("kv_dtype=fp8",),
     )
     swap_memory_bytes: int | None = setting(
         None,
-        help="host memory for blocks of preempted requests; 0: they are computed again (default: "
-        "some, where that is cheaper)",
+        help="preemption: host memory to swap blocks of preempted requests to; 0: recompute them "
+        "(default: some memory, where swapping is cheaper)",
         least=0,
         unit="bytes",
     )
     eager: bool = setting(
         False,
-        help="call the network's modules as they are: nothing captured, compiled or recorded",
+        help="run the network's modules eagerly: no CUDA graphs, no tracing, no torch.compile",
     )
     compile: bool = setting(
         False,
-        help="spend seconds before the first step: on a GPU, compile the network's operations "
-        "with torch.compile; on a CPU, run those of a small one without its modules",
+        help="compile before the first step, which takes seconds: on a GPU, with torch.compile; "
+        "on a "
+        "CPU, run the operations of a small network without its modules",
     )
     sanitize: bool = setting(
         False,
-        help="check every KV cache access of every step and stop at the first wrong one: a slot "
-        "that was never written, or a block of another request; for debugging: implies eager, and "
-        "steps take two to four times as long on a CPU, longer on a GPU",
+        help="debugging: check every KV cache access and stop at the first wrong one (a slot that "
+        "was never written, or a block of another request); implies --eager; steps take two to "
+        "four times as long on a CPU, longer on a GPU",
     )
     async_scheduling: bool | None = setting(
         None,
-        help="plan and send a step before the tokens of the last one are read (default: on a GPU)",
+        help="schedule and launch a step before the tokens of the previous one are read "
+        "(default: on a "
+        "GPU without speculative decoding)",
     )
     drafts: Literal["ngram"] | None = setting(
         None,
-        help="guess the next tokens of a request, and check all guesses in one pass; ngram: what "
-        "followed the same tokens before (default: no guesses)",
+        help="speculative decoding: propose draft tokens and verify them in one forward pass; "
+        "ngram: "
+        "propose what followed the same tokens earlier in the text (default: off)",
     )
     draft_model: str | None = setting(
         None,
-        help="guess the next tokens with a second, smaller model of the same vocabulary: a folder "
-        "or owner/name on the hub; it has as many cache blocks beside those of the first",
+        help="speculative decoding with a draft model: a smaller model with the same vocabulary, a "
+        "folder or a Hugging Face id; it gets as many KV cache blocks of its own",
         least=1,
         metavar="PATH_OR_ID",
     )
     draft_tokens: int | None = setting(
         None,
-        help="the most tokens that are guessed at once for a request (default: "
-        f"{_LOOKED_UP} by look-up, {_COMPUTED} by a model, which takes a pass for each)",
+        help="speculative decoding: largest number of draft tokens of a request in a step "
+        "(default: "
+        f"{_NGRAM_DRAFTS} with --drafts ngram, {_MODEL_DRAFTS} with --draft-model)",
         least=1,
         most=64,
         needs=("drafts", "draft_model"),
     )
     grammar_token_s: float = setting(
         0.1,
-        help="the most processor time, in seconds, to find the tokens that may come next in a "
-        "text that follows a grammar; a request that takes more ends with an error",
+        help="structured outputs: CPU seconds allowed for the token mask of one token; a request "
+        "that "
+        "takes longer ends with an error",
         above=0,
     )
     grammar_request_s: float = setting(
         0.5,
-        help="likewise for all tokens of a request; the first millisecond of each is not counted",
+        help="structured outputs: CPU seconds allowed for all token masks of a request; the first "
+        "millisecond of each token is not counted",
         above=0,
     )
     record_lifetimes: bool = setting(
         False,
-        help="count for how many steps blocks live, lie idle and wait for a hit",
+        help="count for how many steps blocks live, stay idle and wait for a prefix cache hit",
     )
     expected_lengths: tuple[int, ...] | None = None
     seed: int = 0
@@ -185,34 +201,41 @@ class EngineConfig(StepLimits):
         sizes = ("num_blocks", "kv_memory_bytes", "kv_memory_fraction")
         given = [name for name in sizes if getattr(self, name) is not None]
         if len(given) > 1:
-            raise InvalidArgumentError(f"{given[0]}: wanted this or {given[1]}, got both")
-        if self.eager and self.compile:
-            raise InvalidArgumentError("eager: wanted this or compile, got both")
-        if self.drafts is not None and self.draft_model is not None:
-            raise InvalidArgumentError("draft_model: wanted this or drafts, got both")
-        if self.guesses and self.async_scheduling:
-            guess = "drafts" if self.draft_model is None else "draft_model"
             raise InvalidArgumentError(
-                f"async_scheduling: wanted this or {guess}, got both: what to guess is known when "
-                "the last tokens are read"
+                f"{given[0]}: cannot be combined with {given[1]}; give one of them"
+            )
+        if self.eager and self.compile:
+            raise InvalidArgumentError("eager: cannot be combined with compile; give one of them")
+        if self.drafts is not None and self.draft_model is not None:
+            raise InvalidArgumentError(
+                "draft_model: cannot be combined with drafts; give one of them"
+            )
+        if self.is_speculative and self.async_scheduling:
+            source = "drafts" if self.draft_model is None else "draft_model"
+            raise InvalidArgumentError(
+                f"async_scheduling: cannot be combined with {source}: draft tokens are proposed "
+                "from "
+                "the tokens of the previous step"
             )
         if self.sanitize and self.compile:
-            raise InvalidArgumentError("sanitize: wanted this or compile, got both")
+            raise InvalidArgumentError(
+                "sanitize: cannot be combined with compile; give one of them"
+            )
 
     @property
-    def guesses(self) -> bool:
-        """Whether requests bring drafts. O(1)."""
+    def is_speculative(self) -> bool:
+        """Whether speculative decoding is on. O(1)."""
         return self.drafts is not None or self.draft_model is not None
 
     @property
     def most_drafts(self) -> int:
-        """The most tokens that are guessed at once for a request; 0: nothing is guessed. O(1)."""
-        if not self.guesses:
+        """The largest number of draft tokens of a request in a step; 0: it is off. O(1)."""
+        if not self.is_speculative:
             return 0
-        return self.draft_tokens or (_LOOKED_UP if self.draft_model is None else _COMPUTED)
+        return self.draft_tokens or (_NGRAM_DRAFTS if self.draft_model is None else _MODEL_DRAFTS)
 
     @property
     def max_rows(self) -> int:
-        """The most rows of logits of a step: of each request one, and one for each draft. O(1)."""
+        """The largest number of rows of logits in a step: a request has 1 + drafts. O(1)."""
         each = 1 + self.most_drafts
         return min(self.max_num_batched_tokens, self.max_num_seqs * each)

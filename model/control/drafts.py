@@ -1,4 +1,4 @@
-"""Drafts: tokens that may come next, guessed cheaply, so that one pass can check several of them.
+"""Speculative decoding: cheap draft tokens, several of which are verified in one forward pass.
 
 A pass that computes one token reads every weight, and costs hardly more for a few tokens. So a
 request that decodes may bring guesses of what follows its last token; all are computed at once, and
@@ -37,7 +37,7 @@ class Drafter(Protocol):
     """Guesses what follows."""
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int]]:
-        """For each request the tokens that may follow those it has, at most so many, often none.
+        """For each request the tokens that may follow those it has, up to its number, often none.
 
         Args:
             wanted: requests that run and have read all their tokens.

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen, and when they end.
+"""Sampling parameters: how the tokens of a request are chosen, and when they end.
 
 Decides: which values of the sampling parameters make sense.
 
@@ -17,7 +17,7 @@ MAX_INT = 2**63 - 1
 """The largest max_tokens, top_k and seed: what 64 bits hold."""
 
 MAX_LOGPROBS = 20
-"""The most tokens that are told beside each token, as OpenAI and vLLM have it."""
+"""The largest `logprobs`, as in OpenAI's interface and vLLM."""
 
 MAX_TOKEN_ID = 2**32 - 1
 """The largest token id, as kvcore packs them."""
@@ -36,69 +36,78 @@ class SamplingParams:
     """
 
     max_tokens: int = setting(
-        64, help="the most tokens to generate for a prompt", least=1, most=MAX_INT
+        64, help="largest number of tokens to generate for each prompt", least=1, most=MAX_INT
     )
     temperature: float = setting(
         0.0,
-        help="0 takes the most likely token; above 0 it divides the logits of what is drawn",
+        help="0: greedy, the most likely token; above 0: the logits are divided by it before "
+        "sampling",
         least=0,
         most=1_000_000,
     )
     top_k: int | None = setting(
-        None, help="draw from the most likely tokens alone, this many", least=1, most=MAX_INT
+        None, help="sample only from this many of the most likely tokens", least=1, most=MAX_INT
     )
     top_p: float = setting(
-        1.0, help="draw from the fewest most likely tokens that reach this mass", above=0, most=1
+        1.0,
+        help="nucleus sampling: sample from the smallest set of tokens with this total probability",
+        above=0,
+        most=1,
     )
     min_p: float = setting(
         0.0,
-        help="draw from tokens at least this many times as likely as the most likely",
+        help="drop tokens less likely than this fraction of the most likely token's probability",
         least=0,
         most=1,
     )
     repetition_penalty: float = setting(
         1.0,
-        help="divides the logits above 0 of tokens that prompt or output have, and multiplies "
-        "those below",
+        help="tokens already in the prompt or output: positive logits are divided by it, negative "
+        "ones multiplied",
         least=0.01,
         most=100,
     )
     presence_penalty: float = setting(
-        0.0, help="taken from the logits of tokens that the output has", least=-2, most=2
+        0.0, help="subtracted from the logits of tokens already generated", least=-2, most=2
     )
     frequency_penalty: float = setting(
-        0.0, help="likewise, once for each time that the output has them", least=-2, most=2
+        0.0,
+        help="subtracted from the logits of a token once for each time it was generated",
+        least=-2,
+        most=2,
     )
     logit_bias: tuple[tuple[int, float], ...] = setting(
         (),
-        help="pairs of a token id and what is added to its logit, from -100 to 100",
+        help="pairs of a token id and a number from -100 to 100 that is added to its logit",
         flag="",
     )
     seed: int | None = setting(
         None,
-        help="of the draws, which it makes a function of the request alone; the prompts of a "
-        "command line draw with this and their numbers, from 0, modulo 2**63",
+        help="random seed; with one, the output depends on the request alone; prompt number i of a "
+        "command line (from 0) uses seed + i, modulo 2**63",
         least=0,
         most=MAX_INT,
     )
     stop_token_ids: tuple[int, ...] = setting(
         (),
-        help="any of these ends the text, and stays in the tokens",
+        help="token ids that end the output; the ending token stays in the output tokens",
         least=0,
         most=MAX_TOKEN_ID,
         flag="",
     )
-    stop: tuple[str, ...] = setting((), help="a text ends before any of these", least=1)
-    ignore_eos: bool = setting(False, help="go on after the model's own end of text")
+    stop: tuple[str, ...] = setting((), help="stop string: the text ends before it", least=1)
+    ignore_eos: bool = setting(False, help="continue after the model's end-of-sequence token")
     logprobs: int | None = setting(
         None,
-        help="tell how likely each token was in the model's own distribution, and this many of the "
-        "most likely tokens",
+        help="report the log-probability of each token and of this many of the most likely tokens, "
+        "before temperature and penalties",
         least=0,
         most=MAX_LOGPROBS,
     )
 
-    grammar: Grammar | None = setting(None, help="what the text must be", flag="")
+    grammar: Grammar | None = setting(
+        None, help="structured outputs: the grammar that the text must follow", flag=""
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.grammar, Grammar | None):

@@ -158,7 +158,7 @@ class FrameLog:
         self.frames: list[Frame] = []
         self._max_size = max_size
         self._size = 0
-        self._stride = 1  # so many frames are folded into one
+        self._stride = 1  # number of frames that are folded into one
         self._num_folded = 0  # in the last one
 
     def add(self, frame: Frame) -> None:
@@ -216,7 +216,7 @@ class PoolFrames:
         kv: the pool.
         schedule: its requests.
         label: what a request is called, asked once it has blocks; None: nothing.
-        ended: is called with each request that is seen no more; None: nobody wants to know.
+        ended: called with each request that is no longer seen; None: not called.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class PoolFrames:
             self._ended(request)
 
     def _clear(self, one: _Seen, num_computed: int) -> None:
-        """Note that a request has let go of all its blocks, of which so many tokens were full."""
+        """Note that a request has released its blocks, `num_computed` tokens of them written."""
         for group, ids in enumerate(one.tables):
             if ids:
                 num_full = num_computed // self._kv.groups[group].block_size
@@ -372,8 +372,13 @@ class PoolFrames:
     ) -> None:
         """Note a table that has changed.
 
-        So many of its first entries were found in the cache; so many of those that it had are full,
-        and presumed to be cached where nobody holds them any more.
+        Args:
+            one: whose table.
+            group: of the KV cache.
+            ids: the new table.
+            num_hit: number of its first entries that were prefix cache hits.
+            num_full: number of full blocks in the old table; those without a holder are presumed
+                to stay cached.
         """
         before = one.tables[group]
         first = _first_difference(before, ids)
@@ -384,7 +389,7 @@ class PoolFrames:
         self._changes.append(_Change(one.request.request_id, group, first, ids, num_hit))
 
     def _settle(self) -> dict[int, int]:
-        """Count who holds what, now that all have let go; say what nobody holds any more.
+        """Count the holders of every changed block; return the blocks without any.
 
         Returns:
             For each such block whether it is presumed to hold content.

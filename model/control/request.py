@@ -51,7 +51,7 @@ class SampledToken(NamedTuple):
     Attributes:
         token_id: the token.
         logprob: the natural logarithm of its probability in the model's own distribution, before
-            temperature, penalties, bias and cuts; None: nobody asked (`SamplingParams.logprobs`).
+            temperature, penalties, bias and cuts; None: `SamplingParams.logprobs` is None.
         top_logprobs: the most likely tokens, in their order, each with the same of its own.
     """
 
@@ -68,7 +68,7 @@ class HostCopy:
         num_tokens: tokens that were computed when they were copied.
         places: for each layer group the entries of its table, from the first to before the second;
             those before them are out of sight, or shared with others and expected in the cache.
-        payload: the memory itself, kept by whoever copies.
+        payload: the memory itself; `BlockMover` allocates and frees it.
     """
 
     num_tokens: int
@@ -162,9 +162,9 @@ class Request:
         self.sample = sample
         self.namespace = _checked(namespace)
         self.retain = tuple(retain)
-        for wish in self.retain:
-            if type(wish) is not kvcore.Retention:
-                raise InvalidArgumentError(f"retain: wanted kvcore.Retention, got {shown(wish)}")
+        for one in self.retain:
+            if type(one) is not kvcore.Retention:
+                raise InvalidArgumentError(f"retain: wanted kvcore.Retention, got {shown(one)}")
         self.order = (0, 0)
         self.sequence: kvcore.KVSequence | None = None
         self.host_copy: HostCopy | None = None
@@ -212,7 +212,7 @@ class Request:
     @property
     def is_expecting(self) -> bool:
         """Whether its last token was drawn and has not been read. O(1)."""
-        return self._is_owed if self.sequence is None else self.sequence.num_untold_tokens > 0
+        return self._is_owed if self.sequence is None else self.sequence.num_unknown_tokens > 0
 
     @property
     def num_computed_tokens(self) -> int:
@@ -282,7 +282,7 @@ class Request:
         sequence = self.running_sequence
         self._leave(Status.RUNNING, to=Status.PREEMPTED)
         self.num_preemptions += 1
-        self._is_owed = sequence.num_untold_tokens > 0
+        self._is_owed = sequence.num_unknown_tokens > 0
         self._take_from(sequence)
         return sequence
 
@@ -293,7 +293,9 @@ class Request:
             RequestStateError: it expects none, or runs: then its sequence is told.
         """
         if not self._is_owed:
-            raise RequestStateError(f"{self!r}: tell wants a preempted one that expects a token")
+            raise RequestStateError(
+                f"{self!r}: `tell` needs a preempted request that expects a token"
+            )
         self._tokens.append(token)
         self._is_owed = False
 
@@ -304,7 +306,7 @@ class Request:
         """
         if token in self._ends:
             return FinishReason.STOP
-        return FinishReason.LENGTH if self.is_complete else None
+        return FinishReason.LENGTH if self.num_tokens == self.max_total_tokens else None
 
     def ends_by(self, token: int) -> bool:
         """Whether a token ends it wherever it stands. O(1)."""

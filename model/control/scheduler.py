@@ -1,41 +1,55 @@
-"""Requests on their way: added, scheduled step by step, updated, ended.
+"""The scheduler: which requests run, and what each step computes.
 
-Decides: when a step's tokens count (all chunks are committed, then samples fork from their leaders,
-then tokens end requests), and which requests are accepted at all. What a step computes is decided
-in `planner.py`.
+Requests have an order: by arrival, one level of priority moving a request ahead of the next
+`priority_span` arrivals and no more, so that no stream of others can starve it. Under a budget of
+tokens a step, decodes go first; what is left goes in order to prefills, in pieces (chunked prefill,
+as in Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requests. Blocks are
+taken chunk by chunk, so that a window group never holds more than a window and a chunk.
 
-A step's tokens may be read one step late: `advance` when the step is on its way, `accept` when its
-tokens are known, after the next `schedule` at the latest; `update` is both at once. In between
-everyone who samples has an entry that stands in for its token. Nothing is committed that holds one:
-a token is committed when it is computed, a step after it was drawn. What a request that ends by a
-stop token has been planned to do meanwhile is dropped.
+Where a running request finds no block, the last in order is preempted (recomputation or swapping,
+as in vLLM, Kwon et al. 2023, arXiv:2309.06180; `admission.py` has the rule); so is one that runs
+although a waiting one comes before it and would fit then.
 
-Further samples of a prompt start by a fork when it is computed; where there is no seat or block for
-one, it waits its turn like any other request and draws the same token then.
+A step reads in this order: `schedule` plans it and takes its blocks; `advance` commits what it
+computes, once it is on its way to the device; `accept` takes its tokens. They may be read one step
+late, after the next `schedule` at the latest; `update` is `advance` and `accept` at once. Until
+then every request that samples expects a token. Nothing is committed that holds one: a token is
+committed when it is computed, a step after it was sampled. What was planned meanwhile for a request
+that ends by a stop token is dropped.
+
+Further samples of a prompt start by a fork when it is computed; without room for one, it waits its
+turn like any other request and draws the same token then.
 
 Invariants:
-- what `add` accepts ends, whatever comes after it, unless somebody else holds the pool's blocks;
+- what `add` accepts ends, whatever comes after it, unless blocks of the pool are held from outside;
+- `running` and `waiting` are each in order; a start never overtakes one that waits, but for samples
+  that wait for their leader;
+- the first in order goes on in every step, but for those in which its blocks or those that it waits
+  for are copied, or a request before it has its last token read: a token of the budget is kept for
+  it and all others can be preempted for it;
+- a step never exceeds the budget, and a request that does not run holds no blocks;
 - nothing is committed of a request that has ended;
-- no block is copied from or to twice in one update, because no token ends a request before all have
-  forked.
+- all chunks are committed, then samples fork, then tokens end requests: no block is copied from or
+  to twice in one update.
 
 Does not know: torch, text, how a token is computed or sampled, how a block is copied.
 """
 
-from bisect import bisect_right
+import math
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 
 import kvcore
+from model.control.admission import Admission
 from model.control.config import SchedulerConfig
-from model.control.drafts import Drafter
-from model.control.planner import StepPlanner
+from model.control.drafts import Drafter, may_have_drafts
 from model.control.request import FinishReason, Request, Status
-from model.control.step import Chunk, Step
+from model.control.step import Chunk, SchedulerStats, Step, Transfer, samplers
 from model.errors import InvalidArgumentError, RequestTooLongError, SchedulerStateError
 
 
-class Scheduler(StepPlanner):
+class Scheduler:
     """Moves requests from waiting to finished; owns their sequences in `kv`.
 
     `schedule` and `update` alternate, or `schedule`, `accept` of the step before and `advance`;
@@ -45,14 +59,39 @@ class Scheduler(StepPlanner):
     def __init__(
         self, kv: kvcore.KVCacheManager, config: SchedulerConfig, drafter: Drafter | None = None
     ) -> None:
-        super().__init__(kv, config, drafter)
+        self.config = config
+        self.stats = SchedulerStats()
+        self._kv = kv
+        self._drafter = drafter
+        self._admission = Admission(kv, config)
+        self._stride = math.gcd(*[group.block_size for group in kv.groups])
         self._unfinished: dict[int, Request] = {}
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._followers: dict[int, list[Request]] = {}  # by leader: samples of its prompt
         self._num_added = 0
         # Whether anything is kept for a number of steps, or counted in them.
         self._keeps_time = kv.stats().lifetimes is not None
+        # The step that is planned.
+        self._budget = 0
+        self._planned: dict[int, Chunk] = {}
+        self._stores: list[Transfer] = []
+        self._loads: list[Transfer] = []
+        self._no_room: tuple[Request, int, kvcore.Plan] | None = None  # who, its length, its plan
+        # The step that is on its way.
         self._in_flight: Step | None = None
-        self._expecting: tuple[Request, ...] = ()  # what the last step draws for, unread
-        self._drafts: dict[int, tuple[int, ...]] = {}  # which drafts it has computed, likewise
+        self._expecting: tuple[Request, ...] = ()  # what the last step samples, unread
+        self._drafts: dict[int, tuple[int, ...]] = {}  # draft tokens that it verifies, likewise
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """The running requests, in order. O(num_running)."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The waiting and preempted requests, in order. O(num_waiting)."""
+        return tuple(self._waiting)
 
     @property
     def has_unfinished(self) -> bool:
@@ -65,16 +104,16 @@ class Scheduler(StepPlanner):
         return tuple(self._unfinished.values())
 
     @property
-    def guesses(self) -> bool:
-        """Whether requests bring drafts. O(1)."""
+    def is_speculative(self) -> bool:
+        """Whether speculative decoding is on. O(1)."""
         return self._drafter is not None
 
     @cached_property
     def max_model_len(self) -> int:
         """Tokens that a request may come to for sure, its prompt included. O(log blocks), once.
 
-        No more than positions, than the pool has room for where nobody else is, layer groups and
-        all, and than there are slots: tables are as wide.
+        No more than positions, than an otherwise empty pool has room for in all KV cache groups,
+        and no more than there are slots, because block tables are as wide.
         """
         size, groups, blocks = self._kv.block_size, self._kv.groups, self._kv.num_usable_blocks
         peak = partial(kvcore.peak_blocks, block_size=size, groups=groups, chunk=1)
@@ -143,7 +182,7 @@ class Scheduler(StepPlanner):
         for queue in (self._running, self._waiting):
             if request in queue:  # of none, if a plan was broken off while it changed its place
                 queue.remove(request)
-        self._room.drop_copy(request)
+        self._admission.drop_copy(request)
         sequence = request.finish(reason)
         if sequence is not None:
             self._kv.close(sequence)
@@ -158,13 +197,281 @@ class Scheduler(StepPlanner):
             SchedulerStateError: the last step has not been updated yet.
         """
         if self._in_flight is not None:
-            raise SchedulerStateError("schedule: the last step wants its update first")
+            raise SchedulerStateError(
+                "schedule: the last step has not been updated; call update or advance first"
+            )
         if self._drafts:
-            raise SchedulerStateError("schedule: the last step had drafts: accept its tokens first")
+            raise SchedulerStateError(
+                "schedule: the last step had draft tokens; call accept with its tokens first"
+            )
         if self._keeps_time:
             self._kv.tick(1)
-        self._in_flight = self.plan()
+        self._budget = self.config.max_num_batched_tokens
+        self._planned, self._stores, self._loads = {}, [], []
+        if self.config.long_above is not None:
+            self._restart_long()
+        self._plan_decodes()
+        self._plan_others()
+        if self._drafter is not None:
+            self._plan_drafts(self._drafter)
+        if self._followers:
+            self._plan_followers()
+        chunks = tuple(self._planned.values())
+        self._in_flight = Step(chunks, tuple(self._stores), tuple(self._loads))
+        self.stats.num_steps += bool(chunks)
+        self.stats.peak_running = max(self.stats.peak_running, len(self._running))
         return self._in_flight
+
+    def _restart_long(self) -> None:
+        """Restart requests that have become long: all their keys and values change."""
+        for request in self.running:
+            if self._admission.is_long(request) > request.is_long and not request.is_complete:
+                self._running.remove(request)
+                self._kv.close(request.preempt())
+                self._enqueue(request)
+                self.stats.num_preemptions += 1
+
+    def _plan_decodes(self) -> None:
+        """Plan the requests with one token to compute, a token kept for the first in order."""
+        first = self._first_waiting(0)[0]
+        going = next((request for request in self._running if not request.is_complete), None)
+        if going is not None and (first is None or going.order < first.order):
+            first = going
+        decodes = [
+            (request, sequence, start)
+            for request in self._running
+            if (sequence := request.sequence) is not None
+            and (start := sequence.num_computed_tokens) == (length := sequence.num_tokens) - 1
+            and length < request.max_total_tokens  # else its last token is still to be read
+        ]
+        kept = first is not None and (not decodes or decodes[0][0] is not first)
+        decodes = decodes[: self._budget - kept]
+        # Inside a block of every group there is room: the token before has it too.
+        growing = [sequence for _, sequence, start in decodes if start % self._stride == 0]
+        try:
+            self._kv.reserve_step(growing, [1] * len(growing))
+        except kvcore.OutOfBlocksError:
+            for request, _, _ in decodes:
+                if request.status is Status.RUNNING:
+                    self._plan_chunk(request)
+        else:
+            self._budget -= len(decodes)
+            chunk = Chunk._make  # a step has hundreds: the quickest way to make one
+            for request, _, start in decodes:
+                self._planned[request.request_id] = chunk((request, start, 1, True, (), ()))
+
+    def _plan_others(self) -> None:
+        """Plan prefills and starts in order; the first that cannot start holds up those behind."""
+        prefills: list[Request] = []
+        if len(self._planned) < len(self._running):
+            prefills = [r for r in self._running if r.num_uncomputed_tokens > 1]
+            prefills.reverse()
+        may_start = True
+        while self._budget:
+            while prefills and prefills[-1].status is not Status.RUNNING:
+                prefills.pop()
+            request, num_led = self._first_waiting(0) if may_start else (None, 0)
+            if prefills and (request is None or prefills[-1].order < request.order):
+                self._plan_chunk(prefills.pop())
+            elif request is None:
+                return
+            elif self._admit(request, num_led):
+                self._start(request)
+            else:
+                may_start = False
+
+    def _plan_drafts(self, drafter: Drafter) -> None:
+        """Let decodes bring drafts, as far as budget and blocks are left when all else is planned.
+
+        No request is preempted for draft tokens; only a follower that would fork after this step
+        may find no block left and then starts like any other request.
+        """
+        wanted = [
+            (chunk.request, most)
+            for chunk in self._planned.values()
+            if chunk.num_tokens == 1
+            and chunk.samples
+            and (most := self._most_drafts(chunk.request))
+        ]
+        if not wanted or not self._budget:
+            return
+        proposed = drafter.propose(wanted)
+        for (request, _), drafts in zip(wanted, proposed, strict=True):
+            count = min(len(drafts), self._budget)
+            count = self._admission.num_reservable(request, 1 + count) - 1
+            if count:
+                self._kv.reserve(request.running_sequence, 1 + count)
+                self._budget -= count
+                number = request.request_id
+                self._planned[number] = self._planned[number]._replace(
+                    num_tokens=1 + count, drafts=tuple(drafts[:count])
+                )
+                self.stats.num_drafts += 1
+                self.stats.num_draft_tokens += count
+
+    def _most_drafts(self, request: Request) -> int:
+        """The most drafts that could all be told; none where the last token is still unread."""
+        if request.is_expecting or not may_have_drafts(request):
+            return 0
+        most = request.max_total_tokens - request.num_tokens - 1
+        edge = self.config.long_above
+        if edge is not None and not request.is_long:  # beyond it they would be computed otherwise
+            most = min(most, edge - request.num_tokens)
+        return max(0, min(most, self.config.draft_tokens))
+
+    def _first_waiting(self, num_led: int) -> tuple[Request | None, int]:
+        """The first that could start, and how many before it wait for their leaders."""
+        for request in self._waiting:
+            if not request.is_led:
+                return request, num_led
+            num_led += 1
+        return None, num_led
+
+    def _admit(self, request: Request, num_led: int) -> bool:
+        """Whether a waiting request can start now, after preempting what comes behind it."""
+        if request.is_expecting or any(store.request is request for store in self._stores):
+            return False  # it has just given way itself
+        while True:
+            has_place = len(self._running) + num_led < self.config.max_num_seqs
+            has_victim = bool(self._running) and request.order < self._running[-1].order
+            if not (has_place or has_victim):
+                return False
+            if not has_victim and self._still_has_no_room(request, num_led):
+                return False
+            plan = self._admission.plan(request)
+            missing = self._admission.num_wanted(plan) - plan.num_free_blocks
+            if missing > self._admission.num_freeing and not has_victim:
+                self._note_no_room(request, plan)
+                return False
+            missing += self._admission.num_promised(self._running, num_led)
+            if has_place and missing <= 0:
+                return request.host_copy is not None or not self._is_prefix_in_flight(
+                    request, plan.num_cached_tokens
+                )
+            if has_place and missing <= self._admission.num_freeing:
+                return False
+            if not has_victim:
+                self._note_no_room(request, plan)
+                return False
+            if not self._helps_to_preempt(request, plan, num_led):
+                return False
+            self._preempt(self._running[-1])
+
+    def _note_no_room(self, request: Request, plan: kvcore.Plan) -> None:
+        """Remember what a request wants that found no room, unless it may come to want less.
+
+        It wants less once more of its prefix is found, or once a block that it would revive is
+        found in the hands of a running request: one that starts with it (`_run`), or one that has
+        computed the same block itself and is found in its place once the idle copy is evicted.
+        Apart from `_run`, only a running request that begins with the same tokens can bring that
+        about. O(num_running), and O(tokens) of those that begin alike.
+        """
+        revives = plan.num_revived_blocks > 0
+        end = self._stride if revives else plan.num_cached_tokens + self._stride
+        for other in self._running if self._kv.enable_caching else ():
+            known = min(len(other.tokens), len(request.tokens), end)
+            if other.namespace == request.namespace and (
+                other.tokens[:known] == request.tokens[:known]
+            ):
+                return
+        self._no_room = (request, request.num_tokens, plan)
+
+    def _still_has_no_room(self, request: Request, num_led: int) -> bool:
+        """Whether a request that found no room finds none now, so that nothing is looked up."""
+        if self._no_room is None or self._no_room[:2] != (request, request.num_tokens):
+            return False
+        missing = self._admission.num_wanted(self._no_room[2]) - self._kv.num_free_blocks
+        if missing <= 0:
+            missing += self._admission.num_promised(self._running, num_led)
+        return missing > 0
+
+    def _helps_to_preempt(self, request: Request, plan: kvcore.Plan, num_led: int) -> bool:
+        """Whether a waiting request fits once all that come behind it have given way."""
+        stay = [r for r in self._running if r.order < request.order]
+        victims = self._running[len(stay) :]
+        if not victims or len(stay) + num_led >= self.config.max_num_seqs:
+            return False
+        gained = self._admission.num_freeing + sum(map(self._admission.num_exclusive, victims))
+        wanted = self._admission.num_wanted(plan) + self._admission.num_promised(stay, num_led)
+        return not stay or wanted <= plan.num_free_blocks + gained
+
+    def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
+        """Whether a request before it is about to compute the next block this one could hit."""
+        end = num_cached_tokens + self._kv.block_size
+        if not self._kv.enable_caching or end >= request.num_tokens:
+            return False
+        prefix = request.tokens[:end]
+        return any(
+            other.order < request.order
+            and other.is_long == self._admission.is_long(request)
+            and other.namespace == request.namespace
+            and other.num_computed_tokens < end
+            and other.tokens[:end] == prefix
+            for other in self._running
+        )
+
+    def _start(self, request: Request) -> None:
+        self._waiting.remove(request)
+        load = self._admission.open_sequence(request)
+        self._run(request)
+        if request.num_preemptions == 0:
+            self.stats.num_prompt_tokens += request.num_prompt_tokens
+            self.stats.num_hit_tokens += request.num_cached_tokens
+        if load is None:
+            self._plan_chunk(request)
+        else:
+            self._loads.append(load)
+            self.stats.num_loads += 1
+
+    def _plan_chunk(self, request: Request) -> None:
+        """Plan what fits of a running request into budget and blocks; it may have to wait."""
+        if self._has_room(request):
+            wanted = min(request.num_uncomputed_tokens, self._budget)
+            num_tokens = self._admission.num_reservable(request, wanted)
+            self._kv.reserve(request.running_sequence, num_tokens)
+            self._add_chunk(request, num_tokens)
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether a running request can have a token, after preempting what comes behind it."""
+        while not self._kv.can_reserve(request.running_sequence, 1):
+            last = self._running[-1]
+            if last is request or self._admission.is_coming(request):
+                return False
+            self._preempt(last)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        chunk = self._planned.pop(request.request_id, None)
+        if chunk is not None:
+            self._budget += chunk.num_tokens
+        transfer = self._admission.close_sequence(request)
+        if transfer is not None:
+            self._stores.append(transfer)
+            self.stats.num_swaps += 1
+        self._enqueue(request)
+        self.stats.num_preemptions += 1
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self._waiting, request, key=_order)
+
+    def _run(self, request: Request) -> None:
+        self._no_room = None
+        insort(self._running, request, key=_order)
+
+    def _add_chunk(self, request: Request, num_tokens: int) -> None:
+        start = request.num_computed_tokens
+        samples = start + num_tokens == request.num_tokens
+        self._planned[request.request_id] = Chunk(request, start, num_tokens, samples)
+        self._budget -= num_tokens
+
+    def _plan_followers(self) -> None:
+        """Give each chunk that ends a prompt the further samples that wait for it."""
+        for number, chunk in self._planned.items():
+            if chunk.samples and number in self._followers:
+                followers = self._followers.pop(number)
+                waiting = tuple(r for r in followers if r.status is Status.WAITING)
+                self._planned[number] = chunk._replace(followers=waiting)
 
     def update(
         self,
@@ -189,8 +496,8 @@ class Scheduler(StepPlanner):
         """
         self._check_in_flight(step)
         live = _live(step)
-        _check_drawn(_samplers(live), sampled)
-        _check_held(_drafts(live), _samplers(live), sampled, further or {})
+        _check_drawn(samplers(live), sampled)
+        _check_held(_drafts(live), samplers(live), sampled, further or {})
         orders = self._advance(step, live)
         self.accept(sampled, further)
         return orders
@@ -215,12 +522,13 @@ class Scheduler(StepPlanner):
 
     def _advance(self, step: Step, live: Sequence[Chunk]) -> tuple[kvcore.CopyOrder, ...]:
         self._in_flight = None
-        self._room.end_transfers(step.stores, step.loads)
-        self._stores, self._loads = [], []
+        if step.stores or step.loads:
+            self._admission.end_transfers(step.stores, step.loads)
+            self._stores, self._loads = [], []
         self._commit(live)
         # All forks come before the first token ends a request: no block is copied from or to twice.
         orders: list[kvcore.CopyOrder] = []
-        expecting = _samplers(live)
+        expecting = samplers(live)
         leading = [chunk for chunk in live if chunk.followers]
         for chunk in leading:
             for follower in chunk.followers:
@@ -242,9 +550,9 @@ class Scheduler(StepPlanner):
         if self._in_flight is not None:
             self.advance(step)
         else:
-            self._room.end_transfers(self._stores, self._loads)
+            self._admission.end_transfers(self._stores, self._loads)
             self._stores, self._loads = [], []
-        self._drafts, self._expecting = {}, ()  # nobody is left who could be told
+        self._drafts, self._expecting = {}, ()  # no request is left to take a token
 
     def accept(
         self, sampled: Mapping[int, int], further: Mapping[int, Sequence[int]] | None = None
@@ -268,19 +576,20 @@ class Scheduler(StepPlanner):
         expecting = [request for request in self._expecting if request.is_expecting]
         _check_drawn(expecting, sampled)
         further = further or {}
-        _check_held(self._drafts, expecting, sampled, further)
+        if further:
+            _check_held(self._drafts, expecting, sampled, further)
         self._expecting = ()
-        running, told = [], []
+        running, tokens = [], []
         for request in expecting:
             token = sampled[request.request_id]
             if request.sequence is None:
                 request.tell(token)
             else:
                 running.append(request.sequence)
-                told.append(token)
-        self._kv.tell_step(running, told)
+                tokens.append(token)
+        self._kv.resolve_step(running, tokens)
         if self._drafts:
-            self._follow(expecting, further)
+            self._accept_drafts(expecting, further)
             self._drafts = {}
         for request in expecting:
             number = request.request_id
@@ -291,9 +600,11 @@ class Scheduler(StepPlanner):
 
     def _check_in_flight(self, step: Step) -> None:
         if step is not self._in_flight:
-            raise SchedulerStateError("update: wanted the step in flight, got another")
-        if any(request.is_expecting for request in self._expecting):
-            raise SchedulerStateError("update: the tokens of the step before want to be accepted")
+            raise SchedulerStateError("update: this is not the step in flight")
+        if self._expecting and any(request.is_expecting for request in self._expecting):
+            raise SchedulerStateError(
+                "update: the tokens of the previous step have not been accepted; call accept first"
+            )
 
     def _commit(self, chunks: Sequence[Chunk]) -> None:
         """What was planned is computed, and each that samples expects a token.
@@ -306,14 +617,16 @@ class Scheduler(StepPlanner):
         if any(drafts):  # which of them hold is not known yet
             computed = tuple([chunk.num_known for chunk in chunks])
         self._kv.step(
-            [request.running_sequence for request in requests],
+            [sequence for request in requests if (sequence := request.sequence) is not None],
             computed,
             None,
             num_joining=None if all(samples) else [int(one) for one in samples],
-            room=[0] * len(chunks),
+            num_reserved=[0] * len(chunks),
         )
 
-    def _follow(self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]) -> None:
+    def _accept_drafts(
+        self, expecting: Sequence[Request], further: Mapping[int, Sequence[int]]
+    ) -> None:
         """The drafts that held are computed, what was drawn behind them joins; the rest is cut."""
         for request in expecting:
             drafts, more = self._drafts.get(request.request_id, ()), further.get(request.request_id)
@@ -321,7 +634,9 @@ class Scheduler(StepPlanner):
             if sequence is None or not drafts:
                 continue
             if more:
-                self._kv.step([sequence], [len(more)], more, num_joining=[len(more)], room=[0])
+                self._kv.step(
+                    [sequence], [len(more)], more, num_joining=[len(more)], num_reserved=[0]
+                )
                 self.stats.num_accepted_tokens += len(more)
             self._kv.truncate(sequence, sequence.num_tokens)  # room that was for the others
 
@@ -346,12 +661,12 @@ class Scheduler(StepPlanner):
         prompt, new = request.num_prompt_tokens, request.params.max_tokens
         what = f"prompt of {prompt} tokens plus max_tokens {new}"
         if limit is not None and total > limit:
-            raise RequestTooLongError(f"{what}: the model has positions for {limit} tokens")
+            raise RequestTooLongError(f"{what} exceeds the model's {limit} positions")
         edge = self.config.long_above
         if edge is not None and not self.config.may_cross and prompt <= edge < total - 1:
             raise RequestTooLongError(
-                f"{what}: beyond {edge} tokens this model computes every token otherwise, so "
-                f"a text cannot grow past that: give a max_tokens of {edge - prompt + 1}"
+                f"{what}: beyond {edge} tokens this model uses other rotary embeddings for every "
+                f"token, so a text cannot grow past them; use max_tokens={edge - prompt + 1}"
             )
         # The last token is handed out and never computed, so it needs no slot.
         size, groups = self._kv.block_size, self._kv.groups
@@ -359,24 +674,13 @@ class Scheduler(StepPlanner):
         if needed > self._kv.num_usable_blocks:
             raise RequestTooLongError(
                 f"{what} needs {needed} blocks of {size} tokens: "
-                f"the pool has {self._kv.num_usable_blocks}"
+                f"the KV cache has {self._kv.num_usable_blocks} (--num-blocks, --kv-memory-bytes)"
             )
 
 
 def _live(step: Step) -> list[Chunk]:
     """The chunks of requests that still run."""
     return [chunk for chunk in step.chunks if chunk.request.sequence is not None]
-
-
-def _samplers(chunks: Sequence[Chunk]) -> list[Request]:
-    """The requests that get a token, each leader before its followers."""
-    requests: list[Request] = []
-    for chunk in chunks:
-        if chunk.followers:
-            requests += chunk.sampling
-        elif chunk.samples:
-            requests.append(chunk.request)
-    return requests
 
 
 def _drafts(chunks: Sequence[Chunk]) -> dict[int, tuple[int, ...]]:
@@ -393,15 +697,19 @@ def _check_held(
     """Raise unless what is told was drawn behind drafts that held, and nothing behind an end."""
     for request in requests if further else ():
         number = request.request_id
-        told = [sampled[number], *further.get(number, ())][:-1]
-        if told != [*drafts.get(number, ())[: len(told)]] or any(map(request.ends_by, told)):
+        tokens = [sampled[number], *further.get(number, ())][:-1]
+        if tokens != [*drafts.get(number, ())[: len(tokens)]] or any(map(request.ends_by, tokens)):
             raise SchedulerStateError(
-                f"further: wanted drafts of {request!r} that held, got what follows {told}"
+                f"further: wanted accepted draft tokens of {request!r}, got what follows {tokens}"
             )
 
 
 def _check_drawn(requests: Sequence[Request], sampled: Mapping[int, int]) -> None:
     """Raise unless there is a token for each of them."""
-    if not sampled.keys() >= {request.request_id for request in requests}:
-        request = next(r for r in requests if r.request_id not in sampled)
-        raise SchedulerStateError(f"sampled: no token for {request!r}")
+    for request in requests:
+        if request.request_id not in sampled:
+            raise SchedulerStateError(f"sampled: no token for {request!r}")
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

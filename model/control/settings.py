@@ -32,7 +32,7 @@ from typing import (
     get_type_hints,
 )
 
-from model.errors import InvalidArgumentError, InvalidSettingError, shown
+from model.errors import InvalidArgumentError, InvalidSettingError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -62,8 +62,8 @@ def setting(
     that takes anything else is declared all the same, and checked by who has it.
 
     Args:
-        default: what it is where nobody says; shown wherever it is described, unless it is None.
-        help: what it means, for whoever sets it: a phrase, without a full stop.
+        default: its value when none is given; shown in every description unless it is None.
+        help: what it means to the user: a phrase without a full stop.
         least: the smallest number that is allowed, of each where it takes several; 1 of a text: it
             is not empty.
         most: the largest, likewise.
@@ -262,6 +262,5 @@ def check_needs(
             parts = [need.partition("=") for need in one.needs]
             wanted = [f"{name_of(known[name])} {value}".strip() for name, _, value in parts]
             raise InvalidArgumentError(
-                f"{name_of(one)}: wanted together with {' or '.join(wanted)}, "
-                f"got {shown(value)} alone"
+                f"{name_of(one)}: has no effect without {' or '.join(wanted)}"
             )

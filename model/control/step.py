@@ -1,11 +1,12 @@
-"""What the scheduler says: the plan of a step, and its counters.
+"""A step: what the scheduler has planned, and its counters.
 
 Invariants: a plan is a value; nothing in it changes after it was made, but for the payload of a
-host copy, which belongs to whoever carries transfers out.
+host copy, which belongs to the `BlockMover` that carries out the transfers.
 
 Does not know: how the plan came about (`scheduler.py`), or how it is computed (`batch.py`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -79,9 +80,25 @@ class Step:
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
+    def sampling(self) -> list[Request]:
+        """The requests that get a token, each leader before its followers. O(num_chunks)."""
+        return samplers(self.chunks)
+
+    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do. O(1)."""
         return not (self.chunks or self.stores or self.loads)
+
+
+def samplers(chunks: Sequence[Chunk]) -> list[Request]:
+    """The requests that get a token from these chunks, each leader before its followers."""
+    requests: list[Request] = []
+    for chunk in chunks:
+        if chunk.followers:
+            requests += chunk.sampling
+        elif chunk.samples:
+            requests.append(chunk.request)
+    return requests
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""What is asked of an engine: a prompt and all that is said of it, in one record.
+"""A submission: a prompt and everything that a caller says about it, in one record.
 
-The record travels whole, from whoever asks through the asynchronous engine to every rank, so a
-further field is added here and read in `Engine.submit`.
+The record is passed on whole, from the caller through the asynchronous engine to every rank, so a
+new field is added here and read in `Engine.submit`.
 
 Invariants: a Submission never changes. What depends on the model, such as which tokens there are,
 is checked by the engine that takes it.
@@ -26,15 +26,15 @@ _END = 2**62  # no text is longer
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """Tokens to keep in the cache longer than others, as people write it.
+    """A range of tokens to keep in the prefix cache longer than others, in the notation of flags.
 
-    `0:512` keeps the first 512 tokens, `0:` all; `@2` more strongly than what has `@1`, which is
-    what is meant where nothing stands; `/1000` for so many steps.
+    `0:512` keeps the first 512 tokens, `0:` all. `@2` keeps them longer than ranges with `@1`, the
+    default priority; `/1000` keeps them for 1000 steps.
     """
 
     WANTED: ClassVar[str] = "START:STOP[@PRIORITY][/STEPS], such as 0:512@2/1000"
 
-    wish: kvcore.Retention
+    retention: kvcore.Retention
 
     @classmethod
     def from_text(cls, text: object) -> Self:
@@ -62,16 +62,16 @@ class Retained:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A prompt, and how it is to be continued.
+    """A prompt and how to continue it.
 
     Attributes:
         prompt: text, or token ids.
-        params: how its tokens are chosen.
-        num_samples: how often it is continued; it is computed once, and each sample is a request of
-            its own, drawn apart from the others.
-        priority: the lower, the sooner.
-        namespace: with whom it shares what it computes; a salt for a tenant, for one.
-        retain: which ranges of its tokens to keep in the cache longer than others, in steps.
+        params: its sampling parameters.
+        num_samples: the number of outputs; the prompt is computed once, and each sample is a
+            request of its own.
+        priority: lower numbers run first.
+        namespace: requests share cached prefixes only within a namespace.
+        retain: ranges of its tokens to keep in the prefix cache longer than others.
 
     Raises:
         InvalidArgumentError: fewer than one sample.

@@ -29,7 +29,7 @@ from torch import Tensor
 import backends
 from model.attention.batch import StepTensors, chosen_ids
 from model.forward.network import PagedNetwork
-from model.sample.draw_graphs import DrawGraphs, Place, Recorder
+from model.sample.draw_graphs import DrawGraphs, GraphCapturer, Place
 from model.sample.sampler import passes_for
 
 _FEW = (2, 4, 8, 16, 24, 32, 48, 64)  # a batch of one takes two rows, as those that are compiled
@@ -126,7 +126,7 @@ class _Graph(NamedTuple):
     most_likely: tuple[Tensor, Tensor]
 
 
-class StepGraphs:
+class CudaGraphs:
     """The graphs of a network whose caches are allocated.
 
     Args:
@@ -176,18 +176,18 @@ class StepGraphs:
         self._likely = torch.empty(0)
         self._graphs: dict[Bucket, _Graph] = {}
 
-    def record(self) -> int:
+    def capture(self) -> int:
         """Record every bucket and the draws from it, the largest first. A few passes each.
 
         Returns:
             How many buckets there are.
         """
-        with Recorder(self._network.device) as recorder:
+        with GraphCapturer(self._network.device) as capturer:
             buckets = (*self._sharing(), *self.buckets.singles, *self.buckets.mixed)
             for bucket in sorted(buckets, reverse=True):
-                graph, (logits, most_likely) = recorder.record(partial(self._run, bucket))
+                graph, (logits, most_likely) = capturer.capture(partial(self._run, bucket))
                 self._graphs[bucket] = _Graph(graph, logits, most_likely)
-                self.draws.record(_place(bucket), logits, most_likely, recorder)
+                self.draws.capture(_place(bucket), logits, most_likely, capturer)
         return len(self._graphs)
 
     def _sharing(self) -> list[Bucket]:

@@ -30,9 +30,9 @@ from model.control.config import EngineConfig
 from model.control.request import Request
 from model.control.step import Chunk, Step
 from model.forward.network import PagedNetwork
-from model.forward.prepare import Prepared, prepare_network
 from model.forward.sanitized import SanitizedBackend
-from model.forward.step_runner import Flight, StepPasses
+from model.forward.step_runner import Flight, StepRunner
+from model.forward.warm_up import Prepared, prepare_network
 from model.load.loader import LoadedModel
 from model.sample.grammars import Grammars
 from model.sample.request_sampler import RequestSampler
@@ -88,7 +88,7 @@ class DraftModel:
         grammars = Grammars(lambda: None, size, frozenset(), config)  # who has one brings no drafts
         self._sampler = RequestSampler(size, network.device, config.seed, grammars, model.ranks)
         watch: object = network.backend
-        self._passes = StepPasses(
+        self._passes = StepRunner(
             network,
             BlockMover(network.backend, network.caches),
             self._sampler,
@@ -104,7 +104,7 @@ class DraftModel:
 
     @property
     def drawn(self) -> Tensor:
-        """What the last pass has drawn, as `StepPasses.drawn`. O(1)."""
+        """What the last pass has drawn, as `StepRunner.drawn`. O(1)."""
         return self._passes.drawn
 
     @property
@@ -257,7 +257,7 @@ class DraftModel:
             [chunk.num_tokens for chunk in chunks],
             None,
             num_joining=[int(chunk.samples) for chunk in chunks],
-            room=[0] * len(chunks),
+            num_reserved=[0] * len(chunks),
         )
         while sampling := tuple([own for own, most in asking if most > len(flights)]):
             if len(flights) > 1:  # of three passes the first is done: its buffers are free
@@ -286,7 +286,7 @@ class DraftModel:
                 self._kv.reset()  # they may be in what it has computed
                 self._followers[number] = None
                 continue
-            self._kv.tell(follower.own.running_sequence, tokens)
+            self._kv.resolve(follower.own.running_sequence, tokens)
             follower.num_drafts = len(tokens)
             drafts[number] = tokens
         return drafts

@@ -25,8 +25,8 @@ from model.attention.shared_prefix import Worth
 from model.caches.kv_caches import KVCaches, Scales
 from model.caches.layout import plan_layout
 from model.compile.few_rows import kernels_for
-from model.compile.piecewise import Segmented, compile_segments
-from model.compile.traced_network import Captured, capture
+from model.compile.piecewise import PiecewiseNetwork, compile_piecewise
+from model.compile.traced_network import TracedNetwork, trace_network
 from model.errors import UnsupportedModelError
 from model.load.loader import LoadedModel
 from model.load.probes import check_tokens_alone, probe_layers
@@ -59,7 +59,7 @@ class PagedNetwork:
 
     Attributes:
         rope: chooses its rotary factors, where they change with the length; else None.
-        begun: how it runs since `begin.py` began to prepare it; None: it has not, or all is done.
+        mode: how it runs, in words, while `warm_up.py` prepares it; None: not begun, or done.
 
     Raises:
         UnsupportedModelError: the network cannot run with a paged cache, or not on this backend.
@@ -82,12 +82,12 @@ class PagedNetwork:
         self.layout = plan_layout(shapes)
         self._scales: Scales = ()
         self.caches = KVCaches((), ())
-        self._captured: Captured | None = None
-        self.begun: str | None = None
+        self._traced: TracedNetwork | None = None
+        self.mode: str | None = None
 
     @property
     def _is_compiled(self) -> bool:
-        return isinstance(self._captured, Segmented)
+        return isinstance(self._traced, PiecewiseNetwork)
 
     @property
     def backend(self) -> backends.Backend:
@@ -152,7 +152,7 @@ class PagedNetwork:
         """Have no caches. O(1)."""
         self.caches = KVCaches((), ())
 
-    def capture(self) -> None:
+    def trace(self) -> None:
         """Run the network's operations without its modules from now on: the same bits, sooner.
 
         Costs a trace and a few forward passes.
@@ -162,9 +162,9 @@ class PagedNetwork:
         """
         if self.rope is not None:
             raise UnsupportedModelError(
-                "capture: its rotary factors follow the length of each request"
+                "tracing: its rotary factors follow the length of each request"
             )
-        self._captured = capture(self._network, self.device)
+        self._traced = trace_network(self._network, self.device)
 
     def compile(self, step: StepTensors, few: StepTensors) -> Tensor:
         """Run a captured network in compiled pieces from now on: near the same numbers, sooner.
@@ -181,19 +181,19 @@ class PagedNetwork:
         Raises:
             UnsupportedModelError: it cannot be compiled, and why; it runs as before.
         """
-        before = self._captured
+        before = self._traced
         if before is None:
-            raise UnsupportedModelError("compile: wanted a network that was captured first")
+            raise UnsupportedModelError("compile: wanted a network that was traced first")
         try:
             kernels = kernels_for(self.device, self._network.dtype)
-            self._captured = pieces = compile_segments(before, kernels=kernels)
+            self._traced = pieces = compile_piecewise(before, kernels=kernels)
             with warnings.catch_warnings(action="ignore"):  # what a compiler warns of is its own
                 logits = self.logits(step)
-                if pieces.has_few:
+                if pieces.has_few_row_pieces:
                     self.logits(few)
             pieces.settle()
         except Exception as error:  # a compiler raises what it likes
-            self._captured = before
+            self._traced = before
             reason = " ".join((str(error).strip() or type(error).__name__).split("\n")[:2])
             raise UnsupportedModelError(
                 f"{type(self._network).__name__}: it cannot be compiled: {reason}"
@@ -263,8 +263,8 @@ class PagedNetwork:
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
         # Compiled pieces would be compiled once more for tensors of inference mode.
         with torch.no_grad() if self._is_compiled else torch.inference_mode():
-            if self._captured is not None:
-                return self._captured.logits(
+            if self._traced is not None:
+                return self._traced.logits(
                     step.input_ids, step.position_ids, step.logit_rows, paged
                 )
             with nullcontext() if self.rope is None else self.rope.choosing(step.is_long):

@@ -22,15 +22,15 @@ from model.attention.batch import BatchBuilder, StepTensors, chosen_ids
 from model.caches.swap import BlockMover
 from model.control.request import Request
 from model.control.step import Step
-from model.forward.cuda_graphs import Passed, StepGraphs
+from model.forward.cuda_graphs import CudaGraphs, Passed
 from model.forward.network import PagedNetwork
-from model.forward.prepare import Prepared
 from model.forward.sanitized import SanitizedBackend
+from model.forward.warm_up import Prepared
 from model.sample.request_sampler import Chance, Drawn, RequestSampler
 from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Flight:
     """A step that was sent, and what it draws.
 
@@ -43,6 +43,7 @@ class Flight:
     sampling: tuple[Request, ...]
     drawn: Drawn
     drafted: tuple[tuple[Request, tuple[int, ...]], ...] = ()
+    _tokens: dict[int, int | None] | None = None  # once they are read
 
     def rows(self) -> dict[int, int]:
         """request_id -> its row. O(num_sampled)."""
@@ -51,10 +52,12 @@ class Flight:
     def read(self) -> dict[int, int | None]:
         """request_id -> its token, None if its logits are no numbers, once the step is done.
 
-        O(num_sampled).
+        O(num_sampled), once.
         """
-        tokens = self.drawn.read()
-        return {r.request_id: token for r, token in zip(self.sampling, tokens, strict=False)}
+        if self._tokens is None:
+            drawn = zip(self.sampling, self.drawn.read(), strict=False)
+            self._tokens = {request.request_id: token for request, token in drawn}
+        return self._tokens
 
     def ahead(self) -> Iterator[tuple[Request, tuple[int, ...], list[int | None]]]:
         """Who brought drafts, which, and what was drawn behind each. O(drafts)."""
@@ -90,7 +93,7 @@ def _places(
     return [0] * len(sampling) + behind
 
 
-class StepPasses:
+class StepRunner:
     """Sends steps to the device of one network.
 
     Args:
@@ -131,7 +134,7 @@ class StepPasses:
         if drawn is None:
             drawn = torch.zeros(max_sampled, dtype=torch.int64, device=network.device)
         self._drawn = drawn
-        self._graphs: StepGraphs | None = None
+        self._graphs: CudaGraphs | None = None
 
     @property
     def drawn(self) -> Tensor:

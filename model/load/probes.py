@@ -1,18 +1,24 @@
-"""What a network does, found by running it: before any request, and before any cache.
+"""Probes: find out what a network does by running it, before any request and any cache.
 
-Decides: what each layer stores and sees, by one pass in which the network builds its masks; and
-that a token's queries, keys and values depend on that token and its position alone, by two passes
-in which each token is alone. The second is what makes it right to compute tokens of many requests
-side by side, in pieces: rotary factors that follow the longest text of a batch, positions that are
-counted and not given, convolutions and recurrent states all fail it.
+Decides: what each layer stores and sees, from one pass in which the network builds its masks; and
+that the queries, keys and values of a token depend only on the token and its position, from two
+passes in which each token is alone. This is what allows a step to compute tokens of many requests
+side by side and in chunks. Rotary factors that follow the longest text of a batch, positions that a
+layer counts itself, convolutions and recurrent states all fail it.
 
-Invariants: a network that passes both gives in a paged cache what it gives alone; what is refused
-is refused by the name of its class, with the layer and the reason.
+Transformers passes masks to its mask interface as functions of two positions. Evaluated at a few
+places, such a function shows what it is: full causal attention, a sliding window or chunks. The
+mask counts, not what the configuration says.
+
+Invariants: a network that passes both probes gives the same result with a paged cache as alone; an
+error names the class of the network, the layer and the reason; any other mask is refused, and one
+that looks into the future is called bidirectional.
 
 Does not know: caches, requests, which backend will run.
 """
 
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +33,108 @@ from model.attention.positions import ReportedLength, RowsElsewhere, report_posi
 from model.attention.rope import RopeSwitch
 from model.caches.layout import LayerShape
 from model.errors import UnsupportedModelError
-from model.load.sight import MaskFunction, Sight, sight_of
 
 PROBING = "kvcore_probing"
-"""An implementation whose layers are given masks, and tell the pass of them."""
+"""An attention implementation whose layers get masks and show them to the pass."""
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""From batch, head, query and key (int64 tensors of one shape): whether the query sees the key."""
+
+_FAR = 1 << 22  # farther than any window or chunk reaches
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPattern:
+    """Which keys at or before its own position a query sees: all, or some of them.
+
+    Attributes:
+        window: the last `window` keys, its own included; None: no window.
+        chunk: the keys of its own chunk of `chunk` tokens; None: no chunks.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        if self.window is not None:
+            return f"a window of {self.window}"
+        return "full attention" if self.chunk is None else f"chunks of {self.chunk}"
+
+    def first(self, position: int) -> int:
+        """The lowest position that a query at `position` sees. O(1)."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return 0 if self.chunk is None else position // self.chunk * self.chunk
+
+
+def find_mask_pattern(mask: MaskFunction, device: torch.device) -> MaskPattern:
+    """What a mask lets a query see. A few dozen calls of the mask.
+
+    Args:
+        mask: as Transformers passes it to a mask interface.
+        device: of the mask's own tensors.
+
+    Raises:
+        UnsupportedModelError: it is not causal, or not a pattern that a paged cache supports.
+    """
+    probe = _MaskProbe(mask, device)
+    if any(probe.sees([0, 5, _FAR], [1, 6, _FAR + 1])):
+        raise UnsupportedModelError("wanted causal attention, its mask is bidirectional")
+    count = probe.count(_FAR)
+    if count == _FAR + 1:
+        pattern = MaskPattern()
+    elif probe.count(_FAR - 1) == count > 0:
+        pattern = MaskPattern(window=count)
+    else:  # the query before the first one of this chunk is the last one of its own chunk
+        pattern = MaskPattern(chunk=max(1, probe.count(_FAR - count)))
+    size = pattern.window or pattern.chunk or 64
+    queries, keys = _places(pattern, size)
+    wanted = [pattern.first(q) <= key <= q for q, key in zip(queries, keys, strict=True)]
+    if probe.sees(queries, keys) != wanted:
+        raise UnsupportedModelError(
+            "wanted full attention, a sliding window or chunks, its mask is none of them"
+        )
+    return pattern
+
+
+class _MaskProbe:
+    """Evaluates a mask at single places."""
+
+    def __init__(self, mask: MaskFunction, device: torch.device) -> None:
+        self._mask = mask
+        self._device = device
+
+    def sees(self, queries: Sequence[int], keys: Sequence[int]) -> list[bool]:
+        places = torch.tensor([queries, keys], dtype=torch.int64, device=self._device)
+        zeros = torch.zeros_like(places[0])
+        seen: list[bool] = self._mask(zeros, zeros, *places).expand(len(queries)).tolist()
+        return seen
+
+    def count(self, query: int) -> int:
+        """The number of keys that a query sees, if they are the last ones."""
+        seen, unseen = 0, query + 2  # at a distance of seen - 1, and of unseen - 1
+        while unseen - seen > 1:
+            middle = (seen + unseen) // 2
+            if middle <= query + 1 and self.sees([query], [query - middle + 1])[0]:
+                seen = middle
+            else:
+                unseen = middle
+        return seen
+
+
+def _places(pattern: MaskPattern, size: int) -> tuple[list[int], list[int]]:
+    """Queries and keys at which a mask of another pattern would differ."""
+    around = [0, 1, 2, 3, size // 2, size - 2, size - 1, size, size + 1, 2 * size - 1, 2 * size]
+    around += [2 * size + 1, 3 * size + size // 2, 7 * size - 1, 7 * size, _FAR]
+    queries, keys = [], []
+    for query in (query for query in around if query >= 0):
+        first = pattern.first(query)
+        places = {0, 1, first - 1, first, first + 1, (first + query) // 2, query - 1, query}
+        places |= {query + 1, query + 2, query + size}
+        for key in sorted(place for place in places if place >= 0):
+            queries.append(query)
+            keys.append(key)
+    return queries, keys
 
 
 @dataclass(slots=True)
@@ -39,44 +143,44 @@ class Probe:
 
     shapes: dict[int, LayerShape] = field(default_factory=dict)
     soft_caps: dict[int, float | None] = field(default_factory=dict)
-    sights: dict[int, Sight] = field(default_factory=dict)
-    known: dict[object, Sight] = field(default_factory=dict)  # of each mask function
+    patterns: dict[int, MaskPattern] = field(default_factory=dict)
+    known: dict[object, MaskPattern] = field(default_factory=dict)  # by mask function
 
     def see(self, layer: int, mask: Tensor | None) -> None:
-        """Note what a layer's mask lets it see.
+        """Note what the mask of a layer lets it see.
 
         Raises:
-            UnsupportedModelError: it is no mask that a paged cache can take the place of.
+            UnsupportedModelError: a paged cache cannot replace the mask.
         """
         if mask is None:
-            raise UnsupportedModelError(f"layer {layer} has no mask: what it sees is not known")
+            raise UnsupportedModelError(f"layer {layer} has no mask: what it sees is unknown")
         made = getattr(mask, "made_by", None)
         if made is None:
             raise UnsupportedModelError(f"layer {layer} makes a mask of its own")
         if made not in self.known:
             try:
-                self.known[made] = sight_of(made, mask.device)
+                self.known[made] = find_mask_pattern(made, mask.device)
             except UnsupportedModelError as error:
                 raise UnsupportedModelError(f"layer {layer}: {error}") from error
-        self.sights[layer] = self.known[made]
+        self.patterns[layer] = self.known[made]
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
-        """Note the layer's shape; zeros."""
+        """Note the shape of the layer; return zeros."""
         if layer in self.shapes:
             raise UnsupportedModelError(f"layer {layer} attends twice in one pass")
-        sight = self.sights.get(layer, Sight())
-        if terms.window not in (None, sight.window):
+        pattern = self.patterns.get(layer, MaskPattern())
+        if terms.window not in (None, pattern.window):
             raise UnsupportedModelError(
-                f"layer {layer} asks for a window of {terms.window}, and its mask is {sight}"
+                f"layer {layer} asks for a window of {terms.window}, and its mask is {pattern}"
             )
         self.shapes[layer] = LayerShape(
             key.shape[1],
             key.shape[2],
             key.dtype,
-            sight.window,
-            sight.chunk,
+            pattern.window,
+            pattern.chunk,
             value_dim=value.shape[2] if value.shape[2] < key.shape[2] else None,
         )
         self.soft_caps[layer] = terms.soft_cap
@@ -84,13 +188,13 @@ class Probe:
 
 
 class _Mask(Tensor):
-    """A mask that remembers which function it stands for, also when it is cut or cast."""
+    """A mask that keeps its function when it is sliced or cast."""
 
     made_by: MaskFunction | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Call an operator; a mask cut, cast or moved is the same mask."""
+        """Call an operator; a mask that is sliced, cast or moved keeps its function."""
         result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if isinstance(result, cls) and getattr(func, "__name__", "") in _KEEPING:
             result.made_by = getattr(args[0], "made_by", None)
@@ -109,7 +213,7 @@ def _build_mask(
     device: torch.device | str = "cpu",
     **__: object,
 ) -> Tensor:
-    """What Transformers calls for each kind of mask."""
+    """Called by Transformers for each kind of mask."""
     shape = (batch_size, 1, q_length, kv_length)
     mask = torch.ones(shape, dtype=torch.bool, device=device).as_subclass(_Mask)
     mask.made_by = mask_function
@@ -126,7 +230,7 @@ def _attend_probing(
     paged: Probe | None = None,
     **asked: Any,  # noqa: ANN401  # as `attend` takes them
 ) -> tuple[Tensor, None]:
-    """`attend`, after the mask was noted."""
+    """`attend`, after noting the mask."""
     layer = getattr(module, "layer_idx", None)
     if paged is not None and layer is not None:
         paged.see(layer, attention_mask)
@@ -138,15 +242,25 @@ AttentionInterface.register(PROBING, _attend_probing)
 AttentionMaskInterface.register(PROBING, _build_mask)
 
 
+@contextmanager
+def probing_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Switch a model to the attention that probes; afterwards it has our paged attention."""
+    model.set_attn_implementation(PROBING)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(IMPLEMENTATION)
+
+
 def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerShape, ...]:
     """Run a token through the model and note what every layer stores and sees. One pass.
 
-    This is also the proof that every layer comes through here; a model with a layer that keeps
+    This also proves that every layer attends through our function; a model with a layer that keeps
     another kind of state (Mamba, linear attention) is refused.
 
     Args:
         model: left with our attention.
-        device: where it is; the meta device will do, for a model without weights.
+        device: of the model; the meta device works for a model without weights.
 
     Raises:
         UnsupportedModelError: the model cannot run with a paged cache, and why.
@@ -154,11 +268,10 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
     name = type(model).__name__
     probe = Probe()
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
-    # A mask of padding is given where no value can be looked at, so that none is.
+    # On the meta device no value can be read: a padding mask keeps Transformers from trying to.
     mask = torch.ones_like(token) if device.type == "meta" else None
-    model.set_attn_implementation(PROBING)
     try:
-        with torch.no_grad():
+        with probing_attention(model), torch.no_grad():
             model(
                 input_ids=token,
                 position_ids=token,
@@ -169,14 +282,12 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
     except Exception as error:
-        if device.type == "meta":  # which not every network can run on
+        if device.type == "meta":  # not every network runs on it
             raise
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
         raise UnsupportedModelError(
             f"{name}: Transformers' own class fails on this configuration: {reason}"
         ) from error
-    finally:
-        model.set_attn_implementation(IMPLEMENTATION)
     config = model.config.get_text_config()
     num_layers: int = config.num_hidden_layers
     if sorted(probe.shapes) != list(range(num_layers)):
@@ -192,8 +303,8 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
 def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
     """Refuse layers that do not do what their configuration says.
 
-    Transformers' own cache keeps as much as the configuration declares: where a mask lets a query
-    see more, `generate` gives other tokens with its cache than without, and neither can be ours.
+    Transformers' own cache keeps what the configuration declares: if a mask lets a query see more,
+    `generate` gives other tokens with its cache than without, and ours can equal only one of them.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
@@ -203,7 +314,7 @@ def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
         if window is not None and shape.window != window:
             raise UnsupportedModelError(
                 f"{name}: layer {layer} is configured for a window of {window}, and its mask is "
-                f"{probe.sights[layer]}"
+                f"{probe.patterns[layer]}"
             )
     soft_cap = getattr(config, "attn_logit_softcapping", None)
     for layer, asked in probe.soft_caps.items():
@@ -215,9 +326,9 @@ def _check_declared(name: str, config: PreTrainedConfig, probe: Probe) -> None:
 
 
 class _Alone:
-    """A pass in which no token sees another; notes what one of them asks, keys and says.
+    """A pass in which no token sees another; notes query, key and value of one row.
 
-    With `elsewhere` it also notes what that would be many rows on.
+    With `elsewhere` it also notes what they would be in a row far behind.
     """
 
     def __init__(self, row: int, elsewhere: RowsElsewhere | None = None) -> None:
@@ -229,7 +340,7 @@ class _Alone:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
-        """Note a row; of every row something of its own."""
+        """Note a row; return something different for every row."""
         parts = (query, key, value)
         self.noted[layer] = tuple(part[self._row].float() for part in parts)
         if self._elsewhere is not None:
@@ -242,9 +353,9 @@ class _Alone:
 
 
 _TOLERANCES = {torch.float32: 0.02, torch.float64: 0.02}
-"""How far a token may be from itself, as a share of its size; elsewhere rounding adds up sooner."""
+"""The relative error allowed between two passes; other dtypes round more."""
 _SAME_SHAPE_TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Likewise in two passes of one token each, which round alike; 0.02 in other dtypes."""
+"""The same for two passes of one token each, which round alike; 0.02 in other dtypes."""
 _TOKENS = ((11, 5, 7), (2, 9, 3), (13, 1, 8))
 _PARTS = ("queries", "keys", "values")
 
@@ -255,24 +366,23 @@ def check_tokens_alone(
     num_positions: int,
     rope: RopeSwitch | None = None,
 ) -> None:
-    """Check that what a token gives depends on the token and its position. A few short passes.
+    """Check that the result of a token depends only on the token and its position. A few passes.
 
-    A token is run beside one far away, and beside another near by and in the other order. Where
-    rounding sends it to other experts it may differ once, so it has to differ for every token that
-    is tried.
+    A token is run beside a distant one, and beside a near one in the other order. Where rounding
+    sends it to other experts it may differ once, so a network fails only if every token differs.
 
-    Its position has to come from `position_ids`: at the last position a token is run as `generate`
-    would, with a cache that reports how many tokens came before, and in another row. A network that
-    counts positions from the cache and the row is given such a cache in every pass from then on.
+    The position has to come from `position_ids`: at the last position a token is run as `generate`
+    runs it, with a cache that reports how many tokens came before, and in another row. A network
+    that computes positions from cache and row gets such a cache in every later pass.
 
     Args:
         model: has our attention.
-        device: where it is.
-        num_positions: the most that a request may come to.
-        rope: chooses its rotary factors; a token far away is one of a long text.
+        device: of the model.
+        num_positions: the most that a request can have.
+        rope: chooses its rotary factors; a distant token belongs to a long text.
 
     Raises:
-        UnsupportedModelError: with the layer, and what differs in it.
+        UnsupportedModelError: names the layer and what differs.
     """
     last = num_positions - 1
     reason = _misplaced(model, device, last, rope)
@@ -280,7 +390,7 @@ def check_tokens_alone(
         report_positions(model)
         reason = _misplaced(model, device, last, rope)
     edge = last if rope is None else rope.num_tokens - 1
-    # Near the beginning no text is long yet; farther on a rotation shows more.
+    # Near the beginning no text is long yet; at later positions a rotation differs more.
     for near in sorted({min(3, last), min(500, last // 2, edge)}):
         reasons = _reasons(model, device, near, last, rope)
         if all(reasons):
@@ -298,7 +408,7 @@ def check_tokens_alone(
 def _misplaced(
     model: PreTrainedModel, device: torch.device, position: int, rope: RopeSwitch | None
 ) -> str:
-    """What else than `position_ids` tells a layer where a token is, in words; empty: nothing."""
+    """What tells a layer its position other than `position_ids`, in words; empty: nothing."""
     vocab_size = model.config.get_text_config().vocab_size
     is_long = torch.ones((1, 1), dtype=torch.bool, device=device)
     tolerance = _SAME_SHAPE_TOLERANCES.get(model.dtype, 0.02)
@@ -322,7 +432,7 @@ def _misplaced(
 def _reasons(
     model: PreTrainedModel, device: torch.device, near: int, far: int, rope: RopeSwitch | None
 ) -> list[str]:
-    """For each token that is tried how it follows others; the last may be empty: it does not."""
+    """For each token tried, what its result depends on; empty for the last one: nothing else."""
     vocab_size = model.config.get_text_config().vocab_size
     is_long = torch.tensor([[False, True]], device=device)
     reasons: list[str] = []

@@ -83,7 +83,7 @@ def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
     """
     tokens = torch.tensor([[0, 1]], device=network.device)
     try:
-        with ranks.noticing(), torch.inference_mode():
+        with ranks.detecting_loss(), torch.inference_mode():
             network(input_ids=tokens, use_cache=False)
     except RankLostError:
         raise
@@ -125,7 +125,7 @@ class Sums:
                 _summed_by_kernel(scratch[:8], torch.zeros_like(scratch[:8]), self.group)
             except (RuntimeError, NotImplementedError):  # GPUs apart, or a dtype without a kernel
                 scratch = self._scratch
-        if ranks.least(len(scratch)):
+        if ranks.all_reduce_min(len(scratch)):
             self._scratch = scratch
 
     def __call__(self, part: Tensor) -> Tensor:

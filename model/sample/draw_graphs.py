@@ -72,7 +72,7 @@ class RowTerms:
     columns: NDArray[np.int64]
 
 
-def is_recorded(params: SamplingParams, vocab_size: int) -> bool:
+def is_captured(params: SamplingParams, vocab_size: int) -> bool:
     """Whether such rows may be drawn as was recorded. O(1)."""
     ranked = params.temperature > 0 and params.top_k is not None and params.top_k < vocab_size
     return not params.changes_logits and (not ranked or (params.top_k or 0) <= MOST)
@@ -132,7 +132,7 @@ class _Columns(NamedTuple):
         return _Columns(*[part[:rows] for part in self])
 
 
-class Recorder:
+class GraphCapturer:
     """Records graphs one after the other, in memory that all share.
 
     Between `with` and its end Python collects nothing: what it might free in the midst of a
@@ -160,7 +160,7 @@ class Recorder:
             gc.enable()
         torch.cuda.synchronize()
 
-    def record(self, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
+    def capture(self, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
         """A graph of what a call launches, and the tensors that each replay writes.
 
         Runs it three times: as it is, which compiles what there is to compile; to be recorded; and
@@ -198,12 +198,12 @@ class DrawGraphs:
         self._columns = _Columns.of(self._words)
         self._graphs: dict[tuple[Place, Cuts], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 
-    def record(
+    def capture(
         self,
         place: Place,
         logits: Tensor,
         most_likely: tuple[Tensor, Tensor],
-        recorder: Recorder,
+        capturer: GraphCapturer,
     ) -> None:
         """Record every kind of draw from these logits.
 
@@ -211,12 +211,12 @@ class DrawGraphs:
             place: of the logits; recorded once.
             logits: [rows, vocab_size].
             most_likely: `logits.max(dim=-1)`.
-            recorder: of the steps before.
+            capturer: of the steps.
         """
         if (place, ALL_CUTS[0]) not in self._graphs:
             for cuts in ALL_CUTS:
                 run = partial(self._run, cuts, logits, most_likely)
-                self._graphs[place, cuts] = recorder.record(run)
+                self._graphs[place, cuts] = capturer.capture(run)
 
     def choose(self, place: Place, terms: RowTerms, numbers: NDArray[np.float64]) -> Tensor:
         """The tokens of all rows: int64 [num_rows], valid until the next call.

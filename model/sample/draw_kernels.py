@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model.sample.sampler import BITS, FINE, bin_of_mass, reach_of_bins
+from model.sample.passes import BITS, FINE, bin_of_mass, reach_of_bins
 
 CHUNK = 128
 TILE = 32
@@ -309,10 +309,10 @@ def _add_mass(
 
 
 class GpuPasses:
-    """`sampler.Passes` by these kernels; for logits whose rows have no gaps."""
+    """`Passes` by these kernels; for logits whose rows have no gaps."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See `sampler.Passes`; of equal logits the first. NaN counts as inf."""
+        """See `Passes`; of equal logits the first. NaN counts as inf."""
         peaks = _peaks_of(logits)
         rows, chunks = peaks.shape
         best = torch.empty(rows, dtype=logits.dtype, device=logits.device)
@@ -322,7 +322,7 @@ class GpuPasses:
         return best, tokens
 
     def top_values(self, logits: Tensor, count: int) -> Tensor:
-        """See `sampler.Passes`."""
+        """See `Passes`."""
         rows = len(logits)
         peaks = _peaks_of(logits)
         if count >= peaks.shape[1] or not rows:
@@ -346,7 +346,7 @@ class GpuPasses:
     def nuclear_reach(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
     ) -> Tensor:
-        """See `sampler.Passes`."""
+        """See `Passes`."""
         rows, best = len(logits), best.contiguous()
         places: list[Tensor] = []
         target: Tensor | None = None
@@ -365,7 +365,7 @@ class GpuPasses:
     def invert(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
     ) -> Tensor:
-        """See `sampler.Passes`."""
+        """See `Passes`."""
         rows, chunks = len(logits), triton.cdiv(logits.shape[1], CHUNK)
         sums = torch.empty((rows, chunks), dtype=torch.int64, device=logits.device)
         tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -382,7 +382,7 @@ class GpuPasses:
         return tokens
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """See `sampler.Passes`."""
+        """See `Passes`."""
         one = torch.ones((1, 1), device=device)
         for each in {dtype, torch.float32}:
             logits = torch.zeros((1, vocab_size), dtype=each, device=device)

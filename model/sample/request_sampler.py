@@ -26,11 +26,11 @@ from model.control.params import SamplingParams
 from model.control.request import Request
 from model.errors import RequestStateError
 from model.ranks.ranks import Ranks
-from model.sample.draw_graphs import DrawGraphs, Place, RowTerms, is_recorded, row_terms
+from model.sample.draw_graphs import DrawGraphs, Place, RowTerms, is_captured, row_terms
 from model.sample.grammars import Grammars
+from model.sample.passes import Passes
 from model.sample.sampler import (
     DrawTerms,
-    Passes,
     choose,
     column,
     draw_terms,
@@ -120,7 +120,7 @@ class RequestSampler:
         self._draws: DrawGraphs | None = None
         self._streams: dict[int, int] = {}
         self._counts = _TokenCounts(vocab_size, device)
-        self._terms = self._terms_of((), records=False)
+        self._terms = self._terms_of((), has_graphs=False)
 
     def use(self, draws: DrawGraphs | None) -> None:
         """Replay these from now on, where they serve. O(1)."""
@@ -153,8 +153,8 @@ class RequestSampler:
         if not sampling:  # and still something to wait for
             return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
         draws = None if place is None else self._draws
-        if self._terms.sampling != sampling or self._terms.records != (draws is not None):
-            self._terms = self._terms_of(sampling, records=draws is not None)
+        if self._terms.sampling != sampling or self._terms.has_graphs != (draws is not None):
+            self._terms = self._terms_of(sampling, has_graphs=draws is not None)
         terms = self._terms
         best, tokens = most_likely or self._passes.most_likely(logits)
         numbers = np.zeros(0)
@@ -164,13 +164,13 @@ class RequestSampler:
                 indexes += np.array(ahead)[terms.drawing_rows]
             numbers = uniforms(terms.streams, indexes)
         raw = best, tokens
-        if draws is not None and place is not None and terms.recorded is not None:
-            tokens = draws.choose(place, terms.recorded, numbers[~terms.is_apart])
+        if draws is not None and place is not None and terms.captured is not None:
+            tokens = draws.choose(place, terms.captured, numbers[~terms.is_apart])
         if terms.apart is not None:
             own = terms.apart.choose(logits, raw, numbers[terms.is_apart], newest, self._passes)
             best, tokens = terms.apart.put(best, own[0]), terms.apart.put(tokens, own[1])
         if self._ranks is not None:
-            tokens = self._ranks.shared(tokens)
+            tokens = self._ranks.broadcast_tensor(tokens)
         if terms.apart is not None:
             terms.apart.count(tokens)
         told = None if terms.telling is None else terms.telling.tell(logits, tokens)
@@ -182,7 +182,7 @@ class RequestSampler:
         self._counts.discard(request)
         self._grammars.discard(request)
 
-    def _terms_of(self, sampling: tuple[Request, ...], *, records: bool) -> "_StepTerms":
+    def _terms_of(self, sampling: tuple[Request, ...], *, has_graphs: bool) -> "_StepTerms":
         """What the requests of a step ask for. O(requests)."""
         drawing: list[int] = []
         apart: list[int] = []
@@ -190,7 +190,7 @@ class RequestSampler:
         staying: list[SamplingParams | None] = []
         for row, request in enumerate(sampling):
             params = request.params
-            leaves = not (records and is_recorded(params, self._vocab_size))
+            leaves = not (has_graphs and is_captured(params, self._vocab_size))
             staying.append(None if leaves else params)
             if params.temperature:
                 drawing.append(row)
@@ -201,12 +201,12 @@ class RequestSampler:
         streams = [self._stream(sampling[row]) for row in drawing]
         return _StepTerms(
             sampling,
-            records,
+            has_graphs,
             tuple([sampling[row] for row in drawing]),
             drawing,
             np.array(streams, np.uint64),
             np.isin(drawing, apart),
-            row_terms(staying, self._vocab_size) if records else None,
+            row_terms(staying, self._vocab_size) if has_graphs else None,
             self._apart(apart, sampling) if apart else None,
             _Telling(telling, sampling, self._device) if telling else None,
         )
@@ -237,23 +237,23 @@ class _StepTerms:
 
     Attributes:
         sampling: the requests.
-        records: whether rows are drawn as was recorded, if they can be.
+        has_graphs: whether rows are drawn as was recorded, if they can be.
         drawing: those that draw.
         drawing_rows: their rows.
         streams: where their numbers start.
         is_apart: which of them are drawn apart.
-        recorded: of those that are drawn as was recorded; None: none is.
+        captured: of those that are drawn as was recorded; None: none is.
         apart: the other rows that draw or are changed; None: there are none.
         telling: who is told how likely a token was; None: none.
     """
 
     sampling: tuple[Request, ...]
-    records: bool
+    has_graphs: bool
     drawing: tuple[Request, ...]
     drawing_rows: Sequence[int]
     streams: NDArray[np.uint64]
     is_apart: NDArray[np.bool_]
-    recorded: RowTerms | None
+    captured: RowTerms | None
     apart: "_Apart | None"
     telling: "_Telling | None"
 

@@ -25,85 +25,18 @@ Does not know: requests, text, where the logits come from (`request_sampler.py` 
 import functools
 import hashlib
 import math
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
+import model.sample
 from model.control.params import SamplingParams
 from model.errors import NumericalError
-
-
-class Passes(Protocol):
-    """The passes over all logits: what a device may have kernels for."""
-
-    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of each row, and one that is as large: [num_rows], int64 [num_rows].
-
-        Args:
-            logits: [num_rows, vocab_size]; what is no number makes the largest no finite one.
-        """
-        ...
-
-    def top_values(self, logits: Tensor, count: int) -> Tensor:
-        """The largest of each row, in falling order: [num_rows, count].
-
-        Args:
-            logits: [num_rows, vocab_size].
-            count: at most vocab_size.
-        """
-        ...
-
-    def nuclear_reach(
-        self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
-    ) -> Tensor:
-        """How far the last token lies that top_p leaves, up to 2**-17 further: [num_rows, 1].
-
-        Args:
-            logits: [num_rows, vocab_size].
-            best: float32 [num_rows, 1], the largest of each row.
-            sharpness: float32 [num_rows, 1], one over the temperature.
-            top_p: float64 [num_rows, 1].
-        """
-        ...
-
-    def invert(
-        self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
-    ) -> Tensor:
-        """The token of each row at its number, in the order of the ids: int64 [num_rows].
-
-        Args:
-            logits: [num_rows, vocab_size].
-            best: float32 [num_rows, 1], the largest of each row.
-            sharpness: float32 [num_rows, 1], one over the temperature.
-            reach: float32 [num_rows, 1]; what lies further below the best has no weight.
-            numbers: float64 [num_rows, 1], in [0, 1).
-        """
-        ...
-
-    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile what there is to compile; a second for each kind of logits, or nothing at all.
-
-        Args:
-            vocab_size: of the logits.
-            dtype: as they come; rows that are changed first are float32.
-            device: where they are.
-        """
-        ...
-
-
-_CHUNK = 256
-_SCALE = 2.0**35  # 2**18 tokens of it are less than 2**53
-FINE = 17  # bits of a threshold below one
-BITS = 11  # of each of its two histograms: what lies 2**5 below weighs nothing
-_PIECE = 2**19  # logits that a core works on at once, so that they stay in its caches
+from model.sample.passes import PLAIN, Passes, distances_of, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,47 +166,6 @@ def reach_of(params: SamplingParams) -> float:
     return -math.log(params.min_p) if params.min_p else math.inf
 
 
-class PlainPasses:
-    """The passes by PyTorch's operators; see `Passes`. O(num_rows * vocab_size) each."""
-
-    def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Passes`."""
-        best, tokens = logits.max(dim=-1)
-        return best, tokens
-
-    def top_values(self, logits: Tensor, count: int) -> Tensor:
-        """See `Passes`."""
-        return logits.topk(count).values
-
-    def nuclear_reach(
-        self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
-    ) -> Tensor:
-        """See `Passes`."""
-        return _by_pieces(_nuclear_reach_of, logits, best, sharpness, top_p)
-
-    def invert(
-        self, logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor, numbers: Tensor
-    ) -> Tensor:
-        """See `Passes`: first the chunk, then its token."""
-        vocab_size = logits.shape[-1]
-        sums = _by_pieces(_chunk_sums, logits, best, sharpness, reach)
-        before = sums.cumsum(dim=-1)
-        chunk, target = _first_above(before, (numbers * before[:, -1:]).floor())
-        target = target - (before.gather(1, chunk) - sums.gather(1, chunk))
-        tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=logits.device)
-        inside = logits.gather(1, tokens.clamp(max=vocab_size - 1))
-        distances = _distances(inside, best, sharpness)
-        weights = _weights(distances).masked_fill((distances > reach) | (tokens >= vocab_size), 0.0)
-        place, _ = _first_above(weights.double().cumsum(dim=-1), target)
-        return tokens.gather(1, place).squeeze(-1)
-
-    def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Passes`: there is nothing to compile."""
-
-
-PLAIN = PlainPasses()
-
-
 def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
     """Choose one token a row and wait for it; None: the most likely one. O(num_rows * vocab_size).
 
@@ -357,113 +249,24 @@ def furthest(logits: Tensor, best: Tensor, terms: DrawTerms, passes: Passes = PL
     return reach
 
 
-def _distances(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
-    """How far below the most likely each token lies: float32."""
-    return (best - logits.float()) * sharpness
-
-
-def _weights(distances: Tensor) -> Tensor:
-    """Integers, in float32; 2**35 for the most likely."""
-    return torch.exp(-distances).mul_(_SCALE).floor_()
-
-
 @functools.cache
 def passes_for(device_type: str) -> Passes:
     """Those of a device: kernels on a GPU, which are loaded when they are first asked for."""
     if device_type != "cuda":
         return PLAIN
-    passes: Passes = import_module("model.sample.draw_kernels").GpuPasses()
+    passes: Passes = model.sample.draw_kernels.GpuPasses()
     return passes
-
-
-def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
-    """The weight of every so many tokens: float64 [num_rows, chunks]."""
-    distances = _distances(logits, best, sharpness)
-    weights = _weights(distances).masked_fill(distances > reach, 0.0)
-    padded = nn.functional.pad(weights, (0, -weights.shape[-1] % _CHUNK))
-    return padded.view(weights.shape[0], -1, _CHUNK).sum(dim=-1, dtype=torch.float64)
-
-
-def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each row whose sum is above the target, and that; each [num_rows, 1].
-
-    A target at the very end is the last integer below it: a number just below 1 rounds to it.
-    """
-    target = torch.minimum(target, cumulative[:, -1:] - 1)
-    place = torch.searchsorted(cumulative, target, right=True)
-    return place.clamp(max=cumulative.shape[-1] - 1), target
 
 
 def _ranked_reach(tops: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Tensor:
     """How far the last token lies that top_k, then top_p leave: [num_rows, 1]; inf without one."""
-    distances = _distances(tops, best, sharpness)
+    distances = distances_of(tops, best, sharpness)
     ranks = torch.arange(cut.most, device=tops.device)
-    weights = _weights(distances).double().masked_fill(ranks >= cut.top_k, 0.0)
+    weights = weights_of(distances).double().masked_fill(ranks >= cut.top_k, 0.0)
     cumulative = weights.cumsum(dim=-1)
     last = torch.searchsorted(cumulative, cut.top_p * cumulative[:, -1:])
     reach = distances.gather(1, last.clamp(max=cut.most - 1))
     return reach.masked_fill(cut.top_k == 0, torch.inf)
-
-
-def _nuclear_reach_of(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor) -> Tensor:
-    distances = _distances(logits, best, sharpness)
-    weights = _weights(distances).double()
-    fine = distances.mul_(2.0**FINE).nan_to_num_(0.0).clamp_(max=2.0 ** (2 * BITS) - 1).int()
-    coarse = (fine >> BITS).long()
-    histogram = weights.new_zeros(len(logits), 1 << BITS).scatter_add_(1, coarse, weights)
-    place, target = bin_of_mass(histogram, None, top_p)
-    weights = weights.masked_fill_(coarse != place, 0.0)
-    inside = (fine & ((1 << BITS) - 1)).long()
-    histogram.zero_().scatter_add_(1, inside, weights)
-    return reach_of_bins(place, bin_of_mass(histogram, target, top_p)[0])
-
-
-def bin_of_mass(histogram: Tensor, target: Tensor | None, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The first bin of each row where its mass is reached, and what is wanted of that bin.
-
-    Args:
-        histogram: float64 [num_rows, bins].
-        target: float64 [num_rows, 1], the mass; None: a share of all there is.
-        top_p: float64 [num_rows, 1], that share.
-
-    Returns:
-        Each [num_rows, 1]: int64, and float64.
-    """
-    cumulative = histogram.cumsum(dim=-1)
-    if target is None:
-        target = top_p * cumulative[:, -1:]
-    place = torch.searchsorted(cumulative, target).clamp_(max=histogram.shape[1] - 1)
-    return place, target - (cumulative.gather(1, place) - histogram.gather(1, place))
-
-
-def reach_of_bins(coarse: Tensor, fine: Tensor) -> Tensor:
-    """How far the end of a fine bin in a coarse one lies: float32 [num_rows, 1]."""
-    reach = ((coarse << BITS) + fine + 1).float() * 2.0**-FINE
-    return torch.nextafter(reach, torch.zeros_like(reach))  # the next bin's first is not in
-
-
-def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
-    """A computation a row; each core of a CPU does so many rows at once that they stay in caches.
-
-    Rows are dealt out, because torch would cut each small operation among its threads: they would
-    wait for each other hundreds of times, and on a busy machine each wait may be a time slice.
-    """
-    count = max(1, _PIECE // logits.shape[-1])
-    if logits.device.type != "cpu" or count >= len(logits):
-        return compute(logits, *columns)
-    pieces = zip(*(torch.split(tensor, count) for tensor in (logits, *columns)), strict=True)
-    workers = _workers(torch.get_num_threads())
-    return torch.cat(list(workers.map(lambda piece: compute(*piece), pieces)))
-
-
-@functools.cache
-def _workers(count: int) -> ThreadPoolExecutor:
-    """Threads in each of which torch uses one; made once."""
-    workers = ThreadPoolExecutor(count, "sampler", torch.set_num_threads, (1,))
-    all_are_there = threading.Barrier(count)
-    list(workers.map(lambda _: all_are_there.wait(), range(count)))
-    torch.set_num_threads(count)  # of threads to come they have changed it
-    return workers
 
 
 def column(

@@ -16,10 +16,10 @@ from model.control.config import EngineConfig
 from model.serve.config import ServeConfig, keys_of_environment
 
 _EPILOG = """\
-Serves OpenAI's interface under /v1, metrics for Prometheus under /metrics. SIGTERM and SIGINT let
-what runs go on for --drain-timeout-s; a second one ends it.
+Serves OpenAI's interface under /v1 and Prometheus metrics under /metrics. After SIGTERM or SIGINT,
+running requests may continue for --drain-timeout-s; a second signal ends the server at once.
 
-Exit codes are those of model.run.
+The exit codes are those of model.run.
 """
 
 
@@ -34,10 +34,14 @@ class ServeOptions:
 
 def serve_flags() -> Flags:
     """The flags of `python -m model.serve`. O(flags)."""
-    flags = Flags("python -m model.serve", "Serve a model to OpenAI's clients.", _EPILOG)
-    flags.add("how clients are met", ServeConfig)
-    flags.add("what runs", ModelOptions)
-    title = "how large the cache and a step are, and how it runs"
+    flags = Flags(
+        "python -m model.serve",
+        "Serve a model over an HTTP interface compatible with OpenAI's.",
+        _EPILOG,
+    )
+    flags.add("server", ServeConfig)
+    flags.add("model and hardware", ModelOptions)
+    title = "engine: KV cache, scheduling and execution"
     flags.add(title, EngineConfig, record_lifetimes=True)
     return flags
 

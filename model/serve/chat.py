@@ -1,8 +1,8 @@
 """`/v1/chat/completions`: conversations to the assistant's next message.
 
 Decides: that a conversation becomes a prompt by the model's own chat template, or by the plain one
-of `loader.py` where it has none; and that an answer may be as long as the model allows where nobody
-says.
+of `loader.py` where it has none; and that without a limit an answer may be as long as the model
+allows.
 
 Does not know: how tokens come about, how an answer is sent (`generation.py`).
 """

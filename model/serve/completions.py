@@ -100,7 +100,9 @@ def completions(service: Service) -> APIRouter:
         prompts = body.prompts
         if body.echo and body.logprobs is not None:
             raise ApiError(
-                400, "echo: wanted without logprobs: prompts have none here", param="echo"
+                400,
+                "echo: cannot be combined with logprobs; prompt tokens have none here",
+                param="echo",
             )
         echoes = [
             prompt if isinstance(prompt, str) else await service.decode(prompt)

@@ -1,4 +1,4 @@
-"""The settings of the server, beside those of the engine that it serves.
+"""The settings of the server; those of its engine are in `control/config.py`.
 
 Invariants: a configuration that exists is in range; it never changes.
 
@@ -18,76 +18,81 @@ _API_KEY = "KVCORE_API_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    """How a server meets its clients."""
+    """How the server listens, checks and limits requests."""
 
     host: str = setting("127.0.0.1", help="address to listen on", metavar="ADDRESS")
-    port: int = setting(8000, help="likewise; 0: any that is free", least=0, most=65_535)
+    port: int = setting(8000, help="port to listen on; 0: any free port", least=0, most=65_535)
     served_model_name: str | None = setting(
         None,
-        help="what clients call the model (default: the end of its path or id)",
+        help="model name in requests and answers (default: the last part of --model)",
         metavar="NAME",
     )
     api_keys: tuple[str, ...] = setting(
         (),
-        help="clients have to show one (default: $KVCORE_API_KEY, else none is asked)",
+        help="API key that clients must send (default: $KVCORE_API_KEY; without one, no key is "
+        "needed)",
         least=1,
         flag="api-key",
         metavar="KEY",
     )
     allow_origins: tuple[str, ...] = setting(
         (),
-        help="pages of this origin may read answers (CORS; default: none)",
+        help="web origin whose pages may read answers (CORS; default: none)",
         flag="allow-origin",
         metavar="ORIGIN",
     )
     tls_certfile: str | None = setting(
-        None, help="HTTPS with this certificate", metavar="PATH", needs=("tls_keyfile",)
+        None, help="certificate for HTTPS", metavar="PATH", needs=("tls_keyfile",)
     )
     tls_keyfile: str | None = setting(
-        None, help="and this key", metavar="PATH", needs=("tls_certfile",)
+        None, help="private key for HTTPS", metavar="PATH", needs=("tls_certfile",)
     )
     max_waiting: int = setting(
         1024,
-        help="requests that may wait beside those that run; more are told to come again",
+        help="largest number of waiting requests; further ones are refused with status 429",
         least=0,
     )
     stream_share: float = setting(
         STREAM_SHARE,
-        help="the most of the time that sending streamed tokens may take; where many streams would "
-        "take more, several tokens of each go together (1: each goes at once)",
+        help="largest fraction of time spent on sending streamed tokens; with many streams, "
+        "several "
+        "tokens are sent together to stay below it (1: every token is sent at once)",
         above=0,
         most=1,
     )
-    max_request_bytes: int = setting(4 << 20, help="the largest request", least=1, unit="bytes")
+    max_request_bytes: int = setting(4 << 20, help="largest request body", least=1, unit="bytes")
     max_logprobs_bytes: int = setting(
         512 << 20,
-        help="the most memory for the log-probabilities of one request, 128 bytes for each token "
-        "and for each likely token beside it; a request that may need more is refused",
+        help="largest memory for the log-probabilities of a request, 128 bytes for each token and "
+        "for each alternative; a request that may need more is refused",
         least=0,
         unit="bytes",
     )
     request_timeout_s: float = setting(
         60.0,
-        help="how long a request may take to come",
+        help="seconds that a client may take to send a request",
         least=0,
         below=math.inf,
     )
     drain_timeout_s: float = setting(
-        30.0, help="how long requests may go on after SIGTERM", least=0, below=math.inf
+        30.0,
+        help="seconds that running requests may continue after SIGTERM",
+        least=0,
+        below=math.inf,
     )
     kv_events: str | None = setting(
         None,
-        help="tell routers here what the cache holds (ZeroMQ), such as tcp://*:5557",
+        help="KV events: publish changes of the prefix cache here (ZeroMQ), such as tcp://*:5557",
         metavar="ADDRESS",
     )
     kv_replay: str | None = setting(
         None,
-        help="and answer here who has missed some of it",
+        help="KV events: resend missed ones to subscribers that ask here (ZeroMQ)",
         metavar="ADDRESS",
         needs=("kv_events",),
     )
     access_log: str | None = setting(
-        None, help="write a JSON line for each request; -: to stdout", metavar="PATH"
+        None, help="write one JSON line for each request to this file; -: stdout", metavar="PATH"
     )
 
     def __post_init__(self) -> None:
@@ -104,7 +109,5 @@ def keys_of_environment() -> tuple[str, ...]:
     if key is None:
         return ()
     if not key:
-        raise UsageError(
-            f"${_API_KEY}: wanted text that is not empty, got '': unset it, or give --api-key"
-        )
+        raise UsageError(f"${_API_KEY} is set and empty: unset it, or pass --api-key")
     return (key,)

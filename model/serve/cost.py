@@ -1,7 +1,7 @@
 """What the server costs beside the engine alone: `python -m model.serve.cost`.
 
-Decides: the same requests, so many at once or as they come in time, are run by the engine alone and
-through HTTP, turn by turn, in one process, whose processor time is counted beside the clock's; the
+Decides: the same requests, a fixed number at once or at random arrival times, are run by the engine
+alone and through HTTP, in turns, in one process, whose CPU time is counted beside the clock's; the
 client is a process of its own (`load.py`). Where requests come in time, what counts is how long the
 first token takes.
 
@@ -47,14 +47,16 @@ from model.serve.process import Server
 class CostOptions:
     """What is sent, and how often."""
 
-    rounds: int = setting(3, help="turns of each", least=1)
-    num_requests: int = setting(256, help="requests of a turn", least=2)
+    rounds: int = setting(3, help="measurements of each", least=1)
+    num_requests: int = setting(256, help="requests of a measurement", least=2)
     concurrency: int = setting(64, help="requests at once", least=1)
-    input_len: int = setting(32, help="tokens of a prompt", least=1)
-    output_len: int = setting(64, help="tokens of an answer", least=1)
-    whole: bool = setting(False, help="answers are sent whole, not streamed")
+    input_len: int = setting(32, help="prompt tokens of a request", least=1)
+    output_len: int = setting(64, help="output tokens of a request", least=1)
+    whole: bool = setting(False, help="do not stream answers")
     request_rate: float = setting(
-        math.inf, help="requests a second, at random moments; inf: when there is room", above=0
+        math.inf,
+        help="requests per second with random arrival times; inf: as soon as there is room",
+        above=0,
     )
 
     def __post_init__(self) -> None:

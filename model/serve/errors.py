@@ -103,13 +103,13 @@ def api_error(error: Exception, names: Mapping[str, str] | None = None) -> ApiEr
     if isinstance(error, NumericalError):
         return ApiError(500, message, code="numerical_error")
     if isinstance(error, QueueFullError):
-        return ApiError(429, f"{message}: come again", code="queue_full")
+        return ApiError(429, f"{message}; retry later", code="queue_full")
     if isinstance(error, NotServingError):
         return ApiError(503, message, code="not_serving")
     if isinstance(error, EngineFaultError):
         return ApiError(500, message, code="engine_fault")
-    _log.error("a request failed: a bug in kvcore", exc_info=error)
-    return ApiError(500, "the server failed at this request", code="internal_error")
+    _log.error("a request failed; this is a bug in kvcore", exc_info=error)
+    return ApiError(500, "internal error of the server", code="internal_error")
 
 
 def handle_errors(app: FastAPI, field_names: Iterable[str]) -> None:
@@ -152,7 +152,7 @@ def _invalid(errors: Sequence[Mapping[str, object]], names: frozenset[str]) -> A
     if isinstance(first.get("input"), bytes):  # it was not read as JSON
         return ApiError(415, "Content-Type: wanted application/json", code="unsupported_media_type")
     if first["type"] == "extra_forbidden":
-        return ApiError(400, f"{place}: there is no such field", param=place, code="unknown_field")
+        return ApiError(400, f"{place}: unknown field", param=place, code="unknown_field")
     said = [str(e["msg"]) for e in errors if _place(e, names) == place]
     wanted = ", or ".join(dict.fromkeys(text[:1].lower() + text[1:] for text in said))
     got = "" if first["type"] == "missing" else f", got {_shown(first.get('input'))}"

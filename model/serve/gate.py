@@ -34,7 +34,7 @@ LINE_BEGINS = '{"time": "'
 """What a line of the log begins with."""
 
 _READ_ANYWAY = 16
-"""A body of so many times the limit is read to its end, and dropped."""
+"""A body of up to this many times the limit is read to its end and dropped."""
 
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 

@@ -36,7 +36,7 @@ _TURN_CHARACTERS = 32_768
 """What is written of an answer before others have a turn on the event loop."""
 
 CLIENT_GONE = 499
-"""The status in the access log of an answer that nobody waited for, as nginx has it."""
+"""The status in the access log of an answer whose client has gone, as in nginx."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ def reason_json(delta: Delta) -> str:
     if reason is None:
         return "null"
     if reason is FinishReason.ERROR:
-        raise delta.error or EngineFaultError("engine: it failed at this request")
+        raise delta.error or EngineFaultError("engine: it failed while it computed this request")
     return quoted(reason.value)
 
 
@@ -209,9 +209,9 @@ def _check_logprobs(asked: Asked, service: Service) -> None:
         name = asked.names.get("logprobs", "logprobs")
         raise ApiError(
             400,
-            f"{name}: wanted at most {limit} bytes of them in an answer (--max-logprobs-bytes), "
-            f"got up to {count} of {ENTRY_BYTES} bytes: ask for fewer of them, or for fewer tokens "
-            "by max_tokens",
+            f"{name}: this answer may need {count * ENTRY_BYTES} bytes for log-probabilities, and "
+            f"the server allows {limit} (--max-logprobs-bytes); ask for fewer of them or a smaller "
+            "max_tokens",
             param=name,
         )
 

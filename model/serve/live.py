@@ -2,10 +2,10 @@
 
 Decides: how often is looked (four times a second, less where a look takes long: looks take a
 hundredth of the time at most), who may read texts of others, and what a slow reader misses: it
-gets all of the newest look instead. While nobody watches nothing is looked at, kept or counted.
+gets all of the newest look instead. Without a viewer, nothing is sampled, kept or counted.
 
 Texts are shown where all who can ask are one: a single API key, or no key on a server that only
-this machine reaches. What was sent with a salt is shown to nobody.
+this machine reaches. Text sent with a cache salt is never shown.
 
 Invariants: looks happen between two steps; every reader's frames are, one after the other, the
 pool at its last look; what waits for a reader is bounded, and so are the readers.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # torch is not loaded before an engine is made
 
 _PERIOD_S = 0.25
 _IDLE_PERIOD_S = 1.0  # between two frames that say the same
-_SHARE = 100  # looks take one part in so many of the time
+_SHARE = 100  # looks take at most 1/_SHARE of the time
 _MAX_VIEWERS = 16
 _MAX_PENDING = 32  # frames that wait for a reader
 _LABEL_TOKENS, _LABEL_LENGTH = 32, 80
@@ -51,7 +51,7 @@ _HIDDEN = "What it holds is not shown."
 
 class _Look(NamedTuple):
     frame: Frame
-    whole: Frame | None  # where somebody needs one
+    whole: Frame | None  # where a viewer needs one
     head: dict[str, object]
     took_s: float
 
@@ -146,7 +146,7 @@ class PoolFeed:
         except NotServingError:
             pass  # they may come again
         except Exception:  # noqa: BLE001  # it is told, and the server stands
-            _log.exception("the page: a bug in kvcore")
+            _log.exception("the page failed; this is a bug in kvcore")
         self._watch = self._frames = self._looked_at = None
         for viewer in self._viewers:
             viewer.end()
@@ -180,7 +180,7 @@ class PoolFeed:
         return _Look(frame, whole, frames.head(), time.perf_counter() - begin_s)
 
     def _label(self, request: EngineRequest) -> str:
-        """How a prompt begins, where it is nobody's secret."""
+        """How a prompt begins, unless it was sent with a cache salt."""
         engine, sequence = self._looked_at, request.sequence
         if engine is None or sequence is None:
             return ""

@@ -1,4 +1,4 @@
-"""A client that costs little: streams completions from a server, so many at once, and times them.
+"""A cheap load generator: streams completions from a server, with fixed concurrency or rate.
 
 Decides: what is sent, as `vllm bench serve` sends it: random tokens, `ignore_eos`, streams with
 usage, when each is due, or when one before it has ended. It runs as a process of its own, which
@@ -41,7 +41,7 @@ class Job:
         num_requests: how many.
         concurrency: the most at once.
         input_len, output_len: tokens of each.
-        vocab_size: prompts are drawn from so many tokens.
+        vocab_size: the number of token ids that prompts are drawn from.
         seed: of the prompts.
         streams: whether answers are streamed.
         due_s: when each is sent, from the begin; none: as soon as there is room.

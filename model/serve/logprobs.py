@@ -110,7 +110,7 @@ def _per_piece(tokens: Sequence[SampledToken]) -> int:
 
 
 def _listed(items: Sequence[_Item], write: Callable[[_Item], str], per_piece: int) -> Iterator[str]:
-    """A list as JSON, in pieces of so many items."""
+    """A list as JSON, in pieces of a number of items."""
     yield "["
     for begin in range(0, len(items), per_piece):
         some = ",".join([write(item) for item in items[begin : begin + per_piece]])

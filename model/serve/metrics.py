@@ -132,7 +132,7 @@ class _Times:
         return sum(self._counts)
 
     def note(self, value_s: float, count: int) -> None:
-        """Count a value so many times. O(log buckets)."""
+        """Count a value `count` times. O(log buckets)."""
         self._counts[bisect_left(self._bounds, value_s)] += count
         self._total_s += value_s * count
 
@@ -200,7 +200,7 @@ class _Counts(Collector):
             "prompt_tokens_cached", "Those found in the cache.", steps.num_hit_tokens
         )
         yield self._counter("engine_steps", "Forward passes.", steps.num_steps)
-        if engine.guesses:
+        if engine.is_speculative:
             yield self._counter(
                 "spec_decode_num_drafts", "How often a request brought drafts.", steps.num_drafts
             )

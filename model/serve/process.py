@@ -117,9 +117,9 @@ async def _run(
         if engine.health.state is not EngineState.STARTING:
             say(f"{address_of(listener, config)}: ready in {time.monotonic() - began_s:.1f} s")
             await _first_of(asked.wait(), serving, _rank_lost(engine))
-            say(f"draining: {engine.num_open} requests")
+            say(f"draining: waiting for {engine.num_open} running requests")
             num_cut = await engine.drain(config.drain_timeout_s)
-            say(f"drained: {num_cut} requests were cut off")
+            say(f"drained: {num_cut} requests were aborted")
             _check_ranks(await engine.ended())
     finally:
         server.should_exit = True

@@ -83,7 +83,7 @@ class ResponseFormat(_Strict):
             return Grammar.json_object()
         if self.json_schema is None or self.json_schema.schema_ is None:
             field = "response_format.json_schema.schema"
-            raise ApiError(400, f"{field}: wanted one, got none", param=field)
+            raise ApiError(400, f"{field}: missing", param=field)
         return Grammar.json_schema(self.json_schema.schema_)
 
 
@@ -142,7 +142,7 @@ class GenerationRequest(_Strict):
         if self.response_format is not None and self.response_format.type == "text":
             given.remove("response_format")
         if len(given) > 1:
-            raise ApiError(400, f"{given[1]}: wanted this or {given[0]}, got both", param=given[1])
+            raise ApiError(400, f"{given[1]}: cannot be combined with {given[0]}", param=given[1])
         return given[0] if given else ""
 
     @property
@@ -185,7 +185,7 @@ class GenerationRequest(_Strict):
             ApiError: one of them is no range.
         """
         try:
-            return tuple([Retained.from_text(text).wish for text in self.retain or ()])
+            return tuple([Retained.from_text(text).retention for text in self.retain or ()])
         except InvalidArgumentError as error:
             raise ApiError(400, str(error), param="retain") from error
 
@@ -210,14 +210,18 @@ class GenerationRequest(_Strict):
             value = getattr(self, name)
             if value is not None and value not in allowed:
                 raise ApiError(
-                    400, f"{name}: this server does not support it", param=name, code="unsupported"
+                    400, f"{name}: not supported by this server", param=name, code="unsupported"
                 )
         if not 1 <= self.num_samples <= MAX_SAMPLES:
             raise ApiError(400, f"n: wanted 1 to {MAX_SAMPLES}, got {self.n}", param="n")
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options: wanted with stream alone", param="stream_options")
+            raise ApiError(
+                400, "stream_options: allowed only with stream=true", param="stream_options"
+            )
         if self.priority is not None and abs(self.priority) >= 1 << 31:
-            raise ApiError(400, f"priority: wanted 32 bits, got {self.priority}", param="priority")
+            raise ApiError(
+                400, f"priority: wanted a 32-bit integer, got {self.priority}", param="priority"
+            )
         _ = self.retentions
 
     def sampling(self, max_tokens: int, logprobs: int | None) -> SamplingParams:

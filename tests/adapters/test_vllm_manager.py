@@ -20,14 +20,14 @@ GROUPS = {"plain": PLAIN, "windows": WINDOWS, "chunks": CHUNKS}
 def live(dice, groups, kind=Manager, num_steps=60):
     """Let a random crowd of requests live over few blocks, and check what they read."""
     num_blocks = dice.choice([24, 30, 60])
-    manager = manager_of(groups, num_blocks, kind, event_names="sha256", keep_fresh=True)
+    manager = manager_of(groups, num_blocks, kind, event_hashes="sha256", keep_fresh=True)
     ahead = dice.random() < 0.5
     world = World(
         manager, ahead=ahead, budget=dice.choice([5, 16, 40]),
         defers=kind is not Manager022 and dice.random() < 0.3,
         num_drafts=0 if ahead else dice.choice([0, 2, 5]), looks_twice=dice.random() < 0.3,
     )  # fmt: skip
-    manager.kv.events.max_names = dice.choice([2, 20, 10_000])
+    manager.kv.events.max_hashes = dice.choice([2, 20, 10_000])
     told = set()
     heads = [[dice.randrange(2) for _ in range(dice.randrange(1, 18))] for _ in range(3)]
     for number in range(num_steps):
@@ -67,9 +67,9 @@ def fold(events, told):
     """Bring an index up to date as one does that hears what vLLM says: stored, removed, cleared."""
     for event in events:
         if isinstance(event, kvcore.BlocksStored):
-            told.update((event.group, name) for name in event.names)
+            told.update((event.group, name) for name in event.block_hashes)
         elif isinstance(event, kvcore.BlocksRemoved):
-            told.difference_update((event.group, name) for name in event.names)
+            told.difference_update((event.group, name) for name in event.block_hashes)
         else:
             told.clear()
 

@@ -359,7 +359,7 @@ def test_windows_count_for_no_more_blocks_than_vllm_counts():
 def test_events_say_what_vllms_say():
     kv = kvcore.KVCacheManager(8, 2, record_events="sha256")
     space = kvcore.Namespace(salt=b"red", lora_name="sql", lora_version=3)
-    seq = kv.open([1, 2, 3, 4, 5], namespace=space, items=[kvcore.Item(b"cat", 1, 2)])
+    seq = kv.open([1, 2, 3, 4, 5], namespace=space, items=[kvcore.MultimodalItem(b"cat", 1, 2)])
     kv.reserve(seq, 5)
     kv.commit(seq, 4)
     kv.close(seq)

@@ -61,7 +61,7 @@ def test_an_image_is_an_item_at_its_place_with_the_rows_that_are_embeddings():
     request = Request("a", range(9), image="cat")
     mask = SimpleNamespace(tolist=lambda: [True, False, True, True, True])
     request.mm_features[0].mm_position.is_embed = mask
-    item = kvcore.Item(b"cat", 2, 5, bytes([1, 0, 1, 1, 1]))
+    item = kvcore.MultimodalItem(b"cat", 2, 5, bytes([1, 0, 1, 1, 1]))
     assert describe(request, 4, bytes_of).items == (item,)
     assert feature_items(request.mm_features, 3) == ()
 

@@ -23,7 +23,7 @@ LINKS = {
     *(f"IdleBlocks.{name}" for name in ("push_run", "remove", "remove_run", "find_run", "forget")),
     *(
         f"IdleBlocks.{name}"
-        for name in ("_put_back", "set_front", "_drop_deadlines", "cut_front", "clear")
+        for name in ("_put_back", "set_terms", "_drop_deadlines", "cut_front", "clear")
     ),
     "Deadlines.drop",
     "Deadlines.clear",
@@ -34,14 +34,14 @@ LINKS = {
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
     *(f"BlockPool.{name}" for name in ("_put_back", "_leave", "_let_leave", "_take_back")),
     *(f"BlockPool.{name}" for name in ("_lose", "_count_emptied", "assign", "_extra_slots")),
-    *(f"KVSequence.{name}" for name in ("cut_names", "forget_identity", "find_limits")),
+    *(f"KVSequence.{name}" for name in ("cut_hashes", "forget_identity", "find_limits")),
     "BlockTable.cut",
     "BlockTable.forget",
     "BlockTable.renew",
     "EventLog.take_back",
     "EventLog.trim",
     "LeaseBook.forget",
-    "NameChain.cut",
+    "HashChain.cut",
     "Node.clear",
     "BlockPool.unpublish",
     "_add",

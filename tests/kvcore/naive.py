@@ -36,7 +36,7 @@ class NaivePool:
         self.num_evicted = self.num_allocated = self.peak = 0
         self.published_at, self.freed_at = {}, {}
         self.durations = {"lifetime": [], "idle_before_eviction": [], "reuse_gap": []}
-        self.wishes = {}  # block_id: {(priority, deadline)}
+        self.retention = {}  # block_id: {(priority, deadline)}
         self.shelves = {}  # priority: free blocks
         self.now = 0
         self.serves = lambda content: True  # whether any hit can use it
@@ -47,20 +47,20 @@ class NaivePool:
         return self.free + [b for _, shelf in sorted(self.shelves.items()) for b in shelf]
 
     def priority(self, block_id):
-        return max((p for p, end in self.wishes.get(block_id, ()) if end > self.now), default=0)
+        return max((p for p, end in self.retention.get(block_id, ()) if end > self.now), default=0)
 
     def front(self, block_id):
-        """The wishes that say something: no other is as strong and holds as long."""
-        active = {(p, end) for p, end in self.wishes.get(block_id, ()) if end > self.now}
+        """The terms that say something: no other is as strong and holds as long."""
+        active = {(p, end) for p, end in self.retention.get(block_id, ()) if end > self.now}
         return {
-            wish
-            for wish in active
-            if not any(p >= wish[0] and end >= wish[1] for p, end in active - {wish})
+            retain
+            for retain in active
+            if not any(p >= retain[0] and end >= retain[1] for p, end in active - {retain})
         }
 
-    def wish(self, block_id, wishes):
+    def retain(self, block_id, terms):
         before = self.front(block_id)
-        self.wishes.setdefault(block_id, set()).update(wishes)
+        self.retention.setdefault(block_id, set()).update(terms)
         if self.front(block_id) != before:
             self.found = []
 
@@ -76,12 +76,12 @@ class NaivePool:
 
     def lose_content(self, block_id):
         self.published = [entry for entry in self.published if entry[1] != block_id]
-        self.wishes.pop(block_id, None)
+        self.retention.pop(block_id, None)
 
     def tick(self, num_steps):
         before = {block_id: self.priority(block_id) for block_id in self.order()}
         waiting = self.order()
-        fronts = {block_id: self.front(block_id) for block_id in self.wishes}
+        fronts = {block_id: self.front(block_id) for block_id in self.retention}
         self.now += num_steps
         if any(self.front(block_id) != front for block_id, front in fronts.items()):
             self.found = []
@@ -316,7 +316,7 @@ class NaiveManager:
             most = max(most, taken)
         return most
 
-    def wish(self, seq, number):
+    def retain(self, seq, number):
         """Every block of the path is kept as strongly as anything after it."""
         size, table = self.groups[number][2], seq.tables[number]
         for place in range(table.published):
@@ -326,7 +326,7 @@ class NaiveManager:
                     for _, stop, priority, end in seq.retain
                     if stop > place * size and end > self.pool.now
                 }
-                self.pool.wish(table.entries[place], wanted)
+                self.pool.retain(table.entries[place], wanted)
 
     def open(self, tokens, namespace, retain=(), resumed=False, skips=False):
         namespace = namespace if self.caching else None
@@ -339,7 +339,7 @@ class NaiveManager:
             table.published = len(entries)
         self.pool.hold([block_id for table in seq.tables for block_id in table.held()])
         for number in range(len(self.groups)):
-            self.wish(seq, number)
+            self.retain(seq, number)
         if skips:
             return seq
         if seq.namespace is not None and resumed:
@@ -425,7 +425,7 @@ class NaiveManager:
         seq.computed += num_tokens
         self.settle(seq)
 
-    def tell(self, seq, num_tokens):
+    def resolve(self, seq, num_tokens):
         seq.tokens += seq.future[:num_tokens]
         del seq.future[:num_tokens]
         self.settle(seq)
@@ -439,7 +439,7 @@ class NaiveManager:
                 content = self.content(number, seq.namespace, prefix)
                 self.pool.publish(table.entries[table.published], content)
                 table.published += 1
-                self.wish(seq, number)
+                self.retain(seq, number)
             kept = self.keeps(group, seq.settled())
             for place in range(seq.settled() // size):
                 if table.entries[place] and place < min(kept):
@@ -569,7 +569,7 @@ class NaiveManager:
                     prefix = self.content(group, seq.namespace, tokens[: (place + 1) * size])
                     self.pool.publish(entries[place], prefix)
             table.published = length // size if seq.namespace is not None else 0
-            self.wish(seq, group)
+            self.retain(seq, group)
         held, _ = self.leases.pop(number)
         last = [block_id for _, _, block_id in sorted(beyond, reverse=True)]
         self.pool.release([b for b in held if b in late] + last + passed)
@@ -722,7 +722,7 @@ class NaiveManager:
     def reset(self, sequences, canonical):
         kept = [content for content in self.pool.order() if self.pool.content_of(content)]
         self.pool.free = kept + [b for b in self.pool.order() if b not in kept]
-        self.pool.published, self.pool.wishes, self.pool.shelves = [], {}, {}
+        self.pool.published, self.pool.retention, self.pool.shelves = [], {}, {}
         if canonical:
             self.pool.free.sort()
         for seq in sequences:

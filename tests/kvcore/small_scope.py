@@ -102,7 +102,7 @@ VERBS = {
     "load": begin_load,
     "fail the load of": lambda m, e: m.fail_load(e, min(2, e[1].computed)),
     "expect one of": lambda m, e: m.expect(e, [1]),
-    "tell": lambda m, e: m.tell(e, 1),
+    "tell": lambda m, e: m.resolve(e, 1),
     "close": close,
 }
 LEFT_OUT = {

@@ -24,7 +24,7 @@ def test_a_new_content_has_nothing_below_it_and_no_block():
     root = kvcore.Node(None, b"root")
     node = kvcore.Node(root, b"abcd")
     assert (node.parent, node.tokens) == (root, b"abcd")
-    empty = (node.last_child, node.children, node.first_copy, node.last_copy, node.name)
+    empty = (node.last_child, node.children, node.first_copy, node.last_copy, node.block_hash)
     assert empty == (None,) * 5
     assert not node.has_children()
     assert node.copies() == node.descendants() == []

@@ -361,7 +361,7 @@ def test_a_reset_can_put_the_free_blocks_in_the_order_of_a_new_pool():
 
 
 def cat(start, **more):
-    return kvcore.Item(b"cat", start, 3, **more)
+    return kvcore.MultimodalItem(b"cat", start, 3, **more)
 
 
 def test_the_same_tokens_under_another_image_are_another_prefix():
@@ -369,33 +369,38 @@ def test_the_same_tokens_under_another_image_are_another_prefix():
     tokens = [1, 9, 9, 9, 5, 6, 7, 8, 2]
     filled(kv, tokens, items=[cat(1)])
     assert kv.plan(tokens, items=[cat(1)]).num_cached_tokens == 8
-    assert kv.plan(tokens, items=[kvcore.Item(b"dog", 1, 3)]).num_cached_tokens == 0
+    assert kv.plan(tokens, items=[kvcore.MultimodalItem(b"dog", 1, 3)]).num_cached_tokens == 0
     assert kv.plan(tokens, items=[cat(1, mask=b"\x01\x00\x01")]).num_cached_tokens == 0
     assert kv.plan(tokens).num_cached_tokens == 0
 
 
 def test_which_rows_of_an_image_lie_in_a_block_matters():
     kv = kvcore.KVCacheManager(20, 4)
-    filled(kv, [9] * 8 + [1], items=[kvcore.Item(b"cat", 0, 8)])
-    assert kv.plan([9] * 8 + [1], items=[kvcore.Item(b"cat", 0, 8)]).num_cached_tokens == 8
+    filled(kv, [9] * 8 + [1], items=[kvcore.MultimodalItem(b"cat", 0, 8)])
+    assert (
+        kv.plan([9] * 8 + [1], items=[kvcore.MultimodalItem(b"cat", 0, 8)]).num_cached_tokens == 8
+    )
     # The same content, begun again at the block's edge: row 0 stands where row 4 stood.
-    twice = [kvcore.Item(b"cat", 0, 4), kvcore.Item(b"cat", 4, 4)]
+    twice = [kvcore.MultimodalItem(b"cat", 0, 4), kvcore.MultimodalItem(b"cat", 4, 4)]
     assert kv.plan([9] * 8 + [1], items=twice).num_cached_tokens == 4
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: kvcore.Item("cat", 0, 1), "content: wanted bytes"),
-        (lambda: kvcore.Item(b"", 0, 1), "at least one byte"),
-        (lambda: kvcore.Item(b"c", -1, 1), "start"),
-        (lambda: kvcore.Item(b"c", 0, 0), "length"),
-        (lambda: kvcore.Item(b"c", 0, 2, b"\x01"), "mask: wanted 2 bytes"),
-        (lambda: kvcore.Item(b"c", 0, 1, b"\x02"), "mask: wanted 1 bytes"),
-        (lambda: kvcore.Item(b"c", 0, 1, [1]), "mask: wanted bytes, got list"),
+        (lambda: kvcore.MultimodalItem("cat", 0, 1), "content: wanted bytes"),
+        (lambda: kvcore.MultimodalItem(b"", 0, 1), "at least one byte"),
+        (lambda: kvcore.MultimodalItem(b"c", -1, 1), "start"),
+        (lambda: kvcore.MultimodalItem(b"c", 0, 0), "length"),
+        (lambda: kvcore.MultimodalItem(b"c", 0, 2, b"\x01"), "mask: wanted 2 bytes"),
+        (lambda: kvcore.MultimodalItem(b"c", 0, 1, b"\x02"), "mask: wanted 1 bytes"),
+        (lambda: kvcore.MultimodalItem(b"c", 0, 1, [1]), "mask: wanted bytes, got list"),
         (lambda: kvcore.KVCacheManager(9, 4).open([1, 2], items=[cat(0)]), "within positions 0"),
         (lambda: kvcore.KVCacheManager(9, 4).open([1] * 9, items=[cat(2), cat(3)]), "apart"),
-        (lambda: kvcore.KVCacheManager(9, 4).open([1] * 9, items=["cat"]), "wanted Item, got str"),
+        (
+            lambda: kvcore.KVCacheManager(9, 4).open([1] * 9, items=["cat"]),
+            "wanted MultimodalItem, got str",
+        ),
     ],
 )
 def test_an_item_that_cannot_be_described_is_refused(make, message):
@@ -405,9 +410,9 @@ def test_an_item_that_cannot_be_described_is_refused(make, message):
 
 def test_a_cut_through_an_image_keeps_its_first_rows():
     kv = kvcore.KVCacheManager(9, 4)
-    seq = filled(kv, [9] * 6, items=[kvcore.Item(b"cat", 1, 4, b"\x01\x00\x01\x01")])
+    seq = filled(kv, [9] * 6, items=[kvcore.MultimodalItem(b"cat", 1, 4, b"\x01\x00\x01\x01")])
     kv.truncate(seq, 3)
-    assert seq.items == (kvcore.Item(b"cat", 1, 2, b"\x01\x00"),)
+    assert seq.items == (kvcore.MultimodalItem(b"cat", 1, 2, b"\x01\x00"),)
     kv.truncate(seq, 1)
     assert seq.items == ()
 
@@ -419,8 +424,8 @@ def test_events_name_contents_and_a_late_reader_needs_only_a_snapshot():
     kv = kvcore.KVCacheManager(4, 2, record_events="sha256")
     seq = filled(kv, [1, 2, 3, 4, 5])
     (run,) = kv.events.take()
-    first, second = names = seq.block_names("sha256")
-    assert (run.number, run.group, run.names, run.parent) == (1, 0, names, None)
+    first, second = names = seq.block_hashes("sha256")
+    assert (run.number, run.group, run.block_hashes, run.parent) == (1, 0, names, None)
     assert run.namespace_key == kvcore.encode_namespace(kvcore.DEFAULT_NAMESPACE)
     assert (run.tokens, run.items, run.block_size) == ((1, 2, 3, 4), (b"", b""), 2)
     assert run.packed == kvcore.pack([1, 2, 3, 4]).tobytes()
@@ -441,23 +446,26 @@ def test_what_becomes_findable_or_goes_together_is_one_event():
     kv = kvcore.KVCacheManager(23, 2, groups=groups, record_events="xxh3-128")
     seq = filled(kv, range(11))
     runs = kv.events.take()
-    assert [(run.group, len(run.names), run.parent) for run in runs] == [(0, 5, None), (1, 5, None)]
+    assert [(run.group, len(run.block_hashes), run.parent) for run in runs] == [
+        (0, 5, None),
+        (1, 5, None),
+    ]
     kv.extend(seq, range(5))
     kv.reserve(seq, 5)
     kv.commit(seq, 5)
     more = kv.events.take()
-    assert [(run.group, len(run.names), run.parent) for run in more] == [
-        (0, 3, runs[0].names[-1]),
-        (1, 3, runs[1].names[-1]),
+    assert [(run.group, len(run.block_hashes), run.parent) for run in more] == [
+        (0, 3, runs[0].block_hashes[-1]),
+        (1, 3, runs[1].block_hashes[-1]),
     ]
     assert {run.namespace_key for run in more} == {runs[0].namespace_key}
     told = kvcore.fold([*runs, *more])
     assert told >= kvcore.fold((), kv.snapshot())
     kv.close(seq)
-    assert [(run.group, len(run.names)) for run in kv.snapshot().stored] == [(0, 8), (1, 8)]
+    assert [(run.group, len(run.block_hashes)) for run in kv.snapshot().stored] == [(0, 8), (1, 8)]
     kv.reserve(kv.open([99]), 22)  # eleven blocks of each group: all is evicted
     gone = kv.events.take()
-    assert [(run.group, len(run.names)) for run in gone] == [(0, 8), (1, 8)]
+    assert [(run.group, len(run.block_hashes)) for run in gone] == [(0, 8), (1, 8)]
     assert kvcore.fold([*runs, *more, *gone]) == frozenset()
 
 
@@ -468,8 +476,8 @@ def test_a_run_is_broken_by_what_others_have_published():
     kv.reserve(twin, 7)
     kv.commit(twin, 7)  # its first two blocks are copies
     first, second = kv.events.take()
-    assert (len(first.names), len(second.names)) == (2, 1)
-    assert (second.parent, second.tokens) == (first.names[1], (5, 6))
+    assert (len(first.block_hashes), len(second.block_hashes)) == (2, 1)
+    assert (second.parent, second.tokens) == (first.block_hashes[1], (5, 6))
     kv.close(seq)
     kv.reset()
     assert [type(event) for event in kv.events.take()] == [kvcore.AllCleared]
@@ -477,8 +485,8 @@ def test_a_run_is_broken_by_what_others_have_published():
 
 def test_events_that_nobody_takes_have_an_end():
     kv = kvcore.KVCacheManager(6, 2, record_events="xxh3-128")
-    assert kv.events.max_names == 65_536  # or as many as there are blocks
-    kv.events.max_names = 12
+    assert kv.events.max_hashes == 65_536  # or as many as there are blocks
+    kv.events.max_hashes = 12
     late = kvcore.fold(kv.events.take(), kv.snapshot())
     for number in range(9):
         kv.close(filled(kv, range(10 * number, 10 * number + 8)))
@@ -491,7 +499,7 @@ def test_events_that_nobody_takes_have_an_end():
     kv.close(filled(kv, range(8)))
     assert not any(isinstance(event, kvcore.EventsLost) for event in kv.events.take())
     big = kvcore.KVCacheManager(100_000, 2, record_events="xxh3-128")
-    assert big.events.max_names == 100_000
+    assert big.events.max_hashes == 100_000
 
 
 def test_without_events_there_is_no_snapshot_to_give():

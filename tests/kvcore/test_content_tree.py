@@ -130,7 +130,7 @@ def test_a_content_is_removed_with_its_last_copy_however_many_go_at_once():
     pool.release(third)
     pool.take(1)
     (removed,) = log.take()
-    assert removed == kvcore.BlocksRemoved(2, 0, stored.names)
+    assert removed == kvcore.BlocksRemoved(2, 0, stored.block_hashes)
 
 
 def test_what_goes_with_a_copy_of_what_stays_is_removed():
@@ -141,7 +141,7 @@ def test_what_goes_with_a_copy_of_what_stays_is_removed():
     pool.release(copy)
     pool.release(only)
     assert ids(pool.take(2)) == [1, 3]
-    assert [event.names for event in log.take()] == [stored[-1].names]
+    assert [event.block_hashes for event in log.take()] == [stored[-1].block_hashes]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
@@ -161,7 +161,7 @@ def test_forgetting_tells_who_reads_the_events():
     blocks = published(pool, 1, 2)
     (stored,) = log.take()
     pool.forget(blocks[::-1])
-    assert log.take() == (kvcore.BlocksRemoved(2, 0, stored.names[::-1]),)
+    assert log.take() == (kvcore.BlocksRemoved(2, 0, stored.block_hashes[::-1]),)
 
 
 def test_what_is_published_below_a_parent_has_its_namespace():
@@ -172,7 +172,7 @@ def test_what_is_published_below_a_parent_has_its_namespace():
     pool.publish(more, b"ignored", first, [token(2)])
     stored, below = log.take()
     assert (stored.namespace_key, below.namespace_key) == (b"n", b"n")
-    assert below.parent == stored.names[0]
+    assert below.parent == stored.block_hashes[0]
 
 
 def told_of_a_run_around_a_copy(tree):
@@ -190,9 +190,9 @@ def told_of_a_run_around_a_copy(tree):
     published(pool, 1, 2, 3)  # new, a copy of the second, new
     told = log.take()
     held = log.snapshot([(0, root) for root in pool.trees[0].roots()])
-    return [len(event.names) for event in told], kvcore.fold([*before, *told]) == kvcore.fold(
-        (), held
-    )
+    return [len(event.block_hashes) for event in told], kvcore.fold(
+        [*before, *told]
+    ) == kvcore.fold((), held)
 
 
 def test_a_run_of_events_is_broken_by_a_copy_in_its_middle():
@@ -204,7 +204,7 @@ def test_events_that_join_runs_across_a_copy_are_seen():
     """The machines meet this too seldom for a hunt, so the bug is planted here."""
 
     class JoiningTree(kvcore.ContentTree):
-        def _tell(self, log, blocks, namespace_key):
+        def _note_stored(self, log, blocks, namespace_key):
             new = [block.node for block in blocks if block.node.first_copy is block]
             log.stored(new, namespace_key, self._group)
 

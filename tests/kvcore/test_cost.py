@@ -122,12 +122,12 @@ VERBS = {
         s.kv.reserve_step([s.one, s.uncached], [8, 8]),
         s.kv.commit_step([s.one, s.uncached], [0, 1]),
     ),
-    "a step, a window moves": lambda s: s.kv.step([s.uncached], [1], [7], room=[8]),
+    "a step, a window moves": lambda s: s.kv.step([s.uncached], [1], [7], num_reserved=[8]),
     "a step ahead": lambda s: (
         s.kv.step([s.one, s.uncached], [0, 1], None),
-        s.kv.tell_step([s.one, s.uncached], [7, 8]),
+        s.kv.resolve_step([s.one, s.uncached], [7, 8]),
     ),
-    "expect and tell": lambda s: (s.kv.expect(s.one, 3), s.kv.tell(s.one, [1, 2, 3])),
+    "expect and resolve": lambda s: (s.kv.expect(s.one, 3), s.kv.resolve(s.one, [1, 2, 3])),
     "what is missing, exclusive, shared": lambda s: (
         s.kv.num_missing_blocks(s.one, 40),
         s.kv.num_exclusive_blocks(s.one),
@@ -146,7 +146,7 @@ VERBS = {
     "fail a transfer": lambda s: s.kv.fail_transfer(s.transfer),
     "fail blocks": lambda s: s.kv.fail_blocks([b.block_id for b in s.transfer.blocks]),
     "statistics": lambda s: s.kv.stats(),
-    "names": lambda s: s.one.block_names(),
+    "names": lambda s: s.one.block_hashes(),
 }
 FAILURES = ("fail a load", "fail a transfer", "fail blocks")
 SNAPSHOT = {"snapshot": lambda s: s.kv.snapshot()}  # where events are recorded
@@ -372,7 +372,7 @@ def test_a_walk_is_seen_in_every_verb(monkeypatch):
     for name, verb in list(vars(kvcore.KVCacheManager).items()):
         if callable(verb) and not name.startswith("_"):
             monkeypatch.setattr(kvcore.KVCacheManager, name, walking(verb))
-    monkeypatch.setattr(kvcore.KVSequence, "block_names", walking(kvcore.KVSequence.block_names))
+    monkeypatch.setattr(kvcore.KVSequence, "block_hashes", walking(kvcore.KVSequence.block_hashes))
     monkeypatch.setattr(kvcore.LeaseBook, "pool", property(lambda book: book._pool), raising=False)
     monkeypatch.setattr(kvcore.LeaseBook, "end", walking(kvcore.LeaseBook.end))
     for name, verb in (VERBS | SNAPSHOT).items():

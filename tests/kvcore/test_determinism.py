@@ -60,7 +60,9 @@ def transcript(num_calls, *kvs):
             except kvcore.OutOfBlocksError as error:
                 answer = str(error)
             order = [block.block_id for block in kv.pool.free_blocks()]
-            names = [event.names for event in kv.events.take() if hasattr(event, "names")]
+            names = [
+                event.block_hashes for event in kv.events.take() if hasattr(event, "block_hashes")
+            ]
             tables = [seq.block_tables for seq in kv.sequences.values()]
             told.update(repr((answer, order, names, tables, kv.stats())).encode())
     (digest,) = {told.hexdigest() for told in seen}

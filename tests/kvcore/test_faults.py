@@ -18,8 +18,8 @@ LAYOUTS = {
     "six and four": [kvcore.FullAttention(6), kvcore.SlidingWindow(5, 4)],
 }
 NUM_BLOCKS = {"full": 36, "six and four": 58}  # nearly full; the others: 65
-CAT = kvcore.Item(b"cat", 1, 3, b"\x01\x00\x01")
-DOG = kvcore.Item(b"dog", 13, 2)
+CAT = kvcore.MultimodalItem(b"cat", 1, 3, b"\x01\x00\x01")
+DOG = kvcore.MultimodalItem(b"dog", 13, 2)
 STRONG = kvcore.Retention(0, 6, priority=3, max_steps=2)
 WEAK = kvcore.Retention(0, 8, priority=1)
 SALT = kvcore.Namespace(salt=b"s", lora_name="l", lora_version=1, weight_epoch=2)
@@ -117,17 +117,19 @@ VERBS = {
         f.sequence(4, f.integer(6), 9, 0),
         f.sequence(1, f.integer(2), 3),
         num_joining=f.sequence(0, f.integer(1), 2, 0),
-        room=f.sequence(5, 1, f.integer(3), 0),
+        num_reserved=f.sequence(5, 1, f.integer(3), 0),
     ),
     "a step ahead": lambda s, f: s.kv.step(
         f.sequence(s.ahead, s.fresh, s.parent), f.sequence(2, f.integer(9), 7), None
     ),
     "expect": lambda s, f: s.kv.expect(s.ahead, f.integer(2)),
-    "tell": lambda s, f: s.kv.tell(s.ahead, f.sequence(1, f.integer(2), 3), start=f.integer(6)),
-    "tell a step": lambda s, f: s.kv.tell_step(
+    "resolve": lambda s, f: s.kv.resolve(
+        s.ahead, f.sequence(1, f.integer(2), 3), start=f.integer(6)
+    ),
+    "resolve a step": lambda s, f: s.kv.resolve_step(
         f.sequence(s.ahead, s.fresh),
         f.sequence(1, 2, f.integer(3)),
-        num_told=f.sequence(3, f.integer(0)),
+        num_resolved=f.sequence(3, f.integer(0)),
         starts=f.sequence(f.integer(6), 9),
     ),
     "commit what is not told": lambda s, f: s.kv.commit(s.ahead, f.integer(2)),
@@ -158,7 +160,7 @@ VERBS = {
     "reset in order": lambda s, f: s.kv.reset(canonical_order=True),
     "take events": lambda s, f: s.kv.events.take(),
     "snapshot": lambda s, f: s.kv.snapshot(),
-    "names": lambda s, f: s.other.block_names("sha256"),
+    "names": lambda s, f: s.other.block_hashes("sha256"),
     "statistics": lambda s, f: s.kv.stats(),
     "write a decode step": lambda s, f: s.kv.write_step(
         f.sequence(s.other), array("i", [0] * 20), array("q", [0]), row_stride=f.integer(20)
@@ -237,7 +239,7 @@ def test_every_kind_of_place_is_tried(faults):
             "ContentTree._grow",
         ),
         *("EventLog.stored", "EventLog.removed", "EventLog.cleared", "EventLog.take"),
-        *("IdleBlocks.keep", "IdleBlocks.front", "IdleBlocks.expire"),
+        *("IdleBlocks.keep", "IdleBlocks.merged_terms", "IdleBlocks.expire"),
         *("xxhash.xxh3_128_digest", "hashlib.sha256", "struct.pack", "array"),
         *("BlockTable.grow", "table.blocks", "packed", "sequences"),
         *("empty_blocks", "events", "kept", "roots", "children", "leases.active"),
@@ -280,7 +282,7 @@ def test_a_view_that_the_caller_holds_stops_a_verb_before_it_begins(layout):
     views = [memoryview(seq.packed)]
     calls = [
         lambda: kv.append(seq, 1),
-        lambda: kv.extend(seq, [1, 2], items=[kvcore.Item(b"x", 18, 2)]),
+        lambda: kv.extend(seq, [1, 2], items=[kvcore.MultimodalItem(b"x", 18, 2)]),
         lambda: kv.truncate(seq, 3),
     ]
     for call in calls:

@@ -34,9 +34,9 @@ class Evil:
 def test_items_from_a_generator_are_items_all_the_same():
     kv = kvcore.KVCacheManager(20, 4)
     tokens = [9] * 8 + [1]
-    first = filled(kv, tokens, items=(kvcore.Item(b"cat", 0, 8) for _ in range(1)))
-    assert first.items == (kvcore.Item(b"cat", 0, 8),)
-    other = kv.open(tokens, items=(kvcore.Item(b"dog", 0, 8) for _ in range(1)))
+    first = filled(kv, tokens, items=(kvcore.MultimodalItem(b"cat", 0, 8) for _ in range(1)))
+    assert first.items == (kvcore.MultimodalItem(b"cat", 0, 8),)
+    other = kv.open(tokens, items=(kvcore.MultimodalItem(b"dog", 0, 8) for _ in range(1)))
     assert other.num_cached_tokens == 0
 
 
@@ -46,7 +46,7 @@ def test_a_sequence_of_items_that_says_it_is_empty_is_still_read():
             return False
 
     kv = kvcore.KVCacheManager(20, 4)
-    seq = kv.open([9] * 9, items=Shy([kvcore.Item(b"cat", 0, 8)]))
+    seq = kv.open([9] * 9, items=Shy([kvcore.MultimodalItem(b"cat", 0, 8)]))
     assert len(seq.items) == 1
 
 
@@ -65,7 +65,7 @@ def test_subclasses_that_may_mean_more_are_refused_rather_than_shared():
         tenant: str = ""
 
     @dataclass(frozen=True)
-    class ShapedItem(kvcore.Item):
+    class ShapedItem(kvcore.MultimodalItem):
         shape: tuple = ()
 
     class Falsy(bytes):
@@ -75,7 +75,7 @@ def test_subclasses_that_may_mean_more_are_refused_rather_than_shared():
     kv = kvcore.KVCacheManager(20, 4)
     with pytest.raises(kvcore.InvalidArgumentError, match="namespace: wanted a Namespace"):
         kv.open([1], namespace=TenantNamespace(tenant="a"))
-    with pytest.raises(kvcore.InvalidArgumentError, match="wanted Item, got ShapedItem"):
+    with pytest.raises(kvcore.InvalidArgumentError, match="wanted MultimodalItem, got ShapedItem"):
         kv.open([1] * 9, items=[ShapedItem(b"cat", 0, 2)])
     with pytest.raises(kvcore.InvalidArgumentError, match="salt: wanted bytes, got Falsy"):
         kvcore.Namespace(salt=Falsy(b"tenant"))
@@ -198,9 +198,9 @@ def test_a_failed_load_reaches_what_a_fork_published_before_it_went():
 
 def test_a_failed_load_leaves_alone_what_differs_before_it():
     kv = kvcore.KVCacheManager(20, 4)
-    cat, dog = kvcore.Item(b"cat", 1, 2, b"\x01\x00"), kvcore.Item(b"dog", 1, 2)
+    cat, dog = kvcore.MultimodalItem(b"cat", 1, 2, b"\x01\x00"), kvcore.MultimodalItem(b"dog", 1, 2)
     loader = filled(kv, [1, 9, 9], items=[cat])
-    longer = kvcore.Item(b"cat", 1, 4, b"\x01\x00\x01\x01")
+    longer = kvcore.MultimodalItem(b"cat", 1, 4, b"\x01\x00\x01\x01")
     filled(kv, [1, 9, 9, 9, 9], items=[longer])  # the same image so far: two of its four rows
     filled(kv, [1, 9, 9, 9, 9], items=[dog])
     filled(kv, [2, 9, 9, 9, 9], items=[cat])
@@ -223,16 +223,16 @@ def test_many_items_cost_a_pass_not_a_product():
             Counting.reads += 1
             return super().__iter__()
 
-    items = Counting(kvcore.Item(b"i", start, 2) for start in range(0, 4000, 4))
-    chain = kvcore.NameChain(b"", 4, "xxh3-128")
-    chain.names(kvcore.pack([1] * 4000), 1000, items)
+    items = Counting(kvcore.MultimodalItem(b"i", start, 2) for start in range(0, 4000, 4))
+    chain = kvcore.HashChain(b"", 4, "xxh3-128")
+    chain.hashes(kvcore.pack([1] * 4000), 1000, items)
     assert Counting.reads == 1
 
 
 def test_names_in_another_algorithm_are_made_anew():
     kv = kvcore.KVCacheManager(9, 4)
     seq = filled(kv, range(4))
-    assert [len(seq.block_names(name)[0]) for name in ("xxh3-128", "sha256", "xxh3-128")] == [
+    assert [len(seq.block_hashes(name)[0]) for name in ("xxh3-128", "sha256", "xxh3-128")] == [
         16,
         32,
         16,
@@ -276,7 +276,7 @@ def test_what_cannot_be_gone_through_is_refused(wrong):
     }
     if wrong is not None:  # of each sequence one
         calls["num_tokens"] = [lambda: kv.commit_step([seq], wrong)]
-        calls["room"] = [lambda: kv.step([seq], [0], [1], room=wrong)]
+        calls["num_reserved"] = [lambda: kv.step([seq], [0], [1], num_reserved=wrong)]
     for name, each in calls.items():
         for call in each:
             with pytest.raises(kvcore.InvalidArgumentError, match=f"{name}: wanted a sequence"):
@@ -289,7 +289,7 @@ def test_items_that_join_later_lie_within_what_joins():
     kv = kvcore.KVCacheManager(9, 4)
     seq = kv.open([1, 2, 3, 4])
     with pytest.raises(kvcore.InvalidArgumentError, match="within positions 4 to 6"):
-        kv.extend(seq, [9, 9, 9], items=[kvcore.Item(b"cat", 1, 2)])
+        kv.extend(seq, [9, 9, 9], items=[kvcore.MultimodalItem(b"cat", 1, 2)])
     assert seq.num_tokens == 4
 
 
@@ -340,7 +340,7 @@ def test_a_bool_is_a_token_wherever_tokens_come_in():
     kv.append(seq, False)
     kv.extend(seq, (True, False))
     kv.expect(seq, 1)
-    kv.tell(seq, [True])
+    kv.resolve(seq, [True])
     kv.reserve(seq, 7)
     kv.decode_step([seq], [True])
     assert seq.packed == array("I", [1, 1, 0, 1, 0, 1, 1])

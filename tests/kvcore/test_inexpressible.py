@@ -19,13 +19,13 @@ def filled(kv, tokens, **options):
 
 def test_nothing_that_a_call_returns_can_be_changed_from_outside():
     kv = kvcore.KVCacheManager(20, 4, record_events="xxh3-128")
-    seq = kv.open(range(9), items=[kvcore.Item(b"cat", 1, 2)])
+    seq = kv.open(range(9), items=[kvcore.MultimodalItem(b"cat", 1, 2)])
     grown = kv.reserve(seq, 9)
     kv.commit(seq, 9)
     _, orders = kv.fork(seq)
     given = [
         *(grown, grown[0], orders, seq.tokens, seq.items, seq.block_table, seq.block_tables),
-        *(seq.block_tables[0], seq.block_names(), kv.snapshot().stored, kv.events.take()),
+        *(seq.block_tables[0], seq.block_hashes(), kv.snapshot().stored, kv.events.take()),
         *(kv.tick(), kv.fail_load(seq, 8), kv.reserve_step([seq], [4])),
     ]
     assert all(type(value) is tuple for value in given)
@@ -39,9 +39,9 @@ def test_nothing_that_a_call_returns_can_be_changed_from_outside():
 def test_names_that_a_caller_extends_do_not_come_back_extended():
     kv = kvcore.KVCacheManager(20, 4)
     seq = filled(kv, range(8))
-    mine = [*seq.block_names()]
+    mine = [*seq.block_hashes()]
     mine += mine
-    assert len(seq.block_names()) == 2
+    assert len(seq.block_hashes()) == 2
 
 
 def test_a_table_that_was_given_out_never_changes():
@@ -77,7 +77,7 @@ def test_a_part_of_a_block_has_no_name_that_could_be_promoted():
     kv.reserve(seq, 4)
     for _ in range(3):
         kv.commit(seq, 1)
-        assert seq.block_names() == ()
+        assert seq.block_hashes() == ()
         assert kv.events.take() == ()
     kv.commit(seq, 1)
     (stored,) = kv.events.take()
@@ -91,7 +91,7 @@ def test_an_image_whose_bytes_are_token_ids_is_no_text():
     tokens = [5, 6, 7, 8, 9]
     content = kvcore.pack([6, 7]).tobytes()
     filled(kv, tokens)
-    assert kv.plan(tokens, items=[kvcore.Item(content, 1, 2)]).num_cached_tokens == 0
+    assert kv.plan(tokens, items=[kvcore.MultimodalItem(content, 1, 2)]).num_cached_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_an_image_whose_bytes_are_token_ids_is_no_text():
     [
         lambda: kvcore.Namespace(lora_name=["a"]),
         lambda: kvcore.Namespace(salt=None),
-        lambda: kvcore.Item(b"", 0, 1),
-        lambda: kvcore.Item(None, 0, 1),
-        lambda: kvcore.Item(b"cat", 0, 2, b""),
-        lambda: kvcore.Item(b"cat", 0, 2, b"\x01\x02"),
+        lambda: kvcore.MultimodalItem(b"", 0, 1),
+        lambda: kvcore.MultimodalItem(None, 0, 1),
+        lambda: kvcore.MultimodalItem(b"cat", 0, 2, b""),
+        lambda: kvcore.MultimodalItem(b"cat", 0, 2, b"\x01\x02"),
     ],
 )
 def test_what_cannot_be_described_is_refused_and_never_cached_without_a_key(make):
@@ -121,7 +121,7 @@ def test_equal_requests_have_equal_names_whatever_their_objects_are():
             kv = kvcore.KVCacheManager(9, 2)
             name = str(b"adapter", "ascii")
             seq = filled(kv, tokens, namespace=kvcore.Namespace(salt=salt, lora_name=name))
-            names.add(seq.block_names("sha256"))
+            names.add(seq.block_hashes("sha256"))
     assert len(names) == 1
 
 

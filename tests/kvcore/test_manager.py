@@ -238,9 +238,9 @@ def test_a_token_that_is_no_token_id_is_refused_and_nothing_is_appended():
 def test_asking_for_names_does_not_change_what_hits():
     kv = kvcore.KVCacheManager(9, 2)
     seq = filled(kv, [1, 2, 3, 4, 5])
-    assert len(seq.block_names()) == 2
-    assert kv.open([1, 2, 3, 4, 6]).block_names() == seq.block_names()
-    assert kv.open([1, 2, 3], namespace=None).block_names() == ()
+    assert len(seq.block_hashes()) == 2
+    assert kv.open([1, 2, 3, 4, 6]).block_hashes() == seq.block_hashes()
+    assert kv.open([1, 2, 3], namespace=None).block_hashes() == ()
 
 
 def test_representations_say_what_a_debugger_wants():
@@ -407,10 +407,14 @@ def test_a_sequence_may_be_as_long_as_max_model_len_and_no_longer():
 def test_items_that_join_with_an_extension_are_counted_from_the_beginning():
     kv = kvcore.KVCacheManager(9, 4)
     seq = kv.open([1, 2, 3])
-    kv.extend(seq, [9, 9, 9], items=[kvcore.Item(b"cat", 3, 2), kvcore.Item(b"dog", 5, 1)])
+    kv.extend(
+        seq,
+        [9, 9, 9],
+        items=[kvcore.MultimodalItem(b"cat", 3, 2), kvcore.MultimodalItem(b"dog", 5, 1)],
+    )
     assert [item.start for item in seq.items] == [3, 5]
     with pytest.raises(kvcore.InvalidArgumentError, match="positions 6 to 7"):
-        kv.extend(seq, [9, 9], items=[kvcore.Item(b"cat", 6, 3)])
+        kv.extend(seq, [9, 9], items=[kvcore.MultimodalItem(b"cat", 6, 3)])
     assert (seq.num_tokens, len(seq.items)) == (6, 2)
 
 
@@ -459,13 +463,13 @@ def test_a_cut_of_nothing_gives_back_what_is_only_reserved():
 def test_the_names_after_a_cut_are_the_names_of_the_new_tokens():
     kv = kvcore.KVCacheManager(9, 2)
     seq = filled(kv, [1, 2, 3, 4, 5])
-    before = seq.block_names()
+    before = seq.block_hashes()
     kv.truncate(seq, 2)
     kv.extend(seq, [8, 8])
     kv.reserve(seq, 2)
     kv.commit(seq, 2)
-    assert seq.block_names()[0] == before[0]
-    assert seq.block_names() == kv.open([1, 2, 8, 8, 8]).block_names()
+    assert seq.block_hashes()[0] == before[0]
+    assert seq.block_hashes() == kv.open([1, 2, 8, 8, 8]).block_hashes()
 
 
 def test_only_sequences_in_a_namespace_are_queried_and_resumed_ones_apart():
@@ -580,7 +584,7 @@ def test_what_a_sequence_hits_is_kept_as_it_wishes_from_then_on():
     for other in list(kv.sequences.values()):
         kv.close(other)
     assert order(kv)[-1] == 1
-    assert seq.wishes == (kvcore.Retention(0, 2, priority=3),)
+    assert seq.retention == (kvcore.Retention(0, 2, priority=3),)
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -64,7 +64,7 @@ LONG = {  # searches of ten seconds and more
     "look_ups_forget_what_they_were_asked_to_keep",
     "look_ups_make_what_they_find_young",
     "manager_keeps_from_others_what_was_not_looked_up",
-    "untold_tokens_are_guessed_for_a_fork",
+    "unknown_tokens_are_guessed_for_a_fork",
 }
 
 

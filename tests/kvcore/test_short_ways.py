@@ -130,7 +130,7 @@ def test_every_verb_only_counts_between_changes(layout):
 
     def ahead():
         kv.step(seqs, [1, 1, 1], None)
-        kv.tell_step(seqs, [1, 2, 3])
+        kv.resolve_step(seqs, [1, 2, 3])
 
     def two_calls():
         kv.commit_step(seqs, [1, 1, 1])
@@ -142,7 +142,7 @@ def test_every_verb_only_counts_between_changes(layout):
     for call, usual in [
         (one_by_one, {"commit", "append", "reserve"}),
         (lambda: kv.step(seqs, [1, 1, 1], [1, 2, 3]), {"step", *shared}),
-        (ahead, {"step", "tell_step", "check_expected", *shared}),
+        (ahead, {"step", "resolve_step", "check_expected", *shared}),
         (two_calls, {"commit_step", "append", "reserve_step", "as_counts", "_checked_step"}),
     ]:
         ways = [called(call)[1] for _ in range(12)]

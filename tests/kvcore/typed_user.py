@@ -45,7 +45,7 @@ def serve(kv: kvcore.KVCacheManager, prompt: list[int], tenant: bytes) -> tuple[
 def follow(log: kvcore.EventLog) -> frozenset[tuple[int, kvcore.BlockHash]]:
     """An index of what can be hit."""
     stored: tuple[kvcore.Event, ...] = log.take()
-    names = [n for e in stored if isinstance(e, kvcore.BlocksStored) for n in e.names]
+    names = [n for e in stored if isinstance(e, kvcore.BlocksStored) for n in e.block_hashes]
     return frozenset((0, name) for name in names) | kvcore.fold(stored)
 
 

@@ -57,7 +57,7 @@ def sequence_view(seq):
         "published": [table.num_published for table in seq.tables],
         "namespace": seq.namespace_key,
         "computed": seq.num_computed_tokens,
-        "untold": seq.num_untold_tokens,
+        "unknown": seq.num_unknown_tokens,
         "cached": seq.num_cached_tokens,
         "open": seq.is_open,
     }

@@ -399,7 +399,7 @@ CONFIG = (
     config("hidden_act", "x", "config.json: hidden_act: no network can be made with 'x'"),
     config("max_position_embeddings", 0, "config.json: max_position_embeddings: wanted at least 1"),
     config("max_position_embeddings", 10**30, "wanted at least 1 and at most 2,147,483,647"),
-    config("max_position_embeddings", 5, "the model has positions for 5 tokens"),
+    config("max_position_embeddings", 5, "exceeds the model's 5 positions"),
     config("rope_parameters", 3, "config.json: Field 'rope_parameters'"),
     config(
         "rope_parameters",
@@ -424,7 +424,9 @@ FLAGS = (
     ),
     Broken("--max-tokens 0", "--max-tokens: wanted an integer from 1", argv=("--max-tokens", "0")),
     Broken(
-        "more tokens than positions", "positions for 256 tokens", argv=("--max-tokens", "999999")
+        "more tokens than positions",
+        "exceeds the model's 256 positions",
+        argv=("--max-tokens", "999999"),
     ),
     Broken("--temperature nan", "--temperature: wanted a", argv=("--temperature", "nan")),
     Broken(
@@ -449,7 +451,9 @@ FLAGS = (
         "--max-num-seqs: wanted an integer of at least 1",
         argv=("--max-num-seqs", "0"),
     ),
-    Broken("--prompt with nothing in it", "wanted a prompt with some text", argv=("--prompt", " ")),
+    Broken(
+        "--prompt with nothing in it", "wanted a prompt that is not empty", argv=("--prompt", " ")
+    ),
     Broken(
         "a prompt that no positions can hold",
         "prompt: wanted at most 1,280 characters",
@@ -484,11 +488,11 @@ FLAGS = (
     Broken("--model of a name too long", "File name too long", argv=("--model", "a" * 9999)),
     Broken(
         "--draft-tokens without --drafts",
-        "--draft-tokens: wanted together with --drafts or --draft-model, got 4 alone",
+        "--draft-tokens: has no effect without --drafts or --draft-model",
         argv=("--draft-tokens", "4"),
     ),
     Broken("--stream with --json", "give one of them", argv=("--stream", "--json")),
-    Broken("--verify with --seed", "--seed cannot be given too", argv=("--verify", "--seed", "1")),
+    Broken("--verify with --seed", "remove --seed", argv=("--verify", "--seed", "1")),
     Broken(
         "--trace to a folder", "--trace: cannot write '/': Is a directory", argv=("--trace", "/")
     ),
@@ -527,8 +531,8 @@ FLAGS = (
 LINES = (
     ("not JSON", "{", "line 1: not JSON"),
     ("a list", "[]", "line 1: wanted an object with a prompt, got list"),
-    ("no prompt", "{}", "line 1: wanted a prompt with some text in it, got None"),
-    ("a prompt that is a number", '{"prompt": 3}', "line 1: wanted a prompt with some text in it"),
+    ("no prompt", "{}", "line 1: wanted a prompt that is not empty, got None"),
+    ("a prompt that is a number", '{"prompt": 3}', "line 1: wanted a prompt that is not empty"),
     ("an unknown field", '{"prompt": "a", "x": 1}', "line 1: unknown field 'x'"),
     ("n is 0", '{"prompt": "a", "n": 0, "temperature": 1}', "line 1: n: wanted an integer"),
     ("max_tokens is text", '{"prompt": "a", "max_tokens": "x"}', "line 1: max_tokens: wanted"),

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from model.sample import draw_kernels
-from model.sample.sampler import PLAIN
+from model.sample.passes import PLAIN
 
 
 class TakesAChunkLess(draw_kernels.GpuPasses):

@@ -194,7 +194,7 @@ def test_what_was_held_is_told_before_what_ended_it(engine, monkeypatch, ends_by
             with pytest.raises(EngineFaultError if ends_by == "fault" else NotServingError):
                 await take_all(stream, told)
             assert all(delta.finish_reason is None for delta in (first, *told))
-            if ends_by != "abort":  # whoever aborts wants no more of it
+            if ends_by != "abort":  # an abort wants no more of it
                 assert told
                 tokens = [token for delta in (first, *told) for token in delta.tokens]
                 assert tokens == stream.samples[0].tokens

@@ -10,7 +10,7 @@ import backends
 from model import EngineConfig, SamplingParams
 from model.attention.shared_prefix import Worth
 from model.engine import Engine
-from model.forward.cuda_graphs import StepGraphs
+from model.forward.cuda_graphs import CudaGraphs
 from model.forward.network import PagedNetwork
 from model.load.loader import wrap_network
 from model.sample.draw_graphs import DrawGraphs
@@ -78,13 +78,13 @@ def shares_from_the_first_block(monkeypatch):
 @pytest.fixture
 def replayed(monkeypatch):
     """The buckets of the steps that are replayed."""
-    buckets, replay = [], StepGraphs.replay
+    buckets, replay = [], CudaGraphs.replay
 
     def noting(graphs, step, bucket):
         buckets.append(bucket)
         return replay(graphs, step, bucket)
 
-    monkeypatch.setattr(StepGraphs, "replay", noting)
+    monkeypatch.setattr(CudaGraphs, "replay", noting)
     return buckets
 
 

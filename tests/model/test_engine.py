@@ -184,7 +184,7 @@ def test_streamed_pieces_are_the_text_and_tokens_come_one_a_step():
     assert [list(output.token_ids) for output in outputs] == [
         [token] for token in whole.request.output_tokens
     ]
-    assert "".join(output.text for output in outputs) == whole.text
+    assert "".join(output.take_text() for output in outputs) == whole.text
     assert outputs[-1].request.is_finished
 
 
@@ -267,7 +267,7 @@ def test_a_refused_prompt_among_several_leaves_nothing_behind():
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [("", "got an empty one"), ([], "at least one token"), ([1, 320], "token ids below 320")],
+    [("", "text that is not empty"), ([], "at least one token"), ([1, 320], "token ids below 320")],
 )
 def test_a_prompt_that_means_nothing_is_refused(prompt, message):
     with pytest.raises(InvalidArgumentError, match=message):
@@ -275,7 +275,7 @@ def test_a_prompt_that_means_nothing_is_refused(prompt, message):
 
 
 def test_a_prompt_longer_than_the_models_positions_is_refused():
-    with pytest.raises(RequestTooLongError, match="positions for 256 tokens"):
+    with pytest.raises(RequestTooLongError, match="exceeds the model's 256 positions"):
         make(num_blocks=500).add_request([1] * 250, greedy(7))
 
 
@@ -292,7 +292,7 @@ def test_more_memory_than_there_is_is_refused_with_the_bytes():
         make(num_blocks=2**31 - 1, block_size=2**20)
 
 
-def test_memory_that_nobody_counts_is_still_refused_where_it_cannot_be_had(monkeypatch):
+def test_memory_of_unknown_size_is_still_refused_where_it_cannot_be_had(monkeypatch):
     monkeypatch.setattr(profile, "host_free_bytes", lambda: None)
     with pytest.raises(InvalidArgumentError, match=r"blocks of .* could not be allocated on cpu"):
         make(num_blocks=2**31 - 1, block_size=2**20)
@@ -340,7 +340,7 @@ def test_a_failing_pass_gives_all_blocks_back_and_publishes_nothing(is_late, mon
 def test_a_row_that_is_no_numbers_ends_its_own_request_and_no_other(
     is_late, monkeypatch, value, when
 ):
-    """And what it has computed is found by nobody: it may be no numbers either."""
+    """And what it has computed is not found any more: it may be no numbers either."""
     prompts = [PROMPT, "another", PROMPT + "that is longer"]  # so that no positions are alike
     expected = tokens_of(make().generate(prompts, greedy(8)))
     engine = make()
@@ -380,7 +380,7 @@ def test_an_engine_whose_blocks_someone_else_holds_says_so_and_does_not_spin():
     stranger = engine.kv.open([1])
     engine.kv.reserve(stranger, 30)
     engine.add_request(PROMPT, greedy(2))
-    with pytest.raises(StalledError, match="none can be admitted"):
+    with pytest.raises(StalledError, match="none of them can be admitted"):
         engine.step()
     engine.kv.close(stranger)
     while engine.has_unfinished:

@@ -21,11 +21,11 @@ from model.forward import profile
 from model.forward.network import PagedNetwork
 from model.load.loader import with_draft, wrap_network
 from model.sample import sampler
-from model.sample.draw_graphs import DrawGraphs, Place, Recorder, row_terms
+from model.sample.draw_graphs import DrawGraphs, GraphCapturer, Place, row_terms
 from model.sample.draw_kernels import GpuPasses
 from model.sample.grammars import Grammars
 from model.sample.request_sampler import RequestSampler
-from tests.model import small_products_check
+from tests.model import few_rows_check
 from tests.model.draw_kernels_check import check
 from tests.model.networks import CONFIGS, build, greedy_and_margin
 from tests.model.numerics import bfloat16_errors
@@ -91,7 +91,7 @@ def test_recorded_and_compiled_steps_give_the_tokens_of_generate(architecture, c
     if architecture == "gpt_oss":  # routes to experts by what it computes
         assert how.startswith("eager (")
     else:
-        assert how == f"{'compiled' if compiles else 'captured'}, 9 graphs"
+        assert how == f"{'compiled' if compiles else 'traced'}, 9 graphs"
     for _ in range(2):  # the second time the prompts are hits
         done = engine.generate([*PROMPTS, PROMPTS[0]], SamplingParams(max_tokens=16))
         assert [c.request.output_tokens for c in done] == [*dense, dense[0]]
@@ -132,7 +132,7 @@ def test_experts_run_in_graphs_near_the_network_as_it_is(compiles):
         )
         engine = Engine(model, backend, config)
         if prepares:
-            assert engine.prepare() in ("captured, 9 graphs", "compiled, 9 graphs")
+            assert engine.prepare() in ("traced, 9 graphs", "compiled, 9 graphs")
         done = engine.generate(PROMPTS, SamplingParams(max_tokens=2, logprobs=0))
         found.append([one.tokens[0].logprob for one in done])
     assert found[1] == pytest.approx(found[0], abs=0.2)
@@ -265,8 +265,8 @@ def test_draws_are_recorded_in_graphs_and_are_the_cpus(dtype):
     logits = torch.randn(7, 5000, generator=torch.Generator().manual_seed(2)).to(dtype) * 3
     here, draws = logits.cuda(), DrawGraphs(8, torch.device("cuda"))
     place = Place(7, is_single=True)
-    with Recorder(here.device) as recorder:
-        draws.record(place, here, here.max(dim=-1), recorder)
+    with GraphCapturer(here.device) as capturer:
+        draws.capture(place, here, here.max(dim=-1), capturer)
     for number in range(20):
         how = [cuts[(number + row) % (1 + number % 5)] for row in range(7)]
         temperatures = [0.0 if row == number % 8 else 0.8 for row in range(7)]
@@ -285,12 +285,12 @@ def test_the_kernels_of_a_draw_give_on_a_gpu_what_operators_give():
 
 
 def test_the_kernel_of_small_products_gives_on_a_gpu_what_operators_give():
-    dtypes, kinds = (torch.float16, torch.bfloat16), small_products_check.IN_LAYERS
-    assert small_products_check.check("cuda", dtypes, kinds=kinds) == 48
-    assert small_products_check.check_heads("cuda", dtypes) == 24
-    bug = small_products_check.without_the_last
+    dtypes, kinds = (torch.float16, torch.bfloat16), few_rows_check.IN_LAYERS
+    assert few_rows_check.check("cuda", dtypes, kinds=kinds) == 48
+    assert few_rows_check.check_heads("cuda", dtypes) == 24
+    bug = few_rows_check.without_the_last
     with pytest.raises(AssertionError):
-        small_products_check.check("cuda", dtypes, bug, kinds)
+        few_rows_check.check("cuda", dtypes, bug, kinds)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "gemma2"])
@@ -308,7 +308,7 @@ def test_steps_of_few_tokens_are_as_near_to_the_network_as_those_of_many(archite
         )
         engine = Engine(model, backend, config)
         engine.prepare()
-        assert getattr(engine.network._captured, "has_few", False) == compiles
+        assert getattr(engine.network._traced, "has_few_row_pieces", False) == compiles
         params = SamplingParams(max_tokens=6, logprobs=0, ignore_eos=True)
         done = engine.generate(PROMPTS, params)
         found.append([[(token.token_id, token.logprob) for token in one.tokens] for one in done])

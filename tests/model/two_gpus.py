@@ -32,7 +32,7 @@ from model import EngineConfig, SamplingParams
 from model.bench.networks import load
 from model.cli.exits import leaves
 from model.engine import Engine
-from model.forward import cuda_graphs, prepare
+from model.forward import cuda_graphs, warm_up
 from model.load.loader import LoadedModel, load_model
 from model.output import Output
 from model.ranks import parallel
@@ -231,7 +231,7 @@ def measure(ranks: Ranks, engine: Engine, label: str, firsts: dict[int, list[lis
 def few_graphs() -> None:
     """Two sizes of steps of one token a sequence; the others take a minute."""
     cuda_graphs._FEW, cuda_graphs._STEP = (2,), 1000
-    prepare.recorded_tokens = lambda *_: 0
+    warm_up.captured_tokens = lambda *_: 0
 
 
 def probe(ranks: Ranks, device: torch.device) -> None:
@@ -270,7 +270,7 @@ def speed(ranks: Ranks) -> TwinEngine:
                 found = {str(batch): kernels(twin, batch) for batch in _BATCHES}
                 tell(ranks, f"kernels two, {name}, ms", **found)
                 profiled.add(name)
-            ranks.told(_Ended(goes_on=True))  # the connection is still minded
+            ranks.broadcast(_Ended(goes_on=True))  # the connection is still minded
         else:
             twin.follow()
     return twin
@@ -296,7 +296,7 @@ def tokens(ranks: Ranks, *, is_prepared: bool = False) -> TwinEngine:
             return engine
         done = engine.generate([prompt for prompt, _ in every], [each for _, each in every])
         found.append([one.request.output_tokens for one in done])
-    ranks.told(_Ended(goes_on=True))
+    ranks.broadcast(_Ended(goes_on=True))
     equal = sum(one == two for one, two in zip(*found, strict=True))
     count = sum(map(len, found[0]))
     tell(
@@ -334,7 +334,7 @@ def main() -> None:
     few_graphs()
     if "quick" not in sys.argv[1:]:
         engine = speed(ranks)
-    if ranks.least(int(time.monotonic() - _BEGAN)) < _TOKENS_BEFORE_S:
+    if ranks.all_reduce_min(int(time.monotonic() - _BEGAN)) < _TOKENS_BEFORE_S:
         engine = tokens(ranks)
         logits(ranks)
         tokens(ranks, is_prepared=True)

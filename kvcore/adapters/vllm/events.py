@@ -47,7 +47,9 @@ class Speller:
             elif isinstance(event, BlocksRemoved):
                 told.append(
                     BlockRemoved(
-                        block_hashes=_spelled(event.names), medium=_MEDIUM, group_idx=event.group
+                        block_hashes=_spelled(event.block_hashes),
+                        medium=_MEDIUM,
+                        group_idx=event.group,
                     )
                 )
             else:  # all is gone, or what happened is lost and what is cached is told anew
@@ -58,7 +60,7 @@ class Speller:
         namespace = decode_namespace(run.namespace_key)
         kind, window = self._kinds[run.group]
         return BlockStored(
-            block_hashes=_spelled(run.names),
+            block_hashes=_spelled(run.block_hashes),
             parent_block_hash=None if run.parent is None else _spelled([run.parent])[0],
             token_ids=array("I", run.packed).tolist(),
             block_size=run.block_size,

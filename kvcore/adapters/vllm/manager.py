@@ -23,12 +23,12 @@ from kvcore import (
     Event,
     EventsLost,
     FullAttention,
+    HashAlgorithm,
     InvalidArgumentError,
     KVCacheManager,
     KVSequence,
     LayerGroup,
     Lease,
-    NameAlgorithm,
     OutOfBlocksError,
 )
 from kvcore.adapters.vllm.prompts import (
@@ -123,7 +123,7 @@ class Settings:
         max_model_len: tokens.
         enable_caching: look prefixes up, and keep them.
         watermark_blocks: so many stay free when a request is admitted beside others.
-        event_names: how contents are called in events; None: no events.
+        event_hashes: how contents are called in events; None: no events.
         keep_fresh: note which blocks are handed out, for those who clear them.
         bytes_of: how embeddings become bytes.
         new_stats: makes an empty count of look-ups; None: nothing is counted.
@@ -138,7 +138,7 @@ class Settings:
     max_model_len: int
     enable_caching: bool = True
     watermark_blocks: int = 0
-    event_names: NameAlgorithm | None = None
+    event_hashes: HashAlgorithm | None = None
     keep_fresh: bool = False
     bytes_of: BytesOf = bytes
     new_stats: Callable[[], CacheStats] | None = None
@@ -183,7 +183,7 @@ class Manager:
             gcd(*sizes),
             groups=groups,
             enable_caching=settings.enable_caching,
-            record_events=settings.event_names,
+            record_events=settings.event_hashes,
         )
         _ = self.kv.pool.blocks  # makes all of them now, as vLLM does, and none within a step
         self._is_plain = len(groups) == 1 and isinstance(groups[0], FullAttention)

@@ -162,7 +162,7 @@ def settings_of(*args: Any, **kwargs: Any) -> Settings | str:  # noqa: ANN401
         max_model_len=max_model_len,
         enable_caching=told["enable_caching"],
         watermark_blocks=int(told.get("watermark", 0.0) * kv_cache_config.num_blocks),
-        event_names="sha256" if told["enable_kv_cache_events"] else None,
+        event_hashes="sha256" if told["enable_kv_cache_events"] else None,
         keep_fresh=kv_cache_config.needs_kv_cache_zeroing,
         bytes_of=tensor_data,
         new_stats=PrefixCacheStats if told["log_stats"] else None,

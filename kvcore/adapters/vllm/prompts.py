@@ -1,8 +1,8 @@
 """What vLLM says of a request and of its layers, in kvcore's words.
 
 Decides what a request's KV depends on: its tokens, its tenant and adapter (a `Namespace`), and what
-is not tokens (`Item`s). Decides too which layer groups kvcore keeps. Imports nothing of vLLM: it
-reads the attributes that vLLM's objects have.
+is not tokens (`MultimodalItem`s). Decides too which layer groups kvcore keeps. Imports nothing of
+vLLM: it reads the attributes that vLLM's objects have.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvcore import (
     ChunkedLocal,
     FullAttention,
     InvalidArgumentError,
-    Item,
     LayerGroup,
+    MultimodalItem,
     Namespace,
     SlidingWindow,
     pack,
@@ -68,7 +68,7 @@ class Prompt:
 
     packed: array[int]
     namespace: Namespace | None
-    items: tuple[Item, ...]
+    items: tuple[MultimodalItem, ...]
 
 
 def describe(request: Request, block_size: int, bytes_of: BytesOf) -> Prompt:
@@ -117,16 +117,16 @@ def namespace_of(request: Request) -> Namespace:
     )
 
 
-def feature_items(features: Sequence[Any], start: int) -> tuple[Item, ...]:
+def feature_items(features: Sequence[Any], start: int) -> tuple[MultimodalItem, ...]:
     """Return the images, sounds and films that begin at position `start` or later."""
-    found: list[Item] = []
+    found: list[MultimodalItem] = []
     for feature in features:
         place = feature.mm_position
         if place.offset < start:
             continue
         mask = getattr(place, "is_embed", None)
         found.append(
-            Item(
+            MultimodalItem(
                 feature.identifier.encode("utf-8", "surrogatepass"),
                 place.offset,
                 place.length,
@@ -142,7 +142,7 @@ def embedding_items(
     is_token: Sequence[bool] | None,
     block_size: int,
     bytes_of: BytesOf,
-) -> tuple[Item, ...]:
+) -> tuple[MultimodalItem, ...]:
     """Return a prompt's embeddings, cut where blocks end, so that prompts share their beginnings.
 
     Args:
@@ -151,7 +151,7 @@ def embedding_items(
         block_size: tokens of the smallest block.
         bytes_of: how rows become bytes.
     """
-    found: list[Item] = []
+    found: list[MultimodalItem] = []
     kind = f"{embeds.dtype} {tuple(embeds.shape[1:])} ".encode()
     for start in range(0, len(embeds), block_size):
         rows = embeds[start : start + block_size]
@@ -162,7 +162,7 @@ def embedding_items(
                 continue
         content = sha256(kind)
         content.update(bytes_of(rows))
-        found.append(Item(content.digest(), start, len(rows), mask))
+        found.append(MultimodalItem(content.digest(), start, len(rows), mask))
     return tuple(found)
 
 

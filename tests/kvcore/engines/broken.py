@@ -418,7 +418,7 @@ class publishes_expected_tokens_as_zeros(DictionaryAllocator):
 
     def key(self, request, index):
         end = (index + 1) * self.block_size
-        return request.tenant, tuple([*request.tokens, *[0] * request.untold][:end])
+        return request.tenant, tuple([*request.tokens, *[0] * request.unknown][:end])
 
 
 @broken("P24")
@@ -426,10 +426,10 @@ class never_finds_what_is_told_later(DictionaryAllocator):
     """A block is published when it is computed, or never."""
 
     def tell(self, request, token):
-        if not request.untold:
+        if not request.unknown:
             raise ValueError("nobody expects a token")
         request.tokens.append(token)
-        request.untold -= 1
+        request.unknown -= 1
 
 
 @broken("P3", "P4")
@@ -437,8 +437,8 @@ class takes_a_token_that_was_cut_for_one_more(DictionaryAllocator):
     """The sampled token of a step that was taken back joins nevertheless."""
 
     def tell(self, request, token):
-        if request.untold:
-            super().tell(request, token)
+        if request.unknown:
+            super().resolve(request, token)
         else:
             self.append(request, token)
 
@@ -451,7 +451,7 @@ class takes_a_part_for_the_whole(DictionaryAllocator):
 
     def settled(self, request):
         room = min(len(request.table) * self.block_size, len(request.tokens))
-        return min(room, len(request.tokens) - request.untold)
+        return min(room, len(request.tokens) - request.unknown)
 
 
 @broken("P7", machine=testing.TenantMachine)

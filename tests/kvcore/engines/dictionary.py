@@ -17,7 +17,7 @@ class DictionaryRequest:
     computed: int = 0
     table: list = field(default_factory=list)
     is_open: bool = True
-    untold: int = 0
+    unknown: int = 0
     items: tuple = ()
 
 
@@ -63,7 +63,7 @@ class DictionaryAllocator:
     def commit(self, request, num_tokens):
         self.check_open(request)
         self.check_count(num_tokens)
-        length = len(request.tokens) + request.untold
+        length = len(request.tokens) + request.unknown
         room = min(len(request.table) * self.block_size, length) - request.computed
         if num_tokens > room:
             raise ValueError(f"{num_tokens} tokens committed, room for {room}")
@@ -77,14 +77,14 @@ class DictionaryAllocator:
 
     def expect(self, request, num_tokens):
         self.check_open(request)
-        request.untold += num_tokens
+        request.unknown += num_tokens
 
     def tell(self, request, token):
         self.check_open(request)
-        if not request.untold:
+        if not request.unknown:
             raise ValueError("nobody expects a token")
         request.tokens.append(token)
-        request.untold -= 1
+        request.unknown -= 1
         self.publish(request, self.settled(request))
 
     def finish(self, request):
@@ -103,7 +103,7 @@ class DictionaryAllocator:
         request.computed = self.computed_after_cut(request, min(num_tokens, request.computed))
         kept = self.blocks(request.computed)
         self.release(request.table[kept:])
-        request.untold = max(0, num_tokens - len(request.tokens))
+        request.unknown = max(0, num_tokens - len(request.tokens))
         del request.table[kept:], request.tokens[num_tokens:]
         return request.computed
 

@@ -29,7 +29,9 @@ class OurAllocator:
         return self.begin_with(tokens, tenant, ())
 
     def begin_with(self, tokens, tenant, items):
-        things = tuple(kvcore.Item(name.encode(), start, length) for name, start, length in items)
+        things = tuple(
+            kvcore.MultimodalItem(name.encode(), start, length) for name, start, length in items
+        )
         space = kvcore.Namespace(salt=tenant.encode())
         seq = self.kv.open(tokens, namespace=space, items=things)
         return Handle(seq, self.resets, space, things), seq.num_cached_tokens
@@ -50,7 +52,7 @@ class OurAllocator:
         self.kv.expect(request.seq, num_tokens)
 
     def tell(self, request, token):
-        self.kv.tell(request.seq, [token])
+        self.kv.resolve(request.seq, [token])
 
     def finish(self, request):
         if request.num_computed:  # it is swapped out
@@ -94,12 +96,12 @@ class OurAllocator:
                 told.append(("cleared", None))
             else:
                 kind = "stored" if isinstance(event, kvcore.BlocksStored) else "removed"
-                told += [(kind, name) for name in event.names]
+                told += [(kind, name) for name in event.block_hashes]
         return told
 
     def names(self, tokens, tenant):
         space = kvcore.Namespace(salt=tenant.encode())
-        return kvcore.block_names(tokens, self.kv.block_size, namespace=space, algorithm="sha256")
+        return kvcore.block_hashes(tokens, self.kv.block_size, namespace=space, algorithm="sha256")
 
     def swap_out(self, request):
         seq = request.seq

@@ -109,7 +109,7 @@ def waiting(count):
 
 def test_what_a_block_is_kept_for_has_nothing_in_it_that_adds_nothing():
     (block,), idle = waiting(1)
-    assert idle.front(block, [(1, 9), (2, 5), (3, 5), (3, 5), (0, 9)]) == ((3, 5), (1, 9))
+    assert idle.merged_terms(block, [(1, 9), (2, 5), (3, 5), (3, 5), (0, 9)]) == ((3, 5), (1, 9))
 
 
 def looked_up(idle, blocks):
@@ -221,12 +221,12 @@ class FullAt(dict):
 def test_room_for_wishes_is_made_for_all_blocks_or_for_none():
     blocks, idle = waiting(6)
     idle.kept = FullAt({0: ((1, 9),), 5: ((2, 7),)})
-    fronts = [(block, ((3, 9),)) for block in blocks]
+    changes = [(block, ((3, 9),)) for block in blocks]
     with pytest.raises(MemoryError):
-        idle.make_room(fronts)
+        idle.prepare_terms(changes)
     assert idle.kept == {0: ((1, 9),), 5: ((2, 7),)}
     idle.kept.most = 6
-    idle.make_room(fronts)
+    idle.prepare_terms(changes)
     assert idle.kept == {0: ((1, 9),), 1: (), 2: (), 3: (), 4: (), 5: ((2, 7),)}
 
 

@@ -54,7 +54,7 @@ def by_the_page(namespace, tokens, items, digest):
 @pytest.mark.parametrize("vector", VECTORS, ids=[title for title, *_ in VECTORS])
 def test_a_vector_of_the_page_is_what_the_rules_and_kvcore_give(vector):
     _, namespace_text, token_text, item_text, block = vector
-    scope = {"Namespace": kvcore.Namespace, "Item": kvcore.Item}
+    scope = {"Namespace": kvcore.Namespace, "MultimodalItem": kvcore.MultimodalItem}
     namespace = eval(namespace_text, scope)  # noqa: S307  # our own page
     tokens = [int(token) for token in token_text.split()]
     items = () if item_text == "none" else (eval(item_text.strip("`"), scope),)  # noqa: S307
@@ -64,8 +64,8 @@ def test_a_vector_of_the_page_is_what_the_rules_and_kvcore_give(vector):
         assert ["namespace", key.hex()] in lines
         listed = [line[2] for line in lines if line[0] == algorithm]
         assert listed == [name.hex() for name in names]
-        chain = kvcore.NameChain(kvcore.encode_namespace(namespace), 2, algorithm)
-        assert list(chain.names(kvcore.pack(tokens), 2, items)) == names
+        chain = kvcore.HashChain(kvcore.encode_namespace(namespace), 2, algorithm)
+        assert list(chain.hashes(kvcore.pack(tokens), 2, items)) == names
 
 
 def test_the_page_has_vectors_for_every_field():

@@ -94,8 +94,8 @@ def test_a_namespace_that_cannot_be_described_is_refused(wrong):
 
 
 def names(tokens, block_size, namespace, algorithm="xxh3-128"):
-    chain = kvcore.NameChain(kvcore.encode_namespace(namespace), block_size, algorithm)
-    return chain.names(kvcore.pack(tokens), len(tokens) // block_size)
+    chain = kvcore.HashChain(kvcore.encode_namespace(namespace), block_size, algorithm)
+    return chain.hashes(kvcore.pack(tokens), len(tokens) // block_size)
 
 
 @given(TOKENS, TOKENS, NAMESPACES, NAMESPACES, st.integers(1, 4))
@@ -109,12 +109,12 @@ def test_names_are_equal_exactly_where_prefix_and_namespace_are(one, other, here
 @given(TOKENS, st.lists(st.tuples(st.integers(0, 24), TOKENS), max_size=4), st.integers(1, 4))
 def test_a_chain_that_was_cut_and_extended_equals_one_from_scratch(tokens, edits, size):
     namespace = kvcore.Namespace(salt=b"s")
-    chain = kvcore.NameChain(kvcore.encode_namespace(namespace), size, "sha256")
+    chain = kvcore.HashChain(kvcore.encode_namespace(namespace), size, "sha256")
     for keep, more in edits:
-        chain.names(kvcore.pack(tokens), len(tokens) // size)
+        chain.hashes(kvcore.pack(tokens), len(tokens) // size)
         tokens = tokens[:keep] + more
         chain.cut(min(keep, len(tokens)) // size)
-    incremental = chain.names(kvcore.pack(tokens), len(tokens) // size)
+    incremental = chain.hashes(kvcore.pack(tokens), len(tokens) // size)
     assert incremental == names(tokens, size, namespace, "sha256")
 
 
@@ -160,7 +160,7 @@ def test_only_the_two_algorithms_name_anything(algorithm):
 
 def test_an_unknown_algorithm_is_refused():
     with pytest.raises(kvcore.InvalidArgumentError, match="sha256"):
-        kvcore.KVCacheManager(4, 2).open([1]).block_names("md5")
+        kvcore.KVCacheManager(4, 2).open([1]).block_hashes("md5")
 
 
 def test_a_name_is_the_same_where_integers_stand_the_other_way_round(monkeypatch):
@@ -232,15 +232,15 @@ def test_names_that_were_asked_for_once_are_not_made_again(monkeypatch):
     made = []
     real = naming.digest
     monkeypatch.setattr(naming, "digest", lambda *given: made.append(given) or real(*given))
-    chain = kvcore.NameChain(b"key", 2, "sha256")
+    chain = kvcore.HashChain(b"key", 2, "sha256")
     tokens = kvcore.pack(range(10))
-    all_names = chain.names(tokens, 5)
-    assert chain.names(tokens, 2) == all_names[:2]
-    assert chain.names(tokens, 0) == ()
-    assert chain.names(tokens, 5) == all_names
+    all_names = chain.hashes(tokens, 5)
+    assert chain.hashes(tokens, 2) == all_names[:2]
+    assert chain.hashes(tokens, 0) == ()
+    assert chain.hashes(tokens, 5) == all_names
     assert len(made) == 1 + 5  # the root, and each block once
     chain.cut(3)
-    assert chain.names(tokens, 5) == all_names
+    assert chain.hashes(tokens, 5) == all_names
     assert len(made) == 1 + 5 + 2
 
 
@@ -252,14 +252,14 @@ def test_names_that_were_asked_for_once_are_not_made_again(monkeypatch):
     st.booleans(),
 )
 def test_names_before_and_after_it_is_computed_are_the_same(tokens, space, algorithm, size, seen):
-    items = [kvcore.Item(b"cat", 1, 2)] if seen and len(tokens) > 2 else []
+    items = [kvcore.MultimodalItem(b"cat", 1, 2)] if seen and len(tokens) > 2 else []
     options = {"namespace": space, "items": items}
-    before = kvcore.block_names(tokens, size, algorithm=algorithm, **options)
+    before = kvcore.block_hashes(tokens, size, algorithm=algorithm, **options)
     kv = kvcore.KVCacheManager(20, size)
     seq = kv.open([*tokens, 9], **options)
     kv.reserve(seq, len(tokens))
     kv.commit(seq, len(tokens))
-    assert before == seq.block_names(algorithm)
+    assert before == seq.block_hashes(algorithm)
     parent = kvcore.digest(kvcore.encode_namespace(space), algorithm)
     contents = naming.block_contents(kvcore.pack(tokens), items, 0, len(tokens) // size, size)
     for name, content in zip(before, contents, strict=True):  # as the page spells it
@@ -275,15 +275,15 @@ def test_each_group_has_the_names_of_its_block_size():
     kv.commit(seq, 13)
     assert seq.tables[1].num_null == 5
     for group, size in ((0, 4), (1, 2), (0, 4)):
-        assert seq.block_names(group=group) == kvcore.block_names(range(13), size)
+        assert seq.block_hashes(group=group) == kvcore.block_hashes(range(13), size)
     kv.truncate(seq, 12)
     kv.extend(seq, [99, 99])
     kv.reserve(seq, 2)
     kv.commit(seq, 2)
     for group, size in ((0, 4), (1, 2)):
-        assert seq.block_names(group=group) == kvcore.block_names([*range(12), 99, 99], size)
+        assert seq.block_hashes(group=group) == kvcore.block_hashes([*range(12), 99, 99], size)
     with pytest.raises(kvcore.InvalidArgumentError, match="group: wanted"):
-        seq.block_names(group=2)
+        seq.block_hashes(group=2)
 
 
 @pytest.mark.parametrize(
@@ -292,21 +292,21 @@ def test_each_group_has_the_names_of_its_block_size():
         ("namespace: wanted a Namespace, got", {"namespace": None}),
         ("block_size: wanted at least 1|block_size: wanted 1", {"block_size": 0}),
         ("tokens: wanted", {"tokens": "text"}),
-        ("items: wanted them apart", {"items": [kvcore.Item(b"x", 3, 9)]}),
+        ("items: wanted them apart", {"items": [kvcore.MultimodalItem(b"x", 3, 9)]}),
         ("algorithm: wanted", {"algorithm": "md5"}),
     ],
 )
 def test_what_cannot_be_named_is_refused(message, change):
     given = {"tokens": [1, 2, 3, 4], "block_size": 2, **change}
     with pytest.raises(kvcore.InvalidArgumentError, match=message):
-        kvcore.block_names(given.pop("tokens"), given.pop("block_size"), **given)
+        kvcore.block_hashes(given.pop("tokens"), given.pop("block_size"), **given)
 
 
 def test_what_stands_in_blocks_is_their_tokens_and_then_their_items():
     tokens = kvcore.pack(range(8))
     plain = naming.block_contents(tokens, (), 1, 3, 2)
     assert plain == [kvcore.pack([2, 3]).tobytes(), kvcore.pack([4, 5]).tobytes()]
-    items = (kvcore.Item(b"cat", 3, 2),)
+    items = (kvcore.MultimodalItem(b"cat", 3, 2),)
     pictured = naming.block_contents(tokens, items, 1, 3, 2)
     assert pictured[0] == plain[0] + struct.pack("<IQIBI", 1, 0, 1, 0, 3) + b"cat"
     assert pictured[1] == plain[1] + struct.pack("<IQIBI", 0, 1, 1, 0, 3) + b"cat"
@@ -319,7 +319,7 @@ kv = kvcore.KVCacheManager(9, 2)
 for name in (None, "adapter"):
     seq = kv.open(range(9), namespace=kvcore.Namespace(salt=b"x", lora_name=name))
     kv.reserve(seq, 9), kv.commit(seq, 9)
-    print(seq.block_table, [name.hex() for name in seq.block_names("sha256")])
+    print(seq.block_table, [name.hex() for name in seq.block_hashes("sha256")])
     kv.close(seq)
 print([block.block_id for block in kv.pool.free_blocks()])
 """

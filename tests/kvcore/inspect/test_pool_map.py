@@ -43,7 +43,7 @@ def faults(kv, states, reports):
             size = seq.tables[report.group].block_size
             place = seq.tables[report.group].blocks.index(block)
             told = tuple(seq.packed[place * size : (place + 1) * size])
-            if (report.start, report.tokens) != (place * size, told) and not seq.num_untold_tokens:
+            if (report.start, report.tokens) != (place * size, told) and not seq.num_unknown_tokens:
                 found.append(f"{block!r} holds {told}, reported is {report}")
     return found
 

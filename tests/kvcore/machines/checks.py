@@ -65,7 +65,7 @@ class ManagerChecks(RuleBasedStateMachine):
         self.spaces = {}  # (group, name): the namespace that it was told with, for ever
         self.patience = patience
         if self.kv.events is not None:
-            self.kv.events.max_names = patience
+            self.kv.events.max_hashes = patience
         self.naive = NaiveManager(num_blocks, self.groups, caching)
         self.other = kvcore.KVCacheManager(4, BLOCK_SIZE)
         self.longest = longest
@@ -169,8 +169,8 @@ class ManagerChecks(RuleBasedStateMachine):
     def names(namespace, elements, size):
         """The names of whole blocks, from scratch."""
         plain, items = lowered(elements)
-        chain = kvcore.NameChain(kvcore.encode_namespace(namespace), size, "xxh3-128")
-        return chain.names(kvcore.pack(plain), len(plain) // size, items)
+        chain = kvcore.HashChain(kvcore.encode_namespace(namespace), size, "xxh3-128")
+        return chain.hashes(kvcore.pack(plain), len(plain) // size, items)
 
     def fold(self):
         """P21: what an outside index makes of the events is what can be hit."""
@@ -222,7 +222,7 @@ class ManagerChecks(RuleBasedStateMachine):
         if isinstance(event, kvcore.BlocksStored):
             self.check_stored(event)
         elif isinstance(event, kvcore.BlocksRemoved):
-            for name in event.names:
+            for name in event.block_hashes:
                 if (event.group, name) not in self.folded:
                     raise PropertyError("P21", "removed without having been stored")
                 self.folded.discard((event.group, name))
@@ -232,7 +232,9 @@ class ManagerChecks(RuleBasedStateMachine):
     def check_stored(self, run):
         """A run says enough to compute its names again, and comes after what it follows."""
         kind, _, size = self.groups[run.group]
-        expect("P21", (run.block_size, len(run.names)), (size, len(run.contents)), "the sizes")
+        expect(
+            "P21", (run.block_size, len(run.block_hashes)), (size, len(run.contents)), "the sizes"
+        )
         root = kvcore.digest(run.namespace_key, "xxh3-128")
         self.spaces[run.group, root] = run.namespace_key
         if run.parent is not None:
@@ -243,7 +245,7 @@ class ManagerChecks(RuleBasedStateMachine):
                 known = (run.group, run.parent) in self.folded
                 expect("P21", known, True, "whether the parent was stored before")
         above = root if run.parent is None else run.parent
-        for index, name in enumerate(run.names):
+        for index, name in enumerate(run.block_hashes):
             if (run.group, name) in self.folded:
                 raise PropertyError("P21", "stored twice without a removal")
             tokens = run.tokens[index * size : (index + 1) * size]
@@ -260,13 +262,13 @@ class ManagerChecks(RuleBasedStateMachine):
         plain, items = lowered(naive.tokens)
         expect("P10", list(real.tokens), plain, "the tokens")
         expect("P10", list(real.items), items, "the items")
-        expect("P27", real.num_untold_tokens, len(naive.future), "expected tokens")
+        expect("P27", real.num_unknown_tokens, len(naive.future), "expected tokens")
         expect("P14", real.num_computed_tokens, naive.computed, "computed tokens")
         expect("P14", real.num_cached_tokens, naive.cached, "cached tokens")
         for number, (_, _, size) in enumerate(self.groups if naive.namespace is not None else ()):
             told = naive.tokens[: naive.tables[number].published * size]
             names = self.names(naive.namespace, told, size)
-            expect("P10", real.block_names(group=number), names, "the names")
+            expect("P10", real.block_hashes(group=number), names, "the names")
 
     def check_delivery(self, entry):
         """P16: what the runner was told is the table, but for what no query can see any more."""

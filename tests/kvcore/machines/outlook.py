@@ -54,7 +54,7 @@ def most_taken(kv, seq, total, chunk, external, before):
             if chunk is None or computed >= total:
                 break
             kv.commit(seq, 1)
-            kv.tell(seq, [7] * (computed + 1 - lag - seq.num_settled_tokens))
+            kv.resolve(seq, [7] * (computed + 1 - lag - seq.num_settled_tokens))
     except kvcore.OutOfBlocksError:
         return before + 1
     return before - least

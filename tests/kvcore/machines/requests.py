@@ -62,7 +62,7 @@ def lowered(elements, first=0):
     for start, rows in runs:
         bits = [bit for _, _, _, bit in rows]
         mask = None if None in bits else bytes(bits)
-        items.append(kvcore.Item(rows[0][1], first + start, len(rows), mask))
+        items.append(kvcore.MultimodalItem(rows[0][1], first + start, len(rows), mask))
     return tokens, items
 
 

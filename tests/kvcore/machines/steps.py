@@ -87,7 +87,7 @@ class StepRules(LoadRules):
             [computed for _, computed, _ in moves],
             joining if is_told else None,
             num_joining=[len(joins) for joins, _, _ in moves],
-            room=None if room_for_all else [room for _, _, room in moves],
+            num_reserved=None if room_for_all else [room for _, _, room in moves],
         )
         errors = self.errors(step, totals)
         if any(map(self.too_long, lengths)):
@@ -161,12 +161,12 @@ class StepRules(LoadRules):
                 return
 
     def decode_all(self, step, tokens):
-        """A decode step in one call, or its refusal: a token is untold or has no room."""
+        """A decode step in one call, or its refusal: a token is unknown or has no room."""
         reals = [real for real, _, _ in step]
         todo = [len(naive.tokens) - naive.computed for _, naive, _ in step]
         errors = self.errors(step, [len(naive.tokens) + 1 for _, naive, _ in step])
         if any(naive.future for _, naive, _ in step):
-            errors.append(kvcore.UntoldTokensError)
+            errors.append(kvcore.UnknownTokensError)
         if any(self.naive.room(naive) < len(naive.tokens) for _, naive, _ in step):
             errors.append(kvcore.NotReservedError)
         decode = functools.partial(self.kv.decode_step, reals, tokens)
@@ -237,15 +237,17 @@ class StepRules(LoadRules):
         starts = [len(naive.tokens) for _, naive, _ in step]
         if is_wrong:
             late = [*starts[:-1], starts[-1] + 1]
-            call = functools.partial(self.kv.tell_step, reals, flat, num_told=counts, starts=late)
+            call = functools.partial(
+                self.kv.resolve_step, reals, flat, num_resolved=counts, starts=late
+            )
             refused("P27", kvcore.NotExpectedError, self.view, call)
             more = [*counts[:-1], len(step[-1][1].future) + 1]
             flat_more = [0] * sum(more)
-            call = functools.partial(self.kv.tell_step, reals, flat_more, num_told=more)
+            call = functools.partial(self.kv.resolve_step, reals, flat_more, num_resolved=more)
             refused("P27", kvcore.NotExpectedError, self.view, call)
-        self.kv.tell_step(reals, flat, num_told=counts, starts=starts)
+        self.kv.resolve_step(reals, flat, num_resolved=counts, starts=starts)
         for (_, naive, _), count in zip(step, counts, strict=True):
-            self.naive.tell(naive, count)
+            self.naive.resolve(naive, count)
         self.agree()
 
     @precondition(lambda self: self.live)
@@ -272,6 +274,6 @@ class StepRules(LoadRules):
         self.expect(entry, [1] * drafts)
         self.run(entry)
         self.agree()
-        self.tell(entry, min(accepted, len(naive.future)))
+        self.resolve(entry, min(accepted, len(naive.future)))
         self.agree()
         self.truncate(entry, len(naive.tokens))

@@ -229,10 +229,10 @@ class ManagerVerbs(ManagerChecks):
             return
         if naive.future:
             call = functools.partial(self.kv.extend, real, tokens)
-            refused("P27", kvcore.UntoldTokensError, self.view, call)
+            refused("P27", kvcore.UnknownTokensError, self.view, call)
             call = functools.partial(self.kv.append, real, tokens[0])
-            refused("P27", kvcore.UntoldTokensError, self.view, call)
-            self.tell(entry, len(naive.future))
+            refused("P27", kvcore.UnknownTokensError, self.view, call)
+            self.resolve(entry, len(naive.future))
         tokens = with_image(tokens, image)
         plain, items = lowered(tokens, len(naive.tokens))
         one = len(tokens) == 1 and not items
@@ -428,22 +428,22 @@ class ManagerVerbs(ManagerChecks):
         naive.future += tokens
 
     @rule(entry=SEQUENCES, count=st.integers(0, 6), knows_where=st.booleans())
-    def tell(self, entry, count, knows_where=True):
+    def resolve(self, entry, count, knows_where=True):
         """They are read; not those that were cut since, nor any of them twice."""
         real, naive, _ = entry
         if not real.is_open:
             return
         start = len(naive.tokens)
         if count > len(naive.future):
-            too_many = functools.partial(self.kv.tell, real, [1] * count)
+            too_many = functools.partial(self.kv.resolve, real, [1] * count)
             refused("P27", kvcore.NotExpectedError, self.view, too_many)
             count = len(naive.future)
         told = naive.future[:count]
         if start:
-            again = functools.partial(self.kv.tell, real, told, start=start - 1)
+            again = functools.partial(self.kv.resolve, real, told, start=start - 1)
             refused("P27", kvcore.NotExpectedError, self.view, again)
-        self.kv.tell(real, told, start=start if knows_where else None)
-        self.naive.tell(naive, count)
+        self.kv.resolve(real, told, start=start if knows_where else None)
+        self.naive.resolve(naive, count)
         kvcore.check(self.kv)
 
     @rule(target=CLOSED, entry=consumes(SEQUENCES))
@@ -468,12 +468,12 @@ class ManagerVerbs(ManagerChecks):
     @rule(
         entry=CLOSED,
         call=st.sampled_from(
-            ["close", "reserve", "commit", "truncate", "append", "fork", "expect", "tell"]
+            ["close", "reserve", "commit", "truncate", "append", "fork", "expect", "resolve"]
         ),
     )
     def use_a_closed_one(self, entry, call):
         arguments = (entry[0],) if call in {"close", "fork"} else (entry[0], 1)
-        arguments = (entry[0], [1]) if call == "tell" else arguments
+        arguments = (entry[0], [1]) if call == "resolve" else arguments
         refused(
             "P3",
             kvcore.StaleSequenceError,

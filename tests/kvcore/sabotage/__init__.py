@@ -18,7 +18,7 @@ from tests.kvcore.sabotage import (
     queue,
     retention,
     steps,
-    untold,
+    unknown_tokens,
     visibility,
 )
 from tests.kvcore.sabotage.registry import SABOTAGES, Sabotage
@@ -37,7 +37,7 @@ PARTS = (
     queue,
     retention,
     steps,
-    untold,
+    unknown_tokens,
     visibility,
 )
 

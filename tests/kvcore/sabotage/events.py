@@ -16,7 +16,7 @@ class RootlessLog(kvcore.EventLog):
 
     def _name(self, node, group):
         if node.parent is None:
-            node.name = kvcore.digest(b"", "xxh3-128")
+            node.block_hash = kvcore.digest(b"", "xxh3-128")
         else:
             self._name(node.parent, group)
         return super()._name(node, group)
@@ -29,7 +29,7 @@ class AdapterBlindLog(kvcore.EventLog):
         if node.parent is None:
             salt = kvcore.decode_namespace(node.tokens).salt
             key = kvcore.encode_namespace(kvcore.Namespace(salt=salt))
-            node.name = kvcore.digest(key, "xxh3-128")
+            node.block_hash = kvcore.digest(key, "xxh3-128")
         else:
             self._name(node.parent, group)
         return super()._name(node, group)
@@ -69,7 +69,7 @@ class HastyLog(kvcore.EventLog):
     """Gives up what waits, however little that is."""
 
     def trim(self):
-        self.max_names = 0
+        self.max_hashes = 0
         super().trim()
 
 

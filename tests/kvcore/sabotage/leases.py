@@ -2,7 +2,7 @@
 
 import kvcore
 from kvcore.verbs import rewind
-from kvcore.verbs.rewind import _spelled, _spelling, distrust_from
+from kvcore.verbs.rewind import _spelled, _spelling, invalidate_from
 from tests.kvcore import machines
 from tests.kvcore.sabotage.registry import changed, patched, sabotage
 
@@ -128,7 +128,7 @@ class loads_fail_for_one_sequence_only(kvcore.KVCacheManager):
     def fail_load(self, seq, num_tokens):
         if not 0 <= num_tokens <= seq.num_computed_tokens:
             return super().fail_load(seq, num_tokens)
-        return distrust_from(self.pool, seq, num_tokens, [seq])
+        return invalidate_from(self.pool, seq, num_tokens, [seq])
 
 
 @patched(_spelling, "P7", "P9", rows=(71,))
@@ -148,7 +148,7 @@ class loads_fail_without_the_copies_of_forks(kvcore.KVCacheManager):
         doubts = []
         sound = {}
         rewind._computed_from(seq, num_tokens, sound, doubts)
-        rewind._add_doubtful(self.pool, sound, doubts, [])
+        rewind._add_invalid(self.pool, sound, doubts, [])
         return rewind._take_from_all(self.pool, sound, list(self.sequences.values()), [])
 
 

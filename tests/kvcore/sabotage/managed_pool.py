@@ -205,9 +205,9 @@ changed("look_ups_are_undone_from_their_first_block_on", with_hasty_queue, "P15"
 class ForgivingQueue(IdleBlocks):
     """Puts back what was found although it is kept for something else since."""
 
-    def set_front(self, block, front):
+    def set_terms(self, block, front):
         found = self.found
-        super().set_front(block, front)
+        super().set_terms(block, front)
         self.found = found
 
 

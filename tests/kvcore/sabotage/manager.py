@@ -15,8 +15,8 @@ def keep_the_cut_block(manager, seq, num_tokens):
         keep = -(-num_tokens // table.block_size)
         manager.pool.release(table.beyond(keep)[::-1])
         table.cut(keep)
-    seq.num_untold_tokens = max(0, num_tokens - len(seq.packed))
-    seq.room = seq.due = seq.stop = 0
+    seq.num_unknown_tokens = max(0, num_tokens - len(seq.packed))
+    seq.num_reserved_tokens = seq.next_boundary = seq.fast_decode_limit = 0
     del seq.packed[num_tokens:]
     seq.items = cut_items(seq.items, num_tokens)
     computed = min(seq.num_computed_tokens, num_tokens)

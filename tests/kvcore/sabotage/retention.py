@@ -7,7 +7,7 @@ from tests.kvcore.sabotage.registry import changed, in_manager, sabotage
 
 
 class DeafShelf(IdleBlocks):
-    def front(self, block, wishes):
+    def merged_terms(self, block, terms):
         return ()
 
 
@@ -17,10 +17,10 @@ class ClingingShelf(IdleBlocks):
 
 
 class ForgetfulShelf(IdleBlocks):
-    """Remembers the strongest wish alone, so what is below it may outlive its prefix."""
+    """Remembers the strongest term alone, so what is below it may outlive its prefix."""
 
-    def front(self, block, wishes):
-        return super().front(block, wishes)[:1]
+    def merged_terms(self, block, terms):
+        return super().merged_terms(block, terms)[:1]
 
 
 class LostShelf(IdleBlocks):
@@ -56,12 +56,12 @@ for shelf, name, properties, rows in (
 
 @in_manager("P15")
 class retention_keeps_a_range_without_its_prefix(kvcore.BlockPool):
-    def keep(self, block, wishes):
+    def keep(self, block, terms):
         if block.node.parent.parent is not None:
-            super().keep(block, wishes)
+            super().keep(block, terms)
 
     def revive(self, blocks, kept=()):
-        super().revive(blocks, [wish for wish in kept if wish[0].node.parent.parent is not None])
+        super().revive(blocks, [term for term in kept if term[0].node.parent.parent is not None])
 
 
 @sabotage(machines.ManagerMachine, "P15")

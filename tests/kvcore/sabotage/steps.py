@@ -10,37 +10,37 @@ from tests.kvcore.sabotage.registry import edited
 edited(
     "step_takes_drafts_for_a_plain_decoder",
     forward.step,
-    "rooms[index] < 2",
-    "rooms[index] < 3",
+    "reserved[index] < 2",
+    "reserved[index] < 3",
     "P15",
 )
 edited(
     "step_counts_room_from_the_last_token",
     forward.step,
-    "done + rooms[index]",
-    "length - 1 + rooms[index]",
+    "done + reserved[index]",
+    "length - 1 + reserved[index]",
     "P13",
     "P15",
 )
 edited(
     "step_makes_room_for_what_is_told",
     forward.step,
-    "length if rooms is None else",
-    "len(seq.packed) if rooms is None else",
+    "length if reserved is None else",
+    "len(seq.packed) if reserved is None else",
     "P15",
 )
 edited(
     "step_lets_a_sequence_pass_its_room",
     forward.step,
-    "done <= length <= seq.room",
+    "done <= length <= seq.num_reserved_tokens",
     "done <= length",
     "P13",
 )
 edited(
     "step_asks_for_a_token_too_few",
     forward.step,
-    "total <= seq.room",
-    "total <= seq.room + 1",
+    "total <= seq.num_reserved_tokens",
+    "total <= seq.num_reserved_tokens + 1",
     "P15",
 )
 edited(
@@ -72,8 +72,8 @@ edited(
 edited(
     "step_publishes_a_full_block_late",
     forward.step,
-    "done < seq.due or",
-    "done <= seq.due or",
+    "done < seq.next_boundary or",
+    "done <= seq.next_boundary or",
     "P9",
     "P6",
     "P14",
@@ -81,8 +81,8 @@ edited(
 edited(
     "step_publishes_a_told_block_late",
     forward.step,
-    "len(seq.packed) < seq.due)",
-    "len(seq.packed) <= seq.due)",
+    "len(seq.packed) < seq.next_boundary)",
+    "len(seq.packed) <= seq.next_boundary)",
     "P9",
     "P6",
     "P14",
@@ -90,39 +90,44 @@ edited(
 edited(
     "step_commits_a_full_block_late",
     forward.commit_step,
-    "computed < seq.due",
-    "computed <= seq.due",
+    "computed < seq.next_boundary",
+    "computed <= seq.next_boundary",
     "P9",
     "P6",
     "P15",
 )
 edited(
     "step_tells_a_full_block_late",
-    forward.tell_step,
-    "len(seq.packed) >= seq.due",
-    "len(seq.packed) > seq.due",
+    forward.resolve_step,
+    "len(seq.packed) >= seq.next_boundary",
+    "len(seq.packed) > seq.next_boundary",
     "P9",
     "P6",
     "P15",
 )
 # Tokens that are not told yet
 edited(
-    "step_decodes_behind_untold_tokens",
+    "step_decodes_behind_unknown_tokens",
     forward._find_stop,
-    " and not seq.num_untold_tokens",
+    " and not seq.num_unknown_tokens",
     "",
     "P14",
     "P27",
 )
 edited(
     "step_tells_each_its_neighbours_tokens",
-    forward.tell_step,
-    "told[start : start + more]",
-    "told[:more]",
+    forward.resolve_step,
+    "known[start : start + more]",
+    "known[:more]",
     "P10",
 )
 edited(
-    "step_decodes_where_a_token_is_untold", forward._decode, "check_told(seq)", "pass", "P13", "P27"
+    "step_decodes_where_a_token_is_unknown",
+    forward._decode,
+    "check_all_known(seq)",
+    "pass",
+    "P13",
+    "P27",
 )
 # Windows
 edited(
@@ -137,7 +142,7 @@ edited(
 edited("step_forgets_whose_blocks_are_new", forward._move, "_assign(pool, assigned)", "pass", "P24")
 # What is said of blocks
 edited(
-    "outlook_forgets_what_is_untold",
+    "outlook_forgets_what_is_unknown",
     peaks.blocks_still_taken,
     "chunk + seq.num_computed_tokens - settled",
     "chunk",

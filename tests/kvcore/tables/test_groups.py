@@ -9,7 +9,7 @@ import pytest
 
 import kvcore
 from kvcore.tables.block_table import BlockTable
-from kvcore.tables.groups import first_kept_block, resolve
+from kvcore.tables.groups import first_kept_block, resolve_groups
 from kvcore.verbs.share import longest_servable
 from tests.kvcore.naive import sees
 
@@ -63,7 +63,7 @@ def test_block_sizes_are_filled_in_and_everything_else_is_kept():
         kvcore.ChunkedLocal(6),
         kvcore.ChunkedLocal(6, 16),
     ]
-    assert resolve(given, 4) == (
+    assert resolve_groups(given, 4) == (
         kvcore.FullAttention(4),
         kvcore.FullAttention(8),
         kvcore.SlidingWindow(5, 4),
@@ -71,19 +71,19 @@ def test_block_sizes_are_filled_in_and_everything_else_is_kept():
         kvcore.ChunkedLocal(6, 4),
         kvcore.ChunkedLocal(6, 16),
     )
-    assert resolve(None, 4) == (kvcore.FullAttention(4),)
-    assert resolve([kvcore.FullAttention(2**20)], 1) == (kvcore.FullAttention(2**20),)
+    assert resolve_groups(None, 4) == (kvcore.FullAttention(4),)
+    assert resolve_groups([kvcore.FullAttention(2**20)], 1) == (kvcore.FullAttention(2**20),)
 
 
 @pytest.mark.parametrize("size", [-1, 2**20 + 1])
 def test_a_block_size_out_of_range_is_named(size):
     with pytest.raises(kvcore.InvalidArgumentError, match=f"block_size.*{size}"):
-        resolve([kvcore.SlidingWindow(3, size)], 1)
+        resolve_groups([kvcore.SlidingWindow(3, size)], 1)
 
 
 def test_a_block_size_that_is_no_multiple_is_named_with_what_it_must_divide():
     with pytest.raises(kvcore.InvalidArgumentError, match="multiples of 4, got 6"):
-        resolve([kvcore.FullAttention(8), kvcore.ChunkedLocal(3, 6)], 4)
+        resolve_groups([kvcore.FullAttention(8), kvcore.ChunkedLocal(3, 6)], 4)
 
 
 def test_a_window_and_a_chunk_are_at_least_one_token():

@@ -48,7 +48,7 @@ def test_blocks_that_were_bad_take_what_was_built_on_them_along():
 
 
 def test_a_block_that_was_bad_is_told_from_others_by_its_image_too():
-    cat, dog = (kvcore.Item(name, 1, 6, bytes([1, 0] * 3)) for name in (b"cat", b"dog"))
+    cat, dog = (kvcore.MultimodalItem(name, 1, 6, bytes([1, 0] * 3)) for name in (b"cat", b"dog"))
     groups = [kvcore.FullAttention(4), kvcore.SlidingWindow(3, 6)]
     kv = kvcore.KVCacheManager(40, 2, groups=groups)
     bad = []
@@ -148,7 +148,7 @@ def test_items_are_read_from_blocks_as_they_were_written(runs, size, num_blocks)
     items, first = [], 0
     for gap, length, bit in runs:
         mask = None if bit is None else bytes((row + bit) % 2 for row in range(length))
-        items.append(kvcore.Item(b"x" * (1 + first % 3), first + gap, length, mask))
+        items.append(kvcore.MultimodalItem(b"x" * (1 + first % 3), first + gap, length, mask))
         first += gap + length
     encoded = encode_items(items, 0, num_blocks, size)
     assert decode_items(encoded, size) == cut_items(tuple(items), num_blocks * size)
@@ -163,7 +163,9 @@ def test_a_copy_with_the_same_image_is_taken_along_and_one_with_another_is_not(
     """Wherever in its block the image begins, wherever in it the KV stops being sound."""
     kv = kvcore.KVCacheManager(24, 4)
     prompt = range(before + 9)
-    images = [(kvcore.Item(content, before + start, 2),) for content in (b"a cat", b"a dog")]
+    images = [
+        (kvcore.MultimodalItem(content, before + start, 2),) for content in (b"a cat", b"a dog")
+    ]
     loader, copy, other = [
         filled(kv, prompt, items=items, skip_reading=True)
         for items in (images[0], images[0], images[1])

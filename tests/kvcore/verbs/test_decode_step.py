@@ -202,7 +202,7 @@ def test_a_step_may_have_more_than_256_of_everything():
     tokens = list(range(300))
     kv.step(seqs, [0] * 300, tokens, num_joining=[1] * 300)
     kv.step(seqs, [1] * 300, None)
-    kv.tell_step(seqs, tokens)
+    kv.resolve_step(seqs, tokens)
     kv.commit_step(seqs, [1] * 300)
     kv.decode_step(seqs, tokens)
     assert [seq.tokens[8:] for seq in seqs] == [(token,) * 3 for token in tokens]

@@ -148,10 +148,10 @@ def test_a_load_joins_a_sequence_that_has_what_stands_before_it_and_lacks_what_i
 
 @pytest.mark.parametrize(("before", "after"), [(b"a", b"a"), (b"a", b"b"), (b"b", b"a")])
 def test_a_load_joins_no_sequence_whose_items_have_become_others(kv, before, after):
-    seq = kv.open(range(8), items=[kvcore.Item(before, 4, 2)])
+    seq = kv.open(range(8), items=[kvcore.MultimodalItem(before, 4, 2)])
     lease = kv.begin_load(seq, 8)
     kv.truncate(seq, 4)
-    kv.extend(seq, range(4, 8), items=[kvcore.Item(after, 4, 2)])
+    kv.extend(seq, range(4, 8), items=[kvcore.MultimodalItem(after, 4, 2)])
     assert kv.commit_load(lease) == (before == after)
 
 
@@ -223,8 +223,8 @@ def test_a_window_leaves_nothing_in_the_tree_once_its_blocks_are_reused(kv):
     kv.commit_load(kv.begin_load(seq, 24))
     assert len(list(kv.pool.trees[1].nodes())) == 6
     stored = kv.events.take()
-    assert [(run.group, len(run.names)) for run in stored] == [(0, 6), (1, 2)]
-    assert stored[1].parent == stored[0].names[3]  # the names are those of the whole prefix
+    assert [(run.group, len(run.block_hashes)) for run in stored] == [(0, 6), (1, 2)]
+    assert stored[1].parent == stored[0].block_hashes[3]  # the names are those of the whole prefix
     kv.close(seq)
     kv.reserve(kv.open(range(100, 101), namespace=None), 4 * 31)
     kvcore.check(kv)

@@ -110,7 +110,7 @@ def test_a_sequence_whose_beginning_is_loaded_holds_so_many_blocks(groups, total
     computed=st.integers(0, 30),
     reserved=st.integers(0, 50),
     told=st.integers(0, 40),
-    untold=st.integers(0, 6),
+    unknown=st.integers(0, 6),
     more=st.integers(0, 60),
     chunk=st.none() | st.integers(1, 12),
     external=st.integers(0, 40),
@@ -121,19 +121,19 @@ def test_a_sequence_whose_beginning_is_loaded_holds_so_many_blocks(groups, total
     computed=1,
     reserved=40,
     told=1,
-    untold=0,
+    unknown=0,
     more=60,
     chunk=1,
     external=0,
     shares=False,
 )
 def test_what_a_sequence_still_takes_is_what_its_way_takes(
-    groups, computed, reserved, told, untold, more, chunk, external, shares
+    groups, computed, reserved, told, unknown, more, chunk, external, shares
 ):
     """Whatever is told of it, whatever room it has, and whether others hold its blocks."""
     kv = kvcore.KVCacheManager(PLENTY, 2, groups=groups)
     seq = kv.open([7] * (told + 1))
-    kv.expect(seq, untold)
+    kv.expect(seq, unknown)
     kv.reserve_to(seq, max(computed, 1))
     kv.commit(seq, min(computed, seq.num_tokens))
     if shares:

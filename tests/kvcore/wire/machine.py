@@ -41,8 +41,8 @@ PROMPTS = st.builds(
     lambda zeros, ones: [0] * zeros + [1] * ones, st.integers(1, 8), st.integers(0, 4)
 )
 ITEMS = st.sampled_from([
-    (), (), (kvcore.Item(b"cat", 1, 2),), (kvcore.Item(b"dog", 1, 2),),
-    (kvcore.Item(b"cat", 1, 3, b"\x01\x00\x01"), kvcore.Item(b"a film", 5, 2)),
+    (), (), (kvcore.MultimodalItem(b"cat", 1, 2),), (kvcore.MultimodalItem(b"dog", 1, 2),),
+    (kvcore.MultimodalItem(b"cat", 1, 3, b"\x01\x00\x01"), kvcore.MultimodalItem(b"a film", 5, 2)),
 ])  # fmt: skip
 WHO = st.sampled_from(["a", "a", "b"])
 FATES = st.sampled_from(["arrives", "waits", "lost", "not sent"])
@@ -133,7 +133,7 @@ class Life(Count):
             (run.group, name)
             for run in self.kv.snapshot().stored
             if self.salted or not kvcore.decode_namespace(run.namespace_key).salt
-            for name in form(run.names)
+            for name in form(run.block_hashes)
         ])  # fmt: skip
 
 
@@ -410,11 +410,11 @@ class StreamMachine(Channel):
             data.draw(st.integers(8, 14), label="blocks"), SIZE, groups=groups,
             record_events="xxh3-128",
         )  # fmt: skip
-        kv.events.max_names = data.draw(st.sampled_from([100, 4]), label="patience")
+        kv.events.max_hashes = data.draw(st.sampled_from([100, 4]), label="patience")
         encoder = self.make_encoder(
             kv.groups, publish_salted=salted, clock=lambda: float(next(self.time)),
             form=data.draw(st.sampled_from(["map", "array"]), label="form"),
-            names=data.draw(st.sampled_from(["u64", "bytes"]), label="names"),
+            hash_form=data.draw(st.sampled_from(["u64", "bytes"]), label="names"),
         )  # fmt: skip
         kept = data.draw(st.sampled_from([1, 400, 10**6]), label="kept bytes")
         first = 0 if plain else next(self.time) * 1000
@@ -487,7 +487,7 @@ class StreamMachine(Channel):
         is_less = not (is_all and self.is_rooted(life))
         indexed = [g for g, kind in enumerate(life.kv.groups)
                    if not isinstance(kind, kvcore.ChunkedLocal)]  # fmt: skip
-        held = self.index.held_names(who)
+        held = self.index.held_hashes(who)
         truly = {name for group, name in true if group in indexed}
         right = held <= truly if is_less else held == truly
         self.expect(right, who, "other contents", held ^ truly)
@@ -583,4 +583,4 @@ def num_changed(before, after):
 
 @cache
 def names_of(tokens, size, space, items):
-    return kvcore.block_names(tokens, size, namespace=space, items=items)
+    return kvcore.block_hashes(tokens, size, namespace=space, items=items)

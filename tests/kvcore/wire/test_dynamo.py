@@ -117,8 +117,8 @@ class Life:
 
     def held(self, tokens, space):
         """The prefix that the cache holds, by the names in its snapshot."""
-        true = {name for run in self.kv.snapshot().stored for name in run.names}
-        names = kvcore.block_names(tokens, BLOCK_SIZE, namespace=space)
+        true = {name for run in self.kv.snapshot().stored for name in run.block_hashes}
+        names = kvcore.block_hashes(tokens, BLOCK_SIZE, namespace=space)
         missing = [place for place, name in enumerate(names) if name not in true]
         return BLOCK_SIZE * (missing[0] if missing else len(names))
 

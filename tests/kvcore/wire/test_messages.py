@@ -31,7 +31,7 @@ def told(names="u64", form="map", namespace=NAMESPACE, groups=None, items=(), **
     seq = kv.open([1, 300, 70_000, 4, 5], namespace=namespace, items=items)
     kv.reserve(seq, 5)
     kv.commit(seq, 5)
-    encoder = wire.Encoder(kv.groups, form=form, names=names, clock=lambda: 2.5, **options)
+    encoder = wire.Encoder(kv.groups, form=form, hash_form=names, clock=lambda: 2.5, **options)
     return kv, seq, encoder, encoder.batch(kv.events.take())
 
 
@@ -64,13 +64,13 @@ def spelled(names, token_ids, form):
 @pytest.mark.parametrize("form", ["map", "array"])
 def test_a_stored_run_is_these_bytes(form):
     _kv, seq, _, payload = told(form=form, lora_ids={"sql": 7}, rank=3)
-    names = seq.block_names("xxh3-128")
+    names = seq.block_hashes("xxh3-128")
     assert payload == b"\x93" + TIME + b"\x91" + spelled(names, seq.tokens, form) + b"\x03"
 
 
 def test_a_removal_and_a_clearing_are_these_bytes():
     kv, seq, encoder, _ = told()
-    names = seq.block_names("xxh3-128")
+    names = seq.block_hashes("xxh3-128")
     kv.close(seq)
     other = kv.open(range(9, 23))
     kv.reserve(other, 14)
@@ -85,10 +85,10 @@ def test_a_removal_and_a_clearing_are_these_bytes():
     assert payload == b"\x93" + TIME + b"\x92" + removed + cleared + b"\x00"
 
 
-def test_names_as_bytes_are_whole():
+def test_hashes_as_bytes_are_whole():
     _, seq, _, payload = told(names="bytes")
     [event] = wire.decode(payload).events
-    assert event.block_hashes == list(seq.block_names("xxh3-128"))
+    assert event.block_hashes == list(seq.block_hashes("xxh3-128"))
 
 
 def test_what_a_group_sees_is_said():
@@ -104,7 +104,7 @@ def test_what_a_group_sees_is_said():
 
 
 def test_an_image_is_an_extra_key_of_the_blocks_that_it_reaches_into():
-    image = kvcore.Item(b"\xca\xfe", 1, 2)
+    image = kvcore.MultimodalItem(b"\xca\xfe", 1, 2)
     _, _, _, payload = told(items=[image])
     [event] = wire.decode(payload).events
     first, second = event.extra_keys
@@ -290,16 +290,20 @@ def test_lost_events_cannot_be_a_batch():
         encoder.batch([kvcore.EventsLost(4)])
 
 
-@pytest.mark.parametrize("options", [{"form": "yaml"}, {"names": "text"}])
+@pytest.mark.parametrize("options", [{"form": "yaml"}, {"hash_form": "text"}])
 def test_an_unknown_form_is_refused(options):
     with pytest.raises(kvcore.InvalidArgumentError, match="wanted"):
         wire.Encoder([kvcore.FullAttention(2)], **options)
 
 
 def test_each_image_is_an_extra_key_wherever_it_reaches_and_whatever_it_masks():
-    film = kvcore.Item(b"a film", 0, 3, b"\x01\x00\x01")
+    film = kvcore.MultimodalItem(b"a film", 0, 3, b"\x01\x00\x01")
     kv = kvcore.KVCacheManager(8, 4, record_events="xxh3-128")
-    items = [film, kvcore.Item(b"\x00\x01\xff", 3, 2), kvcore.Item(b"cat", 6, 2)]
+    items = [
+        film,
+        kvcore.MultimodalItem(b"\x00\x01\xff", 3, 2),
+        kvcore.MultimodalItem(b"cat", 6, 2),
+    ]
     seq = kv.open(range(8), items=items)
     kv.reserve(seq, 8)
     kv.commit(seq, 8)
@@ -313,11 +317,11 @@ def test_each_image_is_an_extra_key_wherever_it_reaches_and_whatever_it_masks():
 
 @pytest.mark.parametrize("algorithm", ["xxh3-128", "sha256"])
 def test_a_name_on_the_wire_is_its_last_8_bytes_or_all_of_it(algorithm):
-    names = kvcore.block_names(range(6), 2, algorithm=algorithm)
+    names = kvcore.block_hashes(range(6), 2, algorithm=algorithm)
     for some in ((), names[:1], names):
         numbers = [int.from_bytes(name[-8:], "big") for name in some]
-        assert wire.wire_names(some) == wire.wire_names(some, "u64") == numbers
-        assert wire.wire_names(some, "bytes") == [*some]
+        assert wire.wire_hashes(some) == wire.wire_hashes(some, "u64") == numbers
+        assert wire.wire_hashes(some, "bytes") == [*some]
 
 
 def test_the_end_of_an_answer_is_the_number_that_no_batch_has():

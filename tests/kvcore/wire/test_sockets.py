@@ -102,8 +102,10 @@ def test_an_idle_publisher_without_wake_answers_a_late_reader(kv, replay_bytes):
             publisher.publish()
             until(lambda first=first: publisher.stats().num_batches == first // 2 + 1)
         with follow(publisher) as follower:
-            true = {name for run in kv.snapshot().stored for name in wire.wire_names(run.names)}
-            until(lambda: follower.index.held_names("0") == true)
+            true = {
+                name for run in kv.snapshot().stored for name in wire.wire_hashes(run.block_hashes)
+            }
+            until(lambda: follower.index.held_hashes("0") == true)
         stats = publisher.stats()
         assert 0 < stats.num_snapshots * max(replay_bytes // 2, 60) < stats.num_bytes
 
@@ -494,14 +496,16 @@ def test_batches_that_wait_too_long_give_way_to_a_snapshot(kv, monkeypatch):
 
 
 def test_events_that_the_log_gave_up_give_way_to_a_snapshot(kv):
-    kv.events.max_names = 1
+    kv.events.max_hashes = 1
     with wire.Publisher(kv, ANYWHERE, ANYWHERE) as publisher, follow(publisher) as follower:
         for first in range(0, 200, 2):
             serve(kv, [first, first + 1])
         publisher.publish()
         until(lambda: follower.match([198, 199]) == {"0": 2})
-        names = {name for run in kv.snapshot().stored for name in wire.wire_names(run.names)}
-        assert follower.index.held_names("0") == names
+        names = {
+            name for run in kv.snapshot().stored for name in wire.wire_hashes(run.block_hashes)
+        }
+        assert follower.index.held_hashes("0") == names
 
 
 def test_the_command_follows_and_ends(kv, publisher):

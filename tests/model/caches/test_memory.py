@@ -14,9 +14,9 @@ from model.caches.layout import LayerShape, plan_layout
 from model.caches.memory import cgroup_rooms, host_free_bytes, plan_memory, show_bytes
 from model.cli.settings import num_bytes
 from model.engine import Engine
-from model.forward import profile
-from model.forward.begin import begin
+from model.forward import warm_up
 from model.forward.network import PagedNetwork
+from model.forward.warm_up import compile_network
 from tests.model.networks import build
 from tests.model.reference import ReferenceBackend
 
@@ -99,15 +99,15 @@ class _Gpu:
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (GIB, 2 * GIB))
-        for name in ("begin", "prompt_step", "sample"):
-            monkeypatch.setattr(profile, name, getattr(self, name))
+        for name in ("compile_network", "prompt_step", "sample"):
+            monkeypatch.setattr(warm_up, name, getattr(self, name))
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: self.peaks.pop(0))
         self.peaks = [3 * MIB, 2 * MIB]
         self.done = []
 
-    def begin(self, network, _):
-        self.done.append(("begin", network.num_blocks))
-        begin(network, EngineConfig(compile=True))
+    def compile_network(self, network, _):
+        self.done.append(("compile", network.num_blocks))
+        compile_network(network, EngineConfig(compile=True))
 
     def prompt_step(self, num_tokens, num_rows, block_size, num_groups, _):
         self.done.append(("step", num_tokens, num_rows))
@@ -134,10 +134,10 @@ def test_the_largest_step_is_measured_with_all_its_rows_when_all_networks_are_re
     gpu, networks = _Gpu(monkeypatch), networks_on_a_gpu(monkeypatch, 2)
     rows = 20 * 9 if guess else 20
     config = EngineConfig(max_num_seqs=20, max_num_batched_tokens=300, drafts=guess)
-    assert profile.free_bytes(networks, config) == GIB - 3 * MIB
+    assert warm_up.free_bytes(networks, config) == GIB - 3 * MIB
     measured = [("step", 300, rows), ("sample", rows)]
-    assert gpu.done == [("begin", 1), ("begin", 1), *measured, *measured]
-    assert [each.begun for each in networks] == ["captured", "captured"]
+    assert gpu.done == [("compile", 1), ("compile", 1), *measured, *measured]
+    assert [each.mode for each in networks] == ["traced", "traced"]
     assert [each.num_blocks for each in networks] == [0, 0]
 
 
@@ -146,10 +146,10 @@ def test_a_step_that_does_not_fit_is_told_and_leaves_no_cache(monkeypatch):
         raise torch.cuda.OutOfMemoryError
 
     _Gpu(monkeypatch)
-    monkeypatch.setattr(profile, "prompt_step", fail)
+    monkeypatch.setattr(warm_up, "prompt_step", fail)
     (network,) = networks_on_a_gpu(monkeypatch, 1)
     with pytest.raises(InvalidArgumentError, match="max_num_batched_tokens: a step of 300 tokens"):
-        profile.free_bytes([network], EngineConfig(max_num_batched_tokens=300))
+        warm_up.free_bytes([network], EngineConfig(max_num_batched_tokens=300))
     assert network.num_blocks == 0
 
 
@@ -207,7 +207,7 @@ def test_the_line_says_what_was_decided_and_what_layers_see():
 
 
 def test_on_a_cpu_an_engine_asks_the_system_and_refuses_what_is_not_there(monkeypatch):
-    monkeypatch.setattr(profile, "host_free_bytes", lambda: 100_000)
+    monkeypatch.setattr(warm_up, "host_free_bytes", lambda: 100_000)
     config = EngineConfig(num_blocks=2, block_size=2**20)
     with pytest.raises(
         InvalidArgumentError, match=r"blocks of 1048576 tokens take 1\.0 GiB, and 9"

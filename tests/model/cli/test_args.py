@@ -129,12 +129,15 @@ def test_a_line_of_json_has_its_own_parameters_over_those_of_the_command_line(tm
             "--kv-memory-fraction: wanted a number above 0 and at most 1",
         ),
         (["--kv-memory-fraction", "nan"], "--kv-memory-fraction: wanted a number .*, got nan"),
-        (["--kv-memory-fraction", "1", "--num-blocks", "9"], "num_blocks: wanted this or kv_mem"),
+        (
+            ["--kv-memory-fraction", "1", "--num-blocks", "9"],
+            "num_blocks: cannot be combined with kv_mem",
+        ),
         (["--max-num-seqs", "0"], "--max-num-seqs: wanted an integer of at least 1, got 0"),
         (["--watermark", "1"], "--watermark: wanted a number of at least 0 and below 1, got 1.0"),
         (["--priority-span", "0"], "--priority-span: wanted an integer of at least 1, got 0"),
         (["--swap-memory-bytes", "-1"], "--swap-memory-bytes: (wanted bytes|expected one)"),
-        (["--verify", "--n", "2"], "greedy generation: --n cannot be given too"),
+        (["--verify", "--n", "2"], "greedy generation: remove --n"),
         (
             ["--max-num-batched-tokens", str(2**31)],
             "--max-num-batched-tokens: wanted an integer from 1 to 2147483647",
@@ -143,9 +146,9 @@ def test_a_line_of_json_has_its_own_parameters_over_those_of_the_command_line(tm
             ["--max-num-batched-tokens", "-1"],
             "--max-num-batched-tokens: wanted an integer from 1 to .*, got -1",
         ),
-        (["--stream", "--json"], "--stream writes text as it comes"),
-        (["--verify", "--top-p", "0.5"], "greedy generation: --top-p cannot be given too"),
-        (["--verify", "--temperature", "0"], "--temperature cannot be given too"),
+        (["--stream", "--json"], "--stream prints text"),
+        (["--verify", "--top-p", "0.5"], "greedy generation: remove --top-p"),
+        (["--verify", "--temperature", "0"], "remove --temperature"),
     ],
 )
 def test_a_wrong_command_line_is_one_error(argv, message):
@@ -166,16 +169,16 @@ def test_the_sizes_that_an_engine_may_have_are_those_of_kvcore():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--prompt", "  "], r"--prompt \(number 1\): wanted a prompt with some text"),
-        (["--prompt", "-"], r"--prompt - \(stdin\): wanted a prompt with some text"),
+        (["--prompt", "  "], r"--prompt \(number 1\): wanted a prompt that is not empty"),
+        (["--prompt", "-"], r"--prompt - \(stdin\): wanted a prompt that is not empty"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature: wanted a number of"),
         (["--prompt", "a", "--temperature", "1", "--top-p", "2"], "--top-p: wanted a number above"),
         (["--prompt", "a", "--temperature", "1", "--top-k", "0"], "--top-k: wanted an integer"),
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens: wanted an integer from"),
-        (["--prompt", "a", "--top-k", "3"], "top_k has no meaning with a temperature of 0"),
-        (["--prompt", "a", "--n", "3"], "n has no meaning with a temperature of 0"),
+        (["--prompt", "a", "--top-k", "3"], "top_k has no effect with a temperature of 0"),
+        (["--prompt", "a", "--n", "3"], "n has no effect with a temperature of 0"),
         (["--prompt", "a", "--n", "0", "--temperature", "1"], "n: wanted an integer from 1 to"),
-        (["--prompt", "a", "--seed", "3"], "seed has no meaning with a temperature of 0"),
+        (["--prompt", "a", "--seed", "3"], "seed has no effect with a temperature of 0"),
         (["--prompt", "a", "--prompt", "a\udc80b"], r"\(number 2\): wanted text that UTF-8 can"),
         (["--prompts-file", "a\0b.txt"], "cannot read .*: embedded null byte"),
         (["--prompts-file", "missing.txt"], "cannot read 'missing.txt': No such file"),
@@ -193,13 +196,13 @@ def test_a_prompt_that_says_nothing_is_one_error(argv, message):
         ('{"prompt": "a"', r"jsonl line 2: not JSON: .* at column 15"),
         ('["a"]', "line 2: wanted an object with a prompt, got list"),
         ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, frequency_penalty, "),
-        ('{"max_tokens": 3}', "line 2: wanted a prompt with some text in it, got None"),
-        ('{"prompt": 3}', "line 2: wanted a prompt with some text in it, got 3"),
-        ('{"prompt": "a", "top_p": "x"}', "line 2: top_p has no meaning"),
+        ('{"max_tokens": 3}', "line 2: wanted a prompt that is not empty, got None"),
+        ('{"prompt": 3}', "line 2: wanted a prompt that is not empty, got 3"),
+        ('{"prompt": "a", "top_p": "x"}', "line 2: top_p has no effect"),
         ('{"prompt": "a", "temperature": "x"}', "line 2: temperature: wanted a number"),
         ('{"prompt": "a", "stop": [1]}', "line 2: stop: wanted"),
         ('{"prompt": "a\\ud800"}', r"line 2: wanted .* UTF-8 .*, got '.ud800' at character 2"),
-        ('{"prompt": null}', "line 2: wanted a prompt with some text in it, got None"),
+        ('{"prompt": null}', "line 2: wanted a prompt that is not empty, got None"),
         ('{"prompt": "a", "stop_token_ids": [4294967296]}', "line 2: stop_token_ids: wanted"),
         ('{"prompt": "a", "temperature": 1, "seed": 1.5}', "line 2: seed: wanted an integer"),
         ('{"prompt": "a", "temperature": 1, "n": true}', "line 2: n: wanted an integer from 1"),
@@ -254,7 +257,7 @@ def test_what_is_kept_longer_is_said_by_a_flag_or_a_line(tmp_path):
     lines = [{"prompt": "a"}, {"prompt": "b", "retain": ["3:9@7/1000", "0:"]}]
     file.write_text("\n".join(map(json.dumps, [*lines, {"prompt": "c", "retain": "1:2"}])))
     found = [
-        [one.wish for one in spec.samples.retain]
+        [one.retention for one in spec.samples.retain]
         for spec in read("--prompts-file", str(file), "--retain", "0:512", "--retain", "5:6@2")
     ]
     assert found == [
@@ -316,7 +319,7 @@ def test_a_seed_that_does_not_exist_is_no_seed_of_a_later_prompt_either(tmp_path
 def test_verify_refuses_the_sampling_fields_of_a_line(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "a", "temperature": 1}', encoding="utf-8")
-    with pytest.raises(UsageError, match="line 1: temperature has no meaning with --verify"):
+    with pytest.raises(UsageError, match="line 1: temperature has no effect with --verify"):
         read("--prompts-file", str(file), "--verify")
 
 

@@ -15,7 +15,7 @@ from model.cli import start
 from model.cli.exits import exits
 from model.cli.progress import say
 from model.cli.writer import StreamWriter, show
-from model.errors import RankLostError, UsageError, visible
+from model.errors import InvalidArgumentError, RankLostError, UsageError, visible
 from model.serve.process import _Visible
 
 ROOT = Path(__file__).parents[3]
@@ -60,7 +60,15 @@ def test_a_bug_keeps_its_traceback_and_does_not_exit_like_a_difference(capsys):
     assert err.startswith("Traceback")
     *_, error, report = err.splitlines()
     assert error == "ZeroDivisionError: of ours"
-    assert "please report" in report
+    assert "Please report" in report
+
+
+def test_an_error_about_a_setting_names_its_flag(capsys):
+    assert code_of(InvalidArgumentError("num_blocks: cannot be combined with kv_dtype; x")) == 2
+    assert code_of(InvalidArgumentError("prompt: wanted kv_dtype")) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "error: --num-blocks: cannot be combined with --kv-dtype; x"
+    assert second == "error: prompt: wanted kv_dtype"
 
 
 def test_a_line_is_one_write_because_processes_that_share_a_network_share_a_terminal(monkeypatch):
@@ -165,7 +173,7 @@ def test_a_library_that_is_not_there_is_named(library, capsys):
 )
 def test_what_fails_otherwise_is_a_bug_of_ours(library, capsys, source, ours):
     assert ended(library(source, ours)) == 3
-    assert "please report" in capsys.readouterr().err.splitlines()[-1]
+    assert "Please report" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -182,7 +190,7 @@ def test_a_wrong_setting_of_torch_is_one_line():
 
 def test_python_without_docstrings_is_refused_before_transformers_fails(monkeypatch):
     monkeypatch.setattr(start, "sys", SimpleNamespace(flags=SimpleNamespace(optimize=2)))
-    with pytest.raises(UsageError, match="PYTHONOPTIMIZE: wanted 0 or 1"):
+    with pytest.raises(UsageError, match="PYTHONOPTIMIZE=2"):
         start.start("model", "numba", "auto")
 
 

@@ -21,7 +21,7 @@ def test_a_terminal_sees_the_work_and_is_clean_afterwards(monkeypatch):
     assert [line.strip() for line in drawn[-2:]] == ["", ""]
 
 
-def test_what_is_not_wanted_and_what_nobody_sees_is_not_drawn(monkeypatch):
+def test_what_is_not_wanted_and_what_is_not_seen_is_not_drawn(monkeypatch):
     for stream, is_wanted in ((io.StringIO(), True), (Terminal(), False), (None, True)):
         monkeypatch.setattr(sys, "stderr", stream)
         with bar("work", 2, is_wanted=is_wanted) as advance:

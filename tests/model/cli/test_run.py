@@ -153,7 +153,7 @@ def test_what_was_decided_about_memory_is_said_once(call):
     _, _, err = call(*TWO, "--num-blocks", "30", "--swap-memory-bytes", "1M")
     assert "KV cache: 30 blocks of 4 tokens, 60.0 KiB of " in err
     assert "(as asked for); 2 layers see all\n" in err
-    assert "preempted requests are stored in host memory, up to 1.0 MiB\n" in err
+    assert "preempted requests are swapped to host memory, up to 1.0 MiB\n" in err
 
 
 def test_draws_repeat_with_their_seed(call):
@@ -168,7 +168,7 @@ def test_draws_repeat_with_their_seed(call):
 def test_verify_compares_every_token_with_generate(call):
     code, out, err = call(*TWO, "--verify", "--json")
     assert (code, json.loads(out)["verified"]) == (0, True)
-    assert "verified: 24 tokens of 2 requests equal generate's" in err
+    assert "verified: 24 tokens of 2 requests are those of Transformers' generate" in err
 
 
 def test_verify_says_where_a_wrong_token_is(call, monkeypatch):
@@ -201,18 +201,18 @@ def test_a_prompt_from_standard_input_is_continued(call):
     [
         (["--backend", "nunba"], "unknown backend 'nunba'"),
         (["--model", "./missing"], "there is no folder './missing'"),
-        (["--prompt", ""], "wanted a prompt with some text"),
-        (["--prompt", "x" * 40, "--num-blocks", "5"], "the pool has 4"),
-        (["--prompt", "x" * 250], "the model has positions for 256 tokens"),
+        (["--prompt", ""], "wanted a prompt that is not empty"),
+        (["--prompt", "x" * 40, "--num-blocks", "5"], "the KV cache has 4"),
+        (["--prompt", "x" * 250], "exceeds the model's 256 positions"),
         (["--block-size", "0"], "--block-size: wanted an integer from 1"),
         (["--prompts-file", "missing.jsonl"], "cannot read 'missing.jsonl'"),
         (["--temperature", "nan"], "--temperature: wanted a"),
         (["--max-num-seqs", "0"], "--max-num-seqs: wanted an integer of at least 1"),
         (["--num-blocks", str(2**31 - 1)], "blocks of 4 tokens take"),
         (["--kv-memory-bytes", "1K"], "two blocks of 4 tokens take 4.0 KiB, and 1.0 KiB are for"),
-        (["--kv-memory-bytes", "900T"], "kv_memory_bytes: wanted at most"),
-        (["--kv-memory-fraction", "1e-9"], "kv_memory_fraction: two blocks"),
-        (["--verify", "--seed", "1"], "--seed cannot be given too"),
+        (["--kv-memory-bytes", "900T"], "--kv-memory-bytes: wanted at most"),
+        (["--kv-memory-fraction", "1e-9"], "--kv-memory-fraction: two blocks"),
+        (["--verify", "--seed", "1"], "remove --seed"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(call, argv, message):
@@ -335,7 +335,7 @@ def test_without_arguments_the_tiny_model_writes_what_generate_writes(capsys):
     out, err = capsys.readouterr()
     assert out.startswith("[1] ")
     assert "[4] " in out
-    assert "equal generate's" in err
+    assert "are those of Transformers' generate" in err
     hits = next(line for line in out.splitlines() if line.startswith("prefix hit rate"))
     assert float(hits.split()[3].rstrip("%")) > 50
 

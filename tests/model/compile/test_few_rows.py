@@ -9,13 +9,13 @@ import torch
 from torch.nn import functional
 
 from model.compile import few_rows
-from model.compile.few_rows import FEW, Kernels, few_of, with_small_products
-from model.compile.piecewise import _joined, compile_segments
-from model.compile.traced_network import Captured, capture
+from model.compile.few_rows import FEW_ROWS, Kernels, few_row_sizes, fuse_few_rows
+from model.compile.piecewise import _joined, compile_piecewise
+from model.compile.traced_network import TracedNetwork, trace_network
 from tests.model.compile.test_piecewise import TRACED, agree, inputs
 from tests.model.compile.test_traced_network import CPU, switched
+from tests.model.few_rows_check import rotated, wanted
 from tests.model.networks import build
-from tests.model.small_products_check import rotated, wanted
 
 STEPS = [(4, [0, 2, 3]), (2, [0, 1]), (4, [1]), (2, [0])]
 
@@ -41,21 +41,21 @@ class Told:
 
 @pytest.mark.parametrize("architecture", TRACED)
 def test_a_network_with_small_products_gives_what_it_gave(architecture):
-    captured = capture(switched(build(architecture, 3)), CPU)
+    traced = trace_network(switched(build(architecture, 3)), CPU)
     told = Told()
-    few = Captured(with_small_products(captured.module, told.kernels, least=0), captured.terms)
+    few = TracedNetwork(fuse_few_rows(traced.module, told.kernels, least=0), traced.terms)
     for step in STEPS:
-        assert agree(captured, few, inputs(*step))
+        assert agree(traced, few, inputs(*step))
     assert len(told.asked) >= 8 * len(STEPS)
 
 
 def test_a_layer_is_four_products_and_a_rotation_with_what_stands_around_them():
     torch._dynamo.reset()
-    captured = capture(switched(build("qwen2", 3)), CPU)
+    traced = trace_network(switched(build("qwen2", 3)), CPU)
     told = Told()
-    pieces = compile_segments(captured, "eager", told.kernels, least=0)
-    assert pieces.has_few
-    assert agree(captured, pieces, inputs(4, [0, 1, 3]))
+    pieces = compile_piecewise(traced, "eager", told.kernels, least=0)
+    assert pieces.has_few_row_pieces
+    assert agree(traced, pieces, inputs(4, [0, 1, 3]))
     layer = [
         (True, False, False),  # norm, queries and keys and values
         ("rotates", False),
@@ -66,13 +66,13 @@ def test_a_layer_is_four_products_and_a_rotation_with_what_stands_around_them():
     assert told.asked == layer * 2
     told.asked.clear()
     for step in [(3, [0]), (1, [0]), (16, [0, 15])]:
-        assert agree(captured, pieces, inputs(*step))
+        assert agree(traced, pieces, inputs(*step))
     assert told.asked == []
 
 
 def test_another_norm_gate_or_sum_stays_where_it_is():
-    captured = capture(switched(build("qwen3", 3)), CPU)
-    module = _joined(captured.module)
+    traced = trace_network(switched(build("qwen3", 3)), CPU)
+    module = _joined(traced.module)
     called = [node for node in module.graph.nodes if node.op == "call_function"]
     next(node for node in called if node.target is torch.rsqrt).target = torch.sqrt
     next(node for node in called if node.target is functional.silu).target = functional.relu
@@ -82,9 +82,9 @@ def test_another_norm_gate_or_sum_stays_where_it_is():
     added.args = (after_attention, after_attention)
     module.recompile()
     told = Told()
-    few = Captured(with_small_products(module, told.kernels, least=0), captured.terms)
+    few = TracedNetwork(fuse_few_rows(module, told.kernels, least=0), traced.terms)
     for step in STEPS:
-        assert agree(Captured(module, captured.terms), few, inputs(*step))
+        assert agree(TracedNetwork(module, traced.terms), few, inputs(*step))
     assert told.asked[:5] == [
         (False, False, False),
         ("rotates", True),
@@ -96,24 +96,24 @@ def test_another_norm_gate_or_sum_stays_where_it_is():
 
 def test_four_tokens_have_pieces_of_their_own_only_where_rows_are_short(monkeypatch):
     torch._dynamo.reset()
-    captured = capture(switched(build("llama", 3)), CPU)
+    traced = trace_network(switched(build("llama", 3)), CPU)
     told = Told()
-    for widest, sizes in ((64, FEW), (63, FEW[:1])):  # down's rows have 64 numbers
+    for widest, sizes in ((64, FEW_ROWS), (63, FEW_ROWS[:1])):  # down's rows have 64 numbers
         monkeypatch.setattr(few_rows, "_WIDEST", widest)
-        assert few_of(with_small_products(captured.module, told.kernels, least=0)) == sizes
-    pieces = compile_segments(captured, "eager", told.kernels, least=0)
+        assert few_row_sizes(fuse_few_rows(traced.module, told.kernels, least=0)) == sizes
+    pieces = compile_piecewise(traced, "eager", told.kernels, least=0)
     for settled in (False, True):
         told.asked.clear()
-        assert agree(captured, pieces, inputs(4, [0, 1, 3]))
+        assert agree(traced, pieces, inputs(4, [0, 1, 3]))
         assert bool(told.asked) != settled
         pieces.settle()
-    assert agree(captured, pieces, inputs(2, [0, 1]))
+    assert agree(traced, pieces, inputs(2, [0, 1]))
     assert told.asked
 
 
 def test_a_network_without_large_weights_has_no_steps_of_its_own():
-    captured = capture(switched(build("qwen3", 3)), CPU)
-    assert not compile_segments(captured, "eager", Told().kernels).has_few
+    traced = trace_network(switched(build("qwen3", 3)), CPU)
+    assert not compile_piecewise(traced, "eager", Told().kernels).has_few_row_pieces
 
 
 def test_a_planted_wrong_half_is_seen():
@@ -123,12 +123,10 @@ def test_a_planted_wrong_half_is_seen():
                 weight = weight.roll(len(weight) // 2, 0)
             return super().multiply(x, weight, *rest, is_gated=is_gated)
 
-    captured = capture(switched(build("llama", 3)), CPU)
+    traced = trace_network(switched(build("llama", 3)), CPU)
     for told, same in ((Told(), True), (Swaps(), False)):
-        few = Captured(
-            with_small_products(_joined(captured.module), told.kernels, 0), captured.terms
-        )
-        assert agree(captured, few, inputs(4, [0, 1, 3])) == same
+        few = TracedNetwork(fuse_few_rows(_joined(traced.module), told.kernels, 0), traced.terms)
+        assert agree(traced, few, inputs(4, [0, 1, 3])) == same
 
 
 def test_pieces_for_few_tokens_that_give_other_logits_are_not_used():
@@ -139,16 +137,16 @@ def test_pieces_for_few_tokens_that_give_other_logits_are_not_used():
             return super().multiply(*given, **how) * 2
 
     for told, stays in ((Told(), True), (Doubles(), False)):
-        captured = capture(switched(build("llama", 3)), CPU)
-        pieces = compile_segments(captured, "eager", told.kernels, least=0)
+        traced = trace_network(switched(build("llama", 3)), CPU)
+        pieces = compile_piecewise(traced, "eager", told.kernels, least=0)
         pieces.settle()
-        assert pieces.has_few == stays
-        assert agree(captured, pieces, inputs(4, [0, 1, 3]))
+        assert pieces.has_few_row_pieces == stays
+        assert agree(traced, pieces, inputs(4, [0, 1, 3]))
 
 
 def test_the_kernel_gives_in_the_interpreter_what_operators_give():
     run = subprocess.run(
-        [sys.executable, "-m", "tests.model.small_products_check"],
+        [sys.executable, "-m", "tests.model.few_rows_check"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""A captured network in compiled pieces: near the same numbers, each kind compiled once."""
+"""A traced network in compiled pieces: near the same numbers, each kind compiled once."""
 
 import operator
 from itertools import pairwise
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 import backends
 from model import EngineConfig, InvalidArgumentError, SamplingParams
 from model.attention.batch import prompt_step
-from model.compile.piecewise import Segmented, _laid_out, compile_segments
-from model.compile.traced_network import capture
+from model.compile.piecewise import PiecewiseNetwork, _laid_out, compile_piecewise
+from model.compile.traced_network import trace_network
 from model.engine import Engine
 from model.errors import UnsupportedModelError
-from model.forward.prepare import prepare_network
+from model.forward.warm_up import prepare_network
 from tests.model.compile.test_traced_network import CPU, Telling, switched
 from tests.model.networks import CONFIGS, build
 from tests.model.reference import ReferenceBackend
@@ -41,18 +41,18 @@ def inputs(num_tokens, rows):
 @pytest.mark.usefixtures("nothing_is_compiled_twice")
 @pytest.mark.parametrize("architecture", TRACED)
 def test_pieces_give_what_the_network_gives_for_any_number_of_tokens_and_rows(architecture):
-    captured = capture(switched(build(architecture, 3)), CPU)
-    pieces = compile_segments(captured, "eager")
+    traced = trace_network(switched(build(architecture, 3)), CPU)
+    pieces = compile_piecewise(traced, "eager")
     sizes = [(8, [0, 3, 7]), (5, [0, 1, 2, 3, 4]), (2, [1]), (1, [0]), (30, [0, 29]), (7, [])]
     for size in sizes:
-        assert agree(captured, pieces, inputs(*size))
+        assert agree(traced, pieces, inputs(*size))
         pieces.settle()
 
 
 @pytest.mark.usefixtures("nothing_is_compiled_twice")
 def test_what_was_compiled_with_a_step_of_its_own_serves_parts_of_other_tensors():
-    captured = capture(switched(build("llama", 3)), CPU)
-    pieces = compile_segments(captured, "eager")
+    traced = trace_network(switched(build("llama", 3)), CPU)
+    pieces = compile_piecewise(traced, "eager")
     largest = prompt_step(16, 5, 4, 1, CPU)
     with torch.no_grad():
         pieces.logits(largest.input_ids, largest.position_ids, largest.logit_rows, Telling())
@@ -60,14 +60,14 @@ def test_what_was_compiled_with_a_step_of_its_own_serves_parts_of_other_tensors(
     words = torch.arange(60) % 11
     for tokens, rows in ((30, 4), (8, 8), (2, 2)):  # as graphs have them
         step = (words[:tokens][None] + 1, words[30:][:tokens][None], words[7:][:rows] % tokens)
-        assert agree(captured, pieces, step)
+        assert agree(traced, pieces, step)
 
 
-def agree(captured, pieces, step):
+def agree(traced, pieces, step):
     """Whether both give the same logits, and ask the same of their attention."""
     plain, cut = Telling(), Telling()
     with torch.no_grad():
-        pairs = [(captured.logits(*step, plain), pieces.logits(*step, cut))]
+        pairs = [(traced.logits(*step, plain), pieces.logits(*step, cut))]
     assert len(plain.told) == len(cut.told)
     for one, other in zip(plain.told, cut.told, strict=True):
         assert (one[0], one[4]) == (other[0], other[4])
@@ -83,7 +83,7 @@ def test_layers_that_are_alike_share_a_piece():
         network = type(model.network)(config)
         model.network.set_attn_implementation("eager")
         network.set_attn_implementation("kvcore_paged")
-        pieces = compile_segments(capture(network, CPU), "eager")
+        pieces = compile_piecewise(trace_network(network, CPU), "eager")
         called = [node for node in pieces.module.graph.nodes if node.op == "call_module"]
         assert len(pieces.pieces) == 3
         assert len(called) == num_layers + 1
@@ -92,10 +92,10 @@ def test_layers_that_are_alike_share_a_piece():
 def test_joined_weights_are_held_once_and_the_network_goes_on_with_them():
     network = switched(build("qwen2", 3))
     step = inputs(6, [5])
-    captured = capture(network, CPU)
-    before = captured.logits(*step, Telling())
+    traced = trace_network(network, CPU)
+    before = traced.logits(*step, Telling())
     layer = network.model.layers[0]
-    compile_segments(captured, "eager")
+    compile_piecewise(traced, "eager")
     for parts in (
         [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj],
         [layer.mlp.gate_proj, layer.mlp.up_proj],
@@ -103,9 +103,9 @@ def test_joined_weights_are_held_once_and_the_network_goes_on_with_them():
         assert len({part.weight.untyped_storage().data_ptr() for part in parts}) == 1
         whole = parts[0].weight.untyped_storage().nbytes()
         assert whole == sum(part.weight.nbytes for part in parts)
-    assert torch.allclose(captured.logits(*step, Telling()), before, atol=1e-5)
+    assert torch.allclose(traced.logits(*step, Telling()), before, atol=1e-5)
     held = [each.data_ptr() for each in network.parameters()]
-    again = compile_segments(capture(network, CPU), "eager")
+    again = compile_piecewise(trace_network(network, CPU), "eager")
     assert [each.data_ptr() for each in network.parameters()] == held
     with torch.no_grad():
         assert torch.allclose(again.logits(*step, Telling()), before, atol=1e-5)
@@ -123,23 +123,23 @@ def test_tensors_that_lie_one_after_the_other_are_one_where_they_lie(order, leng
 
 
 def test_a_planted_wrong_cut_is_seen():
-    captured = capture(switched(build("qwen3", 3)), CPU)
-    pieces = compile_segments(captured, "eager")
+    traced = trace_network(switched(build("qwen3", 3)), CPU)
+    pieces = compile_piecewise(traced, "eager")
     graph, step = pieces.module.graph, inputs(8, [0, 3])
-    assert agree(captured, pieces, step)
+    assert agree(traced, pieces, step)
     attending = next(node for node in graph.nodes if node.target is operator.call)
     *rest, key, value = attending.args
     attending.args = (*rest, value, key)
     pieces.module.recompile()
     # A copy, because the old function is kept.
-    assert not agree(captured, Segmented(pieces.module, captured), step)
+    assert not agree(traced, PiecewiseNetwork(pieces.module, traced), step)
 
 
-def test_a_network_that_was_not_captured_or_whose_compiler_fails_runs_as_before(monkeypatch):
+def test_a_network_that_was_not_traced_or_whose_compiler_fails_runs_as_before(monkeypatch):
     engine = Engine(build("qwen3"), ReferenceBackend(), EngineConfig(num_blocks=20))
-    with pytest.raises(UnsupportedModelError, match="wanted a network that was captured first"):
+    with pytest.raises(UnsupportedModelError, match="wanted a network that was traced first"):
         engine.network.compile(None, None)
-    engine.network.capture()
+    engine.network.trace()
 
     def fails(step):
         raise RuntimeError("no compiler\nhere\nor there")
@@ -155,12 +155,12 @@ def test_a_network_that_was_not_captured_or_whose_compiler_fails_runs_as_before(
     ("architecture", "config", "how"),
     [
         ("qwen3", {}, "eager"),
-        ("qwen3", {"compile": True}, "captured"),
+        ("qwen3", {"compile": True}, "traced"),
         ("qwen3", {"eager": True}, "eager"),
         ("gpt_oss", {"compile": True}, "eager (GptOssForCausalLM: its operations cannot be traced"),
     ],
 )
-def test_on_a_cpu_a_small_network_is_captured_where_it_can_be(architecture, config, how):
+def test_on_a_cpu_a_small_network_is_traced_where_it_can_be(architecture, config, how):
     backend = backends.get_backend("numba")
     engine = Engine(build(architecture), backend, EngineConfig(num_blocks=20, **config))
     drawn = torch.zeros(4, dtype=torch.int64)
@@ -170,5 +170,5 @@ def test_on_a_cpu_a_small_network_is_captured_where_it_can_be(architecture, conf
 
 
 def test_eager_and_compiled_exclude_each_other():
-    with pytest.raises(InvalidArgumentError, match="eager: wanted this or compile, got both"):
+    with pytest.raises(InvalidArgumentError, match="eager: cannot be combined with compile"):
         EngineConfig(eager=True, compile=True)

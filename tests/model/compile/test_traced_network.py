@@ -1,4 +1,4 @@
-"""A captured network is the network: the same bits, the same attention, or a refusal."""
+"""A traced network is the network: the same bits, the same attention, or a refusal."""
 
 import copy
 
@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from model import EngineConfig, SamplingParams
 from model.attention.attention import IMPLEMENTATION
-from model.compile import traced_network as capturing
-from model.compile.traced_network import capture
+from model.compile import traced_network as tracing
+from model.compile.traced_network import trace_network
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from model.load.loader import wrap_network
@@ -46,7 +46,7 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe", "mixtral"])
-def test_experts_whose_products_are_grouped_are_captured_bit_for_bit(kind):
+def test_experts_whose_products_are_grouped_are_traced_bit_for_bit(kind):
     sizes = {"hidden_size": 48, "intermediate_size": 64, "moe_intermediate_size": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = AutoConfig.for_model(
@@ -58,7 +58,7 @@ def test_experts_whose_products_are_grouped_are_captured_bit_for_bit(kind):
 
 
 def check_is_the_network(network):
-    captured = capture(network, CPU)
+    traced = trace_network(network, CPU)
     for num_tokens, rows in ((1, [0]), (4, [3]), (30, [0, 7, 29]), (7, [])):
         torch.manual_seed(num_tokens)
         input_ids = torch.randint(0, 320, (1, num_tokens))
@@ -73,7 +73,7 @@ def check_is_the_network(network):
                 logits_to_keep=kept,
                 paged=plain,
             ).logits[0]
-            got = captured.logits(input_ids, position_ids, kept, direct)
+            got = traced.logits(input_ids, position_ids, kept, direct)
         assert torch.equal(wanted, got)
         assert len(plain.told) == len(direct.told) == network.config.num_hidden_layers
         for one, other in zip(plain.told, direct.told, strict=True):
@@ -82,13 +82,13 @@ def check_is_the_network(network):
 
 
 @pytest.mark.parametrize("sizes", [{}, {"max_num_batched_tokens": 5}, {"num_blocks": 16}])
-def test_an_engine_gives_the_same_tokens_with_a_captured_network(sizes):
+def test_an_engine_gives_the_same_tokens_with_a_traced_network(sizes):
     outputs = []
-    for captures in (False, True):
+    for traces in (False, True):
         config = EngineConfig(**{"num_blocks": 60, "block_size": 4, **sizes})
         engine = Engine(build("gemma3", 5), ReferenceBackend(), config)
-        if captures:
-            engine.network.capture()
+        if traces:
+            engine.network.trace()
         done = engine.generate(PROMPTS, SamplingParams(max_tokens=12))
         outputs.append([one.request.output_tokens for one in done])
     assert outputs[0] == outputs[1]
@@ -96,13 +96,13 @@ def test_an_engine_gives_the_same_tokens_with_a_captured_network(sizes):
 
 def test_a_network_that_looks_at_values_is_refused_by_name_and_runs_as_before():
     with pytest.raises(UnsupportedModelError, match="GptOssForCausalLM: its operations cannot be"):
-        capture(switched(build("gpt_oss")), CPU)
+        trace_network(switched(build("gpt_oss")), CPU)
     config = copy.deepcopy(CONFIGS["llama"])
     config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     model = wrap_network("dynamic", LlamaForCausalLM(config), ByteCodec())
     engine = Engine(model, ReferenceBackend(), EngineConfig(num_blocks=60, block_size=4))
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM: its operations cannot be"):
-        engine.network.capture()
+        engine.network.trace()
     assert engine.generate(["x"], SamplingParams(max_tokens=2))[0].request.is_finished
 
 
@@ -111,18 +111,18 @@ def test_a_capture_that_computes_something_else_is_caught(name, monkeypatch):
     network = switched(build("qwen3", 3))
     if name == "narrow":
         monkeypatch.setattr(
-            capturing.torch, "narrow", lambda x, dim, start, length: x.roll(1, dim)[..., :length]
+            tracing.torch, "narrow", lambda x, dim, start, length: x.roll(1, dim)[..., :length]
         )
     else:
         operator = {"mul": torch.ops.aten.mul.Tensor, "transpose": torch.ops.aten.transpose.int}
         other = {"mul": torch.add, "transpose": lambda x, a, b: x.transpose(a, b).flip(-1)}
-        monkeypatch.setitem(capturing._DIRECT, operator[name], other[name])
+        monkeypatch.setitem(tracing._DIRECT, operator[name], other[name])
     with pytest.raises(UnsupportedModelError, match="give other logits than it does"):
-        capture(network, CPU)
+        trace_network(network, CPU)
 
 
 MULTIPLE = "a multiple of the number of tokens or rows, got "
-TOKENS = capturing._SIZES[0]
+TOKENS = tracing._SIZES[0]
 
 
 def ending(function):
@@ -149,7 +149,7 @@ def _padded(x):
         (lambda x: x if x.shape[1] > 50 else x * 2, "give other logits than it does"),
         (lambda x: x * 2 if x.shape[1] > 50 else x, "give other logits than it does"),
         (lambda x: _only(x, x.shape[1] * 3 // 4 + 8), "give other logits than it does"),
-        (_padded, "its captured operations fail for 1 tokens"),
+        (_padded, "its traced operations fail for 1 tokens"),
         (lambda x: x + x.shape[1] ** 2, f"{MULTIPLE}{TOKENS**2} "),
         (lambda x: x * -x.shape[1], f"{MULTIPLE}-{TOKENS} "),
         (lambda x: x + torch.arange(x.shape[1] + 1)[1:, None], f"{MULTIPLE}{TOKENS + 1} "),
@@ -159,7 +159,7 @@ def _padded(x):
 def test_what_depends_on_a_size_in_another_way_than_as_a_multiple_is_refused(function, message):
     network = ending(function)
     with pytest.raises(UnsupportedModelError, match=message):
-        capture(network, CPU)
+        trace_network(network, CPU)
 
 
 @pytest.mark.parametrize(
@@ -179,21 +179,21 @@ def test_multiples_of_a_size_are_those_of_any_other(function):
 @pytest.mark.parametrize(
     "function", [lambda x: x + x[x > 0].sum(), lambda x: x * torch.nonzero(x).shape[0]]
 )
-def test_sizes_that_depend_on_values_are_captured_where_nothing_is_replayed(function):
+def test_sizes_that_depend_on_values_are_traced_where_nothing_is_replayed(function):
     network = ending(function)
     check_is_the_network(network)
     with pytest.raises(UnsupportedModelError, match="wanted sizes that depend on no value"):
-        capturing._check_replayable(capturing._trace(network, CPU, {}))
+        tracing._check_replayable(tracing._trace(network, CPU, {}))
 
 
 def test_what_a_capture_leaves_out_is_nothing_but_casts_that_change_nothing():
     network = switched(build("qwen3", 3)).to(torch.bfloat16)
-    captured = capture(network, CPU)  # in bfloat16 the norms really cast, to float32 and back
+    traced = trace_network(network, CPU)  # in bfloat16 the norms really cast, to float32 and back
     assert torch.equal(
         *(
             _last_logits(run)
             for run in (
-                captured.logits,
+                traced.logits,
                 lambda *given: network(
                     input_ids=given[0],
                     position_ids=given[1],
@@ -218,7 +218,7 @@ def test_a_product_with_one_is_left_out_where_it_changes_nothing():
         call = next(iter(module.graph.nodes))
         for node in list(module.graph.nodes):
             if node.op == "call_function":
-                capturing._simplify(node, call)
+                tracing._simplify(node, call)
         module.graph.eliminate_dead_code()
         return [node.target for node in module.graph.nodes if node.op == "call_function"]
 
@@ -236,7 +236,7 @@ def simplified(function, *inputs):
     call = next(iter(module.graph.nodes))
     for node in list(module.graph.nodes):
         if node.op == "call_function":
-            capturing._simplify(node, call)
+            tracing._simplify(node, call)
     module.recompile()
     return module
 
@@ -311,7 +311,9 @@ def test_what_is_written_where_something_else_looks_is_refused(function):
 
 
 def test_squares_are_products_bit_for_bit_in_every_dtype_of_a_network():
-    targets = [node.target for node in capture(switched(build("qwen3", 3)), CPU).module.graph.nodes]
+    targets = [
+        node.target for node in trace_network(switched(build("qwen3", 3)), CPU).module.graph.nodes
+    ]
     assert torch.pow not in targets
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         whole = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)

@@ -298,7 +298,7 @@ def test_a_step_with_drafts_is_accepted_before_the_next_is_planned():
         with pytest.raises(SchedulerStateError, match="further"):
             scheduler.update(step, {0: 7}, {0: further})
     scheduler.advance(step)
-    with pytest.raises(SchedulerStateError, match="drafts"):
+    with pytest.raises(SchedulerStateError, match="draft tokens"):
         scheduler.schedule()
     assert scheduler.accept({0: 8}, {0: [6]}) == [request]
     assert request.output_tokens == [7, 8, 6]
@@ -307,7 +307,9 @@ def test_a_step_with_drafts_is_accepted_before_the_next_is_planned():
 
 
 def test_drafts_and_tokens_that_are_read_late_are_refused_together():
-    with pytest.raises(InvalidArgumentError, match="async_scheduling: wanted this or drafts"):
+    with pytest.raises(
+        InvalidArgumentError, match="async_scheduling: cannot be combined with drafts"
+    ):
         EngineConfig(drafts="ngram", async_scheduling=True)
     assert make(drafts="ngram")._is_late is False
 

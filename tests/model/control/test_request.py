@@ -130,13 +130,13 @@ def test_a_request_that_ends_forgets_what_it_expects():
     KV.expect(request.running_sequence, 1)
     request.finish(FinishReason.ABORTED)
     assert (request.num_output_tokens, request.output_tokens) == (1, [7])
-    with pytest.raises(RequestStateError, match="a preempted one that expects a token"):
+    with pytest.raises(RequestStateError, match="a preempted request that expects a token"):
         request.tell(8)
 
 
 def test_only_a_running_request_takes_tokens_or_holds_a_sequence():
     request = Request(0, [1], SamplingParams())
-    with pytest.raises(RequestStateError, match="a preempted one that expects a token"):
+    with pytest.raises(RequestStateError, match="a preempted request that expects a token"):
         request.tell(1)
     with pytest.raises(RequestStateError, match="only a running request holds a sequence"):
         request.preempt()

@@ -193,7 +193,7 @@ def test_without_a_prefix_cache_nothing_is_waited_for():
 
 def test_a_request_that_can_never_fit_is_refused_and_nothing_is_half_done():
     kv, scheduler = make(num_blocks=4, block_size=4)
-    with pytest.raises(RequestTooLongError, match="needs 4 blocks of 4 tokens: the pool has 3"):
+    with pytest.raises(RequestTooLongError, match="needs 4 blocks of 4 tokens: the KV cache has 3"):
         add(scheduler, 0, list(range(10)), max_tokens=4)
     assert (scheduler.has_unfinished, kv.num_free_blocks) == (False, 3)
     # 9 tokens and 4 more: the last of them is never computed, so 12 slots are enough.
@@ -206,7 +206,7 @@ def test_a_request_that_can_never_fit_is_refused_and_nothing_is_half_done():
 def test_a_request_longer_than_the_models_positions_is_refused():
     _, scheduler = make(num_blocks=40, block_size=4, max_model_len=12)
     add(scheduler, 0, list(range(8)), max_tokens=4)
-    with pytest.raises(RequestTooLongError, match="positions for 12 tokens"):
+    with pytest.raises(RequestTooLongError, match="exceeds the model's 12 positions"):
         add(scheduler, 1, list(range(8)), max_tokens=5)
 
 
@@ -254,12 +254,12 @@ def test_schedule_and_update_alternate():
     _, scheduler = make(num_blocks=6, block_size=2)
     add(scheduler, 0, [1, 2, 3])
     step = scheduler.schedule()
-    with pytest.raises(SchedulerStateError, match="wants its update first"):
+    with pytest.raises(SchedulerStateError, match="the last step has not been updated"):
         scheduler.schedule()
     with pytest.raises(SchedulerStateError, match="no token for"):
         scheduler.update(step, {})
     scheduler.update(step, {0: 1})
-    with pytest.raises(SchedulerStateError, match="wanted the step in flight"):
+    with pytest.raises(SchedulerStateError, match="this is not the step in flight"):
         scheduler.update(step, {0: 1})
 
 

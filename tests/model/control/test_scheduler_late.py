@@ -41,7 +41,7 @@ def test_what_a_request_was_planned_to_do_after_its_stop_token_is_dropped():
     assert go(scheduler, {0: 7}) == [(0, 3, 1)]
     assert (request.output_tokens, request.finish_reason) == ([7], FinishReason.STOP)
     assert kv.num_free_blocks == kv.num_usable_blocks
-    # The second token that it drew is nobody's.
+    # The second token that it drew is dropped.
     assert go(scheduler, {0: 8}) == []
     assert request.output_tokens == [7]
 
@@ -83,7 +83,7 @@ def test_tokens_are_accepted_before_the_next_step_is_sent():
     go(scheduler)
     step = scheduler.schedule()
     for late in (lambda: scheduler.advance(step), lambda: scheduler.update(step, {0: 8})):
-        with pytest.raises(SchedulerStateError, match="step before want to be accepted"):
+        with pytest.raises(SchedulerStateError, match="previous step have not been accepted"):
             late()
     with pytest.raises(SchedulerStateError, match="no token for Request"):
         scheduler.accept({})

@@ -148,13 +148,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.kv.leases.active
 
     def check_rooms(self):
-        """Nobody has a block that its tokens do not need: drafts that did not hold leave none."""
+        """No request has a block that its tokens do not need: rejected drafts leave none."""
         for request in self.scheduler.running:
             for table in request.sequence.tables:
                 assert len(table.block_ids) <= -(-request.num_tokens // table.block_size)
 
     def unfinished(self):
-        """In order, as it is meant: by arrival, a level of priority worth so many arrivals."""
+        """In order: by arrival, a level of priority worth `priority_span` arrivals."""
         requests = [request for request in self.requests if not request.is_finished]
         span = self.config.priority_span
         return sorted(requests, key=lambda r: (r.request_id + r.priority * span, r.request_id))
@@ -181,7 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return any(request.is_complete for request in running)
 
     def check_order(self, before, running):
-        """Nobody starts before one that comes first and could; the first is never preempted."""
+        """No request starts before an earlier one that could; the first is never preempted."""
         started = [r for r in self.scheduler.running if r not in running]
         held_up = [r for r in self.scheduler.waiting if not r.is_led]
         for request in started:
@@ -191,8 +191,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_progress(self, step, before):
         """The first in order is computed in every step but those in which blocks are copied for it:
-        its own come back once, and whoever is stored for it gives way once. So does whoever waits
-        for its last token to be read."""
+        its own come back once, and a request that is stored for it gives way once. So does one that
+        waits for its last token to be read."""
         first = next((request for request in before if not request.is_complete), None)
         if first is None:
             return
@@ -217,7 +217,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         held = {id(request.sequence) for request in self.scheduler.running}
         assert held == {id(sequence) for sequence in self.kv.sequences.values()}
         copies = [r.host_copy.num_blocks for r in self.requests if r.host_copy is not None]
-        left = self.scheduler._room.num_host_blocks_left
+        left = self.scheduler._admission.num_host_blocks_left
         assert left + sum(copies) == self.config.num_host_blocks
         assert left >= 0
 
@@ -351,11 +351,11 @@ class GrowingMachine(SwappingMachine):
         )
 
     def may_wait(self, before, running):
-        """Whoever begins again first waits until its last token has been read."""
+        """A request that begins again first waits until its last token has been read."""
         return super().may_wait(before, running) or any(r.is_expecting for r in before)
 
     def check_order(self, before, running):
-        """Whoever begins again gives way for itself."""
+        """A request that begins again is preempted for itself."""
 
     def check_progress(self, step, before):
         """Likewise."""

@@ -48,7 +48,7 @@ def test_one_level_of_priority_overtakes_so_many_arrivals_and_no_more():
     assert ids(scheduler.waiting) == [0, 1, 4, 2, 5, 8, 3, 6, 7, 9]
 
 
-def test_a_stream_of_urgent_requests_starves_nobody():
+def test_a_stream_of_urgent_requests_starves_no_request():
     _, scheduler = make(40, 4, max_num_seqs=1, priority_span=5)
     patient = add(scheduler, 0, [1], max_tokens=2)
     for number in range(1, 40):
@@ -74,7 +74,7 @@ def test_an_urgent_request_takes_the_seat_of_the_last_in_order():
     assert ids(scheduler.running) == [2, 0]
 
 
-def test_nobody_gives_way_to_an_urgent_request_that_would_not_fit_even_then():
+def test_no_request_is_preempted_for_an_urgent_one_that_would_not_fit_even_then():
     _, scheduler = make(9, 4)
     urgent_before = add(scheduler, 0, [1] * 20, max_tokens=4, priority=-9)  # 5 blocks, then 6
     run(scheduler)
@@ -94,7 +94,7 @@ def test_a_start_leaves_the_watermark_free():
     run(scheduler)
     assert (late.status, kv.num_free_blocks) == (Status.WAITING, 8)
     run(scheduler)
-    assert run(scheduler) == [(1, 0, 23)]  # with nobody beside it
+    assert run(scheduler) == [(1, 0, 23)]  # with no other request
 
 
 def test_the_last_in_order_waits_for_a_block_with_all_it_has():
@@ -209,7 +209,7 @@ def swapping(num_host_blocks=8):
         if scheduler.stats.num_preemptions:
             return kv, scheduler, old, new, last
         scheduler.update(last, {0: 9, 1: 9})
-    raise AssertionError("nobody gave way")
+    raise AssertionError("no request was preempted")
 
 
 def test_blocks_are_leased_while_they_are_stored_and_free_afterwards():
@@ -225,7 +225,7 @@ def test_blocks_are_leased_while_they_are_stored_and_free_afterwards():
     assert old.num_preemptions == 0
 
 
-def test_nobody_gives_way_for_blocks_that_are_coming_anyhow():
+def test_no_request_is_preempted_for_blocks_that_come_free_anyhow():
     """Three have three blocks of nine, and each wants a fourth: one is stored, and two go on."""
     _, scheduler = make(10, 2, num_host_blocks=8)
     requests = [add(scheduler, n, [10 + n, 20 + n], max_tokens=8) for n in range(3)]
@@ -265,7 +265,7 @@ def test_aborted_while_it_is_stored_or_loaded_a_request_gives_everything_back():
     assert kv.num_free_blocks == 0  # the copy is on its way
     scheduler.update(step, {})
     assert kv.num_free_blocks == 3
-    assert scheduler._room.num_host_blocks_left == 3
+    assert scheduler._admission.num_host_blocks_left == 3
 
     kv, scheduler, old, new, step = swapping(num_host_blocks=3)
     scheduler.update(step, {})
@@ -276,7 +276,7 @@ def test_aborted_while_it_is_stored_or_loaded_a_request_gives_everything_back():
     scheduler.abort(new)
     assert kv.num_free_blocks == free + 1  # what was found; the other blocks are being filled
     scheduler.update(step, {})
-    assert (kv.num_free_blocks, scheduler._room.num_host_blocks_left) == (6, 3)
+    assert (kv.num_free_blocks, scheduler._admission.num_host_blocks_left) == (6, 3)
 
 
 def test_a_prefix_that_others_have_is_not_stored():
@@ -352,7 +352,7 @@ def test_a_start_leaves_a_block_for_each_sample_that_is_to_fork():
     assert ids(scheduler.running) == [0, 1]
 
 
-def test_nobody_gives_way_whose_blocks_others_have_too():
+def test_no_request_is_preempted_whose_blocks_are_all_shared():
     kv, scheduler = make(9, 2)
     shared = [1, 2, 3, 4, 5, 6]
     first = add(scheduler, 0, [*shared, 7], max_tokens=9, priority=-9)
@@ -379,7 +379,7 @@ def test_a_copy_whose_beginning_is_gone_is_dropped_and_all_is_computed_again():
     scheduler.abort(old)
     kv.reset()  # the shared beginning with it
     assert run(scheduler) == [(1, 0, len(new.tokens) - 1)]
-    assert (new.host_copy, scheduler._room.num_host_blocks_left) == (None, 8)
+    assert (new.host_copy, scheduler._admission.num_host_blocks_left) == (None, 8)
     assert scheduler.stats.num_loads == 0
 
 
@@ -401,14 +401,14 @@ def test_a_copy_that_the_cache_has_outgrown_is_dropped():
         run(scheduler)
     assert slow.host_copy.num_tokens == 4
     assert run(scheduler) == [(0, 6, 2)]
-    assert (scheduler._room.num_host_blocks_left, scheduler.stats.num_loads) == (8, 0)
+    assert (scheduler._admission.num_host_blocks_left, scheduler.stats.num_loads) == (8, 0)
 
 
 def test_the_first_in_order_gets_its_room_whatever_those_behind_it_share():
     _, scheduler = make(8, 2)
     leader = add(scheduler, 0, [1, 2, 3, 4], max_tokens=2)
     add(scheduler, 1, [1, 2, 3, 4], max_tokens=2, leader=leader)
-    run(scheduler)  # both have the same two blocks, and nobody a block of their own
+    run(scheduler)  # both have the same two blocks, and neither has one of its own
     add(scheduler, 2, list(range(30, 44)), max_tokens=1, priority=-9)  # all 7 blocks
     assert run(scheduler) == [(2, 0, 14)]
     assert scheduler.stats.num_preemptions == 2
@@ -438,7 +438,7 @@ def test_a_text_may_grow_to_the_edge_of_its_keys_and_values_and_no_further():
     _, scheduler = make(40, 4, long_above=8, may_cross=False)
     add(scheduler, 0, [1] * 5, max_tokens=4)
     add(scheduler, 1, [1] * 9, max_tokens=4)  # is beyond from its first token on
-    with pytest.raises(RequestTooLongError, match=r"a max_tokens of 4$"):
+    with pytest.raises(RequestTooLongError, match=r"max_tokens=4$"):
         add(scheduler, 2, [1] * 5, max_tokens=5)
     _, scheduler = make(40, 4, long_above=8, may_cross=True)
     add(scheduler, 2, [1] * 5, max_tokens=5)

@@ -31,9 +31,9 @@ HUNT = settings(
 
 class ForgetsToCloseThePreempted(Scheduler):
     def _preempt(self, request):
-        kv, self._room._kv = self._room._kv, _Without(self._room._kv, "close")
+        kv, self._admission._kv = self._admission._kv, _Without(self._admission._kv, "close")
         super()._preempt(request)
-        self._room._kv = kv
+        self._admission._kv = kv
 
 
 class PreemptsTheFirst(Scheduler):
@@ -42,8 +42,8 @@ class PreemptsTheFirst(Scheduler):
 
 
 class StartsTheLastFirst(Scheduler):
-    def _head(self, num_led):
-        request, num_led = super()._head(num_led)
+    def _first_waiting(self, num_led):
+        request, num_led = super()._first_waiting(num_led)
         return (request and self._waiting[-1]), num_led
 
 
@@ -62,11 +62,11 @@ class KeepsNoTokenForTheFirst(Scheduler):
         for request in self.running:
             is_running = request.status is Status.RUNNING
             if self._budget and is_running and request.num_uncomputed_tokens == 1:
-                self._plan(request)
+                self._plan_chunk(request)
 
 
-class WaitsForRoomThatNobodyMakes(Scheduler):
-    def _find_room(self, request):
+class WaitsForRoomThatNeverComes(Scheduler):
+    def _has_room(self, request):
         return self._kv.can_reserve(request.running_sequence, 1)
 
 
@@ -121,7 +121,7 @@ class ForgetsTheOutputWhenItResumes(Scheduler):
 
 
 class AdmitsMoreThanMayRun(Scheduler):
-    def _make_way(self, request, num_led):
+    def _admit(self, request, num_led):
         return True
 
 
@@ -173,10 +173,10 @@ class LetsOthersFindWhatAWindowLeftBehind(Scheduler):
 
     def _start(self, request):
         if request.host_copy is not None:
-            opened = self._room._kv
-            self._room._kv = _Hasty(opened)
+            opened = self._admission._kv
+            self._admission._kv = _Hasty(opened)
             super()._start(request)
-            self._room._kv = opened
+            self._admission._kv = opened
         else:
             super()._start(request)
 
@@ -198,7 +198,7 @@ class GoesOnWithTheKeysOfAShortText(Scheduler):
 class FindsShortTextsForLongOnes(Scheduler):
     def __init__(self, *args):
         super().__init__(*args)
-        self._room._namespace = lambda _: kvcore.DEFAULT_NAMESPACE
+        self._admission._namespace = lambda _: kvcore.DEFAULT_NAMESPACE
 
 
 class ForgetsToCopyForks(Scheduler):
@@ -251,7 +251,7 @@ class GoesOnAfterTheLastToken(Scheduler):
 
 
 class KeepsTheTokenForOneThatHasAll(Scheduler):
-    """With a budget of one token nobody goes on."""
+    """With a budget of one token no request goes on."""
 
     def _plan_decodes(self):
         if self._running and self._running[0].is_complete and self._budget == 1:
@@ -262,7 +262,7 @@ class KeepsTheTokenForOneThatHasAll(Scheduler):
 class HandsOutWhatStandsIn(Scheduler):
     def finish(self, request, reason):
         if request.sequence is not None and request.is_expecting:
-            self._kv.tell(request.sequence, [0])
+            self._kv.resolve(request.sequence, [0])
         return super().finish(request, reason)
 
 
@@ -272,13 +272,13 @@ class ForgetsTheTokensOfThePreempted(Scheduler):
         super().accept(sampled)
 
 
-class TellsWhatNobodyHasRead(Scheduler):
-    """A block is known by a token that nobody has read."""
+class CommitsUnreadTokens(Scheduler):
+    """A block is known by a token that has not been read."""
 
     def _commit(self, chunks):
         super()._commit(chunks)
         for sequence in [c.request.running_sequence for c in chunks if c.request.is_expecting]:
-            self._kv.tell(sequence, [0])
+            self._kv.resolve(sequence, [0])
 
 
 class TellsInAnotherOrder(Scheduler):

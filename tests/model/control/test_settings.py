@@ -128,6 +128,6 @@ def test_a_setting_is_taken_with_one_that_it_needs_or_at_its_default(given_value
 
 @pytest.mark.parametrize("given_values", [{}, {"mode": "long"}])
 def test_a_setting_that_would_do_nothing_alone_is_refused_and_names_what_it_needs(given_values):
-    message = "^either: wanted together with base or mode wide, got 5 alone$"
+    message = "^either: has no effect without base or mode wide$"
     with pytest.raises(InvalidArgumentError, match=message):
         Dependent(either=5, **given_values)

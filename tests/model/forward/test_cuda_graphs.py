@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 import backends
 from model import EngineConfig, SamplingParams
 from model.attention.shared_prefix import Worth
-from model.compile.few_rows import FEW
+from model.compile.few_rows import FEW_ROWS
 from model.engine import Engine
-from model.forward.begin import compiled_tokens
-from model.forward.cuda_graphs import Bucket, Buckets, StepGraphs, _passed
+from model.forward.cuda_graphs import Bucket, Buckets, CudaGraphs, _passed
 from model.forward.network import PagedNetwork
-from model.forward.prepare import Prepared, recorded_tokens
+from model.forward.warm_up import Prepared, captured_tokens, compiled_tokens
 from model.sample import sampler
-from model.sample.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, is_recorded, row_terms
+from model.sample.draw_graphs import ALL_CUTS, Cuts, DrawGraphs, is_captured, row_terms
 from tests.model.networks import build
 
 PROMPTS = ["a prompt of some length, ", "a prompt of some length, again", "x", "yz"]
@@ -44,7 +43,7 @@ def noting_batches(network):
         network._backend = backend
 
 
-class Unrecorded(StepGraphs):
+class Uncaptured(CudaGraphs):
     """Launches anew what a graph would launch, on a batch that holds nothing of another step."""
 
     def replay(self, step, bucket):
@@ -59,7 +58,7 @@ class Unrecorded(StepGraphs):
         return passed
 
 
-class UnrecordedDraws(DrawGraphs):
+class UncapturedDraws(DrawGraphs):
     """Likewise, of the logits that were computed last."""
 
     def choose(self, place, terms, numbers):
@@ -70,7 +69,7 @@ class UnrecordedDraws(DrawGraphs):
         return self._run(terms.cuts, *logits)[:rows]
 
 
-class KeepsOldTokens(Unrecorded):
+class KeepsOldTokens(Uncaptured):
     """Tokens to spare still store what they stored last."""
 
     def _load(self, step, bucket):
@@ -86,7 +85,7 @@ class KeepsOldTokens(Unrecorded):
             )
 
 
-class TakesWhatTheHostHas(Unrecorded):
+class TakesWhatTheHostHas(Uncaptured):
     """A token that was drawn and not read is taken for the entry that stands in for it."""
 
     def _load(self, step, bucket):
@@ -94,7 +93,7 @@ class TakesWhatTheHostHas(Unrecorded):
         self._inputs[bucket.longest == 1].whole.sources.fill_(-1)
 
 
-class DrawsFromTheFirstTokens(Unrecorded):
+class DrawsFromTheFirstTokens(Uncaptured):
     """The rows of logits are those of the first tokens, as in steps of one token a sequence."""
 
     def _load(self, step, bucket):
@@ -103,7 +102,7 @@ class DrawsFromTheFirstTokens(Unrecorded):
         rows.copy_(torch.arange(len(rows)))
 
 
-class GivesSpareRowsTheLastTokens(Unrecorded):
+class GivesSpareRowsTheLastTokens(Uncaptured):
     """Sequences to spare begin where they began in a step before."""
 
     def _load(self, step, bucket):
@@ -123,7 +122,7 @@ def tokens_of(graphs_type, architecture, *, is_late, params, max_tokens=40, shar
     widths = [64] * len(engine.kv.groups)
     graphs = None
     if graphs_type is not None:
-        draws = UnrecordedDraws(5, torch.device("cpu"))
+        draws = UncapturedDraws(5, torch.device("cpu"))
         graphs = graphs_type(engine.network, engine._passes.drawn, widths, 4, 5, max_tokens, draws)
         engine._passes.use(Prepared("", graphs))
     done = engine.generate(PROMPTS, params)
@@ -166,17 +165,17 @@ def test_steps_in_a_graphs_tensors_give_the_tokens_of_steps_as_they_are(
     architecture, is_late, max_tokens, draws
 ):
     how = {"is_late": is_late, "max_tokens": max_tokens, "params": DRAWN if draws else PARAMS}
-    assert tokens_of(Unrecorded, architecture, **how) == wanted_of(architecture, draws)
+    assert tokens_of(Uncaptured, architecture, **how) == wanted_of(architecture, draws)
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_rows_that_were_not_recorded_leave_the_others_in_their_graph(is_late):
-    found = tokens_of(Unrecorded, "qwen3", is_late=is_late, params=APART)
+    found = tokens_of(Uncaptured, "qwen3", is_late=is_late, params=APART)
     assert found == wanted_of("qwen3", draws=True, apart=True)
 
 
 BUGS_OF_ROWS_APART = {
-    "stay in the graph": ("is_recorded", lambda *_: True),
+    "stay in the graph": ("is_captured", lambda *_: True),
     "are drawn in vain": ("_Apart.put", lambda _, whole, own: whole),
     "take others' logits": (
         "_Apart._of",
@@ -190,10 +189,10 @@ def test_a_planted_bug_of_rows_that_leave_their_graph_shows(name, monkeypatch):
     where, bug = BUGS_OF_ROWS_APART[name]
     wanted = wanted_of("qwen3", draws=True, apart=True)
     monkeypatch.setattr(f"model.sample.request_sampler.{where}", bug)
-    assert tokens_of(Unrecorded, "qwen3", is_late=False, params=APART) != wanted
+    assert tokens_of(Uncaptured, "qwen3", is_late=False, params=APART) != wanted
 
 
-class TellsOfOneTooMany(Unrecorded):
+class TellsOfOneTooMany(Uncaptured):
     """The run of sequences that share is told with one that does not."""
 
     def _load(self, step, bucket):
@@ -202,7 +201,7 @@ class TellsOfOneTooMany(Unrecorded):
             told[1] += 1
 
 
-@pytest.mark.parametrize("graphs_type", [Unrecorded, TellsOfOneTooMany])
+@pytest.mark.parametrize("graphs_type", [Uncaptured, TellsOfOneTooMany])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_what_is_shared_is_told_to_a_graph_anew_in_each_step(
     architecture, graphs_type, monkeypatch
@@ -286,16 +285,16 @@ def test_steps_of_several_tokens_have_few_tokens_to_spare():
 
 def test_steps_are_recorded_up_to_where_the_device_is_busier_than_the_host():
     config = EngineConfig(max_num_batched_tokens=100_000)
-    assert recorded_tokens(596_000_000, 28, config) > 4096
-    assert 256 <= recorded_tokens(8_000_000_000, 36, config) < 1024
-    assert recorded_tokens(70_000_000_000, 80, config) == 256
-    assert recorded_tokens(1_000_000, 4, config) == 8192
-    assert recorded_tokens(1_000_000, 4, EngineConfig(max_num_batched_tokens=100)) == 100
+    assert captured_tokens(596_000_000, 28, config) > 4096
+    assert 256 <= captured_tokens(8_000_000_000, 36, config) < 1024
+    assert captured_tokens(70_000_000_000, 80, config) == 256
+    assert captured_tokens(1_000_000, 4, config) == 8192
+    assert captured_tokens(1_000_000, 4, EngineConfig(max_num_batched_tokens=100)) == 100
 
 
 def test_what_all_steps_run_in_is_compiled_with_a_step_that_has_no_pieces_of_its_own():
     assert [compiled_tokens(most) for most in (1, 2, 4, 5, 40, 8192)] == [5, 5, 5, 5, 40, 512]
-    assert max(FEW) == 4
+    assert max(FEW_ROWS) == 4
 
 
 PARAMS_OF_A_ROW = st.builds(
@@ -312,7 +311,7 @@ def test_rows_are_drawn_in_the_columns_of_a_graph_as_each_alone(params, vocab_si
     seed = data.draw(st.integers(0, 2**31))
     logits = torch.randn(8, vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
     logits = logits.to(data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    stay = [is_recorded(how, vocab_size) for how in params]
+    stay = [is_captured(how, vocab_size) for how in params]
     assert stay == [how.is_greedy or how.top_k != 200 or vocab_size < 200 for how in params]
     known = [how if stays else None for how, stays in zip(params, stay, strict=True)]
     terms = row_terms(known, vocab_size)

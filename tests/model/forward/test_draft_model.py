@@ -26,10 +26,10 @@ from model.cli.start import start
 from model.engine import Engine
 from model.errors import ModelNotFoundError
 from model.forward.draft_model import DraftModel
-from model.forward.prepare import Prepared
+from model.forward.warm_up import Prepared
 from model.load.loader import with_draft
 from tests.model import sampling_reference as reference
-from tests.model.forward.test_cuda_graphs import Unrecorded, UnrecordedDraws
+from tests.model.forward.test_cuda_graphs import Uncaptured, UncapturedDraws
 from tests.model.networks import CONFIGS, build
 from tests.model.reference import ReferenceBackend
 from tests.model.sample.test_engine_sampling import NOISE, hashed_logits, run
@@ -221,15 +221,15 @@ BUGS = [
 GREEDY, DRAWN = greedy(14), SamplingParams(max_tokens=14, temperature=0.7, seed=2)
 CROWD = [(0, GREEDY, 0, 1, False), (1, DRAWN, 1, 2, False), (2, GREEDY, 2, 1, True)]
 CROWD += [(3, DRAWN, 3, 1, False), (0, DRAWN, 9, 1, False)]
-FEW = {"max_num_batched_tokens": 64, "max_num_seqs": 64, "num_blocks": 21, "block_size": 4}
-FEW |= {"draft_tokens": 5, "enable_prefix_caching": True, "sanitize": True}
+FEW_ROWS = {"max_num_batched_tokens": 64, "max_num_seqs": 64, "num_blocks": 21, "block_size": 4}
+FEW_ROWS |= {"draft_tokens": 5, "enable_prefix_caching": True, "sanitize": True}
 
 
 @pytest.mark.parametrize("bug", [None, *BUGS])
 def test_a_planted_bug_shows(bug, monkeypatch):
     if bug is not None:
         monkeypatch.setattr("model.engine.DraftModel", bug)
-    sizes = (FEW, FEW | {"sanitize": False, "num_blocks": 60})
+    sizes = (FEW_ROWS, FEW_ROWS | {"sanitize": False, "num_blocks": 60})
     runs = [(kind, some) for kind in ("same", "near") for some in sizes]
     problems = []
     while runs and not problems:
@@ -244,9 +244,9 @@ def test_a_planted_bug_shows(bug, monkeypatch):
 def test_a_twin_is_always_right_where_passes_are_replayed_from_fixed_tensors():
     """As from CUDA graphs: what a pass has drawn is where the next one's tensors take it."""
     engine = make(max_num_seqs=6, num_blocks=90)
-    draws = UnrecordedDraws(30, torch.device("cpu"))
+    draws = UncapturedDraws(30, torch.device("cpu"))
     parts = (engine.draft.network, engine.draft.drawn, [64], 4, 6, 64, draws)
-    engine.draft.use(Prepared("", graphs := Unrecorded(*parts)))
+    engine.draft.use(Prepared("", graphs := Uncaptured(*parts)))
     texts = [(0, GREEDY), (2, GREEDY), (3, DRAWN), (1, DRAWN)]
     done = engine.generate([TEXTS[text] for text, _ in texts], [how for _, how in texts])
     assert tokens_of(done) == [wanted_of(text, how, 0) for text, how in texts]
@@ -438,8 +438,8 @@ def test_an_engine_is_prepared_by_guesses_too_as_far_as_there_is_room(num_blocks
 
 def test_settings_that_exclude_a_draft_model_or_lack_it_are_told():
     for fields, message in (
-        ({"drafts": "ngram"}, "draft_model: wanted this or drafts, got both"),
-        ({"async_scheduling": True}, "async_scheduling: wanted this or draft_model, got both"),
+        ({"drafts": "ngram"}, "draft_model: cannot be combined with drafts"),
+        ({"async_scheduling": True}, "async_scheduling: cannot be combined with draft_model"),
         ({"draft_tokens": 65}, "draft_tokens: wanted"),
     ):
         with pytest.raises(InvalidArgumentError, match=message):

@@ -85,7 +85,7 @@ def test_nothing_is_found_in_forks():
 
 
 def test_compiled_passes_are_refused():
-    with pytest.raises(InvalidArgumentError, match="sanitize: wanted this or compile, got both"):
+    with pytest.raises(InvalidArgumentError, match="sanitize: cannot be combined with compile"):
         EngineConfig(sanitize=True, compile=True)
 
 

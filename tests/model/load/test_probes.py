@@ -17,15 +17,20 @@ from model.attention.positions import RowsElsewhere
 from model.caches.layout import LayerShape
 from model.engine import Engine
 from model.errors import UnsupportedModelError
-from model.load.probes import Probe, check_tokens_alone, probe_layers
-from model.load.sight import Sight, sight_of
+from model.load.probes import (
+    MaskPattern,
+    Probe,
+    check_tokens_alone,
+    find_mask_pattern,
+    probe_layers,
+)
 from tests.model.networks import build, greedy_and_margin
 
 CPU = torch.device("cpu")
 SIGHTS = st.one_of(
-    st.just(Sight()),
-    st.integers(1, 5000).map(lambda size: Sight(window=size)),
-    st.integers(2, 5000).map(lambda size: Sight(chunk=size)),
+    st.just(MaskPattern()),
+    st.integers(1, 5000).map(lambda size: MaskPattern(window=size)),
+    st.integers(2, 5000).map(lambda size: MaskPattern(chunk=size)),
 )
 
 
@@ -40,7 +45,7 @@ def mask_of(sight):
 
 @given(sight=SIGHTS)
 def test_a_mask_says_what_it_lets_a_query_see(sight):
-    assert sight_of(mask_of(sight), CPU) == sight
+    assert find_mask_pattern(mask_of(sight), CPU) == sight
 
 
 @given(
@@ -71,7 +76,7 @@ def _with_first_tokens(batch, head, q, k):
 )
 def test_a_mask_that_is_something_else_is_refused(mask, reason):
     with pytest.raises(UnsupportedModelError, match=reason):
-        sight_of(mask, CPU)
+        find_mask_pattern(mask, CPU)
 
 
 def test_a_probe_measures_every_layer():
@@ -112,7 +117,7 @@ def _own_mask(*args, **kwargs):
     ("mask", "reason"),
     [
         (masking_utils.create_bidirectional_mask, "layer 0: wanted causal .* is bidirectional"),
-        (_no_mask, "layer 0 has no mask: what it sees is not known"),
+        (_no_mask, "layer 0 has no mask: what it sees is unknown"),
         (_own_mask, "layer 0 makes a mask of its own"),
     ],
 )
@@ -226,16 +231,16 @@ def _length(cache, rows):
     return torch.zeros(rows) + (0 if cache is None else cache.get_seq_length(1))
 
 
-@pytest.mark.parametrize("is_captured", [False, True])
-def test_a_layer_that_takes_positions_from_its_cache_gives_what_it_gives_in_generate(is_captured):
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_layer_that_takes_positions_from_its_cache_gives_what_it_gives_in_generate(is_traced):
     model = build("llama", 19)
     _counting(model.network, _position)
     tokens, _ = greedy_and_margin(model, list(range(30)), 20)
     assert tokens != greedy_and_margin(build("llama", 19), list(range(30)), 20)[0]
     sizes = EngineConfig(num_blocks=60, block_size=4, max_num_batched_tokens=9)
     engine = Engine(model, backends.get_backend("numba"), sizes)
-    if is_captured:
-        engine.network.capture()
+    if is_traced:
+        engine.network.trace()
     prompts = [list(range(30)), list(range(20)), list(range(30))]
     first, _, again = engine.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     assert first.request.output_tokens == again.request.output_tokens == tokens

@@ -65,7 +65,7 @@ def test_two_processes_write_what_one_writes(tmp_path):
     assert shared.returncode == 0, shared.stderr
     assert texts_of(shared.stdout) == texts_of(alone.stdout)
     assert len(texts_of(alone.stdout)) == 5
-    assert "network: captured" in shared.stderr
+    assert "network: traced" in shared.stderr
     assert json.loads(shared.stdout)["stats"]["num_preemptions"] > 0
 
 
@@ -88,7 +88,7 @@ def test_processes_with_a_draft_model_write_what_one_writes_without(tmp_path):
 @pytest.mark.slow
 def test_ranks_that_hold_other_blocks_are_told():
     ended = torchrun(2, str(_ROOT / "tests/model/ranks_main.py"), "diverge")
-    line = "rank 1 has other block tables than rank 0 after the same calls"
+    line = "rank 1 and rank 0 have different block tables after the same calls"
     assert sorted(ended.stdout.splitlines()) == [f"rank 0: {line}", f"rank 1: {line}"], ended.stderr
 
 
@@ -122,7 +122,7 @@ def test_a_number_of_processes_that_does_not_divide_the_heads_is_one_line():
 def test_a_prompt_that_one_process_refuses_ends_those_that_already_compute():
     ended = torchrun(2, "-m", "model.run", "--tp", "2", "--prompt", "a", "--max-tokens", "9999")
     said = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert "the model has positions for 2048 tokens" in said[0]
+    assert "exceeds the model's 2048 positions" in said[0]
     assert said[1:] in ([], [f"error: {_GONE.format(0)}"])
     assert "This is a bug" not in ended.stderr
 
@@ -137,7 +137,7 @@ def test_a_number_of_processes_that_is_not_there_is_one_line():
     )
     assert ended.returncode == 2
     assert ended.stderr.splitlines()[-1].startswith(
-        "error: --tp: wanted as many as there are processes, which is 1, got 2: start it as"
+        "error: --tp: wanted the number of processes, which is 1, got 2: start it as"
     )
 
 
@@ -176,8 +176,8 @@ def test_every_network_that_runs_is_cut_without_a_difference_or_refused(what, si
     assert sum(outcome == "equal" for outcome in outcomes.values()) > least
 
 
-class Lifelines:
-    """Stands in for a lifeline that has noticed that rank 1 is gone."""
+class FiredWatchdog:
+    """Stands in for a watchdog that has noticed that rank 1 is gone."""
 
     failed = False
 
@@ -204,10 +204,10 @@ def test_a_rank_that_is_lost_while_an_engine_is_made_is_told(monkeypatch, error)
         raise error from RuntimeError("Connection reset by peer")
 
     monkeypatch.setattr(Engine, "__init__", fail)
-    lifeline = Lifelines()
+    watchdog = FiredWatchdog()
     with pytest.raises(RankLostError, match="rank 1 of the processes"):
-        TwinEngine(SimpleNamespace(ranks=Ranks(0, 2, None, lifeline)), None)
-    assert not lifeline.failed
+        TwinEngine(SimpleNamespace(ranks=Ranks(0, 2, None, watchdog)), None)
+    assert not watchdog.failed
 
 
 def test_an_error_that_is_no_loss_is_its_own_and_the_others_are_told(monkeypatch):
@@ -215,10 +215,10 @@ def test_an_error_that_is_no_loss_is_its_own_and_the_others_are_told(monkeypatch
         raise UnsupportedModelError("of this network alone")
 
     monkeypatch.setattr(Engine, "__init__", fail)
-    lifeline = Lifelines()
+    watchdog = FiredWatchdog()
     with pytest.raises(UnsupportedModelError):
-        TwinEngine(SimpleNamespace(ranks=Ranks(0, 2, None, lifeline)), None)
-    assert lifeline.failed
+        TwinEngine(SimpleNamespace(ranks=Ranks(0, 2, None, watchdog)), None)
+    assert watchdog.failed
 
 
 @pytest.mark.slow

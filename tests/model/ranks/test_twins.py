@@ -25,13 +25,13 @@ class Tape:
         self.places = dict.fromkeys(self.said, 0)
         self.has_let_go = False
 
-    def least(self, number):
+    def all_reduce_min(self, number):
         return number
 
-    def let_go(self):
+    def disarm(self):
         self.has_let_go = True
 
-    def noticing(self, *, or_fail=False):
+    def detecting_loss(self, *, or_fail=False):
         return contextlib.nullcontext()
 
     def next(self, kind, mine):
@@ -42,13 +42,13 @@ class Tape:
         self.places[kind] += 1
         return pickle.loads(self.said[kind][self.places[kind] - 1])  # noqa: S301  # our own
 
-    def told(self, message=None):
+    def broadcast(self, message=None):
         return self.next("told", message)
 
-    def shared(self, tensor):
+    def broadcast_tensor(self, tensor):
         return self.next("shared", tensor.clone())
 
-    def all_of(self, content):
+    def all_gather(self, content):
         return [self.next("all_of", content), content]
 
 
@@ -115,7 +115,7 @@ def test_what_is_said_is_said_once_with_the_tokens_of_the_prompt():
     engine.step()
     engine.abort(request)
     engine.empty_cache(enable_caching=False)
-    engine.step() if engine.has_unfinished else engine._ranks.told(engine._said)
+    engine.step() if engine.has_unfinished else engine._ranks.broadcast(engine._said)
     said = [*map(pickle.loads, tape.said["told"])]
     assert said[0][0].prompt == list(request.tokens[: request.num_prompt_tokens])
     assert said[1:] == [None, [_Aborted(request.request_id), _Emptied(enable_caching=False)]]
@@ -164,7 +164,7 @@ def test_a_twin_goes_on_where_the_first_rank_cannot():
 
 def test_a_twin_that_has_ended_a_request_earlier_says_so():
     tape = Tape(1, {"told": [pickle.dumps([_Aborted(7)])], "shared": [], "all_of": []})
-    with pytest.raises(RanksDivergedError, match="rank 1 has ended request 7, and rank 0 has not"):
+    with pytest.raises(RanksDivergedError, match="rank 1 has finished request 7, rank 0 has not"):
         twin(tape).follow()
 
 
@@ -177,7 +177,9 @@ def test_other_blocks_are_noticed_where_ranks_are_compared(is_checked):
     taken = other.kv.open(range(9))
     other.kv.reserve(taken, 9)
     if is_checked:
-        with pytest.raises(RanksDivergedError, match="rank 1 has other block tables than rank 0"):
+        with pytest.raises(
+            RanksDivergedError, match="rank 1 and rank 0 have different block tables"
+        ):
             other.follow()
     else:
         assert other.follow() is False
@@ -202,7 +204,9 @@ def test_ranks_are_compared_by_requests_and_tokens_and_blocks(what):
 
 def test_a_whole_model_has_no_twin_and_an_engine_for_it_is_alone():
     model, config = build("qwen3", 25), EngineConfig(num_blocks=9, block_size=4)
-    with pytest.raises(InvalidArgumentError, match="model: wanted one that several ranks share"):
+    with pytest.raises(
+        InvalidArgumentError, match="model: it was not loaded for tensor parallelism"
+    ):
         TwinEngine(model, ReferenceBackend(), config)
     assert type(engine_of(model, ReferenceBackend(), config)) is Engine
     cut = dataclasses.replace(model, ranks=Tape(0))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from model.sample import request_sampler, sampler
+from model.sample import passes, request_sampler, sampler
 from tests.model import sampling_checks as checks
 from tests.model.sample import test_engine_sampling as engines
 
@@ -24,7 +24,7 @@ HUNT = settings(
 )
 
 
-# What stands in `sampler.py`, what a bug makes of it, and the check that finds it.
+# What stands in `sampler.py` or `passes.py`, what a bug makes of it, and the check that finds it.
 SAMPLER_BUGS = [
     ("ranks >= cut.top_k", "ranks > cut.top_k", checks.check_cuts),
     ("searchsorted(cumulative, cut.top_p *", "searchsorted(cumulative, 0.9 *", checks.check_cuts),
@@ -60,12 +60,14 @@ SAMPLER_BUGS = [
 
 
 def planted(snippet, bug):
-    """A copy of the sampler with a bug in it."""
-    source = Path(sampler.__file__).read_text(encoding="utf-8")
-    assert source.count(snippet) == 1, snippet
-    module = types.ModuleType("planted_sampler")
-    sys.modules[module.__name__] = module  # dataclasses look there
-    exec(compile(source.replace(snippet, bug), module.__name__, "exec"), module.__dict__)  # noqa: S102
+    """A copy of the sampler and its passes with a bug in one of them."""
+    sources = [Path(each.__file__).read_text(encoding="utf-8") for each in (passes, sampler)]
+    assert sum(source.count(snippet) for source in sources) == 1, snippet
+    for name, source in zip(("planted_passes", "planted_sampler"), sources, strict=True):
+        module = types.ModuleType(name)
+        sys.modules[name] = module  # dataclasses look there
+        changed = source.replace(snippet, bug).replace("model.sample.passes", "planted_passes")
+        exec(compile(changed, name, "exec"), module.__dict__)  # noqa: S102
     return module
 
 

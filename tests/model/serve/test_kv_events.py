@@ -70,5 +70,5 @@ def test_an_address_in_use_is_told_before_a_model_is_loaded(make_engine):
 
 
 def test_a_replay_without_events_is_refused():
-    with pytest.raises(ValueError, match="kv_replay: wanted together with kv_events"):
+    with pytest.raises(ValueError, match="kv_replay: has no effect without kv_events"):
         ServeConfig(kv_replay=ANYWHERE)

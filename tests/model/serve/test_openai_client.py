@@ -230,7 +230,7 @@ def test_a_wrong_field_is_named(client, wrong, status, param, streams):
     ("wrong", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "narrator", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"top_logprobs": 3}, "top_logprobs"),

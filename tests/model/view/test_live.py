@@ -22,7 +22,7 @@ from tests.model.serve.conftest import Served
 from tests.model.view.conftest import CELL_COLOURS, kind
 from tests.model.view.replay import Replay
 
-KEY = "an-api-key-that-nobody-guesses"
+KEY = "an-api-key-that-is-hard-to-guess"
 DEADLINE_S = 30
 PROMPT = "one prompt that both of them share, "
 
@@ -124,7 +124,7 @@ def test_readers_see_what_the_engine_has_whenever_they_come(served):
             }
 
 
-def test_nothing_is_looked_at_while_nobody_watches(served, monkeypatch):
+def test_nothing_is_sampled_without_a_viewer(served, monkeypatch):
     looks = []
     look = PoolFeed._look
 
@@ -173,7 +173,7 @@ def test_a_held_block_names_the_requests_that_hold_it(make_engine):
     assert live._report(engine, own)[1] == [pair[1].request_id]
 
 
-def test_what_was_sent_with_a_salt_is_shown_to_nobody(served):
+def test_what_was_sent_with_a_salt_is_never_shown(served):
     def salted(engine):
         engine.kv.reset()
         secret = engine.kv.open([9] * 5, namespace=kvcore.Namespace(salt=b"tenant"))

@@ -268,7 +268,7 @@ BROKEN = {
     "nothing": ("", "not JSON"),
     "not JSON": ('{"kvcore": ', "not JSON"),
     "a number": ("7", "no trace that --trace has written"),
-    "another program's trace": ('{"traceEvents": []}', "says nothing of a pool"),
+    "another program's trace": ('{"traceEvents": []}', "holds no KV cache blocks"),
     "another version": ('{"kvcore": {"version": 2}}', "version: wanted 1, got 2"),
     "no frames": (
         '{"kvcore": {"version": 1, "num_blocks": 9, "groups": [{"kind": "x", "block_size": 1}]}}',

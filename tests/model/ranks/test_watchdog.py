@@ -10,15 +10,15 @@ import threading
 import pytest
 
 from model.errors import RankLostError
-from model.ranks import lifeline
-from model.ranks.lifeline import LOST, Lifeline, meet
+from model.ranks import ranks
+from model.ranks.ranks import LOST, Watchdog, meet
 
 _S = 10.0
 GONE = "rank {} of the processes that share the network is gone"
 
 
 class Minded:
-    """A lifeline to some other processes, and their ends of it."""
+    """A watchdog to some other processes, and their ends of it."""
 
     def __init__(self, *ranks, grace_s=0.0):
         self.ended = threading.Event()
@@ -27,14 +27,14 @@ class Minded:
         for each in self.others.values():
             each.settimeout(_S)
         mine = {rank: mine for rank, (mine, _) in pairs.items()}
-        self.lifeline = Lifeline(mine, self.ended.set, grace_s)
+        self.watchdog = Watchdog(mine, self.ended.set, grace_s)
 
     def said_to(self, rank):
         return int.from_bytes(self.others[rank].recv(4), "little", signed=True)
 
     def join(self):
-        self.lifeline._thread.join(_S)
-        assert not self.lifeline._thread.is_alive()
+        self.watchdog._thread.join(_S)
+        assert not self.watchdog._thread.is_alive()
 
     def close(self):
         for each in self.others.values():
@@ -58,7 +58,7 @@ def test_the_end_of_another_process_is_one_line_that_names_it_and_ends_this_one(
     assert capsys.readouterr().err == f"error: {GONE.format(2)}\n"
     assert minded.said_to(1) == 2
     assert minded.others[1].recv(4) == b""
-    error = minded.lifeline.loss()
+    error = minded.watchdog.loss()
     assert (str(error), error.was_told) == (GONE.format(2), True)
 
 
@@ -68,14 +68,14 @@ def test_what_the_first_process_has_told_is_not_told_again(mind, capsys):
     assert minded.ended.wait(_S)
     minded.join()
     assert capsys.readouterr().err == ""
-    assert str(minded.lifeline.loss()) == GONE.format(3)
+    assert str(minded.watchdog.loss()) == GONE.format(3)
 
 
 def test_a_process_that_fails_by_itself_says_why_and_the_others_only_end(mind, capsys):
     failing, other = mind(0), mind(0)
-    first = Lifeline({1: failing.others.pop(0), 2: other.others.pop(0)}, lambda: None, 0.0)
-    failing.lifeline.fail()
-    for each in (first, other.lifeline):
+    first = Watchdog({1: failing.others.pop(0), 2: other.others.pop(0)}, lambda: None, 0.0)
+    failing.watchdog.fail()
+    for each in (first, other.watchdog):
         each._thread.join(_S)
         assert str(each.loss()) == GONE.format(1)
     assert other.ended.is_set()
@@ -84,8 +84,8 @@ def test_a_process_that_fails_by_itself_says_why_and_the_others_only_end(mind, c
 
 def test_a_process_that_was_let_go_ends_nobody_and_tells_that_it_ends(mind, capsys):
     minded = mind(1, grace_s=_S)
-    minded.lifeline.let_go()
-    minded.lifeline.let_go()
+    minded.watchdog.disarm()
+    minded.watchdog.disarm()
     assert minded.said_to(1) == -1
     minded.others[1].close()
     minded.join()
@@ -104,9 +104,9 @@ def test_processes_that_end_in_order_are_not_lost(mind, capsys):
 
 
 def test_a_collective_that_fails_while_all_are_there_is_told_by_its_error(mind, monkeypatch):
-    monkeypatch.setattr(lifeline, "_NOTICE_S", 0.0)
+    monkeypatch.setattr(ranks, "_NOTICE_S", 0.0)
     minded = mind(1)
-    error = minded.lifeline.loss()
+    error = minded.watchdog.loss()
     assert (str(error), error.was_told) == (LOST, False)
     assert not minded.ended.is_set()
 
@@ -147,8 +147,8 @@ def test_a_first_process_that_is_not_there_is_told():
 
 def test_a_process_that_waits_in_vain_leaves_with_one_line():
     code = (
-        "import socket, threading; from model.ranks.lifeline import Lifeline;"
-        "a, b = socket.socketpair(); Lifeline({1: a}, grace_s=0.0); b.close();"
+        "import socket, threading; from model.ranks.ranks import Watchdog;"
+        "a, b = socket.socketpair(); Watchdog({1: a}, grace_s=0.0); b.close();"
         "threading.Event().wait()"
     )
     ended = subprocess.run(

@@ -35,7 +35,9 @@ def prefilled(kv, prompt):
 def seen(kv, seqs):
     """What can be hit, what was said of it, and what each sequence holds."""
     events = [
-        (type(event), name, event.group) for event in kv.events.take() for name in event.names
+        (type(event), name, event.group)
+        for event in kv.events.take()
+        for name in event.block_hashes
     ]
     tables = [seq.block_tables for seq in seqs]
     return events, tables, [seq.tokens for seq in seqs], kvcore.fold((), kv.snapshot())
@@ -48,7 +50,7 @@ def seen(kv, seqs):
     lag=st.integers(1, 3),
 )
 @example([[0] * 4, [0] * 9], [1] * 9, 2)
-def test_told_later_is_told_at_once(layout, prompts, steps, lag):
+def test_tokens_resolved_later_give_the_same_result(layout, prompts, steps, lag):
     """One engine reads every step at once, the other a few steps later; then both have read all."""
     sync, ahead = manager(layout), manager(layout)
     one = [prefilled(sync, prompt) for prompt in prompts]
@@ -65,10 +67,10 @@ def test_told_later_is_told_at_once(layout, prompts, steps, lag):
         ahead.step(two, computed, None)
         unread.append(tokens)
         if len(unread) > lag:
-            ahead.tell_step(two, unread.pop(0))
+            ahead.resolve_step(two, unread.pop(0))
         kvcore.check(ahead)
     for tokens in unread:
-        ahead.tell_step(two, tokens)
+        ahead.resolve_step(two, tokens)
     kvcore.check(ahead)
     mine, its = seen(sync, one), seen(ahead, two)
     if layout == "full":
@@ -92,10 +94,10 @@ def test_what_is_expected_counts_and_is_seen_by_nobody_until_it_is_told():
     assert (seq.num_tokens, seq.num_computed_tokens, seq.num_settled_tokens) == (5, 5, 3)
     assert seq.tokens == (1, 2, 3)
     assert kv.plan([1, 2, 3, 4, 5]).num_cached_tokens == 0
-    kv.tell(seq, [4])
+    kv.resolve(seq, [4])
     assert kv.plan([1, 2, 3, 4, 5]).num_cached_tokens == 4
-    assert seq.num_untold_tokens == 1
-    assert "5 tokens (1 untold), 5 computed" in repr(seq)
+    assert seq.num_unknown_tokens == 1
+    assert "5 tokens (1 unknown), 5 computed" in repr(seq)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +113,14 @@ def test_what_nobody_expects_is_refused(tokens, start, wanted):
     seq = prefilled(kv, [1, 2, 3])
     kv.expect(seq, 2)
     for call in (
-        lambda: kv.tell(seq, tokens, start=start),
-        lambda: kv.tell_step(
-            [seq], tokens, num_told=[len(tokens)], starts=None if start is None else [start]
+        lambda: kv.resolve(seq, tokens, start=start),
+        lambda: kv.resolve_step(
+            [seq], tokens, num_resolved=[len(tokens)], starts=None if start is None else [start]
         ),
     ):
         with pytest.raises(kvcore.NotExpectedError, match=wanted):
             call()
-    assert (seq.tokens, seq.num_untold_tokens) == ((1, 2, 3), 2)
+    assert (seq.tokens, seq.num_unknown_tokens) == ((1, 2, 3), 2)
 
 
 def test_no_more_is_computed_than_was_told_or_is_expected():
@@ -144,15 +146,15 @@ def test_what_was_sampled_before_a_cut_is_found_out_after_it():
     kv.expect(seq, 2)
     kv.truncate(seq, 2)
     with pytest.raises(kvcore.NotExpectedError):
-        kv.tell(seq, [4])
+        kv.resolve(seq, [4])
     kv.expect(seq, 1)  # something else is to stand where the cut was
     with pytest.raises(kvcore.NotExpectedError):
-        kv.tell(seq, [4], start=3)
-    kv.tell(seq, [9], start=2)
+        kv.resolve(seq, [4], start=3)
+    kv.resolve(seq, [9], start=2)
     assert seq.tokens == (1, 2, 9)
     kv.close(seq)
     with pytest.raises(kvcore.StaleSequenceError):
-        kv.tell(seq, [4])
+        kv.resolve(seq, [4])
 
 
 @pytest.mark.parametrize("join", ["append", "extend", "step", "decode_step"])
@@ -167,7 +169,7 @@ def test_a_known_token_does_not_overtake_an_expected_one(join):
         "step": lambda: kv.step([first, seq], [0, 1], [6, 4]),
         "decode_step": lambda: kv.decode_step([first, seq], [6, 4]),
     }
-    with pytest.raises(kvcore.UntoldTokensError, match="1 are not"):
+    with pytest.raises(kvcore.UnknownTokensError, match="1 are not"):
         calls[join]()
     assert (first.tokens, seq.tokens, seq.num_tokens) == ((5,), (1, 2, 3), 4)
     kvcore.check(kv)
@@ -192,8 +194,8 @@ def test_a_load_that_failed_leaves_what_is_expected():
     kv.reserve(seq, 2)
     kv.commit(seq, 1)
     assert kv.fail_load(seq, 2) == (seq,)
-    assert (seq.num_computed_tokens, seq.num_tokens, seq.num_untold_tokens) == (2, 7, 2)
-    kv.tell(seq, [6, 7])
+    assert (seq.num_computed_tokens, seq.num_tokens, seq.num_unknown_tokens) == (2, 7, 2)
+    kv.resolve(seq, [6, 7])
     kv.reserve(seq, 5)
     kv.commit(seq, 5)
     assert kv.plan([*range(1, 9)]).num_cached_tokens == 4
@@ -208,7 +210,7 @@ def test_a_reset_leaves_what_is_expected_and_nothing_of_it_is_found():
     kv.commit(seq, 2)
     with kv.lease(seq):
         kv.reset()
-        kv.tell(seq, [4, 5])
+        kv.resolve(seq, [4, 5])
     assert seq.tokens == (1, 2, 3, 4, 5)
     assert kv.plan([1, 2, 3, 4, 5]).num_cached_tokens == 0
     kvcore.check(kv)
@@ -258,7 +260,7 @@ def test_a_step_that_is_refused_has_moved_nobody(changed, error, wanted):
     with pytest.raises(error, match=wanted):
         kv.step(
             step["seqs"], step["num_computed"], step["tokens"],
-            num_joining=step["num_joining"], room=step["room"],
+            num_joining=step["num_joining"], num_reserved=step["room"],
         )  # fmt: skip
     assert [(s.tokens, s.num_computed_tokens, s.block_table) for s in seqs] == before
     kvcore.check(kv)

@@ -1,23 +1,34 @@
-"""Products of few rows with a weight, and what stands around them in a layer, as kernels for a GPU.
+"""Kernels of `few_rows.py` for a GPU: a product with all that surrounds it, and rotated heads.
+
+`multiply`, a product of 2 or 4 rows with a weight:
 
     out = [residual +] x' @ weight.T [+ bias]        x' = x, or scale * x / rms(x)
-    out = silu(x' @ gate.T) * (x' @ up.T)             where gate and up lie one after the other
+    out = silu(x' @ gate.T) * (x' @ up.T)             if gated; the weight is gate, then up
 
-With few rows a product is the reading of its weight. A program reads TILE rows of it, all at once
-where a row is short, else STEP numbers of each after the other; the norm before and what comes
-after cost it nothing beside that, and save a launch each, a microsecond or two. Sums are float32,
-and what the network rounds on the way (the normed row, the product before it is added) is not
-rounded here: results are near, not the same bits.
+With few rows a product costs as much as reading its weight. A program reads TILE rows of the
+weight, a short row at once and a long one in steps of STEP numbers. The norm before and the work
+after cost nothing beside that, and save a launch each, one or two microseconds. Grid: slices of
+TILE numbers of `out`. Bytes moved: the weight once; x once per program, from the L2 cache.
 
-On a Hopper GPU a program begins while the one before it in the stream still runs, and reads its
-weight, which nobody writes, before it waits for the rows.
+`rotate`, queries and keys of few tokens, normed and rotated:
 
-Grid: slices of TILE numbers of `out`. Bytes moved: the weight once; x once a program, from the L2
-cache. Knows nothing of layers.
+    h' = h / rms(h) * scale                 of each head, if there are scales
+    out = h' * cos + turned(h') * sin       turned: the second half, negated, then the first
+
+Queries, keys and values of a token are contiguous, as one product gives them. Grid: (token, query
+or key head), one warp each. Bytes moved: queries and keys are read and written once; values stay.
+
+Sums are float32. What the network rounds in between (the normed row, the product before it is
+added) is not rounded here, so results are close, but not bit-identical. On a Hopper GPU a program
+starts while the previous kernel of the stream still runs, and reads its weight, which no kernel
+writes, before it waits for the rows.
+
+Does not know: layers, caches, batches.
 """
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,15 +208,120 @@ def multiply(
     width, count = weight.shape[1], weight.shape[0] // (2 if is_gated else 1)
     rows = x.numel() // width
     cut = cut or cut_of(width, count, is_gated=is_gated)
-    if overlapping is None:
-        overlapping = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    overlaps, options = _overlap(x, overlapping=overlapping)
     out = torch.empty((1, rows, count), dtype=x.dtype, device=x.device)
     tensors = [x.contiguous(), weight] + [x if one is None else one for one in (scale, bias)]
     tensors += [x if residual is None else residual.contiguous(), out]
     does = (scale is not None, is_gated, bias is not None, residual is not None)
-    options: dict[str, Any] = {"launch_pdl": True} if overlapping else {}
     _multiply[triton.cdiv(count, cut.tile),](
-        *tensors, eps, rows, width, count, *does, cut.tile, cut.step, cut.stages, overlapping,
+        *tensors, eps, rows, width, count, *does, cut.tile, cut.step, cut.stages, overlaps,
         num_warps=cut.warps, **options,
     )  # fmt: skip
     return out
+
+
+def _overlap(tensor: Tensor, *, overlapping: bool | None) -> tuple[bool, dict[str, Any]]:
+    """Whether a kernel starts while the previous one runs, and the launch options for that."""
+    if overlapping is None:
+        overlapping = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return overlapping, {"launch_pdl": True} if overlapping else {}
+
+
+@_jit
+def _rotate(
+    product: tl.tensor,  # [num_tokens, STRIDE]
+    cos: tl.tensor,  # [num_tokens, DIM]
+    sin: tl.tensor,  # [num_tokens, DIM]
+    q_scale: tl.tensor,  # [DIM], if NORMED
+    k_scale: tl.tensor,  # [DIM], if NORMED
+    out: tl.tensor,  # [num_tokens, heads of queries and keys, DIM], written
+    EPS: tl.constexpr,
+    STRIDE: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,  # of queries and keys
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,  # of DIM
+    WIDTH: tl.constexpr,  # a power of two, at least HALF
+    NORMED: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    token, head = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, WIDTH)
+    inside = lane < HALF
+    first = tl.full([WIDTH], 1.0, tl.float32)
+    second = first
+    if NORMED:
+        scale = k_scale
+        if head < Q_HEADS:
+            scale = q_scale
+        first = tl.load(scale + lane, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(scale + HALF + lane, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAPS:
+        gdc_launch_dependents()
+        gdc_wait()
+    at = product + token * STRIDE + head * DIM + lane
+    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        squares = tl.sum(low * low, 0) + tl.sum(high * high, 0)
+        norm = tl.rsqrt(squares / DIM + EPS)
+        low, high = low * norm * first, high * norm * second
+    turn = token * DIM + lane
+    cos_low = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
+    cos_high = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+    sin_low = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
+    sin_high = tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+    to = out + (token * HEADS + head) * DIM + lane
+    dtype = out.dtype.element_ty
+    tl.store(to, (low * cos_low - high * sin_low).to(dtype), mask=inside)
+    tl.store(to + HALF, (high * cos_high + low * sin_high).to(dtype), mask=inside)
+
+
+def rotate(
+    product: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+    num_q_heads: int,
+    num_kv_heads: int,
+    *,
+    overlapping: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of each token, as the module says: [num_tokens, heads, dim].
+
+    One launch; values are a view of the product.
+
+    Args:
+        product: [1, num_tokens, numbers], without gaps.
+        cos: [1, num_tokens, dim].
+        sin: likewise.
+        q_scale: [dim], of the norm; None: there is none, nor for keys.
+        k_scale: [dim].
+        eps: of the norm.
+        num_q_heads: heads of queries.
+        num_kv_heads: heads of keys, and of values.
+        overlapping: None: where the device can.
+    """
+    num_tokens, dim = product.shape[1], cos.shape[-1]
+    heads = num_q_heads + num_kv_heads
+    overlaps, options = _overlap(product, overlapping=overlapping)
+    out = torch.empty((num_tokens, heads, dim), dtype=product.dtype, device=product.device)
+    scales = [cos if one is None else one for one in (q_scale, k_scale)]
+    _rotate[num_tokens, heads](
+        product, cos.contiguous(), sin.contiguous(), *scales, out, eps, product.shape[2],
+        num_q_heads, heads, dim, dim // 2, triton.next_power_of_2(dim // 2), q_scale is not None,
+        overlaps, num_warps=1, **options,
+    )  # fmt: skip
+    values = product[0, :, heads * dim :].view(num_tokens, num_kv_heads, dim)
+    return out[:, :num_q_heads], out[:, num_q_heads:], values
+
+
+def attend_rotated(
+    call: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+    layer: int,
+    *given: Any,  # noqa: ANN401  # those of `rotate`
+) -> Tensor:
+    """Attention of a layer over what `rotate` gives: [num_tokens, num_q_heads, dim]."""
+    return call(layer, *rotate(*given))

@@ -9,8 +9,7 @@ import sys
 import torch
 from torch.nn import functional
 
-from model.compile.small_heads import rotate
-from model.compile.small_products import Cut, multiply
+from model.compile.few_rows_kernels import Cut, multiply, rotate
 
 SHAPES = (  # width, count, cut
     (48, 64, None),

@@ -5,9 +5,8 @@ import torch
 
 import backends
 from model.control.config import EngineConfig
-from model.forward.begin import begin
 from model.forward.network import PagedNetwork
-from model.forward.prepare import prepare_network
+from model.forward.warm_up import compile_network, prepare_network
 from tests.model.networks import build
 
 CONFIG = EngineConfig(compile=True, max_num_seqs=4, max_num_batched_tokens=64)
@@ -17,7 +16,7 @@ CONFIG = EngineConfig(compile=True, max_num_seqs=4, max_num_batched_tokens=64)
 def done(monkeypatch):
     """What of a preparation has been done, in order."""
     found = []
-    for name in ("warm_up", "warm_up_draws", "capture"):
+    for name in ("warm_up", "warm_up_draws", "trace"):
         method = getattr(PagedNetwork, name)
 
         def noting(network, *arguments, name=name, method=method):
@@ -40,27 +39,27 @@ def prepared(network, config=CONFIG):
 
 def test_what_has_begun_is_gone_on_with(done):
     network = network_of("qwen3", 1)
-    assert begin(network, CONFIG) == begin(network, CONFIG) == "captured"
+    assert compile_network(network, CONFIG) == compile_network(network, CONFIG) == "traced"
     network.free()
     network.allocate(40, 16)
-    assert prepared(network) == "captured"
-    assert sorted(done) == ["capture", "warm_up", "warm_up_draws"]
-    assert prepared(network) == "captured"  # and from the beginning, whoever asks again
-    assert sorted(done) == 2 * ["capture"] + 2 * ["warm_up"] + 2 * ["warm_up_draws"]
+    assert prepared(network) == "traced"
+    assert sorted(done) == ["trace", "warm_up", "warm_up_draws"]
+    assert prepared(network) == "traced"  # and from the beginning, whoever asks again
+    assert sorted(done) == 2 * ["trace"] + 2 * ["warm_up"] + 2 * ["warm_up_draws"]
 
 
 def test_why_a_network_runs_as_it_is_is_told_by_whoever_goes_on(done):
     network = network_of("gpt_oss", 1)
-    why = begin(network, CONFIG)
+    why = compile_network(network, CONFIG)
     assert why.startswith("eager (")
     assert prepared(network) == why
-    assert done.count("capture") == 1
+    assert done.count("trace") == 1
 
 
 @pytest.mark.parametrize("settings", [{"eager": True}, {"sanitize": True}, {"compile": False}])
 def test_a_network_that_is_to_run_as_it_is_is_not_traced(settings, done):
     network = network_of("qwen3", 1)
-    assert begin(network, EngineConfig(**settings)) == "eager"
+    assert compile_network(network, EngineConfig(**settings)) == "eager"
     assert sorted(done) == ["warm_up", "warm_up_draws"]
 
 
@@ -71,5 +70,5 @@ def test_a_kernel_that_does_not_compile_is_told(monkeypatch):
     monkeypatch.setattr(PagedNetwork, "warm_up", fail)
     network = network_of("qwen3", 1)
     with pytest.raises(OSError, match="no room"):
-        begin(network, CONFIG)
-    assert network.begun is None
+        compile_network(network, CONFIG)
+    assert network.mode is None
