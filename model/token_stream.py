@@ -137,10 +137,12 @@ class TokenStream:
 
     Attributes:
         samples: in their order.
+        on_first_token: is called once, when the first token has come.
     """
 
     def __init__(self, abort: "Callable[[TokenStream], None]", samples: Sequence[Sample]) -> None:
         self.samples = tuple(samples)
+        self.on_first_token: Callable[[], None] | None = None
         self._abort = abort
         self._news: deque[Sample] = deque()
         self._num_open = len(samples)
@@ -211,6 +213,8 @@ class TokenStream:
             NotServingError: it was stopped.
         """
         self._wants_all = True
+        if self._news:
+            self._announce()
         while self._num_open and self._error is None:
             await self._wait()
         if self._error is not None:
@@ -241,6 +245,7 @@ class TokenStream:
             self._news.append(sample)
         if sample.finish_reason is not None:
             self._num_open -= 1
+        self._announce()
         if not self._wants_all or self._num_open == 0:
             self._wake()
 
@@ -249,6 +254,11 @@ class TokenStream:
         self._num_open = 0
         self._error = error
         self._wake()
+
+    def _announce(self) -> None:
+        if self.on_first_token is not None:
+            self.on_first_token()
+            self.on_first_token = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -10,7 +10,7 @@ and refuses, before anything is allocated, what would not fit.
 | `kv_memory_fraction` | this share of what is free |
 | nothing | on a GPU 0.9 of what is free, elsewhere 1 GiB or half of what is free |
 
-What is free on a GPU is what the network and the largest step leave (`profile.py`); elsewhere what
+What is free on a GPU is what the network and the largest step leave (`warm_up.py`); elsewhere what
 the system and the process's control groups say. Where it is known how long all requests can become,
 the cache is never larger than they can use. A draft model has as many blocks beside, so a block
 costs what it takes in both.

@@ -1,1 +1,1 @@
-"""Several replicas of an engine as one: which of them takes a request."""
+"""Several replicas of an engine behind one server, on Ray Serve."""

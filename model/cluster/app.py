@@ -1,9 +1,9 @@
-"""The application on Ray Serve: OpenAI's face before replicas of an engine.
+"""The application on Ray Serve: an ingress, and replicas that run the application of `model.serve`.
 
     serve run model.cluster.app:build replicas=2 model=Qwen/Qwen3-8B
 
-Decides: what Ray sets aside for a replica (a placement group for the processes that share a
-network), when there are more of them, and how it is asked whether it lives.
+Decides: the resources of a replica (with tensor parallelism, a placement group), when replicas are
+added, and how often their health is checked.
 
 Does not know: command lines, signals.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray import serve
@@ -20,55 +20,24 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouter
 
 from model.cluster.args import parse_args
 from model.cluster.config import ClusterOptions
-from model.cluster.front import ReplicatedEngine
+from model.cluster.ingress import Ingress
 from model.cluster.replica import Replica
 from model.errors import UsageError
-from model.serve.app import create_app
 
-if TYPE_CHECKING:
-    from model.load.loader import TextCodec
-
-_MANY = 1_000_000  # requests at once: the engine says itself when too many wait
+_MANY = 1_000_000  # concurrent requests: the engine itself refuses when too many wait
 _OURS = "model.cluster.routing:EventRouter"
 _RAYS = {
     "ray-power-of-two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
-    "ray-prefix": "model.cluster.rays:PrefixRouter",
+    "ray-prefix": "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router:"
+    "PrefixCacheAffinityRouter",  # its public module needs vLLM
 }
 
 
-class Face:
-    """Answers clients; an actor of Ray's.
-
-    Args:
-        replicas: a handle of theirs.
-        options: the command line.
-    """
-
-    def __init__(self, replicas: Any, options: ClusterOptions) -> None:  # noqa: ANN401  # Ray's
-        path = options.model.path
-
-        def load_codec() -> TextCodec:
-            codec: TextCodec = import_module("model.load.loader").load_codec(path)
-            return codec
-
-        self._engine = ReplicatedEngine(replicas, load_codec, options.cluster)
-        self._config = options.serve
-
-    async def record_replica_metadata(self) -> Mapping[str, str]:
-        """Nothing; but Ray asks once, and until then this is not there for clients."""
-        await self._engine.ready()
-        return {}
-
-    def __serve_build_asgi_app__(self) -> object:  # Ray asks for it
-        """The application; Ray asks once."""
-        return create_app(self._engine, self._config, counts=self._engine)
-
-
 def app_of(options: ClusterOptions) -> Any:  # noqa: ANN401  # Ray has no types
-    """The application of a command line, for Ray Serve to run.
+    """Return the application that Ray Serve runs for a command line.
 
     Raises:
-        UsageError: the router that was asked for is not installed.
+        UsageError: the router of --router is not installed.
     """
     cluster, drain_s = options.cluster, options.serve.drain_timeout_s
     process = process_needs(options)
@@ -99,31 +68,31 @@ def app_of(options: ClusterOptions) -> Any:  # noqa: ANN401  # Ray has no types
         health_check_period_s=2.0,
         **sizes,
     )
-    face = serve.deployment(serve.ingress()(Face)).options(
-        name="face",
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        name="ingress",
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MANY,
         graceful_shutdown_timeout_s=drain_s,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    return face.bind(replicas.bind(options), options)
+    return ingress.bind(replicas.bind(options), options)
 
 
 def build(arguments: Mapping[str, str]) -> Any:  # noqa: ANN401  # Ray has no types
-    """The application of `serve run` and of its configuration files.
+    """Return the application for `serve run` and for configuration files of Ray Serve.
 
     Args:
         arguments: flags of `python -m model.cluster` without their dashes, `tp=2` for `--tp 2`.
 
     Raises:
-        UsageError: as the command line.
+        UsageError: a flag or its value is wrong.
     """
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
     return app_of(parse_args(flags))
 
 
 def process_needs(options: ClusterOptions) -> dict[str, float]:
-    """What Ray sets aside for each process of a replica, by its names. O(1)."""
+    """Return the Ray resources of each process of a replica. O(1)."""
     needs = {"CPU": options.cluster.cpus_per_process}
     if options.model.backend != "numba" and ray.cluster_resources().get("GPU", 0):
         needs["GPU"] = 1

@@ -16,8 +16,8 @@ from model.errors import UsageError
 from model.serve.config import ServeConfig, keys_of_environment
 
 _EPILOG = """\
-Serves OpenAI's interface by several replicas of an engine, on Ray Serve. With --tp N a replica is N
-processes, each on a GPU of its own. SIGTERM and SIGINT let what runs go on for --drain-timeout-s.
+Serves OpenAI's API with several replicas of an engine, on Ray Serve. With --tp N a replica is N
+processes, each on its own GPU. After SIGTERM or SIGINT, running requests have --drain-timeout-s.
 
 Exit codes are those of model.run.
 """
@@ -26,8 +26,8 @@ _NOT_HERE = ("kv_events", "kv_replay", "access_log")
 
 def cluster_flags() -> Flags:
     """The flags of `python -m model.cluster`. O(flags)."""
-    flags = Flags("python -m model.cluster", "Serve a model by several replicas.", _EPILOG)
-    flags.add("how many, and who takes what", ClusterConfig)
+    flags = Flags("python -m model.cluster", "Serve a model with several replicas.", _EPILOG)
+    flags.add("replicas and routing", ClusterConfig)
     flags.add("how clients are met", ServeConfig)
     flags.add("what runs in each replica", ModelOptions)
     flags.add("how large its cache and a step are, and how it runs", EngineConfig)
@@ -44,7 +44,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ClusterOptions:
     said = cluster_flags().parse(argv)
     for name in said.given(ServeConfig).keys() & set(_NOT_HERE):
         flag = name.replace("_", "-")
-        raise UsageError(f"--{flag} has no meaning here: it is about one process")
+        raise UsageError(f"--{flag} has no meaning here: it is a flag of one server process")
     model = said.of(ModelOptions)
     serve = said.of(
         ServeConfig,

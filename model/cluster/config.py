@@ -1,4 +1,4 @@
-"""The settings of several replicas as one.
+"""The settings of several replicas behind one server.
 
 Invariants: a configuration that exists is in range; it never changes.
 
@@ -16,55 +16,57 @@ from model.errors import InvalidArgumentError
 from model.serve.config import ServeConfig
 
 Routing = Literal["prefix", "round-robin", "power-of-two", "ray-power-of-two", "ray-prefix"]
-"""How a replica is chosen; the last two are Ray Serve's own."""
+"""How a replica is chosen; the last two are Ray Serve's own routers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
-    """How many replicas there are, and which of them takes a request."""
+    """The number of replicas, and how one of them is chosen for a request."""
 
-    replicas: int = setting(2, help="replicas, or the fewest of them", least=1, most=1024)
+    replicas: int = setting(
+        2, help="number of replicas; with --max-replicas, the minimum", least=1, most=1024
+    )
     max_replicas: int | None = setting(
-        None, help="as many as waiting tokens ask for, up to this (default: --replicas)", least=1
+        None, help="autoscale up to this many replicas (default: --replicas)", least=1
     )
     waiting_tokens: int = setting(
-        4096, help="tokens of prompts that may wait for each replica before there is one more",
+        4096, help="waiting prompt tokens per replica above which a replica is added",
         least=1, needs=("max_replicas",),
     )  # fmt: skip
     router: Routing = setting(
         "prefix",
-        help="which replica takes a request: the one that holds most of its prompt and has least "
-        "to do, the next one, the less loaded of two; or Ray's own",
+        help="how a replica is chosen for a request: by the prefix cache hit and the load, in "
+        "turn, the less loaded of two random ones; or by one of Ray's own routers",
     )
     running_weight: int = setting(
         16,
-        help="what a running request costs in that choice, in tokens that wait",
+        help="cost of a running request in that choice, in waiting tokens",
         least=0,
         needs=("router=prefix", "router=power-of-two"),
     )
     miss_weight: float = setting(
-        2.0, help="what a token of the prompt costs that a replica does not hold", least=0,
+        2.0, help="cost of a prompt token that is not in the prefix cache of a replica", least=0,
         below=math.inf, needs=("router=prefix",),
     )  # fmt: skip
     retries: int = setting(
-        2, help="how often a request is sent again whose replica was lost before its first token",
+        2, help="how often a request is sent again if its replica is lost before its answer starts",
         least=0, most=100,
     )  # fmt: skip
     replica_timeout_s: float = setting(
-        60.0, help="how long a request waits for a replica that takes it", above=0, below=math.inf
+        60.0, help="how long a request waits for a replica to accept it", above=0, below=math.inf
     )
     start_timeout_s: float = setting(
         300.0, help="how long Ray may take to start its proxy, which is slow on a busy machine",
         above=0, below=math.inf,
     )  # fmt: skip
     cpus_per_process: float = setting(
-        1.0, help="processors that Ray sets aside for each process of a replica", least=0,
+        1.0, help="CPUs that Ray reserves for each process of a replica", least=0,
         below=math.inf,
     )  # fmt: skip
     address: str | None = setting(
         None,
-        help="a Ray cluster that runs, such as auto (default: one of this machine, which ends with "
-        "this command)",
+        help="address of a running Ray cluster, or auto (default: start Ray on this machine, and "
+        "stop it with this command)",
     )
 
     def __post_init__(self) -> None:
@@ -81,10 +83,10 @@ class ClusterOptions:
     """A command line, parsed.
 
     Attributes:
-        cluster: how many replicas, and who takes what.
-        serve: how clients are met.
-        model: which runs in each.
-        engine: its sizes, in each.
+        cluster: the replicas, and how requests are routed to them.
+        serve: the settings of the server.
+        model: the model of each replica.
+        engine: the sizes of each replica's engine.
     """
 
     cluster: ClusterConfig

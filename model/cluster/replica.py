@@ -1,25 +1,28 @@
-"""One replica: an asynchronous engine in an actor of Ray's, on one GPU or on several.
+"""One replica: the application of `model.serve` over an engine, in a Ray actor, on one GPU or more.
 
-Where several processes share the network, this one leads, and has an actor for each of the others,
-in the same placement group; they end with it.
+Where several processes share the network, this actor is rank 0 and starts an actor for each of the
+others in the same placement group; they end with it.
 
-Decides: that a replica whose engine has stopped is not healthy, so that Ray starts another.
+Decides: that a replica whose engine has stopped is unhealthy, so that Ray starts another.
 
-Does not know: HTTP, the other replicas, who chooses among them.
+Does not know: the other replicas, and how one of them is chosen.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import serve
 from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -27,20 +30,23 @@ from kvcore.wire import Publisher
 from model.async_engine import AsyncEngine, EngineState, NotServingError
 from model.cli.exits import FAILED
 from model.cluster.config import ClusterOptions
+from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Forwarded, Piece
 from model.cluster.routing import EVENTS, REPLAY
 from model.cluster.scaling import WAITING
-from model.cluster.sent import Facts, Message, Piece, Refusal, Sent, Taken
 from model.errors import ModelError
+from model.serve.app import create_app
 
-if TYPE_CHECKING:  # torch is not loaded where a replica is only named
+if TYPE_CHECKING:  # the driver names this class without loading torch
+    from starlette.types import Message
+
     from model.engine import Engine
 
 REFUSED = "kvcore-refused: "
-"""Stands before the one line that says why a replica cannot be."""
+"""Stands before the line that says why a replica cannot start."""
 
 
 class Replica:
-    """Runs requests for the face.
+    """Answers requests that the ingress forwards; Ray runs it as a deployment.
 
     Args:
         options: the command line.
@@ -61,32 +67,46 @@ class Replica:
             stream_share=options.serve.stream_share,
             announce=self._announce,
         )
+        self._app = create_app(self._engine, options.serve, has_page=False)
 
-    async def generate(self, sent: Sent) -> AsyncIterator[Message]:
-        """Continue a prompt: that it was taken, then what comes of it; or why not."""
+    async def answer(self, asked: Forwarded) -> AsyncIterator[str | Piece]:
+        """Answer a request: TAKEN at once, then FIRST_TOKEN and the pieces of the answer.
+
+        The request is aborted when Ray cancels this.
+        """
+        yield TAKEN
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        body: list[Message] = [{"type": "http.request", "body": asked.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if not body:
+                await asyncio.Event().wait()  # this task is cancelled when the client goes away
+            return body.pop()
+
+        report = partial(sent.put_nowait, {"type": FIRST_TOKEN})
+        scope = {**asked.scope, "state": {"first_token": report}}
+        running = asyncio.create_task(self._app(scope, receive, sent.put))
+        running.add_done_callback(lambda _: sent.put_nowait(None))
+        held: list[Message] = []
         try:
-            stream = await self._engine.submit(sent.asked)
-        except ModelError as error:
-            yield Refusal.of(error)
-            return
-        async with stream:
-            yield Taken()
-            try:
-                async for delta in stream:
-                    yield Piece(delta, stream.num_cached_tokens)
-            except ModelError as error:
-                yield Refusal.of(error)
+            while (message := await sent.get()) is not None:
+                if message["type"] == FIRST_TOKEN:
+                    yield FIRST_TOKEN
+                    continue
+                held.append(message)
+                if sent.empty() and message["type"] == "http.response.body":
+                    yield _piece(held)
+                    held.clear()
+        finally:
+            running.cancel()
 
-    async def facts(self) -> Facts:
-        """What the face has to know."""
-        engine = self._engine.engine
-        return Facts(
-            engine.vocab_size, engine.max_model_len, engine.kv.block_size,
-            engine.config.max_num_seqs,
-        )  # fmt: skip
+    async def metrics(self) -> tuple[str, str]:
+        """Return the name of the replica, and its metrics as Prometheus reads them."""
+        page, _ = self._app.state.metrics.page()
+        return serve.get_replica_context().replica_tag, page.decode()
 
     async def record_replica_metadata(self) -> Mapping[str, str]:
-        """Where the events are; Ray asks once, before it sends requests."""
+        """Return where the events are published; Ray asks once, before it sends requests."""
         self._engine.start()
         await self._engine.ready()
         found = self._publisher
@@ -95,17 +115,17 @@ class Replica:
         return {EVENTS: found.endpoint, REPLAY: found.replay}
 
     async def record_autoscaling_stats(self) -> Mapping[str, float]:
-        """How many tokens wait; Ray asks now and then."""
+        """Return how many tokens wait; Ray asks now and then."""
         return {WAITING: float(await self._engine.call(_num_waiting_tokens))}
 
     async def check_health(self) -> None:
-        """Raise if no request can be run any more; Ray asks now and then."""
+        """Raise if no request can run any more; Ray asks now and then."""
         health = self._engine.health
         if health.state is EngineState.STOPPED:
             raise NotServingError(f"the engine has stopped: {health.last_fault}")
 
     async def __del__(self) -> None:
-        """Give back what the engine holds; Ray waits for it when the replica is let go."""
+        """Release what the engine holds; Ray awaits it when the replica ends."""
         with contextlib.suppress(ModelError):
             await self._engine.stop()
 
@@ -113,6 +133,17 @@ class Replica:
         where = f"tcp://{ray.util.get_node_ip_address()}:*"
         self._publisher = Publisher(engine.kv, where, where, wake=wake)
         return self._publisher
+
+
+def _piece(messages: Sequence[Message]) -> Piece:
+    """One piece of several ASGI messages."""
+    starts = [(m["status"], list(m["headers"])) for m in messages if "status" in m]
+    bodies = [m for m in messages if "status" not in m]
+    return Piece(
+        start=starts[0] if starts else None,
+        body=b"".join([m.get("body", b"") for m in bodies]),
+        is_last=not bodies[-1].get("more_body", False),
+    )
 
 
 def _num_waiting_tokens(engine: Engine) -> int:
@@ -128,9 +159,9 @@ class _Follower:
         os.environ.update(environment)
 
     def follow(self) -> int:
-        """Do what the replica does, until it ends; an error ends this process, and so the replica.
+        """Run the steps of rank 0 until it ends; an error ends this process, and so the replica.
 
-        An actor outlives what its methods raise, and those it shares a network with would wait.
+        An actor outlives what its methods raise, and the other ranks would wait for it.
         """
         try:
             start = import_module("model.cli.start")
@@ -143,7 +174,7 @@ class _Follower:
 
 
 def _start_others(options: ClusterOptions) -> list[Any]:
-    """Start the processes that share the network, and be the first of them."""
+    """Start the processes that share the network, and make this one rank 0."""
     size = options.model.tp
     if size == 1:
         return []

@@ -1,19 +1,16 @@
-"""Which replica takes a request: the one where it waits least before its first token.
+"""The scoring of replicas: which one takes a request.
 
-Decides: by policy. `prefix` weighs what a replica holds of the prompt against what waits there
-already: the cost of a replica is the tokens that wait to be computed there, some for each request
-that runs, and those of the prompt that it does not hold; the last count more than once, because
-what is computed twice is room and time that others would have had. `round-robin` and
-`power-of-two` (the less loaded of two drawn ones) look at no prompt and stand beside it for
-comparison.
+Decides: by policy. `prefix` takes the replica of least cost: the tokens that wait to be computed
+there, a constant for each running request, and the tokens of the prompt that the replica does not
+hold. The last count more than once, because computing them again takes time and blocks from other
+requests. `round-robin` and `power-of-two` (the less loaded of two random replicas) ignore the
+prompt and serve as comparisons.
 
-What a replica holds comes from an index that follows it. What it has not told yet is guessed: a
-prompt that was sent and has no first token yet will be there when the next one like it is computed,
-so requests that come together stay together.
+An index of KV events says what a replica holds. A prompt that was sent there and has no first token
+yet counts as held too, so that requests with the same prefix that arrive together stay together.
 
-Invariants: a request counts at its replica from `choose` until its ticket ends, once; a replica
-that was removed is chosen no more, and tickets of it change nothing. Calls may come from
-any thread.
+Invariants: a request counts at its replica from `choose` until its ticket ends, once; a removed
+replica is never chosen, and its tickets change nothing. Any thread may call.
 
 Does not know: sockets, Ray, time.
 """
@@ -32,24 +29,24 @@ from model.errors import InvalidArgumentError, ModelError
 Policy = Literal["prefix", "round-robin", "power-of-two"]
 
 Match = Callable[[Sequence[int], kvcore.Namespace], Mapping[str, int]]
-"""By replica, how many tokens of a prompt it holds as a prefix: `kvcore.wire.Index.match`."""
+"""Returns the length of the prompt's prefix that each replica holds: `kvcore.wire.Index.match`."""
 
 _BYTES_PER_TOKEN = 4
-_LOOK_BACK = 4  # so many prompts that are on their way to a replica are looked at
+_LOOK_BACK = 4  # the prompts on their way to a replica that are compared
 
 
 class NoReplicaError(ModelError):
-    """No replica takes requests now."""
+    """There is no replica."""
 
 
 @dataclass(slots=True)
 class _Replica:
-    """What was sent to a replica and is not done.
+    """The unfinished requests of a replica.
 
     Attributes:
-        num_waiting_tokens: that it has to compute for requests without a first token.
-        num_running: requests, those included.
-        coming: prompts without a first token, packed, by ticket, with whom they share.
+        num_waiting_tokens: tokens still to compute for requests without a first token.
+        num_running: requests, including those.
+        coming: by ticket, the namespace and the packed prompt of requests without a first token.
     """
 
     num_waiting_tokens: int
@@ -61,8 +58,8 @@ class Ticket:
     """A request at its replica.
 
     Attributes:
-        replica: which one.
-        num_expected: tokens of the prompt that the replica is expected to have.
+        replica: its name.
+        num_expected: tokens of the prompt that the replica is expected to hold.
     """
 
     __slots__ = ("_at", "_is_over", "_lock", "_num_waiting", "num_expected", "replica")
@@ -78,12 +75,12 @@ class Ticket:
         self._is_over = False
 
     def has_begun(self) -> None:
-        """Say that the first token has come. Again: nothing. O(1)."""
+        """Record the first token; a second call changes nothing. O(1)."""
         with self._lock:
             self._begin()
 
     def end(self) -> None:
-        """Say that the request is over, however. Again: nothing. O(1)."""
+        """Record the end of the request; a second call changes nothing. O(1)."""
         with self._lock:
             self._begin()
             if not self._is_over:
@@ -100,15 +97,15 @@ class Router:
     """Chooses replicas.
 
     Args:
-        match: what each replica holds of a prompt.
+        match: returns what each replica holds of a prompt.
         policy: how to choose.
-        running_weight: what a running request costs, in tokens: steps that it makes longer.
-        miss_weight: what a token of the prompt costs that the replica does not hold.
-        block_size: guesses count whole blocks of so many tokens.
-        seed: of what is drawn.
+        running_weight: the cost of a running request, in tokens: it makes steps longer.
+        miss_weight: the cost of a token of the prompt that the replica does not hold.
+        block_size: prompts without a first token count as held in whole blocks of this size.
+        seed: of the random choices.
 
     Raises:
-        InvalidArgumentError: an unknown policy, or a number that cannot be.
+        InvalidArgumentError: the policy is unknown, or a number is out of range.
     """
 
     def __init__(
@@ -141,21 +138,21 @@ class Router:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """Those that take requests. O(replicas)."""
+        """The names of all replicas. O(replicas)."""
         return tuple(self._replicas)
 
     def add(self, name: str) -> None:
-        """Let a replica take requests; one of that name before is gone. O(1)."""
+        """Add a replica, in place of any of the same name. O(1)."""
         with self._lock:
             self._replicas[name] = _Replica(0, 0, {})
 
     def remove(self, name: str) -> None:
-        """Choose a replica no more. O(1)."""
+        """Remove a replica, if it is there. O(1)."""
         with self._lock:
             self._replicas.pop(name, None)
 
     def load(self, name: str) -> int:
-        """Return what waits at a replica, in tokens. O(1)."""
+        """Return the load of a replica, in tokens. O(1)."""
         at = self._replicas[name]
         return at.num_waiting_tokens + self._running_weight * at.num_running
 
@@ -166,10 +163,10 @@ class Router:
 
         Args:
             tokens: the prompt.
-            namespace: with whom it shares what is computed of it.
+            namespace: requests of the same namespace share cached blocks.
 
         Raises:
-            NoReplicaError: there is none.
+            NoReplicaError: there is no replica.
         """
         prompt = namespace, array("I", tokens).tobytes()
         held = self._match(tokens, namespace) if self._policy == "prefix" else {}
@@ -203,18 +200,18 @@ class Router:
     def _least_cost(
         self, num_tokens: int, held: Mapping[str, int], prompt: tuple[kvcore.Namespace, bytes]
     ) -> tuple[str, int]:
-        """Return the replica that has least to do before the first token, and what it holds."""
+        """Return the replica of least cost, and the tokens of the prompt that it holds."""
         weight = self._running_weight
         names = list(self._replicas)
         self._turn += 1
         best, least, expected = "", math.inf, 0
-        for place in range(len(names)):  # from another one each time: equals take turns
+        for place in range(len(names)):  # start at another one each time, so that equals take turns
             name = names[(place + self._turn) % len(names)]
             at = self._replicas[name]
             has = held.get(name, 0)
             waiting = at.num_waiting_tokens + weight * at.num_running
             if waiting >= least:
-                continue  # whatever it holds
+                continue  # whatever the replica holds
             if at.coming:
                 has = max(has, self._coming(at, *prompt))
             cost = waiting + self._miss_weight * (num_tokens - has)
@@ -223,7 +220,7 @@ class Router:
         return best, expected
 
     def _coming(self, at: _Replica, namespace: kvcore.Namespace, packed: bytes) -> int:
-        """Return how much of a prompt a replica will hold once it has computed what it was sent."""
+        """Return how much of a prompt a replica will hold after the prompts sent to it."""
         width = self._block_size * _BYTES_PER_TOKEN
         longest = 0
         for shared, sent in list(at.coming.values())[-_LOOK_BACK:]:
@@ -233,7 +230,7 @@ class Router:
 
 
 def _common(one: bytes, other: bytes) -> int:
-    """Return how many bytes at their beginnings are the same. O(bytes)."""
+    """Return the length of the common prefix. O(bytes)."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

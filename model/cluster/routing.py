@@ -1,10 +1,10 @@
-"""Our router inside Ray Serve: which replica takes a request, by what each one's cache holds.
+"""Our scoring inside Ray Serve's request router: the KV events of each replica decide.
 
-Ray Serve makes one in each process that sends requests, and tells it which replicas there are; each
-replica says, once, where it publishes its events. A request that is not one for tokens goes to
-whichever replica comes first.
+Ray Serve makes a router in each process that sends requests, and tells it which replicas there are;
+each replica's metadata say where it publishes its events. A request without a prompt goes to any
+replica.
 
-Invariants: a replica that Ray has lost is chosen no more, and what it held is forgotten.
+Invariants: a replica that Ray has lost is never chosen, and its blocks are forgotten.
 
 Does not know: requests beside their prompts, how a choice is made (`router.py`).
 """
@@ -22,15 +22,15 @@ from ray.serve.request_router import (
 
 import kvcore
 from kvcore import wire
+from model.cluster.forwarded import Forwarded
 from model.cluster.router import NoReplicaError, Policy, Router
-from model.cluster.sent import Sent
 
 EVENTS, REPLAY = "kv_events", "kv_replay"
-"""What a replica's metadata call the addresses of its events."""
+"""The names of the addresses of its events in a replica's metadata."""
 
 
 class EventRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Follows each replica's events, and sends a request where it waits least."""
+    """Follows each replica's events, and sends a request to the replica that costs it least."""
 
     def initialize_state(
         self,
@@ -73,16 +73,16 @@ class EventRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Choose for a request; Ray calls it again where the chosen one has no room."""
-        sent = next((one for one in _arguments(pending_request) if isinstance(one, Sent)), None)
-        if sent is None or isinstance(sent.asked.prompt, str):
+        asked = None if pending_request is None else pending_request.args[0]
+        if not isinstance(asked, Forwarded) or not asked.tokens:
             return [candidate_replicas]
-        sent.end()
+        asked.end_ticket()
         began = time.thread_time_ns()
         try:
-            ticket = self._choice.choose(sent.asked.prompt, sent.asked.namespace)
+            ticket = self._choice.choose(asked.tokens, asked.namespace)
         except NoReplicaError:
             return [candidate_replicas]
-        sent.take(ticket, time.thread_time_ns() - began)
+        asked.take(ticket, time.thread_time_ns() - began)
         return [[self._known[ticket.replica]]]
 
     def _match(self, tokens: Sequence[int], namespace: kvcore.Namespace) -> Mapping[str, int]:
@@ -91,7 +91,3 @@ class EventRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
     def _forget(self, name: str) -> None:
         self._choice.remove(name)
         self._subscriber.remove(name)
-
-
-def _arguments(pending: PendingRequest | None) -> Sequence[object]:
-    return () if pending is None else pending.args

@@ -1,8 +1,8 @@
-"""How many replicas there should be: as many as the tokens that wait in them ask for.
+"""Autoscaling: the number of replicas follows the tokens of prompts that wait in them.
 
-Ray Serve asks once in a while, holds the answer between its bounds, and waits before it follows.
+Ray Serve asks periodically, and waits before it follows the answer.
 
-Does not know: Ray beside what it tells of a deployment, engines.
+Does not know: Ray beside the metrics of a deployment, engines.
 """
 
 import math
@@ -10,22 +10,22 @@ from collections.abc import Mapping
 from typing import Any
 
 WAITING = "num_waiting_tokens"
-"""What replicas call the tokens that wait in them."""
+"""The name of the tokens that wait in a replica, in its autoscaling metrics."""
 
 
 class ByWaitingTokens:
     """A policy of Ray Serve.
 
     Args:
-        waiting_tokens: so many may wait for each replica.
+        waiting_tokens: the number of tokens that may wait for each replica.
     """
 
     def __init__(self, waiting_tokens: int) -> None:
         self._waiting_tokens = waiting_tokens
 
     def __call__(self, context: Any) -> tuple[int, dict[str, object]]:  # noqa: ANN401  # Ray's
-        """Say how many replicas there should be, and what to remember: nothing. O(replicas)."""
-        told: Mapping[str, Mapping[object, float]] = context.aggregated_metrics or {}
-        waiting = sum(told.get(WAITING, {}).values())
+        """Return the number of replicas, and an empty state. O(replicas)."""
+        metrics: Mapping[str, Mapping[object, float]] = context.aggregated_metrics or {}
+        waiting = sum(metrics.get(WAITING, {}).values())
         least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
         return max(least, min(most, math.ceil(waiting / self._waiting_tokens))), {}

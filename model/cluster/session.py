@@ -1,9 +1,9 @@
-"""Replicas from a command line to their end.
+"""Start replicas from a command line, and stop them.
 
-Decides: what is found out before anything slow is done: that the port is free, that Ray has what
-the replicas need. How long Ray may take: it gives up on its own proxy after a minute, which a busy
-machine exceeds, so that is waited for here. And how it ends: the first SIGTERM or SIGINT lets what
-runs go on, the second ends at once; whatever happens, what was started is stopped.
+Decides: what is checked before anything slow: the port is free, and Ray has the resources that the
+replicas need. Ray gives up on its own proxy after a minute, which a busy machine exceeds, so the
+wait for the proxy is here. The first SIGTERM or SIGINT drains, the second ends at once; in every
+case what was started is stopped.
 
 Does not know: what a replica does.
 """
@@ -36,31 +36,31 @@ _APP = "kvcore"
 _LOOK_S = 0.2
 _CONNECT_S = 5.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_STORE_BYTES = 256 << 20  # what goes between processes is small
+_STORE_BYTES = 256 << 20  # messages between processes are small
 
 
 class NotDeployedError(ModelError):
-    """The replicas refuse what they were given."""
+    """The replicas refuse their settings."""
 
 
 class NotStartedError(OSError):
-    """Ray, or what runs on it, does not start; the input is not to blame. Exit code 3."""
+    """Ray or a deployment does not start, for a reason other than the input. Exit code 3."""
 
 
 class Asked:
-    """Whether a signal has asked for an end; the one after the first does as it did before."""
+    """Whether a signal has asked for the end; a second signal has its previous effect."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._before = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def heed(self) -> None:
-        """Have the signals ask: again where a library has taken them for itself. O(1)."""
+        """Handle the signals; again after a library has installed its own handlers. O(1)."""
         for number in _SIGNALS:
             signal.signal(number, self._ask)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until one has asked, or so long; whether one has."""
+        """Wait for a signal, at most `timeout_s`; return whether one has come."""
         return self._event.wait(timeout_s)
 
     def _ask(self, _number: int, _frame: FrameType | None) -> None:
@@ -73,9 +73,9 @@ def run(options: ClusterOptions) -> int:
     """Serve until a signal ends it; the exit code.
 
     Raises:
-        ModelError: the replicas cannot be, or the address cannot be had.
+        ModelError: the replicas refuse their settings, or the address is not available.
         NotStartedError: Ray does not start them.
-        Stopped: a signal came before they were there.
+        Stopped: a signal came before they were ready.
     """
     asked = Asked()
     asked.heed()
@@ -88,18 +88,18 @@ def run(options: ClusterOptions) -> int:
 
 @contextlib.contextmanager
 def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
-    """Replicas that serve, and where; at the end of the block they drain and are gone.
+    """Start replicas and yield their address; at the end of the block they drain and stop.
 
     Args:
         options: the command line.
-        asked: whether to give up before they are there.
+        asked: a signal that ends the start.
 
     Raises:
-        ModelError: they cannot be, or the address cannot be had.
+        ModelError: the replicas refuse their settings, or the address is not available.
         NotStartedError: Ray does not start them.
-        Stopped: it was asked for.
+        Stopped: a signal came before they were ready.
     """
-    with listen(options.serve) as free:  # Ray tells only in a log that a port is in use
+    with listen(options.serve) as free:  # Ray reports a port in use only in its log
         address = address_of(free, options.serve)
         host, port = free.getsockname()[:2]
     say(f"{address}: starting {options.cluster.replicas} replicas of {options.model.path}")
@@ -107,7 +107,7 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     _start_ray(options.cluster.address)
-    asked.heed()  # Ray has taken them
+    asked.heed()  # Ray has installed its own handlers
     try:
         _check_resources(options)
         tls = {
@@ -127,7 +127,7 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
             _wait_until_ready(asked, options.cluster.start_timeout_s)
         yield address
     finally:
-        with contextlib.suppress(Exception):  # whatever it was, the rest is stopped too
+        with contextlib.suppress(Exception):  # whatever fails, the rest is stopped too
             serve.delete(_APP)
         if options.cluster.address is not None:
             serve.shutdown()
@@ -135,14 +135,14 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
 
 
 def _start_ray(address: str | None) -> None:
-    """Start Ray on this machine, or join a cluster that runs."""
+    """Start Ray on this machine, or join a running cluster."""
     if address is not None:
         try:
             ray.init(address, log_to_driver=False, logging_level="ERROR")
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"--address {address}: {error}") from error
         return
-    # Ray's default is 15: any other load of the machine would go before the replicas.
+    # Ray's default is 15: any other program would run before the replicas.
     os.environ.setdefault("RAY_worker_niceness", "0")
     with _one_line("Ray does not start on this machine"):
         ray.init(
@@ -156,7 +156,7 @@ def _start_ray(address: str | None) -> None:
 
 @contextlib.contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """Tell what Ray raises, which may be a traceback of another process, by its last line."""
+    """Report an error of Ray, which may be a traceback of another process, by its last line."""
     try:
         yield
     except (ModelError, NotStartedError):
@@ -168,7 +168,7 @@ def _one_line(what: str) -> Iterator[None]:
 
 
 def _check_address(address: str | None) -> None:
-    """Raise unless something listens there; Ray would try for minutes. A few seconds at most."""
+    """Raise unless something listens at the address; Ray would try for minutes."""
     said = re.fullmatch(r"(?:ray://)?\[?(.+?)\]?:(\d+)", address or "")
     if said is None:
         return
@@ -179,7 +179,7 @@ def _check_address(address: str | None) -> None:
 
 
 def _check_resources(options: ClusterOptions) -> None:
-    """Raise unless Ray has what all replicas need; a cluster that grows may have it later."""
+    """Raise unless Ray has the resources of all replicas; a cluster may still grow."""
     if options.cluster.address is not None:
         return
     there = ray.cluster_resources()
@@ -194,7 +194,7 @@ def _check_resources(options: ClusterOptions) -> None:
 
 
 def _wait_until_ready(asked: Asked, timeout_s: float) -> None:
-    """Wait until the replicas serve, however long they load, and so long for Ray's proxy."""
+    """Wait until the replicas are ready, and at most `timeout_s` for Ray's proxy."""
     end_s = time.monotonic() + timeout_s
     while not asked.wait(_LOOK_S):
         status = serve.status()
@@ -209,7 +209,7 @@ def _wait_until_ready(asked: Asked, timeout_s: float) -> None:
                 f"Ray Serve does not start: its proxy did not answer within {timeout_s:g} s "
                 "(--start-timeout-s)"
             )
-    raise Stopped(signal.SIGTERM, "before the replicas were there")
+    raise Stopped(signal.SIGTERM, "before the replicas were ready")
 
 
 def _check_application(found: Any) -> None:  # noqa: ANN401  # Ray has no types

@@ -2,8 +2,8 @@
 
 With a token or two a layer is its weights, read once, and kernels that are too short to be worth
 their launches. So the norm before a product, the gate between two and the sum after one go into the
-product (`small_products.py`), and norms and rotation of queries and keys are one kernel
-(`small_heads.py`): of a layer's dozen kernels four products, that one and attention are left.
+product (`few_rows_kernels.py`), and norms and rotation of queries and keys are one kernel
+(`few_rows_kernels.py`): of a layer's dozen kernels four products, that one and attention are left.
 
 Decides: which nodes of a graph belong to a product or a rotation, by what they compute; a norm or a
 gate of another kind stays where it is. Invariants: what a node does not show is not assumed; the

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from prometheus_client.registry import Collector
 
 import kvcore
 from model.async_engine import AsyncEngine, EngineState
@@ -24,17 +23,17 @@ from model.serve.gate import Gate
 from model.serve.live import live
 from model.serve.metrics import Metrics
 from model.serve.protocol import ErrorReport, field_names
-from model.serve.service import Served, Service
+from model.serve.service import Service
 
 _DEFAULT_NAME = "model"
 
 
 def create_app(
-    engine: Served,
+    engine: AsyncEngine,
     config: ServeConfig,
     *,
     log: Callable[[str], None] | None = None,
-    counts: Collector | None = None,
+    has_page: bool = True,
 ) -> FastAPI:
     """An application that serves an engine; the engine starts with it.
 
@@ -42,16 +41,14 @@ def create_app(
         engine: not started yet; this becomes its observer.
         config: how clients are met.
         log: takes a line of JSON for each request; None: none is made.
-        counts: what `/metrics` tells of an engine that is not in this process.
+        has_page: whether the page of the pool is there.
     """
     service = Service(engine, config.served_model_name or _DEFAULT_NAME, config)
     metrics = Metrics(service.name)
     routers = [status(service, metrics), about(service), completions(service), chat(service)]
-    if isinstance(engine, AsyncEngine):
-        metrics.read_from(engine)
+    if has_page:
         routers.append(live(service, engine))
-    elif counts is not None:
-        metrics.also_tell(counts)
+    metrics.read_from(engine)
     engine.observer = metrics
 
     @asynccontextmanager
@@ -69,8 +66,16 @@ def create_app(
         redoc_url=None,
         responses={400: {"model": ErrorReport}, 503: {"model": ErrorReport}},
     )
+    app.state.metrics = metrics
     for router in routers:
         app.include_router(router)
+    return meet_clients(app, config, log=log)
+
+
+def meet_clients(
+    app: FastAPI, config: ServeConfig, *, log: Callable[[str], None] | None = None
+) -> FastAPI:
+    """Put before an application what every request passes, and have it answer errors. O(1)."""
     handle_errors(app, field_names())
     if config.allow_origins:
         app.add_middleware(

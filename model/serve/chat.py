@@ -90,7 +90,7 @@ def chat(service: Service) -> APIRouter:
         service.serving()
         prompt = await service.encode_chat(
             body.messages,
-            opens_answer=body.add_generation_prompt is not False,
+            opens_answer=body.opens_answer,
             options=body.chat_template_kwargs,
         )
         max_tokens, name = body.max_completion_tokens, "max_completion_tokens"

@@ -170,6 +170,7 @@ async def answer(request: Request, service: Service, asked: Asked, form: Form) -
         return _EventStream(stream, form, asked.names)
     async with stream, _watching(request.receive, stream) as watcher:
         try:
+            stream.on_first_token = request.scope.get("state", {}).get("first_token")
             deltas = await stream.whole()
             for delta in deltas:
                 reason_json(delta)  # an error is told before anything is written

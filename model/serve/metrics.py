@@ -93,10 +93,6 @@ class Metrics:
         """Read what an engine counts whenever it is asked for. O(1)."""
         self._registry.register(_Counts(engine, self._name))
 
-    def also_tell(self, counts: Collector) -> None:
-        """Tell what another counts whenever it is asked for. O(1)."""
-        self._registry.register(counts)
-
     def page(self) -> tuple[bytes, str]:
         """What Prometheus gets, and its media type. O(metrics)."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST

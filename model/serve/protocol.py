@@ -10,6 +10,7 @@ than `bounds.py` allows.
 Does not know: how anything is answered.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
@@ -173,9 +174,14 @@ class GenerationRequest(_Strict):
             params,
             num_samples=self.num_samples,
             priority=self.priority or 0,
-            namespace=kvcore.Namespace(salt=(self.cache_salt or "").encode()),
+            namespace=self.namespace,
             retain=self.retentions,
         )
+
+    @property
+    def namespace(self) -> kvcore.Namespace:
+        """Requests of the same namespace share cached blocks. O(salt)."""
+        return kvcore.Namespace(salt=(self.cache_salt or "").encode())
 
     @property
     def retentions(self) -> tuple[kvcore.Retention, ...]:
@@ -305,6 +311,11 @@ class Message(_Strict):
         return self.content or ""
 
 
+def conversation(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as a chat template reads them. O(their text)."""
+    return [{"role": message.role, "content": message.text} for message in messages]
+
+
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
@@ -332,6 +343,11 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Any = None
     verbosity: Any = None
     web_search_options: Any = None
+
+    @property
+    def opens_answer(self) -> bool:
+        """Whether the prompt ends where the assistant begins to speak. O(1)."""
+        return self.add_generation_prompt is not False
 
 
 class TokenizeRequest(_Strict):

@@ -10,82 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from model.async_engine import Health, Observer
-from model.control.submission import Submission
+from model.async_engine import AsyncEngine
 from model.errors import InvalidArgumentError
 from model.serve.config import ServeConfig
 from model.serve.errors import ApiError, api_error
 from model.serve.gate import ids
-from model.serve.protocol import Message
-from model.token_stream import TokenStream
+from model.serve.protocol import Message, conversation
 
 if TYPE_CHECKING:  # torch is not loaded before an engine is made
-    from model.load.loader import TextCodec
-
+    from model.engine import Engine
 
 _LONG = 4096  # characters or tokens; more are made to each other on a thread of their own
-
-
-class Named(Protocol):
-    """A model, as far as clients meet it."""
-
-    @property
-    def codec(self) -> TextCodec:
-        """Its tokenizer."""
-        ...
-
-
-class Computing(Protocol):
-    """What computes, as far as clients meet it: an engine, or the same one in several replicas."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        ...
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens that a request may come to."""
-        ...
-
-    @property
-    def model(self) -> Named:
-        """The model that it runs."""
-        ...
-
-
-class Served(Protocol):
-    """What is served: an asynchronous engine, or several as one (`AsyncEngine` says what each is).
-
-    Attributes:
-        observer: is told what happens.
-    """
-
-    observer: Observer
-
-    @property
-    def health(self) -> Health:
-        """How it is."""
-        ...
-
-    @property
-    def engine(self) -> Computing:
-        """What computes; raises NotServingError while there is none."""
-        ...
-
-    def start(self) -> None:
-        """Begin to serve."""
-        ...
-
-    async def stop(self) -> None:
-        """End everything."""
-        ...
-
-    async def submit(self, *asked: Submission) -> TokenStream:
-        """Queue all that is asked, or none of it."""
-        ...
 
 
 class Service:
@@ -98,7 +35,7 @@ class Service:
         created: when it was made, in seconds of the epoch.
     """
 
-    def __init__(self, engine: Served, name: str, config: ServeConfig) -> None:
+    def __init__(self, engine: AsyncEngine, name: str, config: ServeConfig) -> None:
         self.engine = engine
         self.name = name
         self.config = config
@@ -123,7 +60,7 @@ class Service:
                 code="model_not_found",
             )
 
-    def serving(self) -> Computing:
+    def serving(self) -> Engine:
         """The engine, if it takes requests. O(1)."""
         health = self.engine.health
         if not health.is_ready:
@@ -166,10 +103,12 @@ class Service:
     ) -> list[int]:
         """The tokens of a conversation. O(its text)."""
         codec = self.engine.engine.model.codec
-        said = [{"role": message.role, "content": message.text} for message in messages]
         try:
             return await asyncio.to_thread(
-                codec.encode_chat, said, opens_answer=opens_answer, options=options
+                codec.encode_chat,
+                conversation(messages),
+                opens_answer=opens_answer,
+                options=options,
             )
         except InvalidArgumentError as error:
             raise api_error(error, {"prompt": "messages"}) from error

@@ -16,7 +16,7 @@ from model import (
 )
 from model.engine import Engine
 from model.errors import UnsupportedModelError
-from model.forward import profile
+from model.forward import warm_up
 from model.sample.request_sampler import Drawn
 from tests.model.networks import build, greedy_and_margin
 from tests.model.reference import ReferenceBackend
@@ -293,7 +293,7 @@ def test_more_memory_than_there_is_is_refused_with_the_bytes():
 
 
 def test_memory_of_unknown_size_is_still_refused_where_it_cannot_be_had(monkeypatch):
-    monkeypatch.setattr(profile, "host_free_bytes", lambda: None)
+    monkeypatch.setattr(warm_up, "host_free_bytes", lambda: None)
     with pytest.raises(InvalidArgumentError, match=r"blocks of .* could not be allocated on cpu"):
         make(num_blocks=2**31 - 1, block_size=2**20)
 

@@ -17,7 +17,7 @@ import backends
 from model import EngineConfig, InvalidArgumentError, Request, SamplingParams, Submission
 from model.compile import piecewise
 from model.engine import Engine
-from model.forward import profile
+from model.forward import warm_up
 from model.forward.network import PagedNetwork
 from model.load.loader import with_draft, wrap_network
 from model.sample import sampler
@@ -431,7 +431,7 @@ def test_a_full_step_with_drafts_is_replayed_and_its_memory_is_counted():
         network = PagedNetwork(model, backend)
         limits = EngineConfig(max_num_seqs=64, max_num_batched_tokens=512, drafts=guess)
         network.allocate(1, limits.block_size)
-        peaks.append(profile._peak_bytes(network, limits))
+        peaks.append(warm_up._peak_bytes(network, limits))
         network.free()
     # 320 rows in place of 64, of 320 float32 logits each, and what a draw makes of them
     assert peaks[1] > peaks[0] + 256 * 320 * 4

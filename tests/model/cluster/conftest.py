@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 
 _NEED_RAY = (
-    "model.cluster.front",
+    "model.cluster.ingress",
     "model.cluster.replica",
     "model.cluster.routing",
     "model.cluster.session",

@@ -1,12 +1,20 @@
-"""One replica, without Ray: what reaches its engine, and how a process that follows it ends."""
+"""One replica, without Ray: its answers, and how a process that follows it ends."""
 
+import asyncio
+import json
 from types import SimpleNamespace
 
 import pytest
 
+from model import LLM
+from model.async_engine import AsyncEngine
 from model.cluster.args import parse_args
+from model.cluster.forwarded import FIRST_TOKEN, TAKEN, Forwarded
 from model.errors import RankLostError
+from model.serve.app import create_app
+from model.tiny import CHECKPOINT_DIR
 
+DEADLINE_S = 60
 RAY = {
     "ray.serve": [],
     "ray.serve.request_router": ["PendingRequest", "ReplicaID", "RequestRouter", "RunningReplica"],
@@ -16,8 +24,10 @@ RAY = {
 
 
 @pytest.fixture
-def replica(played):
-    return played("model.cluster.replica", RAY)
+def replica(played, monkeypatch):
+    made = played("model.cluster.replica", RAY)
+    monkeypatch.delattr(made.Replica, "__del__")  # Ray awaits it
+    return made
 
 
 class GoneError(BaseException):
@@ -63,6 +73,86 @@ def test_how_clients_are_met_reaches_each_replicas_engine(replica, monkeypatch):
     start = SimpleNamespace(make_engine=lambda *_: "engine")
     monkeypatch.setattr(replica, "import_module", lambda _: start)
     monkeypatch.setattr(replica, "AsyncEngine", Engine)
-    monkeypatch.delattr(replica.Replica, "__del__")  # Ray awaits it
+    monkeypatch.setattr(replica, "create_app", lambda *_, **__: None)
     replica.Replica(parse_args(["--stream-share", "0.3", "--max-waiting", "7"]))
     assert made == [("engine", 0.3, 7)]
+
+
+@pytest.fixture
+def asked_of(replica):
+    """Run requests on a replica; each gives what the replica yields for it."""
+
+    def run(then):
+        def make():
+            return LLM(CHECKPOINT_DIR, backend="numba", num_blocks=400, max_num_seqs=16).engine
+
+        async def main():
+            async with asyncio.timeout(DEADLINE_S), AsyncEngine(make) as engine:
+                made = replica.Replica.__new__(replica.Replica)
+                made._engine = engine
+                made._app = create_app(engine, parse_args([]).serve, has_page=False)
+
+                def answer(path="/v1/completions", **asked):
+                    body = json.dumps(asked).encode()
+                    length = str(len(body)).encode()
+                    scope = {
+                        "type": "http", "method": "POST" if asked else "GET", "path": path,
+                        "query_string": b"", "headers": [(b"content-type", b"application/json"),
+                                                         (b"content-length", length)],
+                    }  # fmt: skip
+                    return made.answer(Forwarded(scope, body))
+
+                await then(answer, engine)
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_an_answer_is_the_servers_own_behind_the_news_of_its_first_token(asked_of):
+    async def then(answer, _):
+        news = [each async for each in answer(prompt="A tuple is", max_tokens=4, temperature=0)]
+        assert news[:2] == [TAKEN, FIRST_TOKEN]
+        [piece] = news[2:]
+        assert piece.start[0] == 200
+        assert piece.is_last
+        assert json.loads(piece.body)["usage"]["completion_tokens"] == 4
+
+    asked_of(then)
+
+
+def test_a_stream_starts_with_its_first_token_and_ends_once(asked_of):
+    async def then(answer, _):
+        news = answer(prompt=[5, 6], max_tokens=40, stream=True, ignore_eos=True)
+        taken, *pieces = [each async for each in news]
+        assert taken == TAKEN
+        assert [piece.start is not None for piece in pieces] == [True] + [False] * len(pieces[1:])
+        assert pieces[0].body.startswith(b"data: {")
+        assert [piece.is_last for piece in pieces] == [False] * len(pieces[1:]) + [True]
+        assert pieces[-1].body.endswith(b"data: [DONE]\n\n")
+
+    asked_of(then)
+
+
+def test_a_refusal_and_a_page_that_is_not_there_are_answers_too(asked_of):
+    async def then(answer, _):
+        _, refused = [each async for each in answer(prompt="x", max_tokens=100_000, stream=True)]
+        assert (refused.start[0], refused.is_last) == (400, True)
+        _, missing = [each async for each in answer(path="/")]
+        assert (missing.start[0], missing.is_last) == (404, True)
+
+    asked_of(then)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_request_is_aborted_when_its_answer_is_cancelled(asked_of, streams):
+    async def then(answer, engine):
+        news = answer(prompt=[5], max_tokens=100, stream=streams, ignore_eos=True)
+        assert [await anext(news), await anext(news)][0] == TAKEN
+        assert engine.num_open == 1
+        await news.aclose()
+        assert await engine.drain(DEADLINE_S) == 0
+        kv = engine.engine.kv
+        assert kv.num_free_blocks == kv.num_usable_blocks
+
+    asked_of(then)

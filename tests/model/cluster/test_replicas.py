@@ -1,4 +1,4 @@
-"""Replicas behind one face: the answers of one engine, also when a replica is lost or let go."""
+"""Replicas behind one ingress: the answers of one engine, also when a replica is lost or let go."""
 
 import contextlib
 import importlib.util
@@ -154,8 +154,9 @@ def streamed(client, events, **asked):
 
 
 def counted(client, name):
+    """A metric of the ingress, or the sum of a metric of all replicas."""
     page = client.get("/metrics").text
-    return float(re.search(rf"^kvcore:{name} (\S+)", page, re.MULTILINE).group(1))
+    return sum(map(float, re.findall(rf"^kvcore:{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)))
 
 
 def test_replicas_answer_what_one_engine_answers(client):
@@ -187,6 +188,49 @@ def test_prompts_that_begin_alike_find_what_the_others_have_computed(client):
         assert usage["prompt_tokens_details"]["cached_tokens"] == 320
     assert counted(client, "router_requests_total") == before + 8
     assert counted(client, "router_decision_seconds_total") > 0
+
+
+def test_chats_that_begin_alike_find_it_too(client):
+    begin = {"role": "user", "content": "list.append(x) adds an item to the end of the list. " * 8}
+    cached = []
+    for more in ("", "Why?"):
+        messages = [begin, {"role": "assistant", "content": "Yes."}, {"role": "user",
+                                                                      "content": more}]  # fmt: skip
+        asked = {"messages": messages, "max_tokens": 2}
+        usage = client.post("/v1/chat/completions", json=asked).json()["usage"]
+        cached.append(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+    assert cached[0] < 0.1
+    assert cached[1] > 0.8
+
+
+def test_metrics_are_told_of_each_replica(client):
+    complete(client, prompt="x", max_tokens=2).raise_for_status()
+    page = client.get("/metrics").text
+    ready = re.findall(r'^kvcore:engine_ready{.*replica="(\w+)".*} 1.0$', page, re.MULTILINE)
+    assert len(set(ready)) == len(ready) == 2
+    assert counted(client, "time_to_first_token_seconds_count") > 0
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_goes_away_frees_what_its_request_held(client, streams):
+    def aborted():
+        page = client.get("/metrics").text
+        return sum(map(int, re.findall(r'success_total{.*"aborted".*} (\d+)', page)))
+
+    before = aborted()
+    asked = {"prompt": [7] * 40, "max_tokens": 900, "ignore_eos": True, "stream": streams}
+    with (
+        contextlib.suppress(httpx.ReadTimeout),
+        client.stream("POST", "/v1/completions", json=asked, timeout=0.3) as response,
+    ):
+        assert response.status_code == 200
+        next(response.iter_lines())
+    wait_for(lambda: aborted() == before + 1)
+    assert counted(client, "num_requests_running") == 0
+
+
+def test_there_is_no_page(client):
+    assert client.get("/").status_code == 404
 
 
 def test_a_request_that_cannot_be_is_refused_before_a_stream_begins(client):

@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcore
+from model.cluster.forwarded import Forwarded
 from model.cluster.router import NoReplicaError, Router
-from model.cluster.sent import Sent
-from model.cluster.simulate import Load, main, simulate
-from model.control.submission import Submission
 from model.errors import InvalidArgumentError
+from tests.model.cluster.simulate import Load, main, simulate
 
 
 def router(policy="prefix", held=None, names="abc", **options):
@@ -58,14 +57,14 @@ def test_what_comes_for_one_tenant_is_nothing_to_another():
 
 def test_what_is_given_up_while_a_router_chooses_counts_nowhere():
     made = router(running_weight=1)
-    sent = Sent(Submission(list(range(100))))
-    sent.take(made.choose(sent.asked.prompt), 5)
-    sent.end()  # its replica is gone; it is sent again
-    again = made.choose(sent.asked.prompt)
-    sent.give_up()
-    sent.take(again, 5)
+    asked = Forwarded({}, b"", list(range(100)))
+    asked.take(made.choose(asked.tokens), 5)
+    asked.end_ticket()  # its replica is gone; it is sent again
+    again = made.choose(asked.tokens)
+    asked.end()
+    asked.take(again, 5)
     assert [made.load(name) for name in "abc"] == [0, 0, 0]
-    assert sent.ticket is None
+    assert asked.ticket is None
 
 
 def test_equals_take_turns():

@@ -1,4 +1,4 @@
-"""`python -m model.cluster.simulate`: many replicas without their networks, to compare routers.
+"""Compare routers over many replicas without networks: `python -m tests.model.cluster.simulate`.
 
 Decides: how time passes. Each replica has a real allocator, publishes its events through the real
 encoder, and the router asks the real index; only the network is a number: tokens computed a second,
@@ -143,7 +143,7 @@ class _Simulation:
     def run(self) -> Outcome:
         """Let all requests come and go. O(their tokens)."""
         load = self.load
-        rng = random.Random(load.seed)  # noqa: S311  # arrivals
+        rng = random.Random(load.seed)  # arrivals
         prefixes = [
             rng.choices(range(100_000), k=load.prefix_tokens) for _ in range(load.num_prefixes)
         ]
@@ -176,7 +176,7 @@ class _Simulation:
         """Let something happen."""
         heapq.heappush(self._events, (moment, next(self._number), happens))
 
-    def isolate(self, is_cut_off: bool) -> None:  # noqa: FBT001  # it is what happens
+    def isolate(self, is_cut_off: bool) -> None:  # it is what happens
         """Take some replicas' words from the router, or give them back."""
         for replica in list(self.replicas.values())[: self.load.num_cut_off]:
             replica.is_cut_off = is_cut_off
@@ -233,7 +233,8 @@ def simulate(load: Load, policy: Policy) -> Outcome:
 def main(arguments: list[str] | None = None) -> int:
     """Simulate and print a line a policy."""
     parser = argparse.ArgumentParser(
-        prog="python -m model.cluster.simulate", description="Compare routers without a network."
+        prog="python -m tests.model.cluster.simulate",
+        description="Compare routers without a network.",
     )
     for name, default in asdict(Load()).items():
         flag = "--" + name.replace("_", "-")

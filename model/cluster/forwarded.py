@@ -1,0 +1,93 @@
+"""What travels between the ingress and a replica: a client's request, and its answer in pieces.
+
+Decides: what of a request travels. A `Ticket` stays in the process of the router that issued it.
+
+Does not know: Ray, the engine, what a request asks.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import kvcore
+from model.cluster.router import Ticket
+
+_FIRST_LETTER = 0x4E00  # beyond the characters that have a meaning in a prompt
+
+TAKEN, FIRST_TOKEN = "taken", "first token"
+"""What a replica reports beside the pieces of an answer: it has the request; a first token exists,
+though nothing of the answer is ready to be sent."""
+
+
+class Piece(NamedTuple):
+    """A piece of an answer.
+
+    Attributes:
+        start: status and headers, in the first piece.
+        body: bytes of the body.
+        is_last: whether the answer ends with it.
+    """
+
+    start: tuple[int, list[tuple[bytes, bytes]]] | None
+    body: bytes
+    is_last: bool
+
+
+class Forwarded:
+    """A client's request on its way to a replica.
+
+    Attributes:
+        scope: the ASGI scope, as far as it can travel.
+        body: the whole body.
+        tokens: of the prompt, for the router; empty: any replica will do.
+        namespace: requests of the same namespace share cached blocks.
+        ticket: set by the router in this process; None: no router of ours has chosen.
+        decision_ns: processor time of the choice.
+    """
+
+    __slots__ = ("_is_over", "body", "decision_ns", "namespace", "scope", "ticket", "tokens")
+
+    def __init__(
+        self,
+        scope: Mapping[str, object],
+        body: bytes,
+        tokens: Sequence[int] = (),
+        namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
+    ) -> None:
+        self.scope = scope
+        self.body = body
+        self.tokens = tokens
+        self.namespace = namespace
+        self.ticket: Ticket | None = None
+        self.decision_ns = 0
+        self._is_over = False
+
+    def __reduce__(self) -> tuple[type["Forwarded"], tuple[Mapping[str, object], bytes]]:
+        """Travel without what only the router reads."""
+        return Forwarded, (self.scope, self.body)
+
+    @property
+    def prompt(self) -> str:
+        """The prompt with one letter for each token, which Ray's routers read. O(tokens)."""
+        return "".join(chr(_FIRST_LETTER + token % 0x100000) for token in self.tokens) or " "
+
+    def take(self, ticket: Ticket, decision_ns: int) -> None:
+        """Keep the ticket of a choice; the router may run on a thread of its own. O(1)."""
+        self.ticket, self.decision_ns = ticket, decision_ns
+        if self._is_over:  # the client went away during the choice
+            self.end_ticket()
+
+    def has_begun(self) -> None:
+        """Record that the first token has come. O(1)."""
+        if self.ticket is not None:
+            self.ticket.has_begun()
+
+    def end_ticket(self) -> None:
+        """End the ticket; the request may be sent again. O(1)."""
+        if self.ticket is not None:
+            self.ticket.end()
+            self.ticket = None
+
+    def end(self) -> None:
+        """End the ticket, and any that a choice still under way returns. O(1)."""
+        self._is_over = True
+        self.end_ticket()
