@@ -1,8 +1,8 @@
 """Argument checks that every launcher makes before it touches memory.
 
-Shapes, dtypes, devices and capabilities: all are O(1) and need no synchronisation with a GPU. What
-only the values can tell (a slot past the cache, a table entry that is no block) is checked by
-backends for which looking is cheap, and is the caller's duty otherwise.
+Shapes, dtypes, devices and capabilities: all are O(1) and need no synchronisation with a GPU.
+Values (a slot past the cache, a table entry that is no block) are checked by backends for which
+that is cheap; otherwise they are the caller's duty.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def check_cache(backend: Backend, cache: KVCache) -> None:
     if cache.is_latent:
         limit = can.max_latent_dim
         if limit == 0:
-            wanted = f"keys and values: {backend.name} has no latents"
+            wanted = f"keys and values, because the backend {backend.name} does not support latents"
             raise UnsupportedError("cache", wanted, "latents")
     if head_dim > limit:
         raise UnsupportedError("cache.k", f"a head_dim of at most {limit}", str(head_dim))
@@ -105,7 +105,7 @@ def _check_terms(
         ("batch_invariant", terms.batch_invariant or None),
     ):
         if value is not None and feature not in backend.capabilities.features:
-            wanted = f"None: {backend.name} does not have it"
+            wanted = f"None, because the backend {backend.name} does not support it"
             raise UnsupportedError(f"terms.{feature}", wanted, "a value")
     if terms.sinks is not None:
         require_tensor("terms.sinks", terms.sinks, shape=(num_q_heads,), device=device)

@@ -22,7 +22,7 @@ Decides shapes, dtypes and meanings; a backend decides only how fast. Invariants
 What is the same in every call of a layer is a record that travels whole: `KVCache`, and
 `AttentionTerms` for what attention computes. They check themselves as they are made.
 
-Knows nothing of allocation, prefix caching or requests: whoever filled the tables answers for them.
+Knows nothing of allocation, prefix caching or requests: the caller answers for the block tables.
 """
 
 import itertools
@@ -57,19 +57,19 @@ def _form(tensor: Tensor | None) -> Hashable:
 class SharedPrefix:
     """Keys that neighbouring sequences have in common: their tables name the same blocks.
 
-    Said by whoever made the tables; a backend may read them once for all, and looks for nothing.
+    The caller that made the tables finds it; a backend may read these keys once for all sequences.
     """
 
     first_seq: int
     num_seqs: int
     num_tokens: int
-    """The same entries of `block_table` cover so many positions; at most what each sequence has
+    """Positions that the same entries of `block_table` cover; at most what each sequence has
     before its query tokens."""
     now: Tensor | None = None
-    """int32 [3] on the batch's device: the first sequence, the one past the last and the tokens, as
-    they are when a kernel reads them (a batch that is recorded once has others each time); equal
-    sequences or no tokens: nothing is shared. Then the three above say what they are at most, from
-    `first_seq` on, and whoever says it has found that it is worth it. None: they are these."""
+    """int32 [3] on the batch's device: the first sequence, the one past the last and the tokens
+    when a kernel reads them (they change between replays of a captured CUDA graph); equal sequences
+    or no tokens: nothing is shared. The three fields above are then upper limits, from `first_seq`
+    on, and the caller has found that sharing pays. None: the fields above are exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class PagedBatch:
     kept: dict[Hashable, object] | None = field(default=None, repr=False, compare=False)
     """Where a backend may keep what it has worked out from this batch for other layers of the step:
     {} from a caller whose tensors hold the same values until the step's last call, and whose CUDA
-    graph, if there is one, records the step from its first call on. None: nowhere."""
+    graph, if there is one, captures the step from its first call on. None: nowhere."""
     form: tuple[object, ...] = field(init=False, repr=False, compare=False)
     """What plans depend on but the two numbers: equal for batches that look alike."""
 
@@ -325,8 +325,8 @@ class Capabilities:
     quantised: tuple[torch.dtype, ...] = ()
     """Dtypes of caches that hold scaled values, for any of `dtypes`."""
     shared_prefix_worth: tuple[int, int, int] | None = None
-    """From where on it gains by being told of a `SharedPrefix`: sequences, and bytes of a layer
-    that need not be read again, so many and so many more a sequence; None: it never does."""
+    """The smallest `SharedPrefix` that pays: sequences, bytes of a layer that need not be read
+    again, and further bytes for each sequence; None: it never pays."""
     max_latent_dim: int = 0
     """Numbers of a latent at most, under any number of query heads; 0: it has no such caches."""
 
@@ -436,9 +436,9 @@ class Backend(Protocol):
     def warmup(self, layers: Sequence[LayerCall], *, max_num_seqs: int, max_query_len: int) -> None:
         """Compile what calls of these layers need, so that none of them waits for a compiler.
 
-        Of batches of up to so many sequences and query tokens a sequence, in tensors that start
-        on 16 bytes. Takes seconds to minutes, less where compiled kernels are found on disk. Leaves
-        every byte of the caches as it is.
+        For batches of up to `max_num_seqs` sequences of up to `max_query_len` query tokens, in
+        tensors aligned to 16 bytes. Takes seconds to minutes, less where compiled kernels are found
+        on disk. Leaves every byte of the caches as it is.
         """
         ...
 

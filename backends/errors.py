@@ -1,6 +1,6 @@
 """What can go wrong in the data plane, as types.
 
-Every error names the argument or the backend, what was wanted and what came.
+Every error names the argument or the backend, what was wanted and what it got.
 """
 
 
@@ -14,11 +14,11 @@ class InvalidArgumentError(BackendError, ValueError):
     `argument` is its name, so that a caller can say which of its own inputs was wrong.
     """
 
-    def __init__(self, argument: str, wanted: str, came: str) -> None:
-        super().__init__(f"{argument}: wanted {wanted}, came {came}")
+    def __init__(self, argument: str, wanted: str, got: str) -> None:
+        super().__init__(f"{argument}: wanted {wanted}, got {got}")
         self.argument = argument
         self.wanted = wanted
-        self.came = came
+        self.got = got
 
 
 class UnsupportedError(InvalidArgumentError):

@@ -25,7 +25,6 @@ exclude_patterns = ["_generated", "examples", "data"]
 smartquotes = False  # "--flag" stays what it is
 default_role = "literal"  # docstrings write `names` like this
 language = "en"
-suppress_warnings = ["toc.empty_glob"]  # the glossary has a page of its own where there is one
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4

@@ -1,7 +1,7 @@
-"""kvcore: the memory of LLM inference. A paged KV-cache allocator whose properties are tested.
+"""kvcore: a paged KV-cache allocator with prefix caching for LLM inference.
 
 It decides which block of a KV cache holds which tokens of which sequence, and which sequences
-share one. It needs the standard library and xxhash, and knows nothing of tensors or of a GPU.
+share a block. It needs the standard library and xxhash, and imports no tensor library.
 """
 
 import warnings

@@ -90,7 +90,7 @@ def as_list(name: str, values: Iterable[_Item]) -> list[_Item]:
 
 
 def as_counts(name: str, numbers: Sequence[SupportsIndex] | None, otherwise: int = 0) -> list[int]:
-    """Return numbers of a step as ints; for None so many ones. O(numbers).
+    """Return numbers of a step as ints; for None `otherwise` ones. O(numbers).
 
     Raises:
         InvalidArgumentError: one is no integer, or negative.

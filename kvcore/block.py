@@ -1,16 +1,15 @@
-"""A block: one piece of KV memory, as the control plane sees it; what it may hold; letting it go.
+"""Blocks of the KV cache, and the tree nodes of their contents.
 
 A block is in exactly one of two states: *free* (`ref_count == 0`, linked into the free queue) or
-*held* (`ref_count >= 1`, in somebody's table, not in the queue). Beside that it may be *published*:
-`node` then says whose content it holds, and the links `prev_copy`/`next_copy` join the blocks that
-hold the same content. A free published block can be hit until it is reused; freeing is not
-evicting.
+*held* (`ref_count >= 1`, in a block table or a lease, not in the queue). A block may also be
+*published*: `node` is then its content, and `prev_copy`/`next_copy` link the blocks that hold the
+same content. A free published block can be hit until it is reused; freeing is not evicting.
 
-Nearly always a content is held by one block and goes when that is reused, so every block brings a
-node of its own, and `block.node is block`: what is read to evict it lies together, and nothing is
-made or thrown away. A content that another block holds too, or that something below it keeps in the
-tree, stays in the node where it is, and a block whose own node is in use so publishes what comes
-next in a node beside it. All links are intrusive: moving a block between states allocates nothing.
+Nearly every content is held by one block and is lost when that block is reused. So each block has
+a node of its own, with `block.node is block`: an eviction reads memory that lies together, and
+allocates nothing. A content that another block also holds, or that a descendant keeps in the tree,
+stays in its node. A block whose own node is used in this way publishes its next content in a
+separate node. All links are intrusive: moving a block between states allocates nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NULL_BLOCK: Final = BlockId(0)
 
 
 class Node:
-    """A piece of content: the tokens of one block after the content of its parent.
+    """The content of one block: its tokens, after the content of the parent.
 
     The path from a root spells a prefix exactly, so two nodes are the same content if and only if
     they are the same object.
@@ -40,7 +39,7 @@ class Node:
         children: all children by their tokens, while there are two or more; None otherwise.
         first_copy: the block published first of those that still hold it; None when all are gone.
         last_copy: the block published last of those.
-        name: its name for the world outside, once somebody has asked.
+        block_hash: its block hash; None until it is asked for.
     """
 
     __slots__ = (
@@ -63,7 +62,7 @@ class Node:
         self.block_hash: bytes | None = None
 
     def clear(self) -> None:
-        """Stand for nothing, in no tree. Cannot fail. O(1)."""
+        """Forget the content and the links. Cannot fail. O(1)."""
         self.parent = self.last_child = self.children = None
         self.first_copy = self.last_copy = self.block_hash = None
         self.tokens = b""
@@ -76,7 +75,7 @@ class Node:
         return node
 
     def has_children(self) -> bool:
-        """Say whether any content follows it. O(1)."""
+        """Return whether the node has children. O(1)."""
         return self.last_child is not None or self.children is not None
 
     def copies(self) -> list[Block]:
@@ -113,16 +112,16 @@ class Node:
 class Block(Node):
     """One block. Its fields belong to the pool that made it; read them, do not write them.
 
-    Beside these it has those of its own node, which says nothing of what the block holds unless
+    It also has the fields of its own node. They describe the content of the block only if
     `node` is the block itself.
 
     Attributes:
         block_id: its index in the cache.
-        id_object: the same, as the object that answers hand out: compiled code would make a new one
-            of a number each time.
+        id_object: the same number as a Python object; compiled code would make a new object for
+            each answer.
         ref_count: how many holders it has.
-        prev_free, next_free: neighbours in the free queue. Of one that is not in it `next_free` is
-            None, and `prev_free` says before whom it stood when it was taken out.
+        prev_free, next_free: neighbours in the free queue. Outside the queue `next_free` is None,
+            and `prev_free` is the block that it stood before when it was taken out.
         node: the content it holds and can be hit by, or None.
         group: the layer group that it was published for.
         prev_copy, next_copy: the published blocks of the same content before and after it.
@@ -159,10 +158,11 @@ class Block(Node):
 
 @final
 class PendingRelease:
-    """Blocks that a holder lets go of, half way: all of them, and how much there was before.
+    """A release in progress: the released blocks, and the sizes to restore if it fails.
 
-    Of those that are free now `content` can be found, `empty` cannot: they hold nothing, or are to
-    lose it; `passing` are among these, and lose it because no hit can use it.
+    Of the blocks that become free, those in `content` can be hit later and those in `empty` cannot:
+    they hold no content or lose it now. The blocks in `passing` are among the latter; no prefix
+    cache hit could use their content.
     """
 
     __slots__ = ("content", "empty", "last_event", "named", "num_empty", "passing")
@@ -177,6 +177,6 @@ class PendingRelease:
 
 
 def hold_again(blocks: Sequence[Block]) -> None:
-    """Undo what letting go of blocks has counted. Cannot fail. O(len(blocks))."""
+    """Restore the reference counts of released blocks. Cannot fail. O(len(blocks))."""
     for block in blocks:
         block.ref_count += 1

@@ -1,14 +1,15 @@
-"""The index of one layer group's cached content: in its tree a path spells a prefix exactly.
+"""The prefix cache of one layer group: a tree whose paths are exactly the cached prefixes.
 
-A root is a namespace, an edge is the tokens of one block, and a node lists the blocks that hold
-its content now, oldest first. Finding a prefix compares tokens, never digests, so a collision
-cannot hand one request the KV of another.
+A root is a namespace, an edge is the tokens of one block, and a node lists the blocks that hold its
+content now, oldest first. A look-up compares tokens, never digests, so a hash collision cannot give
+one request the KV of another.
 
-Invariants: a node is in the tree while it, or anything below it, has a block. Where attention is
-full, a node without blocks ends a match, because nothing after a gap in the KV can be used; a
-window looks past it. `children` exists while there are two or more; `last_child` is then one of
-them or None, and otherwise the only child or None. The pool decides on eviction; the tree asks
-nothing of ref counts.
+Invariants: a node is in the tree while it, or a descendant, has a block. With full attention a node
+without blocks ends a match, because KV after a gap cannot be used; a sliding window continues past
+it. `children` exists while there are two or more; `last_child` is then one of them or None, and
+otherwise the only child or None.
+
+Does not know ref counts: the pool decides on eviction.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class ContentTree:
     Args:
         block_size: tokens a block.
         group: the layer group whose content it is.
-        log: where to note what is stored; None: nowhere.
+        log: records the stored contents; None: not recorded.
     """
 
     __slots__ = ("_group", "_key_bytes", "_log", "_roots", "_spare")
@@ -119,14 +120,14 @@ class ContentTree:
         parent: Node | None,
         contents: list[bytes],
     ) -> None:
-        """Make each block a copy of its content, one after the other, or none. O(len(blocks)).
+        """Add blocks as copies of consecutive contents, all or none. O(len(blocks)).
 
         Args:
             blocks: blocks that hold no content yet.
             namespace_key: the encoded namespace.
             parent: the content before the first, in that namespace; None: the root.
-            contents: for each block its tokens, then its encoded items. More than there are blocks:
-                the first ones are of what nobody has, which a window does not see any more.
+            contents: for each block its tokens, then its encoded items. If there are more contents
+                than blocks, the first contents lie outside the window and have no block.
         """
         if parent is None:
             parent = self._roots.get(namespace_key)
@@ -167,7 +168,7 @@ class ContentTree:
             raise
 
     def _pass(self, parent: Node, contents: list[bytes]) -> Node:
-        """Return the node that contents lead to; those that are missing are made, of no block."""
+        """Return the node at the end of contents; missing nodes are added without blocks."""
         node = parent
         try:
             for content in contents:
@@ -178,7 +179,7 @@ class ContentTree:
         return node
 
     def _note_stored(self, log: EventLog, blocks: list[Block], namespace_key: bytes) -> None:
-        """Note which contents have got their first blocks: a run ends where one had some before."""
+        """Record the contents that got their first block, in runs of consecutive ones."""
         new: list[Node] = []
         for block in blocks:
             node = block.node
@@ -191,10 +192,10 @@ class ContentTree:
             log.stored(new, namespace_key, self._group)
 
     def detach(self, block: Block) -> None:
-        """Forget that `block` holds its content; with the last copy the content is gone.
+        """Remove a block from its content; the last copy removes the content.
 
-        Cannot fail. Notes nothing: what is lost with several blocks, the pool has noted before.
-        O(1), and O(depth) when a chain of nodes that held nothing any more goes with it.
+        Cannot fail. Records no event: the pool has recorded it before. O(1), and O(depth) if a
+        chain of nodes without blocks is removed too.
         """
         node = block.node
         if node is None:
@@ -212,7 +213,7 @@ class ContentTree:
         self._prune(node)
 
     def clear(self, nodes: list[Node]) -> None:
-        """Forget all content at once: `nodes` is all that `nodes()` yields.
+        """Remove all contents at once: `nodes` is the result of `nodes()`.
 
         Cannot fail. O(nodes + blocks that hold content).
         """
@@ -226,7 +227,7 @@ class ContentTree:
         self._roots.clear()
 
     def find(self, namespace_key: bytes, contents: Sequence[bytes]) -> Node | None:
-        """Return the node that these contents lead to, None if there is none. O(contents)."""
+        """Return the node at the end of these contents, None if there is none. O(contents)."""
         node = self._roots.get(namespace_key)
         for content in contents:
             if node is None:
@@ -251,9 +252,9 @@ class ContentTree:
         return None if node.children is None else node.children.get(tokens)
 
     def _grow(self, block: Block | None, parent: Node, tokens: bytes) -> Node:
-        """Add a node below `parent`: the block's own, or one beside it if that is in use.
+        """Add a node below `parent`: the own node of the block, or another if that is in use.
 
-        One of no block stays only while there is one below it.
+        A node without a block stays only while it has descendants.
         """
         is_beside = block is None or block.parent is not None
         node: Node | None = self._spare if is_beside else block
@@ -284,7 +285,7 @@ class ContentTree:
             before.next_copy = block
 
     def _prune(self, node: Node) -> None:
-        """Take out `node`, and every ancestor that this leaves without blocks and children."""
+        """Remove `node` and its ancestors, as long as they have no blocks and no children."""
         while node.first_copy is None and node.last_child is None and node.children is None:
             parent = node.parent
             if parent is None:
@@ -310,7 +311,7 @@ class ContentTree:
             node = parent
 
     def _set_aside(self, node: Node) -> None:
-        """Let a node that nothing hangs on stand for nothing; one of no block is used again."""
+        """Clear a node without descendants; a node that is not a block is kept for reuse."""
         node.clear()
         if not isinstance(node, Block):
             node.parent = self._spare
@@ -318,9 +319,9 @@ class ContentTree:
 
 
 def lost_contents(blocks: Sequence[Block]) -> list[tuple[Node, int]]:
-    """Return the contents that no other blocks hold, with their layer groups, in order. O(copies).
+    """Return the contents that only these blocks hold, with their layer groups. O(copies).
 
-    They are lost if these blocks lose theirs.
+    They are lost with these blocks.
     """
     copies: dict[Node, int] = {}
     lost: list[tuple[Node, int]] = []
@@ -337,13 +338,13 @@ def lost_contents(blocks: Sequence[Block]) -> list[tuple[Node, int]]:
 
 
 def evict(trees: Sequence[ContentTree], blocks: Sequence[Block]) -> None:
-    """Do what `detach` does, for free blocks; each is held once, in no queue then.
+    """Detach free blocks from their contents; afterwards each has one holder.
 
-    A block that is reused is nearly always the only copy of its content, which stands in its own
-    node. Either that is the last of its branch, and leaves its parent with other children or a
-    copy; or, of a window, something below keeps it in the tree. So its links are cut here, without
-    the calls of `detach`, and its fields are written while it is at hand (in two loops a new block
-    costs a fifth more, compiled). Cannot fail. O(len(blocks)), and what `detach` costs for others.
+    A block that is reused is nearly always the only copy of its content and uses its own node.
+    Either the node is the last of its branch, and its parent keeps other children or a copy; or, in
+    a window group, a descendant keeps it in the tree. So the links are cut here without calling
+    `detach`, in the same loop that sets the other fields (two loops cost a fifth more, compiled).
+    Cannot fail. O(len(blocks)), plus the cost of `detach` in other cases.
     """
     for block in blocks:
         block.ref_count = 1

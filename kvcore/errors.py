@@ -1,9 +1,9 @@
-"""What can go wrong, as types.
+"""The errors of kvcore.
 
-Three families, because a caller does three different things about them: the world is full
+There are three families, because a caller reacts to them in three ways: the cache is full
 (`OutOfBlocksError`: wait, preempt or refuse), the caller made a mistake (`MisuseError`: fix the
-code), the allocator is broken (`InvariantError`: stop). Every one is raised before anything has
-changed, and none is an `assert`, so `python -O` keeps them all.
+code), the allocator is broken (`InvariantError`: stop). Every error is raised before anything has
+changed. No error is an `assert`, so `python -O` keeps them all.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DoubleFreeError(MisuseError):
 
 
 class ForeignBlockError(MisuseError):
-    """A block does not belong to this pool, or is the null block, which nobody owns."""
+    """A block does not belong to this pool, or is the null block."""
 
 
 class BlockStateError(MisuseError):
@@ -67,18 +67,18 @@ class NotReservedError(MisuseError):
 
 
 class UnknownTokensError(MisuseError):
-    """A known token cannot follow tokens that are expected and not told yet."""
+    """A known token cannot follow expected tokens whose ids are still unknown."""
 
 
 class NotExpectedError(MisuseError):
-    """Tokens were told that nobody expects: told before, cut since, or never expected."""
+    """Resolved tokens are not expected: resolved before, truncated since, or never expected."""
 
 
 class InvariantError(KVCoreError):
     """A property of the allocator does not hold: a bug in kvcore, or memory was overwritten.
 
     Attributes:
-        prop: the number of the property, "P1" to "P27", as docs/reference/properties.md lists them.
+        prop: the number of the property, "P1" to "P30", as docs/reference/properties.md lists them.
     """
 
     def __init__(self, prop: str, message: str) -> None:

@@ -1,17 +1,16 @@
-"""What was stored and removed, for whoever keeps an index of this cache from outside.
+"""KV events: the contents that were stored and removed, for an index outside the process.
 
-Events name content, never blocks: a content is stored with its first copy and removed with its
-last. An event speaks of a *run*: contents that became findable together, each after the one before,
-or that went together; so a prompt is one event, and so is what its blocks held before. Each event
-has a sequence number, one more than the one before, so a reader sees a gap. At every moment
-`fold(all events so far)` is exactly what can be hit, and so is `fold(snapshot, later events)`. A
-parent is stored before its child, and a content is removed before it is stored again.
+Events refer to contents by block hash, never by block id: a content is stored with its first copy
+and removed with its last. An event covers a *run*: consecutive contents that were stored or removed
+together, so one prompt is one event. Sequence numbers of events increase by one, so a reader
+detects a gap. At every moment `fold(all events so far)` is exactly the set of contents that can be
+hit, and so is `fold(later events, snapshot)`. A parent is stored before its child, and a content is
+removed before it is stored again.
 
-An event says all that a message to the outside needs, so nobody has to remember what was stored
-before in order to send one. It refers to what blocks held, and unpacks it when somebody reads.
-Events that nobody takes are given up, all at once, when they name more contents than `max_hashes`:
-a reader that late is told so, and begins again from a snapshot. Nothing here is done unless the
-manager was made with `record_events`.
+An event contains everything that a message to a router needs, so no other state is kept for it. It
+refers to the packed tokens and unpacks them when they are read. When the events that wait hold more
+than `max_hashes` block hashes, all of them are dropped: the reader gets an `EventsLost` and starts
+again from a snapshot. Events are recorded only if the manager was created with `record_events`.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from kvcore.identity.block_hash import BlockHash, HashAlgorithm, digest, hashes_
 from kvcore.identity.tokens import BYTES_PER_TOKEN
 
 MAX_HASHES: Final = 65_536
-"""So many contents may be named by events that nobody takes, or as many as there are blocks."""
+"""The most block hashes that waiting events may hold; at least the number of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A run of contents can be hit now, each after the one before.
+    """Consecutive contents became available for prefix cache hits.
 
     Attributes:
         number: its sequence number.
         group: the layer group.
-        block_hashes: their block hashes, in the order of the prefix.
-        parent: the name of the content before the first; None: they begin their namespace, whose
-            name is the digest of its key.
+        block_hashes: the block hashes, in the order of the prefix.
+        parent: the block hash before the first; None: the run starts its namespace, whose hash is
+            the digest of its key.
         namespace_key: the encoded namespace.
         block_size: tokens a block.
         contents: for each its tokens, packed, then its encoded items.
@@ -73,14 +72,14 @@ class BlocksStored:
 
     @property
     def items(self) -> tuple[bytes, ...]:
-        """For each content the encoded items that reach into it; empty for text. O(contents)."""
+        """The encoded items that overlap each content; empty for text. O(contents)."""
         size = self.block_size * BYTES_PER_TOKEN
         return tuple([content[size:] for content in self.contents])
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """Contents cannot be hit any more: their last copies are gone, in this order."""
+    """Contents cannot be hit any more: their last copies were evicted, in this order."""
 
     number: int
     group: int
@@ -102,7 +101,7 @@ class AllCleared:
 
 @dataclass(frozen=True, slots=True)
 class EventsLost:
-    """The events up to this number that were not taken are gone: begin again from a snapshot."""
+    """The events up to this number that were not taken are lost: start again from a snapshot."""
 
     number: int
 
@@ -112,11 +111,11 @@ Event = BlocksStored | BlocksRemoved | AllCleared | EventsLost
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that can be hit at one moment.
+    """All contents that can be hit at one moment.
 
     Attributes:
         number: the sequence number of the last event before it, 0 if there was none.
-        stored: what is cached, in runs, a parent before its children.
+        stored: the cached contents in runs, a parent before its children.
     """
 
     number: int
@@ -126,14 +125,14 @@ class Snapshot:
 def fold(
     events: Iterable[Event], start: Snapshot | None = None
 ) -> frozenset[tuple[int, BlockHash]]:
-    """Return what can be hit after these events, as (group, name). O(names in them).
+    """Return the contents that can be hit after these events, as (group, block hash). O(hashes).
 
     Args:
         events: in order; those that a snapshot already knows are skipped.
-        start: where to begin; None: from nothing.
+        start: the snapshot to start from; None: an empty cache.
 
     Raises:
-        InvalidArgumentError: events after the start were lost, so nobody knows.
+        InvalidArgumentError: events after the start were lost.
     """
     known = 0 if start is None else start.number
     found: set[tuple[int, BlockHash]] = set()
@@ -160,11 +159,11 @@ def fold(
 
 @final
 class EventLog:
-    """Events that nobody has taken yet.
+    """The events that were not taken yet.
 
     Args:
         block_sizes: tokens a block, for each layer group.
-        algorithm: how contents are named.
+        algorithm: the hash function of block hashes.
 
     Attributes:
         number: the sequence number of the last event, 0 before the first.
@@ -197,30 +196,30 @@ class EventLog:
         return events
 
     def stored(self, nodes: list[Node], namespace_key: bytes, group: int) -> None:
-        """Note that a run of contents has got its first blocks. O(nodes)."""
+        """Record that a run of contents was stored. O(nodes)."""
         event = self._describe(nodes, namespace_key, group, self.number + 1)
         self._pending.append(event)
         self._num_hashes += len(nodes)
         self.number += 1
 
     def removed(self, nodes: list[Node], group: int) -> None:
-        """Note that contents have lost their last blocks. O(nodes)."""
+        """Record that contents were removed. O(nodes)."""
         hashes = tuple([BlockHash(node.block_hash or self._hash(node, group)) for node in nodes])
         self._pending.append(BlocksRemoved(self.number + 1, group, hashes))
         self._num_hashes += len(nodes)
         self.number += 1
 
     def cleared(self) -> None:
-        """Note that all contents are gone. O(1)."""
+        """Record that all contents were removed. O(1)."""
         self._pending.append(AllCleared(self.number + 1))
         self._num_hashes += 1
         self.number += 1
 
     def trim(self) -> None:
-        """Give up the events that wait if they name too much. Cannot fail.
+        """Drop the waiting events if they hold too many block hashes. Cannot fail.
 
-        For the end of calls that take content away: without those, no more contents are named than
-        there are blocks. O(1) for each event that goes.
+        Called at the end of calls that remove contents: without removals there are never more
+        hashes than blocks. O(1) for each dropped event.
         """
         if self._num_hashes > self.max_hashes:
             self._pending.clear()
@@ -228,7 +227,7 @@ class EventLog:
             self._lost = self.number
 
     def take_back(self, number: int) -> None:
-        """Forget the events after `number`, which nobody has taken: what they say did not happen.
+        """Undo the recording of the events after `number`, which were not taken.
 
         Cannot fail. O(events forgotten).
         """
@@ -239,7 +238,7 @@ class EventLog:
             self.number -= 1
 
     def snapshot(self, roots: Iterable[tuple[int, Node]]) -> Snapshot:
-        """Return what stands below (group, root) pairs, as a snapshot of this moment. O(nodes)."""
+        """Return the contents below (group, root) pairs as a snapshot. O(nodes)."""
         runs: list[BlocksStored] = []
         for group, root in roots:
             run: list[Node] = []
@@ -256,7 +255,7 @@ class EventLog:
     def _describe(
         self, nodes: list[Node], namespace_key: bytes, group: int, number: int
     ) -> BlocksStored:
-        """Return an event for a run of contents, which has at least one; they get their names."""
+        """Return an event for a non-empty run of contents, and set their block hashes."""
         above = nodes[0].parent or nodes[0]
         parent = self._hash(above, group)
         size = self._block_sizes[group]
@@ -275,7 +274,7 @@ class EventLog:
         )
 
     def _hash(self, node: Node, group: int) -> BlockHash:
-        """Return a node's name, naming its ancestors on the way. O(ancestors not named yet)."""
+        """Return the block hash of a node. O(ancestors without one); theirs are set too."""
         unnamed: list[Node] = []
         above: Node | None = node
         while above is not None and above.block_hash is None:

@@ -1,13 +1,13 @@
-"""Leases: blocks that something outside is still reading or writing.
+"""Leases: blocks that a device or a transfer is still reading or writing.
 
-A step in flight on the GPU, a transfer in, a transfer out: for each, a lease holds the blocks that
-a sequence has now, so none of them is handed out before it ends, whatever happens to the sequence
-in the meantime. Leases are counted, never a flag: two transfers of one block are two leases. A
-completion that comes late, twice or from nowhere changes nothing and says so. A lease may have a
-deadline in steps, after which the manager's `tick` ends it. Time is what the caller says it is.
+A lease holds the blocks of a sequence for a step in flight on the GPU, a transfer in or a transfer
+out. None of them is reused before the lease ends, whatever happens to the sequence in the meantime.
+Leases are counted: two transfers of one block are two leases. A completion that is late, repeated
+or unknown changes nothing and returns False. A lease may have a deadline in steps, after which the
+manager's `tick` ends it. The caller defines what a step is.
 
-What arrives from outside has blocks that are not any sequence's yet: a lease alone holds them, and
-its `load` says what they are for.
+The blocks of a load belong to no sequence yet: its lease alone holds them, and `Lease.load`
+describes them.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvcore.sequence import KVSequence
 
 @final
 class Load:
-    """What blocks of a lease are for: KV from outside, of the first tokens of a sequence.
+    """The blocks for KV that is loaded from outside: the first tokens of a sequence.
 
     Attributes:
-        seq: the sequence that gets them.
-        num_tokens: how many of its tokens are computed then.
-        first_blocks: for each layer group which block of the sequence its first one is: it holds
-            the tokens from `first_blocks[group] * block_size` on.
+        seq: the sequence that the KV is for.
+        num_tokens: the number of its computed tokens after the load.
+        first_blocks: for each layer group the index of its first loaded block in the block table:
+            it holds the tokens from `first_blocks[group] * block_size` on.
         blocks: for each group its blocks, in order.
-        packed: the tokens that the KV is of.
-        items: what else it is of.
+        packed: the tokens of the loaded KV.
+        items: the multimodal items of the loaded KV.
     """
 
     __slots__ = ("blocks", "first_blocks", "items", "num_tokens", "packed", "seq")
@@ -68,16 +68,16 @@ class Load:
 
 @final
 class Lease:
-    """Blocks that stay where they are until it ends. A context manager: it ends at the exit.
+    """Blocks that are not reused before the lease ends. A context manager: it ends at the exit.
 
     Attributes:
         lease_id: counts the leases of its manager from 0.
-        kind: what holds them, such as "step", "load" or "store".
-        owner: who, for whoever reads a report.
+        kind: the kind of holder, such as "step", "load" or "store".
+        owner: a name of the holder, for reports.
         deadline: the step at which it ends by itself, or None.
         is_active: False once it has ended.
-        blocks: what it holds, in the order in which it will be released.
-        load: what they are for, where they were taken for what arrives; None: a sequence has them.
+        blocks: the leased blocks, in the order of their release.
+        load: the load that the blocks were taken for; None: they are blocks of a sequence.
     """
 
     __slots__ = ("_book", "blocks", "deadline", "is_active", "kind", "lease_id", "load", "owner")
@@ -107,7 +107,7 @@ class Lease:
         return sum([block.ref_count == 1 for block in self.blocks]) if self.is_active else 0
 
     def end(self) -> bool:
-        """End it; the blocks that nobody else holds are free now. O(blocks).
+        """End the lease; blocks without another holder become free. O(blocks).
 
         Returns:
             True if it was active; False changes nothing.
@@ -126,10 +126,10 @@ class Lease:
         self.end()
 
     def __copy__(self) -> NoReturn:
-        raise MisuseError(f"{self!r} is a handle: wanted the one that was begun, not a copy")
+        raise MisuseError(f"{self!r} is a handle: use the original, not a copy")
 
     def __reduce__(self) -> NoReturn:
-        raise MisuseError(f"{self!r} is a handle: its blocks are of this process alone")
+        raise MisuseError(f"{self!r} is a handle: it cannot be pickled")
 
     def __repr__(self) -> str:
         state = "active" if self.is_active else "ended"
@@ -168,13 +168,13 @@ class LeaseBook:
         owner: str,
         max_steps: int | None,
     ) -> Lease:
-        """Take blocks for what arrives, and hold them until the lease ends. O(blocks).
+        """Take blocks for a load, and hold them until the lease ends. O(blocks).
 
         Args:
-            new: what `BlockPool.next_blocks` has just named.
-            blocks: the same in the order in which they are to be released.
-            load: what they are for.
-            owner: who, for reports.
+            new: the result of `BlockPool.next_blocks`.
+            blocks: the same blocks in the order of their release.
+            load: the load that they are for.
+            owner: a name of the holder, for reports.
             max_steps: as for `begin`.
 
         Raises:
@@ -246,7 +246,7 @@ class LeaseBook:
             self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:
-        """Let a lease be none of the active ones. Cannot fail. O(log deadlines)."""
+        """Remove a lease from the active ones. Cannot fail. O(log deadlines)."""
         del self.active[lease.lease_id]
         if lease.deadline is not None:
             self._deadlines.drop(lease, lease.deadline)
@@ -256,7 +256,7 @@ class LeaseBook:
         return dict(Counter([lease.kind for lease in self.active.values()]))
 
     def num_deferred_blocks(self) -> int:
-        """Return how many blocks are held by leases alone: free as soon as those end.
+        """Return the number of blocks held by leases alone; they become free when those end.
 
         O(leased blocks).
         """

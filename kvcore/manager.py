@@ -1,15 +1,15 @@
-"""Sequences over a pool: open, plan, reserve, append, commit, truncate, fork, close; whole steps.
+"""The KV cache manager: open, plan, reserve, append, commit, truncate, fork and close sequences.
 
-One rule decides what others can see: reserve, write, commit(n), visible. A block is published when
-the last of its tokens is committed, never earlier, so drafts, chunks, failed loads and aborts need
-no rule of their own. A block that is published or shared is immutable: a sequence that is cut
-inside one gives it back and computes its head again.
+Decides which blocks each sequence has, and what is shared through the prefix cache.
 
-Every call checks first and changes afterwards: one that raises has changed nothing. A verb of one
-sequence, and that of a whole step, is a check and then what `forward`, `rewind` or `sharing` does.
-Nothing here reads a clock, a hash or the order of a set, so managers fed the same calls give the
-same ids in every process. A manager is not thread-safe, and does not know what a block's memory
-looks like.
+Invariants: a block is published when the last of its tokens is committed, never earlier, so draft
+tokens, chunked prefill, failed loads and aborts need no further rule. A block that is published or
+shared is immutable: a sequence that is truncated inside such a block releases it and computes its
+first tokens again. Every call checks first and changes state afterwards: a call that raises has
+changed nothing. No decision depends on a clock, a hash value or the order of a set, so managers
+with the same calls return the same ids in every process.
+
+Does not know how the memory of a block is laid out. A manager is not thread-safe.
 """
 
 from __future__ import annotations
@@ -67,27 +67,27 @@ from kvcore.verbs.share import (
 
 @final
 class KVCacheManager:
-    """The block tables of all sequences, and the prefixes that they share.
+    """Allocates the blocks of a KV cache to sequences, with prefix caching.
 
     Args:
         num_blocks: blocks in the cache; block 0 is the null block and is never handed out.
         block_size: tokens a block.
-        groups: the layer groups that draw from the pool; None: one of full attention.
-        enable_caching: False: nothing is published and nothing is hit.
-        max_model_len: the most tokens a sequence may have, and the most it may reserve for.
-        record_events: name contents so, and note in `events` what can be hit; None: note nothing.
-        record_lifetimes: keep in the stats how long blocks live, lie idle and wait for a hit.
-        prefault: make every block now, not when it is first handed out; `gc.freeze()` after that
-            spares the garbage collector all of them.
+        groups: the KV cache groups that share the pool; None: one of full attention.
+        enable_caching: False: no prefix caching.
+        max_model_len: the most tokens that a sequence may have or reserve blocks for.
+        record_events: record KV events in `events`, with this hash function; None: record none.
+        record_lifetimes: add histograms of block lifetimes and reuse gaps to the stats.
+        prefault: create all block objects now instead of at their first use; a `gc.freeze()`
+            afterwards exempts them from garbage collection.
 
     Attributes:
-        block_size: tokens a block, of groups that do not say.
+        block_size: tokens a block, for groups without a block size of their own.
         groups: the layer groups, block sizes filled in.
-        enable_caching: whether anything is published and hit.
+        enable_caching: whether prefix caching is on.
         max_model_len: the most tokens a sequence may have; None: any number.
         pool: the blocks.
-        leases: what is in flight.
-        events: what was stored and removed; None unless asked for.
+        leases: the leases for steps and transfers in flight.
+        events: the KV events; None without `record_events`.
         sequences: the open sequences by their ids, oldest first.
 
     Raises:
@@ -139,17 +139,17 @@ class KVCacheManager:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Blocks that can be handed out in all: all but the null block. O(1)."""
+        """Blocks that can be allocated: all but the null block. O(1)."""
         return self.pool.num_usable_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now. O(1)."""
+        """Blocks that can be allocated now. O(1)."""
         return self.pool.num_free_blocks
 
     @property
     def num_evicted_blocks(self) -> int:
-        """How many blocks were handed out although they held content, since it was made. O(1)."""
+        """The number of evictions so far: blocks with content that were reused. O(1)."""
         return self.pool.num_evicted_blocks
 
     def open(
@@ -162,19 +162,19 @@ class KVCacheManager:
         resumed: Flag = False,
         skip_reading: Flag = False,
     ) -> KVSequence:
-        """Begin a sequence: its longest cached prefix is found and held in one step.
+        """Open a sequence: find its longest cached prefix and hold those blocks.
 
-        Takes no new block, so it cannot run out. The last token is never a hit: it must be computed
-        to give logits. O(len(tokens)).
+        No new block is taken, so the call cannot run out of blocks. The last token is never a hit,
+        because its logits are needed. O(len(tokens)).
 
         Args:
             tokens: at least one token id; packed (a buffer of uint32) is fastest.
-            namespace: with whom it shares; None: with nobody, and nothing of it is published.
-            items: content that is not tokens (images, embeddings), in order and apart.
-            retain: which ranges of it to keep longer than others once it is closed.
-            resumed: it was preempted and computed before; the statistics count it apart.
-            skip_reading: look nothing up, so that all of it is computed; what it computes can be
-                hit by others all the same. The statistics do not count it.
+            namespace: it shares blocks with sequences of the same namespace; None: it shares none.
+            items: multimodal items (images, embeddings), in order and without overlap.
+            retain: the ranges of tokens to keep in the cache longer than others.
+            resumed: the request was preempted before; the statistics count it separately.
+            skip_reading: compute all tokens without a look-up. Other sequences can hit its blocks,
+                and the statistics do not count it.
 
         Raises:
             InvalidArgumentError: no tokens, not token ids, not a namespace, or items that overlap
@@ -211,18 +211,18 @@ class KVCacheManager:
         num_external: SupportsIndex = 0,
         skip_reading: Flag = False,
     ) -> Plan:
-        """Say what `open` and the room for all the tokens would take; changes nothing.
+        """Return the blocks that `open` and `reserve` of all tokens would take; changes nothing.
 
         O(len(tokens) + blocks under leases); with `chunk` also what `peak_blocks` costs.
 
         Args:
-            tokens: as for `open`; so are `namespace` and `items`.
-            namespace: with whom it shares.
-            items: content that is not tokens.
-            chunk: they are computed in steps of at most so many tokens, and what windows give back
-                on the way is taken again; None: in one step.
-            num_external: the KV of so many first tokens is loaded (`begin_load`), if fewer are
-                found.
+            tokens: as for `open`.
+            namespace: as for `open`.
+            items: as for `open`.
+            chunk: the most tokens of one step (chunked prefill); blocks that windows release on the
+                way are reused. None: one step computes all tokens.
+            num_external: the number of first tokens whose KV is loaded by `begin_load`, if fewer
+                are cached.
             skip_reading: as for `open`.
 
         Raises:
@@ -240,16 +240,17 @@ class KVCacheManager:
     def reserve(
         self, seq: KVSequence, num_tokens: SupportsIndex
     ) -> tuple[tuple[BlockId, ...], ...]:
-        """Make room for the next `num_tokens` tokens after the computed ones.
+        """Reserve blocks for the next `num_tokens` tokens after the computed ones.
 
-        They may reach beyond the tokens that the sequence has: room for drafts. O(new blocks).
+        They may exceed the tokens that the sequence has, as lookahead for draft tokens.
+        O(new blocks).
 
         Returns:
-            For each layer group the ids that were appended to its block table, often none.
+            For each layer group the block ids appended to its block table, often none.
 
         Raises:
             OutOfBlocksError: too few blocks are free.
-            SequenceTooLongError: the room would reach past `max_model_len`.
+            SequenceTooLongError: the tokens would exceed `max_model_len`.
         """
         known: object = seq  # callers are not all typed
         if (
@@ -269,14 +270,14 @@ class KVCacheManager:
     def reserve_to(
         self, seq: KVSequence, num_tokens: SupportsIndex
     ) -> tuple[tuple[BlockId, ...], ...]:
-        """Make room for the first `num_tokens` tokens in all; otherwise as `reserve`."""
+        """Reserve blocks for the first `num_tokens` tokens in all; otherwise like `reserve`."""
         total = as_int("num_tokens", num_tokens, 0)
         self._check_open(seq)
         check_length(total, self.max_model_len)
         return self._grow(seq, total)
 
     def _grow(self, seq: KVSequence, total: int) -> tuple[tuple[BlockId, ...], ...]:
-        """Give a sequence room for so many tokens, and say what was appended."""
+        """Reserve blocks for the first `total` tokens; return the appended ids."""
         for table in seq.tables:
             if total > len(table.blocks) * table.block_size:
                 break
@@ -289,21 +290,21 @@ class KVCacheManager:
         return appended
 
     def can_reserve(self, seq: KVSequence, num_tokens: SupportsIndex) -> bool:
-        """Say whether enough blocks are free for `reserve` with the same arguments. O(groups).
+        """Return whether enough blocks are free for `reserve` with these arguments. O(groups).
 
-        Raises like `reserve`, but for `OutOfBlocksError`.
+        Raises like `reserve`, except `OutOfBlocksError`.
         """
         total = self._room_wanted(seq, num_tokens)
         missing = sum([table.num_missing(total) for table in seq.tables])
         return missing <= self.pool.num_free_blocks
 
     def append(self, seq: KVSequence, token: SupportsIndex) -> None:
-        """Let a token join the end; its KV is not computed yet. O(1).
+        """Append a token whose KV is not computed yet. O(1).
 
         Raises:
             InvalidArgumentError: not a token id.
             SequenceTooLongError: the sequence has `max_model_len` tokens already.
-            UnknownTokensError: tokens before it are expected and not told yet.
+            UnknownTokensError: expected tokens before it are not resolved yet.
         """
         if type(token) is not int or not 0 <= token <= MAX_TOKEN:
             # A bool is an int, as it is in `pack`: to look for one costs more than packing does.
@@ -321,7 +322,7 @@ class KVCacheManager:
     def extend(
         self, seq: KVSequence, tokens: Tokens, *, items: Sequence[MultimodalItem] = ()
     ) -> None:
-        """Let several tokens join the end: drafts, or a next turn. O(len(tokens)).
+        """Append several tokens: draft tokens, or the next turn. O(len(tokens)).
 
         Items lie within the new tokens, at their positions in the whole sequence. Raises like
         `append`, and like `open` for items.
@@ -338,10 +339,10 @@ class KVCacheManager:
         seq.items = together
 
     def expect(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
-        """Let tokens join the end whose ids are told later: sampled, or drafted, on the device.
+        """Append expected tokens: their ids are on the device and become known by `resolve`.
 
-        They count like any other, and can be given room and committed; what they fill can be hit
-        once they are told. Only expected tokens may follow them until then. O(1).
+        They count like other tokens, and can be reserved and committed. Blocks that they fill can
+        be hit once the ids are known. Until then only expected tokens may follow them. O(1).
 
         Raises:
             SequenceTooLongError: the sequence would have more than `max_model_len` tokens.
@@ -355,16 +356,16 @@ class KVCacheManager:
     def resolve(
         self, seq: KVSequence, tokens: Tokens, *, start: SupportsIndex | None = None
     ) -> None:
-        """Say which tokens the first expected ones are.
+        """Set the ids of the first expected tokens.
 
-        What this settles can be hit from now on, and what it puts out of a window's sight is given
-        back. O(len(tokens) + blocks filled and given back).
+        Blocks that this settles can be hit from now on, and blocks that leave a window are
+        released. O(len(tokens) + blocks filled and released).
 
         Args:
             seq: an open sequence.
-            tokens: at most as many as it expects.
-            start: the position of the first of them, where the caller knows it: tokens that were
-                told before, or cut and expected anew, are then found out.
+            tokens: the token ids, at most as many as are expected.
+            start: the position of the first one, if the caller knows it. Tokens that were resolved
+                before, or truncated and expected again, then raise.
 
         Raises:
             InvalidArgumentError: not token ids.
@@ -384,13 +385,13 @@ class KVCacheManager:
     def commit(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """State that the KV of the next `num_tokens` tokens is written.
 
-        Blocks that this fills can be hit by others from now on, or once their last token is told;
-        blocks of window and chunk groups that no query after the settled tokens can see any more
-        are given back. O(blocks filled and given back).
+        Blocks that this fills can be hit from now on, or once their last token is known. Blocks
+        that left the sliding window or the chunk of all later queries are released.
+        O(blocks filled and released).
 
         Raises:
             InvalidArgumentError: more tokens than the sequence has.
-            NotReservedError: more tokens than it has room for.
+            NotReservedError: more tokens than it has reserved blocks for.
         """
         known: object = seq  # callers are not all typed
         if (
@@ -416,12 +417,10 @@ class KVCacheManager:
     def truncate(self, seq: KVSequence, num_tokens: SupportsIndex) -> None:
         """Keep the first `num_tokens` tokens, and only the blocks that they need.
 
-        Rejected drafts leave so, expected tokens, and room that was reserved beyond. Where the cut
-        goes through a block that is published or shared, that block is given back too (it still
-        holds its content for others) and `num_computed_tokens` falls to its first token. Where it
-        goes below what a window group still has, everything is given back and
-        `num_computed_tokens` falls to 0.
-        O(blocks released).
+        This removes rejected draft tokens, expected tokens and lookahead blocks. A cut inside a
+        published or shared block releases that block too, and `num_computed_tokens` falls to its
+        first token. A cut before the blocks that a window group still has releases all blocks, and
+        `num_computed_tokens` falls to 0. O(blocks released).
 
         Raises:
             InvalidArgumentError: more tokens than the sequence has.
@@ -432,12 +431,11 @@ class KVCacheManager:
         cut(self.pool, seq, count)
 
     def fork(self, seq: KVSequence) -> tuple[KVSequence, tuple[CopyOrder, ...]]:
-        """Begin a second sequence with the same told tokens and the same computed KV.
+        """Fork a sequence: the child has the same known tokens and the same computed KV.
 
-        What is expected and not told yet stays the parent's, with the KV computed for it. Full
-        blocks are shared. A block that is computed in part cannot be: the child gets a block of its
-        own, and the caller must carry out the copy orders before either sequence is written to.
-        O(num_blocks).
+        Expected tokens, and the KV computed for them, stay with the parent. Full blocks are shared.
+        A partly computed block is copied: the child gets a block of its own, and the caller must
+        carry out the copy orders before either sequence is written to. O(num_blocks).
 
         Returns:
             The child, and one copy order for each group whose last block is half full.
@@ -465,19 +463,19 @@ class KVCacheManager:
         num_tokens: SupportsIndex | None = None,
         max_steps: SupportsIndex | None = None,
     ) -> Lease:
-        """Keep every block that the sequence has now until the lease ends. O(num_blocks).
+        """Hold every block that the sequence has now until the lease ends. O(num_blocks).
 
-        For a step in flight or a transfer: the sequence may be cut or closed meanwhile, its blocks
-        are handed out to nobody. Use it in a `with`, or end it by `lease.end()`, by
-        `leases.end(lease_id)` when a completion arrives, or by its deadline. A lease without one is
-        a pin: what it holds stays in the cache, and can be hit, until it is ended.
+        For a step in flight or a transfer: the sequence may be truncated or closed meanwhile, but
+        its blocks are not reused. Use the lease in a `with`, or end it by `lease.end()`, by
+        `leases.end(lease_id)` when a completion arrives, or by its deadline. A lease without a
+        deadline pins its blocks: they stay in the cache, and can be hit, until it is ended.
 
         Args:
             seq: an open sequence.
             kind: what holds the blocks, such as "step", "load" or "store".
-            owner: who, for reports.
-            num_tokens: hold only the blocks of so many first tokens; None: all.
-            max_steps: `tick` ends it after so many steps; None: it has no deadline.
+            owner: a name of the holder, for reports.
+            num_tokens: hold only the blocks of the first `num_tokens` tokens; None: all.
+            max_steps: the number of steps after which `tick` ends it; None: no deadline.
 
         Raises:
             InvalidArgumentError: `kind` or `owner` is no string, or `max_steps` is below 1.
@@ -495,24 +493,23 @@ class KVCacheManager:
         owner: str = "",
         max_steps: SupportsIndex | None = None,
     ) -> Lease:
-        """Make room for KV from outside: of the first `num_tokens` tokens, all together.
+        """Take blocks for KV from outside: of the first `num_tokens` tokens, all together.
 
-        A window or chunk group gets blocks for what a query after these tokens sees, and null
-        entries for all before; what is computed already is not loaded again. The blocks belong to
-        a lease, whose `load` says which they are, until `commit_load`; the sequence stays as it is,
-        and whatever ends the lease otherwise (`end`, `fail_transfer`, its deadline) leaves it so.
+        A window or chunk group gets blocks for the tokens that later queries see, and null entries
+        before them; computed blocks are not loaded again. Until `commit_load` the blocks belong to
+        a lease, whose `load` lists them, and the sequence is unchanged. Any other end of the lease
+        (`end`, `fail_transfer`, its deadline) leaves the sequence unchanged as well.
         O(new blocks + num_tokens).
 
         Args:
             seq: an open sequence.
-            num_tokens: more than are computed, at most those that it has and that are told.
-            owner: who loads them, for reports.
-            max_steps: `tick` gives the load up after so many steps; None: never.
+            num_tokens: more than are computed, and at most the known tokens.
+            owner: a name of the loader, for reports.
+            max_steps: the number of steps after which `tick` cancels the load; None: never.
 
         Raises:
             OutOfBlocksError: too few blocks are free.
-            InvalidArgumentError: `num_tokens` or `max_steps` is out of range, or `owner` is no
-                string.
+            InvalidArgumentError: an argument is out of range, or `owner` is no string.
         """
         count = as_int("num_tokens", num_tokens, 0)
         steps = None if max_steps is None else as_int("max_steps", max_steps, 1)
@@ -523,15 +520,14 @@ class KVCacheManager:
     def commit_load(self, lease: Lease) -> bool:
         """State that all KV of a load has arrived; the lease ends.
 
-        The sequence has computed its tokens then: what they fill can be hit by others from now on,
-        and what is out of sight is given back, as is room that it had behind its full blocks:
-        `reserve` what comes next anew. Where the load does not fit any more (the sequence
-        is closed, cut or set back to before what it had computed then, has other tokens, or has
-        computed them itself) or has ended, nothing changes but that its blocks are free.
-        O(num_tokens).
+        The tokens count as computed: the blocks that they fill can be hit from now on. Blocks
+        outside the windows and blocks reserved after the full ones are released: call `reserve`
+        again for the next tokens. A load that does not fit any more (the sequence is closed, was
+        set back below its computed tokens of that time, has other tokens, or has computed them
+        itself) or has ended only releases its blocks. O(num_tokens).
 
         Returns:
-            Whether the sequence has it.
+            Whether the sequence has the loaded tokens.
 
         Raises:
             InvalidArgumentError: not a lease of this manager that `begin_load` has returned.
@@ -539,13 +535,13 @@ class KVCacheManager:
         return loading.join(self.pool, self.leases, lease, self.max_model_len)
 
     def tick(self, num_steps: SupportsIndex = 1) -> tuple[Lease, ...]:
-        """Let steps pass, or any other unit of time that the caller counts deadlines in.
+        """Advance the time by `num_steps` steps, or by another unit that the caller counts in.
 
-        Leases whose deadline has come end, and blocks are not kept beyond theirs.
-        O(n log n) of what ends.
+        Leases end at their deadline, and so does the retention of blocks. O(n log n) of those that
+        end.
 
         Returns:
-            The leases that this has ended, oldest first.
+            The leases that this ended, oldest first.
         """
         count = as_int("num_steps", num_steps, 0, MAX_STEP - self.pool.step)
         late = self.leases.due(self.pool.step + count)
@@ -554,20 +550,20 @@ class KVCacheManager:
         return late
 
     def fail_load(self, seq: KVSequence, num_tokens: SupportsIndex) -> tuple[KVSequence, ...]:
-        """State that the KV of this sequence's computed tokens after `num_tokens` never arrived.
+        """State that the KV of the computed tokens after the first `num_tokens` is invalid.
 
-        These tokens are not computed any more. Other blocks that hold the first of them, after the
-        same tokens, may be built on them: they cannot be hit any more, and every sequence that has
-        such a block computes it again. Its `num_computed_tokens` falls, its tokens stay. Where
-        `num_tokens` is all that the sequence has computed, nothing of it has failed and nothing
-        changes. O(all tokens and blocks of the sequences and of that content).
+        These tokens are not computed any more. Other blocks with the same prefix and the first of
+        these tokens may depend on the invalid KV: they cannot be hit any more, and every sequence
+        that has such a block computes it again: `num_computed_tokens` falls, the tokens stay. If
+        `num_tokens` equals the number of computed tokens, nothing changes.
+        O(all tokens and blocks of the sequences and of that content).
 
         Args:
             seq: an open sequence.
-            num_tokens: how many of its first tokens have their KV.
+            num_tokens: the number of first tokens with valid KV.
 
         Returns:
-            The sequences that this has set back, in the order in which they were opened.
+            The sequences that were set back, in the order in which they were opened.
 
         Raises:
             InvalidArgumentError: more tokens than are computed.
@@ -578,14 +574,13 @@ class KVCacheManager:
         return invalidate_from(self.pool, seq, count, list(self.sequences.values()))
 
     def fail_transfer(self, lease: Lease) -> tuple[KVSequence, ...]:
-        """State that the KV in a lease's blocks is not what it should be; and end the lease.
+        """State that the KV in the blocks of a lease is invalid, and end the lease.
 
-        As `fail_load`, for a transfer whose request may be gone: what the blocks hold cannot be hit
-        any more, nor what may have been built on it. A lease that has ended says nothing of blocks
-        any more: nothing changes. O(all tokens and blocks of the sequences and of that content).
+        Like `fail_load`, for a transfer whose request may be closed. A lease that has ended changes
+        nothing. O(all tokens and blocks of the sequences and of that content).
 
         Returns:
-            The sequences that this has set back, in the order in which they were opened.
+            The sequences that were set back, in the order in which they were opened.
 
         Raises:
             InvalidArgumentError: not a lease of this manager.
@@ -598,10 +593,10 @@ class KVCacheManager:
         return set_back
 
     def fail_blocks(self, block_ids: Sequence[SupportsIndex]) -> tuple[KVSequence, ...]:
-        """State that the KV in some blocks is not what it should be, whoever holds them now.
+        """State that the KV in these blocks is invalid.
 
-        As `fail_transfer`, for a caller that knows no more than their ids: a block may have been
-        reused since, unless a lease held it. Blocks that hold nothing are passed over.
+        Like `fail_transfer`, for a caller with block ids alone: without a lease a block may have
+        been reused since. Blocks without content are ignored.
 
         Raises:
             InvalidArgumentError: not the id of a block that can be handed out.
@@ -613,9 +608,9 @@ class KVCacheManager:
         )
 
     def close(self, seq: KVSequence) -> None:
-        """End a sequence: its blocks are released, tail first. O(num_blocks).
+        """Close a sequence and release its blocks, tail first. O(num_blocks).
 
-        What it published can be hit until its blocks are reused.
+        The blocks that it published can be hit until they are reused.
         """
         self._check_open(seq)
         self.pool.give_back(leaving(seq, 0))
@@ -629,16 +624,16 @@ class KVCacheManager:
     def reset(self, *, canonical_order: Flag = False) -> ResetReport:
         """Make all cached content unreachable at once, as after a change of weights.
 
-        Open sequences keep their blocks and go on, but nothing that they have computed or still
-        compute is ever shared: it belongs to before. What loses its content is reused first.
+        Open sequences keep their blocks and continue, but share nothing any more. Blocks that lose
+        their content are reused first.
         O(contents + open sequences).
 
         Args:
-            canonical_order: also put the free blocks in the order of their ids, as when new;
+            canonical_order: also sort the free blocks by id, as in a new cache;
                 O(n log n) of the blocks that were ever held.
 
         Returns:
-            How many blocks lost content, and how many are still held by open sequences.
+            The number of blocks that lost content, and of those that open sequences hold.
         """
         report = ResetReport(
             self.pool.num_cached_blocks, self.pool.num_used_blocks, len(self.sequences)
@@ -651,21 +646,21 @@ class KVCacheManager:
     def reserve_step(
         self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]
     ) -> tuple[Growth, ...]:
-        """Make room for the next tokens of every sequence of a step, or of none.
+        """Reserve blocks for the next tokens of every sequence of a step, or for none.
 
-        O(sequences + new blocks); a sequence that needs no block costs a comparison.
+        O(sequences + new blocks); a sequence that needs no block costs one comparison.
 
         Args:
             seqs: open sequences, each once.
-            num_tokens: for each, how many tokens after its computed ones.
+            num_tokens: for each the number of tokens after its computed ones.
 
         Returns:
-            What was appended, in the order of the sequences; those that grew alone.
+            The appended blocks, in the order of the sequences; only tables that grew.
 
         Raises:
             OutOfBlocksError: too few blocks are free for all of them.
-            InvalidArgumentError: a sequence twice, or not one number for each.
-            SequenceTooLongError: the room would reach past `max_model_len`.
+            InvalidArgumentError: a sequence is given twice, or a number is missing.
+            SequenceTooLongError: the tokens would exceed `max_model_len`.
         """
         counts = as_counts("num_tokens", num_tokens)
         running = self._checked_step(seqs, counts)
@@ -674,7 +669,7 @@ class KVCacheManager:
     def commit_step(self, seqs: Sequence[KVSequence], num_tokens: Sequence[SupportsIndex]) -> None:
         """State for every sequence of a step that the KV of its next tokens is written.
 
-        All or none; otherwise as `commit` for each in turn, and with its errors.
+        For all or for none; otherwise like `commit` for each in turn, with its errors.
         """
         counts = as_counts("num_tokens", num_tokens)
         running = self._checked_step(seqs, counts)
@@ -690,36 +685,36 @@ class KVCacheManager:
         num_reserved: Sequence[SupportsIndex] | None = None,
         room: Sequence[SupportsIndex] | None = None,
     ) -> tuple[Growth, ...]:
-        """Take every sequence of a step from one forward pass to the next, or none of them.
+        """Advance every sequence of a step to the next forward pass, or none of them.
 
-        For each sequence, in this order: tokens join its end; the KV of its next tokens is written,
-        and is committed; room is made for what the next pass computes, before anything is given
-        back. A decoder computes one token and one joins; a chunk of a prompt computes many and none
-        joins; of drafts as many are computed as were accepted, and the sampled token, and they
-        join. The same as `extend`, `commit` and `reserve` of each. O(sequences + blocks filled,
-        taken and given back); a sequence that fills no block and needs none costs a comparison and
-        two counts.
+        For each sequence, in this order: append tokens; commit the KV that the pass has written;
+        reserve blocks for the next pass, before any block is released. In decoding, one token is
+        computed and one is appended; a chunk of a prompt computes many and appends none; after
+        speculative decoding, the accepted draft tokens and the sampled token are computed and
+        appended. The result equals `extend`, `commit` and `reserve` of each sequence. O(sequences +
+        blocks filled, taken and released); a sequence without block changes costs a comparison
+        and two additions.
 
         Args:
             seqs: open sequences, each once.
-            num_computed: for each how many of its next tokens were computed; within the room that
-                it has.
-            tokens: what joins, one sequence's tokens after another's; None: they are only expected,
-                and told later.
-            num_joining: for each how many of them are its own; None: one each.
+            num_computed: for each the number of next tokens that were computed, at most those with
+                reserved blocks.
+            tokens: the tokens to append, one sequence after another; None: they are expected tokens
+                that `resolve_step` makes known later.
+            num_joining: for each the number of tokens to append; None: one each.
             num_reserved: for each the number of tokens after the computed ones to reserve blocks
                 for; None: all its tokens.
             room: `num_reserved`. Deprecated.
 
         Returns:
-            What was appended to their tables, in the order of the sequences; those that grew alone.
+            The appended blocks, in the order of the sequences; only tables that grew.
 
         Raises:
             OutOfBlocksError: too few blocks are free for all of them.
-            NotReservedError: more tokens are computed than there was room for.
-            InvalidArgumentError: a sequence twice, not one number for each, more tokens computed
-                than there are, or not as many tokens as join.
-            SequenceTooLongError: tokens or room would reach past `max_model_len`.
+            NotReservedError: more tokens are computed than blocks were reserved for.
+            InvalidArgumentError: a sequence is given twice, a number is missing, more tokens are
+                computed than there are, or `tokens` has the wrong length.
+            SequenceTooLongError: a sequence would exceed `max_model_len`.
             UnknownTokensError: known tokens would follow expected ones.
         """
         if room is not None:
@@ -744,16 +739,15 @@ class KVCacheManager:
         num_resolved: Sequence[SupportsIndex] | None = None,
         starts: Sequence[SupportsIndex] | None = None,
     ) -> None:
-        """Say for every sequence which tokens its first expected ones are; for all or for none.
+        """Set the ids of the first expected tokens of every sequence; for all or for none.
 
-        As `resolve` for each in turn, and with its errors. O(sequences + blocks filled and given
-        back).
+        Like `resolve` for each in turn, with its errors. O(sequences + blocks filled and released).
 
         Args:
             seqs: open sequences, each once.
-            tokens: one sequence's tokens after another's.
-            num_resolved: for each how many of them are its own; None: one each.
-            starts: for each the position of its first one, where the caller knows them.
+            tokens: the token ids, one sequence after another.
+            num_resolved: for each the number of its token ids; None: one each.
+            starts: for each the position of its first one, if the caller knows them.
         """
         known = pack(tokens).tolist()
         counts = as_counts("num_resolved", num_resolved, len(known))
@@ -776,26 +770,26 @@ class KVCacheManager:
         self.resolve_step(seqs, tokens, num_resolved=num_told, starts=starts)
 
     def decode_step(self, seqs: Sequence[KVSequence], tokens: Tokens) -> tuple[Growth, ...]:
-        """Take every sequence of a decode step from one forward pass to the next, or none.
+        """Advance every sequence of a decode step to the next forward pass, or none.
 
-        The forward pass has written the KV of all tokens that each sequence has: they are
-        committed. A sampled token joins each, and gets room; the room is taken first. What `step`
-        does where all have computed all that they have, in a loop that counts nothing else: 0.6
-        of its price in Python, 0.9 compiled. O(sequences + new blocks).
+        The forward pass has written the KV of all tokens of each sequence: they are committed. One
+        sampled token is appended to each, with a reserved slot. Equals `step` for sequences that
+        have computed all their tokens, in a shorter loop: 0.6 of its time in Python, 0.9 compiled.
+        O(sequences + new blocks).
 
         Args:
             seqs: open sequences, each once.
             tokens: for each the token that was sampled.
 
         Returns:
-            What was appended to their tables, in the order of the sequences; those that grew alone.
+            The appended blocks, in the order of the sequences; only tables that grew.
 
         Raises:
             OutOfBlocksError: too few blocks are free for all of them.
-            NotReservedError: a sequence has tokens without room, so nobody can have computed them.
-            InvalidArgumentError: a sequence twice, or not one token id for each.
+            NotReservedError: a sequence has tokens without blocks, so they cannot be computed.
+            InvalidArgumentError: a sequence is given twice, or a token id is missing.
             SequenceTooLongError: a sequence has `max_model_len` tokens already.
-            UnknownTokensError: a sequence expects tokens that are not told yet.
+            UnknownTokensError: a sequence has expected tokens that are not resolved yet.
         """
         sampled = pack(tokens).tolist()
         running = self._checked_step(seqs, sampled)
@@ -811,29 +805,28 @@ class KVCacheManager:
         row_stride: SupportsIndex | None = None,
         group: SupportsIndex = 0,
     ) -> None:
-        """Write a step's block tables and slots into buffers of the caller. O(blocks + slots).
+        """Write the block tables and the slot mapping of a step into buffers. O(blocks + slots).
 
-        The slots are those of the tokens that the step computes: one sequence's after another's,
-        each sequence's from its first token that is not computed. Call it before the step's tokens
-        are committed.
+        The slots are those of the tokens that the step computes, one sequence after another, each
+        from its first token that is not computed. Call this before the tokens are committed.
 
         Args:
-            seqs: open sequences, each once, with room for what the step computes.
+            seqs: open sequences, each once, with blocks for the tokens of the step.
             block_tables: a writable, contiguous buffer of int32 or int64, [rows, entries of a row],
                 or flat: row `i` gets the table of sequence `i`; what follows in the row is
                 untouched.
             slot_mapping: a writable, contiguous buffer of int64, or of int32 where the cache has
                 fewer than 2**31 slots: [at least sum(counts)]; what follows is untouched.
-            counts: for each sequence how many tokens the step computes: of a prompt or a chunk of
-                it, of drafts, or one. None: a decode step, one each.
+            counts: for each sequence the number of tokens that the step computes. None: a decode
+                step, one each.
             row_stride: entries from one row to the next of a flat `block_tables`.
             group: which layer group.
 
         Raises:
-            NotReservedError: a sequence has no room for its tokens.
-            InvalidArgumentError: a sequence twice, not one count for each, or `counts` is None and
-                a sequence has more than one token to compute; a table is longer than a row, a slot
-                does not fit into 32 bits, or a buffer does not fit. Nothing is written then.
+            NotReservedError: a sequence has no block for one of its tokens.
+            InvalidArgumentError: a sequence is given twice, a count is missing, or `counts` is None
+                and a sequence has more than one token to compute; a table is longer than a row, a
+                slot exceeds 32 bits, or a buffer does not fit. Nothing is written then.
         """
         stride = None if row_stride is None else as_int("row_stride", row_stride, 1)
         number = as_int("group", group, 0, len(self.groups) - 1)
@@ -850,16 +843,15 @@ class KVCacheManager:
         chunk: SupportsIndex | None = None,
         num_external: SupportsIndex = 0,
     ) -> int:
-        """How many free blocks `reserve(seq, num_tokens)` would take. O(groups).
+        """Return the number of free blocks that `reserve(seq, num_tokens)` would take. O(groups).
 
-        With `chunk`: the most that are taken at once until so many tokens more are computed, in
-        steps of at most `chunk` tokens: what windows give back on the way is taken again.
-        O(groups) where there is room already, otherwise as `peak_blocks`. With `num_external`: also
-        what a load of the first so many tokens takes before that, if fewer are computed; O(blocks).
+        With `chunk`: the most blocks taken at once until `num_tokens` more tokens are computed in
+        steps of at most `chunk` tokens, where blocks that windows release are reused. O(groups) if
+        the blocks are reserved already, otherwise like `peak_blocks`. With `num_external`: includes
+        a load of the first `num_external` tokens, if fewer are computed; O(blocks).
 
         Raises:
-            InvalidArgumentError: a negative number, `chunk` is below 1, or more are to be loaded
-                than are told.
+            InvalidArgumentError: an argument is out of range.
         """
         count = as_int("num_tokens", num_tokens, 0)
         width = None if chunk is None else as_int("chunk", chunk, 1)
@@ -869,14 +861,14 @@ class KVCacheManager:
         return blocks_still_taken(seq, seq.num_computed_tokens + count, width, external)
 
     def num_exclusive_blocks(self, seq: KVSequence) -> int:
-        """How many blocks nobody but this sequence holds: free when it is closed. O(num_blocks)."""
+        """Return the number of blocks that closing this sequence would free. O(num_blocks)."""
         self._check_open(seq)
         return num_exclusive(seq)
 
     def num_shared_blocks(self, seq: KVSequence, *, group: SupportsIndex = 0) -> int:
-        """How many leading blocks of a group others hold too, a lease or a sequence. O(those).
+        """Return the number of leading blocks of a group that have other holders. O(those).
 
-        What another sequence holds can be found again after this one has given it up.
+        Other holders are sequences and leases. Such blocks survive the closing of this sequence.
 
         Raises:
             InvalidArgumentError: no such group.
@@ -888,9 +880,9 @@ class KVCacheManager:
     def num_common_blocks(self, seqs: Sequence[KVSequence], *, group: SupportsIndex = 0) -> int:
         """Count the leading blocks that all these sequences share. O(len(seqs) * blocks shared).
 
-        Read from the tables themselves, never from ref counts, which also count holders that are
-        not among `seqs`. A kernel may read that prefix once for all of them (cascade attention).
-        Null entries are nobody's, so a window that has moved on shares nothing.
+        The result comes from the block tables, not from ref counts, which include other holders. A
+        kernel may read the common prefix once for all sequences (cascade attention). Null entries
+        are not shared, so a window that has moved on shares nothing.
 
         Raises:
             InvalidArgumentError: no sequences, or no such group.
@@ -904,13 +896,15 @@ class KVCacheManager:
         return num_common([seq.tables[number] for seq in running])
 
     def snapshot(self) -> Snapshot:
-        """Return all that can be hit now, for a reader of events who joins late. O(contents).
+        """Return all contents that can be hit now, for a reader of KV events. O(contents).
 
         Raises:
-            InvalidArgumentError: the manager was made without `record_events`.
+            InvalidArgumentError: the manager was created without `record_events`.
         """
         if self.events is None:
-            raise InvalidArgumentError("snapshot: wanted a manager with record_events, got none")
+            raise InvalidArgumentError(
+                "record_events: wanted 'xxh3-128' or 'sha256' for a snapshot, got None"
+            )
         return self.events.snapshot(
             [(group, root) for group, tree in enumerate(self.pool.trees) for root in tree.roots()]
         )
@@ -935,10 +929,10 @@ class KVCacheManager:
         )
 
     def __copy__(self) -> NoReturn:
-        raise MisuseError(f"{self!r} is one cache: a copy would hand out the same blocks")
+        raise MisuseError(f"{self!r} cannot be copied")
 
     def __reduce__(self) -> NoReturn:
-        raise MisuseError(f"{self!r} is one cache: its events and a snapshot tell others of it")
+        raise MisuseError(f"{self!r} cannot be pickled: send events and a snapshot")
 
     def __repr__(self) -> str:
         return (
@@ -948,7 +942,7 @@ class KVCacheManager:
         )
 
     def _admit(self, seq: KVSequence, hits: list[Block]) -> None:
-        """Let a new sequence hold its hits and keep them as it wishes, and count it among all."""
+        """Hold the prefix cache hits of a new sequence, with its retention, and register it."""
         self.sequences[seq.seq_id] = seq
         try:
             if seq.retention:
@@ -987,7 +981,7 @@ class KVCacheManager:
         return total
 
     def _checked_step(self, seqs: Sequence[KVSequence], numbers: list[int]) -> list[KVSequence]:
-        """Return the sequences of a step as a list: open ones of this manager, each once."""
+        """Return the sequences of a step as a list, after checking them."""
         running = seqs.copy() if type(seqs) is list else as_list("seqs", seqs)
         if len(running) != len(numbers):
             check_lengths(len(running), numbers)  # raises

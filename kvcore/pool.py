@@ -1,16 +1,17 @@
-"""Every block there is: who holds it, what it holds and can be found by, and which is reused next.
+"""The block pool: the state of every block, and the order in which free blocks are reused.
 
-A block is free or held, and a published block can be found whether it is free or not. It loses its
-content (is *evicted*) only when it is reused. Blocks without content go first, because nothing is
-lost with them, the last released foremost; then published ones, least recently used first; then
-those that are to be kept longer. Callers release a sequence's blocks tail first, so that a shared
-prefix outlives what followed it.
+Decides which block is allocated next. A block is free or held, and a published block can be hit
+whether it is free or not. It loses its content (is *evicted*) only when it is reused. Free blocks
+without content are reused first, the last released first, because nothing is lost with them; then
+published blocks, least recently used first; then blocks with a retention priority. Callers release
+the blocks of a sequence tail first, so that a shared prefix outlives its continuations.
 
-Every call asks and allocates first and changes afterwards, and what changes is links, counters and
-entries that are there already: one that raises, whatever the reason, has changed nothing. `hold`
-and `publish` are a check and what does it, `revive` and `attach`; `release` is `give_back` and a
-look at whose the blocks are; callers whose blocks need no check call those. The pool knows nothing
-of sequences, of how much of a block is written, or of when it may be published.
+Invariants: every call checks and allocates first and changes state afterwards, and a change only
+sets existing links, counters and entries: a call that raises, for whatever reason, has changed
+nothing. `hold`, `publish` and `release` check their blocks and then do what `revive`, `attach` and
+`give_back` do; callers whose blocks need no check call the latter.
+
+Does not know sequences, how much of a block is written, or when a block may be published.
 """
 
 from __future__ import annotations
@@ -43,27 +44,27 @@ class BlockPool:
     Args:
         num_blocks: blocks in the cache, the null block included; at least 2.
         block_sizes: tokens a block, for each layer group; at least 1.
-        log: where to note what can be hit and what cannot any more; None: nowhere.
+        log: records the KV events; None: none are recorded.
 
     Attributes:
-        num_blocks: how many there are, the null block included.
+        num_blocks: the number of blocks, the null block included.
         block_sizes: tokens a block, for each layer group.
-        common_size: their least common multiple: only prefixes of a multiple of it can be hit.
+        common_size: their least common multiple; the length of a hit is a multiple of it.
         is_uneven: whether they differ.
         null: block 0.
-        empty_blocks: the free ones that were held once and have no content, the one reused next
-            last: they go first, and after them those that were never held, by their ids.
-        idle_blocks: the free ones with content, and what is to be kept longer; reused after those.
+        empty_blocks: the free blocks without content that were held before, the next one to reuse
+            last. They are reused first, and then the blocks that were never held, by id.
+        idle_blocks: the free blocks with content, which are reused after those.
         trees: the published content of each layer group.
-        lifetimes: how long blocks live, lie idle and wait; None: nobody wants to know.
-        step: the time that deadlines speak of, as the caller counts it.
-        num_used_blocks: how many are held.
-        peak_used_blocks: the most that were held at once.
-        num_cached_blocks: how many hold published content, held or free.
-        num_evicted_blocks: blocks that lost published content when they were reused, ever.
-        num_allocated_blocks: blocks handed out by `take`, ever.
-        num_computed_tokens: tokens whose KV stands in held blocks, shared ones counted for each who
-            shares them: not the pool's to know, so those who compute, share and cut count them.
+        lifetimes: records block lifetimes and reuse gaps; None: not recorded.
+        step: the current time of deadlines, in steps of the caller.
+        num_used_blocks: the number of held blocks.
+        peak_used_blocks: the largest number of held blocks so far.
+        num_cached_blocks: the number of published blocks, held or free.
+        num_evicted_blocks: the number of evictions so far.
+        num_allocated_blocks: the number of blocks allocated so far.
+        num_computed_tokens: tokens with KV in held blocks, counted once for each sequence; the
+            callers update it.
 
     Raises:
         InvalidArgumentError: a size out of range.
@@ -101,37 +102,37 @@ class BlockPool:
 
     @property
     def blocks(self) -> list[Block]:
-        """Every block, by id; those that are not made yet are now. Read it, do not write it."""
+        """Every block, by id; missing block objects are created. Read it, do not write it."""
         self._make(self.num_blocks)
         return self._made
 
     def made_block(self, block_id: int) -> Block | None:
-        """A block by its id; None if nothing has made it yet, so it is free and empty. O(1)."""
+        """Return a block by its id; None if it was never used, so it is free and empty. O(1)."""
         return self._made[block_id] if block_id < len(self._made) else None
 
     def made_blocks(self, block_ids: Sequence[int]) -> list[Block]:
-        """Those of some blocks that are made, by their ids, each once. O(ids)."""
+        """Return the existing block objects of some ids, each once. O(ids)."""
         made = [self.made_block(block_id) for block_id in dict.fromkeys(block_ids)]
         return [block for block in made if block is not None]
 
     @property
     def num_usable_blocks(self) -> int:
-        """How many blocks can be handed out in all. O(1)."""
+        """The number of blocks that can be allocated in all. O(1)."""
         return self.num_blocks - 1
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks `take` could hand out now. O(1)."""
+        """The number of blocks that can be allocated now. O(1)."""
         return self.num_blocks - 1 - self.num_used_blocks
 
     @property
     def num_used_slots(self) -> int:
-        """How many slots the held blocks have. O(1)."""
+        """The number of slots of the held blocks. O(1)."""
         return self.num_used_blocks * self.block_sizes[0] + self._num_extra_slots
 
     @property
     def last_event(self) -> int:
-        """The number of the last event, 0 where none are noted. O(1)."""
+        """The number of the last event, 0 without events. O(1)."""
         return 0 if self._log is None else self._log.number
 
     def free_blocks(self) -> Iterator[Block]:
@@ -141,7 +142,7 @@ class BlockPool:
         yield from self.idle_blocks
 
     def next_blocks(self, count: int) -> list[Block]:
-        """Return the blocks that `take` would hand out, in its order; changes nothing. O(count).
+        """Return the blocks that `take` would allocate, in order; changes nothing. O(count).
 
         Raises:
             OutOfBlocksError: fewer are free.
@@ -164,7 +165,7 @@ class BlockPool:
         return found
 
     def take(self, num_blocks: SupportsIndex) -> list[Block]:
-        """Hand out free blocks, each held once; published ones are evicted. O(num_blocks).
+        """Allocate free blocks, each with one holder; published ones are evicted. O(num_blocks).
 
         Raises:
             OutOfBlocksError: fewer are free.
@@ -184,10 +185,10 @@ class BlockPool:
         return taken
 
     def hand_out(self, blocks: list[Block], num_returned: int = 0) -> None:
-        """Do what `take` does, for the blocks that `next_blocks` has just named. O(blocks).
+        """Allocate the blocks that `next_blocks` has just returned. O(blocks).
 
-        The last `num_returned` empty blocks have come back since then, and stay. Whatever is
-        raised, nothing has changed.
+        The last `num_returned` empty blocks were released since then, and stay free. An exception
+        leaves the pool unchanged.
         """
         count = len(blocks)
         empty = self.empty_blocks
@@ -222,7 +223,7 @@ class BlockPool:
         self._let_leave(pending)
 
     def _evict(self, blocks: list[Block]) -> None:
-        """Hand out free blocks that hold content, those reused next. Fails before it changes."""
+        """Allocate the next free blocks that have content. Fails before it changes anything."""
         if self._log is not None:
             self._note_lost(blocks)
         self.idle_blocks.cut_front(blocks)
@@ -241,12 +242,11 @@ class BlockPool:
     def hold(
         self, blocks: Sequence[Block], kept: Sequence[tuple[Block, tuple[RetentionTerm, ...]]] = ()
     ) -> None:
-        """Do what `revive` does for any blocks. O(len(blocks)).
+        """Check blocks and add a holder to each, like `revive`. O(len(blocks)).
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
-            BlockStateError: a block that is free and holds no content, so there is nothing to
-                revive; or a block named twice.
+            BlockStateError: a block is free and has no content, or is given twice.
         """
         self._check_own(blocks)
         for block in blocks:
@@ -259,13 +259,13 @@ class BlockPool:
     def revive(
         self, blocks: list[Block], kept: Sequence[tuple[Block, tuple[RetentionTerm, ...]]] = ()
     ) -> None:
-        """Count one more holder of each block, reviving those that are free. O(len(blocks)).
+        """Add a holder to each block; free blocks leave the free queue. O(len(blocks)).
 
-        Some of them are kept longer than others from now on, as `IdleBlocks.merged_terms` says.
+        Blocks in `kept` get new retention terms, as `IdleBlocks.merged_terms` returns them.
 
         Args:
             blocks: each once; held, or published.
-            kept: some of them, with what they are kept for.
+            kept: some of them, with their retention terms.
         """
         idle = [block for block in blocks if block.ref_count == 0]
         if kept:
@@ -278,11 +278,11 @@ class BlockPool:
             self.idle_blocks.set_terms(block, terms)
 
     def release(self, blocks: Sequence[Block]) -> None:
-        """Drop one holder of each block, in this order; the last holder frees it. O(len(blocks)).
+        """Remove a holder from each block, in this order; the last one frees it. O(len(blocks)).
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
-            DoubleFreeError: a block is named more often than it is held.
+            DoubleFreeError: a block is given more often than it is held.
         """
         if isinstance(blocks, list) and len(blocks) == 1:
             block: Block = blocks[0]
@@ -300,9 +300,10 @@ class BlockPool:
         self._let_leave(self._let_go(list(blocks)))
 
     def give_back(self, blocks: list[Block]) -> None:
-        """Do what `release` does, for blocks that are known to be this pool's. O(len(blocks)).
+        """Release blocks that are known to belong to this pool. O(len(blocks)).
 
-        Spelled out where no content is lost on the way: for a few blocks half of `_let_go`'s time.
+        Written out for the case where no content is lost: half the time of `_let_go` for a few
+        blocks.
         """
         if self.is_uneven:
             self._let_leave(self._let_go(blocks, is_own=True))
@@ -320,9 +321,9 @@ class BlockPool:
             self._put_back(content)
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
-        """Take their content from blocks: it is wrong. Then drop one holder of each released block.
+        """Remove invalid content from blocks, then release `released`.
 
-        Free ones are reused first now. O(blocks and their copies).
+        Free blocks without content are reused first. O(blocks and their copies).
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
@@ -359,9 +360,9 @@ class BlockPool:
         self.idle_blocks.keep(block, terms)
 
     def tick(self, num_steps: int, released: Sequence[Block] = ()) -> None:
-        """Let time pass; blocks whose deadline has come are not kept longer. O(n log n) of those.
+        """Advance the time and end expired retention, then release `released`.
 
-        Then drop one holder of each released block. Raises like `release`.
+        O(n log n) of the expired blocks. Raises like `release`.
         """
         pending = self._let_go(list(released))
         try:
@@ -375,8 +376,8 @@ class BlockPool:
     def clear(self, *, canonical_order: Flag = False) -> int:
         """Forget all published content at once; return how many blocks held some.
 
-        Held blocks stay held. Free ones stay free, those that lose content foremost, in the order
-        of their reuse; or all by id if `canonical_order` is asked for. O(contents), and with
+        Held blocks stay held. Free blocks stay free; those that lose their content are reused
+        first, in their former order, or all by id with `canonical_order`. O(contents), and with
         `canonical_order` O(n log n) of the blocks that were ever held.
         """
         is_sorted = as_bool("canonical_order", canonical_order)
@@ -425,7 +426,7 @@ class BlockPool:
         group: int,
         items: Sequence[bytes] | None = None,
     ) -> list[Block | None]:
-        """Return what is published along a prefix, None where a block is gone. O(blocks)."""
+        """Return the published blocks along a prefix, None for evicted ones. O(blocks)."""
         return self.trees[group].path(namespace_key, packed, max_blocks, items)
 
     def publish(
@@ -436,20 +437,20 @@ class BlockPool:
         contents: Sequence[bytes],
         group: int = 0,
     ) -> None:
-        """Let others hit a run of blocks: each holds its content after that of the one before.
+        """Publish consecutive blocks: prefix cache look-ups find them from now on.
 
         O(len(blocks)), and with a parent O(its depth).
 
         Args:
             blocks: held blocks, all of whose tokens are written, each once.
-            namespace_key: the encoded namespace; read where `parent` is None.
-            parent: a published block that holds what comes before; None at the beginning.
+            namespace_key: the encoded namespace; used if `parent` is None.
+            parent: the published block before the first one; None at the beginning.
             contents: for each its tokens, packed: block_size * 4 bytes; then its encoded items.
             group: the layer group that the blocks belong to.
 
         Raises:
             ForeignBlockError: a block of another pool, or the null block.
-            BlockStateError: a block is free, published already or named twice, or `parent` is not
+            BlockStateError: a block is free, published already or given twice, or `parent` is not
                 published for the same group.
             InvalidArgumentError: not a whole block of tokens, or not one content for each block.
         """
@@ -472,11 +473,11 @@ class BlockPool:
         group: int,
         passing: bytes = b"",
     ) -> None:
-        """Do what `publish` does, without its checks, for new blocks of a table. O(len(blocks)).
+        """Publish blocks of a table without checks. O(len(blocks)).
 
-        `above` is the content before the first, in the same namespace; None at the beginning.
-        `passing` says for each whether no hit can use it: then its content goes with its last
-        holder; empty: all can be used.
+        `above` is the content before the first, in the same namespace; None at the beginning. A
+        nonzero byte of `passing` marks a block that no hit can use: its content is forgotten when
+        it is released. Empty: hits can use all blocks.
         """
         mark = 0 if self._log is None else self._log.number
         if self.is_uneven:
@@ -495,9 +496,9 @@ class BlockPool:
                 self.lifetimes.published(block.block_id, self.step)
 
     def unpublish(self, blocks: Sequence[Block], last_event: int) -> None:
-        """Undo what `publish` and `keep` did to blocks since an event. Cannot fail. O(len(blocks)).
+        """Undo `publish` and `keep` of blocks since an event. Cannot fail. O(len(blocks)).
 
-        Blocks that were not published yet are left alone.
+        Blocks that are not published are ignored.
         """
         for block in reversed(blocks):
             if block.node is not None:
@@ -508,7 +509,7 @@ class BlockPool:
             self._log.take_back(last_event)
 
     def _note_lost(self, blocks: Sequence[Block]) -> None:
-        """Note which contents are lost if these blocks lose theirs, all or none. O(copies)."""
+        """Record the contents that are lost with these blocks, all or none. O(copies)."""
         if self._log is None:
             return
         mark = self._log.number
@@ -540,10 +541,10 @@ class BlockPool:
                 raise InvalidArgumentError(f"contents: wanted {width} bytes, got {len(content)}")
 
     def assign(self, blocks: Sequence[Block], group: int) -> None:
-        """Note for which layer group held blocks are. Cannot fail.
+        """Set the layer group of held blocks. Cannot fail.
 
-        Wanted of blocks that were handed out where the groups' block sizes differ: what is not
-        assigned counts as the first group's. O(len(blocks)) there, otherwise O(1).
+        Needed after an allocation if the block sizes of the groups differ; blocks that are not
+        assigned count as blocks of the first group. O(len(blocks)), or O(1) for equal sizes.
         """
         if self.is_uneven:
             self._num_extra_slots -= self._extra_slots(blocks)
@@ -557,13 +558,13 @@ class BlockPool:
         return sum([sizes[block.group] - sizes[0] for block in blocks])
 
     def _make(self, num_blocks: int) -> None:
-        """Let the first `num_blocks` blocks be there. O(those that are new)."""
+        """Create the first `num_blocks` block objects. O(new ones)."""
         made = self._made
         if len(made) < num_blocks:
             made.extend([Block(block_id) for block_id in range(len(made), num_blocks)])
 
     def _leave(self, idle: list[Block]) -> None:
-        """Take free blocks with content from where they wait: somebody holds them. Cannot fail."""
+        """Remove free blocks with content from the free queue. Cannot fail."""
         if self.lifetimes is not None:
             for block in idle:
                 self.lifetimes.revived(block.block_id, self.step)
@@ -574,7 +575,7 @@ class BlockPool:
             self._num_extra_slots += self._extra_slots(idle)
 
     def _count_emptied(self, blocks: list[Block]) -> None:
-        """Note that blocks without content are held no more. Cannot fail. O(blocks)."""
+        """Count blocks without content as free. Cannot fail. O(blocks)."""
         self.num_used_blocks -= len(blocks)
         if self.is_uneven:
             self._num_extra_slots -= self._extra_slots(blocks)
@@ -584,10 +585,10 @@ class BlockPool:
     def _let_go(
         self, named: list[Block], losing: Sequence[Block] = (), *, is_own: bool = False
     ) -> PendingRelease:
-        """Drop one holder of each block, or of none, as far as that can fail. O(len(named)).
+        """Remove a holder from each block, or from none: the part that can fail. O(len(named)).
 
-        `_let_leave` does the rest, `_take_back` undoes it. What is in `losing`, or what no hit can
-        use, is to lose its content. `is_own`: all of them are known to be this pool's.
+        `_let_leave` completes it and `_take_back` undoes it. Blocks in `losing`, and blocks that no
+        hit can use, lose their content. `is_own`: the blocks are known to belong to this pool.
         """
         pending = PendingRelease(named, len(self.empty_blocks), self.last_event)
         freed = self._uncount(named, is_own=is_own)
@@ -608,7 +609,7 @@ class BlockPool:
     def _sort_out(
         self, pending: PendingRelease, freed: Sequence[Block], losing: Sequence[Block]
     ) -> None:
-        """Find out which of the freed blocks are to lose their content, and note that they do."""
+        """Find the freed blocks that lose their content, and record the events."""
         lost = set(losing)
         known = self._passing
         passing = [b for b in pending.content if b not in lost and known and known[b.block_id]]
@@ -619,7 +620,7 @@ class BlockPool:
         pending.content = [block for block in pending.content if block not in lost]
 
     def _let_leave(self, pending: PendingRelease) -> None:
-        """Let blocks that nobody holds any more wait for their reuse. Cannot fail. O(blocks)."""
+        """Complete a release: put the freed blocks in the free queue. Cannot fail. O(blocks)."""
         if pending.passing:
             self._lose(pending.passing)
         if pending.empty:
@@ -628,14 +629,14 @@ class BlockPool:
             self._put_back(pending.content)
 
     def _take_back(self, pending: PendingRelease) -> None:
-        """Undo what letting go of blocks has counted and noted. Cannot fail. O(blocks)."""
+        """Undo a pending release. Cannot fail. O(blocks)."""
         del self.empty_blocks[pending.num_empty :]
         if self._log is not None:
             self._log.take_back(pending.last_event)
         hold_again(pending.named)
 
     def _lose(self, blocks: Sequence[Block]) -> None:
-        """Take blocks' content from where it is found, as was noted before. Cannot fail."""
+        """Remove the content of blocks from the tree; the events are recorded. Cannot fail."""
         self.num_cached_blocks -= len(blocks)
         for block in blocks:
             self.trees[block.group].detach(block)
@@ -644,11 +645,11 @@ class BlockPool:
             self._log.trim()
 
     def _uncount(self, named: list[Block], *, is_own: bool) -> list[Block]:
-        """Drop one holder of each block, or of none; return those that nobody holds any more."""
+        """Remove a holder from each block, or from none; return the freed blocks."""
         made = self._made
         waiting = iter(named)
         try:
-            if is_own:  # the same without the look at whose they are, a quarter of the whole
+            if is_own:  # the same loop without the ownership check, a quarter of the time
                 for block in waiting:
                     if block.ref_count != 1:
                         break
@@ -663,19 +664,19 @@ class BlockPool:
                 else:
                     return named
         except (AttributeError, IndexError, TypeError):
-            pass  # this is no block, or none of ours
+            pass  # not a block of this pool
         hold_again(named[: -1 - len(list(waiting))])
         return self._uncount_shared(named)
 
     def _uncount_shared(self, named: list[Block]) -> list[Block]:
-        """Do what `_uncount` does, for blocks that several may hold and that may be named twice."""
+        """Do what `_uncount` does for blocks that may have several holders or be given twice."""
         self._check_own(named)
         freed: list[Block] = []
         for index, block in enumerate(named):
             if block.ref_count == 0:
                 hold_again(named[:index])
                 raise DoubleFreeError(
-                    f"release: block {block.block_id} is named more often than it is held"
+                    f"release: block {block.block_id} is released more often than it is held"
                 )
             block.ref_count -= 1
             if block.ref_count == 0:
@@ -683,7 +684,7 @@ class BlockPool:
         return freed
 
     def _put_back(self, freed: list[Block]) -> None:
-        """Queue blocks with content that nobody holds any more. Cannot fail."""
+        """Put freed blocks with content into the free queue. Cannot fail."""
         self.num_used_blocks -= len(freed)
         if self.is_uneven:
             self._num_extra_slots -= self._extra_slots(freed)

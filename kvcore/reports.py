@@ -1,4 +1,4 @@
-"""What calls report: plain values, snapshots that nothing here changes afterwards."""
+"""The values that calls return. They are snapshots and never change afterwards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvcore.eviction.lifetimes import LifetimeStats
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What opening a sequence and reserving all its tokens would take now.
+    """The blocks that opening a sequence and reserving all its tokens would take now.
 
     Attributes:
         num_cached_tokens: tokens that would be found computed.
         num_new_blocks: blocks to be taken for the rest.
-        num_revived_blocks: hits that nobody holds: they leave the free queue too.
+        num_revived_blocks: cached blocks that are free now and leave the free queue too.
         num_free_blocks: blocks free now.
-        num_deferred_blocks: blocks that only leases still hold: free when those end.
+        num_deferred_blocks: blocks held by leases alone; they become free when the leases end.
         found: for each layer group the blocks that would be found; `cached_block_ids` says which.
     """
 
@@ -35,8 +35,8 @@ class Plan:
     def cached_block_ids(self) -> tuple[tuple[BlockId, ...], ...]:
         """For each layer group the ids of the blocks that would be found, in order. O(those).
 
-        Of a window only what the next token sees; where nothing is looked up there are no groups.
-        They are not held: the next call may reuse them.
+        For a sliding window these are only the blocks that the next token sees; without a look-up
+        the result is empty. The blocks are not held: the next call may reuse them.
         """
         return tuple([tuple([block.block_id for block in blocks]) for blocks in self.found])
 
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class CopyOrder:
-    """KV that the caller has to copy before it writes to either block.
+    """A copy of KV that the caller must make before it writes to either block.
 
     Attributes:
         src: the block to copy from.
@@ -77,9 +77,9 @@ class Growth:
     """Blocks that a step appended to one table.
 
     Attributes:
-        index: which sequence of the step.
-        group: which of its tables.
-        block_ids: what was appended.
+        index: the place of the sequence in the step.
+        group: the layer group of the table.
+        block_ids: the appended block ids.
     """
 
     index: int
@@ -89,12 +89,12 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class ResetReport:
-    """What `reset` did, and what still is in use.
+    """The result of `reset`.
 
     Attributes:
         num_forgotten_blocks: blocks whose content cannot be hit any more.
         num_used_blocks: blocks that open sequences still hold.
-        num_open_sequences: those sequences; they go on, and share nothing any more.
+        num_open_sequences: the number of open sequences; they continue and share nothing any more.
     """
 
     num_forgotten_blocks: int
@@ -121,7 +121,7 @@ class Stats:
         num_resumed_hit_tokens: those of them that were found computed.
         num_computed_tokens: tokens of the open sequences whose KV is written, shared ones counted
             for each.
-        num_slots: slots of the used blocks, leased ones included: what those tokens really take.
+        num_slots: slots of the used blocks, leased ones included: the memory of those tokens.
         lifetimes: durations of blocks, None unless recorded.
     """
 

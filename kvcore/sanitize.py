@@ -11,8 +11,8 @@ that is written belongs to the writer, is not shared, and is not computed alread
 given to a kernel are those of the sequence. A block's slots count as never written from the moment
 at which another sequence, or another place of a sequence, has it.
 
-It does not know what a kernel really does: `fresh` says which blocks to poison, and whoever owns
-the memory looks at what comes of it, as docs/how-to/find-a-wrong-access.md says.
+It does not know what a kernel really does: `take_fresh` returns the blocks to poison, and the owner
+of the memory checks the result, as docs/how-to/find-a-wrong-access.md describes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvcore.reports import CopyOrder
 from kvcore.sequence import KVSequence
 
 UNKNOWN = -1
-"""Stands for a token that only the device knows."""
+"""A token whose id is still unknown on the host."""
 
 
 class SanitizerError(KVCoreError):
@@ -36,9 +36,9 @@ class SanitizerError(KVCoreError):
 
     Attributes:
         kind: "unwritten", "foreign", "freed", "shared", "double", "misplaced", "null", "table",
-            "length" or, for whoever looks at the memory itself, "kernel".
+            "length", or "kernel" for errors found in the memory itself.
         message: what is wrong, and where.
-        calls: the last calls that the shadow was told, oldest first.
+        calls: the last calls of the shadow, oldest first.
     """
 
     def __init__(self, kind: str, message: str, calls: tuple[str, ...] = ()) -> None:
@@ -201,7 +201,7 @@ class Shadow:
         return fresh
 
     def fail_kernel(self, message: str) -> NoReturn:
-        """Raise what whoever looks at the memory itself has found."""
+        """Raise an error that was found in the memory itself."""
         self._fail("kernel", message)
 
     def name_of(self, seq: KVSequence) -> str:
@@ -242,7 +242,7 @@ class Shadow:
     def _take_over(
         self, seq: KVSequence, block_id: int, group: int, index: int, size: int
     ) -> _Shadow:
-        """A block that is another's so far: it is the sequence's own now, if nobody has it."""
+        """Make a block with another writer the sequence's own, unless it has other holders."""
         for other in self._holders(block_id, group):
             if other is not seq:
                 what = f"block {block_id} is written by {self._name(seq)}"
@@ -289,7 +289,7 @@ class Shadow:
         self._fail(kind, f"{where}, wanted {wanted}")
 
     def _standing(self, seq: KVSequence, block_id: int, group: int) -> str:
-        """What a block is that is not in its place: the sequence's own, another's, or nobody's."""
+        """Classify a block that is not in its place: the sequence's own, another's, or free."""
         holders = self._holders(block_id, group)
         if seq in holders:
             return "misplaced"

@@ -1,10 +1,11 @@
-"""A sequence: the handle that an engine holds, between `open` and `close`.
+"""A sequence: the handle that an engine holds between `open` and `close`.
 
-It stores its lengths, and nothing ever infers one from another:
-`num_cached_tokens <= num_computed_tokens <= num_tokens`, and its tables cover the computed and the
-reserved ones. Its last tokens may be expected only: they count, and may be computed, but their ids
-are told later. What is *settled* is both computed and told; others can see that alone. The manager
-alone changes it; after `close` every call with it is a typed error.
+Each length is stored and none is derived from another:
+`num_cached_tokens <= num_computed_tokens <= num_tokens`. The block tables cover the computed and
+the reserved tokens. The last tokens may be *expected*: they count and may be computed, but their
+ids are unknown until `resolve`. *Settled* tokens are both computed and known; only they are shared
+with other sequences. Only the manager changes a sequence; after `close` every call with it raises a
+typed error.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ from kvcore.tables.slots import check_width, int_view, put_ints, row_view, slot_
 
 @final
 class KVSequence:
-    """One request's tokens and the blocks that hold their KV.
+    """The tokens of one request and the blocks that hold their KV.
 
     Attributes:
         seq_id: counts the sequences of its manager from 0.
         num_computed_tokens: tokens whose KV is written; the next step computes from here.
         num_cached_tokens: how many of them were found in the cache when it was opened.
-        packed: its told tokens, as `array("I")`. Read it, do not write it.
-        num_unknown_tokens: how many more are expected after those.
-        items: content that is not tokens, in order.
+        packed: its known tokens, as `array("I")`. Read it, do not write it.
+        num_unknown_tokens: the number of expected tokens after the known ones.
+        items: its multimodal items, in order.
         tables: its block table for each layer group. Read them, do not write them.
-        namespace_key: the encoded namespace, or None: not cached, or not any more.
-        wishes: which ranges of it are to be kept longer.
+        namespace_key: the encoded namespace; None: the sequence is not cached.
+        retention: the ranges of tokens to keep longer than others.
         opened_at: the step at which it was opened.
-        chain: its blocks' names, once somebody has asked for them.
+        chain: its block hashes; None until they are asked for.
         num_reserved_tokens: a lower bound of the tokens that all tables have blocks for.
         next_boundary: the least number of settled tokens at which a block becomes full or leaves
             a window. It is at most one more than `num_reserved_tokens`. Both are 0 while they are
             unknown; a function that removes blocks from the tables sets them to 0.
         fast_decode_limit: a decode step of a shorter sequence only counts; 0: unknown.
         owner: the manager that it is open in; None once it is closed.
-        tag: the caller's own: None at first, and never read here. A handle cannot be weakly
-            referenced where kvcore is compiled, so what belongs to it can hang on it.
+        tag: free for the caller; None at first and never read here. Compiled handles cannot be
+            weakly referenced, so the caller can attach data to this attribute instead.
     """
 
     __slots__ = (
@@ -104,7 +105,7 @@ class KVSequence:
         self.num_reserved_tokens = self.next_boundary = self.fast_decode_limit = 0
 
     def __eq__(self, other: object) -> bool:
-        """A sequence equals itself alone, whatever the other says of it: steps are told by that."""
+        """Return whether both are the same object. Steps are compared by this."""
         return self is other
 
     def __hash__(self) -> int:
@@ -113,12 +114,12 @@ class KVSequence:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is not closed yet. O(1)."""
+        """Whether the sequence is open. O(1)."""
         return self.owner is not None
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it has, computed or not, told or not. O(1)."""
+        """The number of tokens, computed or not, known or not. O(1)."""
         return len(self.packed) + self.num_unknown_tokens
 
     @property
@@ -129,27 +130,27 @@ class KVSequence:
 
     @property
     def num_settled_tokens(self) -> int:
-        """How many tokens are both computed and told. O(1)."""
+        """The number of tokens that are both computed and known. O(1)."""
         return min(self.num_computed_tokens, len(self.packed))
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it holds, of all groups; null entries are not among them. O(groups)."""
+        """The number of blocks held in all groups, without null entries. O(groups)."""
         return sum([len(table.blocks) - table.num_null for table in self.tables])
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """A copy of its told tokens. O(num_tokens)."""
+        """A copy of the known tokens. O(num_tokens)."""
         return tuple(self.packed)
 
     @property
     def block_table(self) -> tuple[BlockId, ...]:
-        """A copy of its first group's block ids, in order. O(num_blocks)."""
+        """A copy of the block table of the first group. O(num_blocks)."""
         return tuple([BlockId(block_id) for block_id in self.tables[0].block_ids])
 
     @property
     def block_tables(self) -> tuple[tuple[BlockId, ...], ...]:
-        """A copy of every group's block ids, null entries included. O(num_blocks)."""
+        """A copy of the block table of every group, null entries included. O(num_blocks)."""
         return tuple([tuple(map(BlockId, table.block_ids)) for table in self.tables])
 
     def write_block_table(self, out: object, group: SupportsIndex = 0) -> int:
@@ -160,7 +161,7 @@ class KVSequence:
             group: which layer group.
 
         Returns:
-            How many entries were written; those after them are untouched.
+            The number of entries written; later entries are untouched.
 
         Raises:
             StaleSequenceError: the sequence is closed.
@@ -179,11 +180,11 @@ class KVSequence:
         cache has fewer than 2**31 slots: [at least stop - start].
 
         Returns:
-            How many entries were written.
+            The number of entries written.
 
         Raises:
             StaleSequenceError: the sequence is closed.
-            NotReservedError: the group has no block for one of the positions, or none any more.
+            NotReservedError: the group has no block for one of the positions, or gave it back.
             InvalidArgumentError: `stop < start`, no such group, or `out` does not fit.
         """
         table = self._table(group)
@@ -204,13 +205,13 @@ class KVSequence:
     def block_hashes(
         self, algorithm: HashAlgorithm = "xxh3-128", *, group: SupportsIndex = 0
     ) -> tuple[BlockHash, ...]:
-        """Return the names of a group's published blocks. O(blocks not named before).
+        """Return the hashes of a group's published blocks. O(blocks not hashed before).
 
-        Also of those that its window has let go of. No hit depends on them. A sequence that is not
-        cached has none. Whoever asks for groups of several block sizes in turn makes them anew.
+        Blocks that a window has released are included. A sequence that is not cached has none.
+        Calls that alternate between groups of different block sizes compute all hashes again.
 
         Args:
-            algorithm: "xxh3-128", or "sha256" for names that leave the trust domain.
+            algorithm: "xxh3-128", or "sha256" for hashes that leave the trust domain.
             group: which layer group.
 
         Raises:
@@ -231,12 +232,12 @@ class KVSequence:
         return self.block_hashes(algorithm, group=group)
 
     def cut_hashes(self, num_tokens: int) -> None:
-        """Forget the names of blocks that the first `num_tokens` tokens do not fill. O(1)."""
+        """Forget the hashes of blocks that the first `num_tokens` tokens do not fill. O(1)."""
         if self.chain is not None:
             self.chain.cut(num_tokens // self.chain.block_size)
 
     def forget_identity(self) -> None:
-        """From now on nothing of it is published; what was is not its any more. O(groups)."""
+        """Stop publishing its blocks, and forget those that were published. O(groups)."""
         self.namespace_key = None
         self.chain = None
         self.num_reserved_tokens = self.next_boundary = self.fast_decode_limit = 0
@@ -244,9 +245,9 @@ class KVSequence:
             table.num_published = 0
 
     def find_limits(self, longest: int | None) -> None:
-        """Note up to where there is nothing to do but to count. Cannot fail. O(groups).
+        """Set the lengths below which a step only counts. Cannot fail. O(groups).
 
-        Its caller has just published what is settled, and given back what that puts out of sight.
+        The caller has just published the settled blocks and released those outside the windows.
         """
         room = NEVER if longest is None else longest
         due = NEVER
@@ -266,10 +267,10 @@ class KVSequence:
         self.next_boundary = due if due <= room else room + 1
 
     def __copy__(self) -> NoReturn:
-        raise MisuseError(f"{self!r} is a handle: wanted the one that was opened, not a copy")
+        raise MisuseError(f"{self!r} is a handle: use the original, not a copy")
 
     def __reduce__(self) -> NoReturn:
-        raise MisuseError(f"{self!r} is a handle: its blocks are of this process alone")
+        raise MisuseError(f"{self!r} is a handle: it cannot be pickled")
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
@@ -286,22 +287,22 @@ class KVSequence:
 
 
 def check_length(num_tokens: int, longest: int | None) -> None:
-    """Raise where so many tokens are more than a sequence may have."""
+    """Raise if `num_tokens` is more than a sequence may have."""
     if longest is not None and num_tokens > longest:
         raise SequenceTooLongError(f"{num_tokens} tokens, max_model_len is {longest}")
 
 
 def check_all_known(seq: KVSequence) -> None:
-    """Raise where known tokens cannot join a sequence: some before them are not told."""
+    """Raise if a sequence has expected tokens, which known tokens cannot follow."""
     if seq.num_unknown_tokens:
         raise UnknownTokensError(
-            f"{seq!r}: wanted all tokens told before known ones join, "
-            f"{seq.num_unknown_tokens} are not"
+            f"{seq!r}: wanted all token ids known before known tokens join, "
+            f"{seq.num_unknown_tokens} are not: call resolve first"
         )
 
 
 def check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
-    """Raise where so many tokens, from position `start` on, are not what a sequence expects."""
+    """Raise if a sequence does not expect `num_tokens` tokens at position `start`."""
     length = len(seq.packed)
     if num_tokens > seq.num_unknown_tokens or (start is not None and start != length):
         raise NotExpectedError(
@@ -311,11 +312,11 @@ def check_expected(seq: KVSequence, num_tokens: int, start: int | None) -> None:
 
 
 def committable(seq: KVSequence, num_tokens: int) -> int:
-    """Return how many tokens are computed once `num_tokens` more are. O(groups).
+    """Return the number of computed tokens after `num_tokens` more. O(groups).
 
     Raises:
         InvalidArgumentError: more than the sequence has.
-        NotReservedError: more than it has room for.
+        NotReservedError: more than it has reserved blocks for.
     """
     computed = seq.num_computed_tokens + num_tokens
     if computed > len(seq.packed) + seq.num_unknown_tokens:
@@ -326,7 +327,9 @@ def committable(seq: KVSequence, num_tokens: int) -> int:
     for table in seq.tables:
         room = len(table.blocks) * table.block_size
         if computed > room:
-            raise NotReservedError(f"commit: {computed} tokens computed, room for {room}")
+            raise NotReservedError(
+                f"commit: {computed} tokens computed, blocks reserved for {room}"
+            )
     return computed
 
 
@@ -338,20 +341,20 @@ def write_rows(
     slot_mapping: object,
     row_stride: int | None,
 ) -> None:
-    """Write a group's tables of a step and the slots of its tokens, or nothing.
+    """Write the block tables and the slot mapping of a step, or nothing.
 
     O(blocks + slots).
 
     Args:
         seqs: open sequences.
-        counts: for each, how many tokens after its computed ones the step computes; None: one.
+        counts: for each, the number of tokens that the step computes; None: one.
         group: which layer group.
         block_tables: a buffer of int32 or int64, a row for each sequence.
         slot_mapping: a buffer of int32 or int64.
         row_stride: entries from one row to the next; None: `block_tables` has two dimensions.
 
     Raises:
-        NotReservedError: a sequence has no room for its tokens.
+        NotReservedError: a sequence has no block for one of its tokens.
         InvalidArgumentError: a buffer does not fit, there is not one count for each, or `counts`
             is None and a sequence has more than one token to compute.
     """
@@ -391,11 +394,11 @@ def write_rows(
 
 
 def _refuse_slots(seq: KVSequence, table: BlockTable, count: int | None) -> NoReturn:
-    """Raise: a table has no room for so many tokens after the computed ones; None: for one."""
+    """Raise: a table has no blocks for `count` more tokens; None: for one."""
     if count is None:
-        raise NotReservedError(f"{seq!r} has no room for its next token")
+        raise NotReservedError(f"{seq!r} has no block for its next token: call reserve first")
     room = len(table.blocks) * table.block_size - seq.num_computed_tokens
     count = as_int("counts", count, 0, 2**62)  # what is beyond may be too long to print
     raise NotReservedError(
-        f"counts: {seq!r} has room for {room} tokens after the computed ones, got {count}"
+        f"counts: {seq!r} has blocks for {room} tokens after the computed ones, got {count}"
     )

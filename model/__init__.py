@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from model.control.scheduler import Scheduler
     from model.control.step import Chunk, SchedulerStats, Step
     from model.control.submission import Submission
+    from model.engine import Engine
     from model.errors import (
         InvalidArgumentError,
         ModelError,
@@ -50,6 +51,7 @@ __all__ = [
     "AsyncEngine",
     "Chunk",
     "Delta",
+    "Engine",
     "EngineConfig",
     "FinishReason",
     "InvalidArgumentError",
@@ -80,6 +82,7 @@ _HOMES = (
     "control.submission",
     "control.scheduler",
     "token_stream",
+    "engine",
     "async_engine",
     "llm",
 )

@@ -202,9 +202,9 @@ class Engine:
     def prepare(self) -> str:
         """Do now what the first requests would wait for; in words how the network runs then.
 
-        Compiles kernels, traces, compiles and captures the network, as `config` asks and
-        `warm_up.py` decides: seconds, half a minute where all is compiled for the
-        first time, all but the CUDA graphs in the constructor where that measures memory. A few
+        Compiles kernels, traces and compiles the network and captures CUDA graphs, as `config` asks
+        and `forward/warm_up.py` decides: seconds, half a minute where all is compiled for the
+        first time, all but the capture in the constructor where that measures memory. A few
         requests run then on another engine that is thrown away: what they count and find is
         forgotten with it, and the blocks that they wrote are free. Nothing may run meanwhile.
 
@@ -476,7 +476,7 @@ class Engine:
             return []
         streams, outputs, sampled = self._streams, [], flight.read()
         tokens = {number: token for number, token in sampled.items() if token is not None}
-        chances, uses_grammars = flight.chances(), self._grammars.is_used
+        logprobs, uses_grammars = flight.logprobs(), self._grammars.is_used
         if len(tokens) < len(sampled) or uses_grammars:
             for request in flight.sampling:
                 error = None if request.is_finished else self._error(request, sampled)
@@ -492,7 +492,7 @@ class Engine:
             is_over = request.is_finished or stream.is_stopped
             if is_over or (uses_grammars and self._is_whole(request)):
                 self._end(request, stream)
-            outputs.append(Output(request, given, stream, chances.get(number, ())))
+            outputs.append(Output(request, given, stream, logprobs.get(number, ())))
         return outputs
 
     def _verify(self, flight: Flight, tokens: Mapping[int, int]) -> dict[int, list[int]]:
@@ -570,12 +570,7 @@ def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig
     """The network, and what its caches will store."""
     network = PagedNetwork(model, backend)
     if config.kv_dtype == "fp8":
-        quantise(
-            network,
-            block_size=config.block_size,
-            vocab_size=network.vocab_size,
-            calibrates=config.kv_scales == "calibrated",
-        )
+        quantise(network, block_size=config.block_size, vocab_size=network.vocab_size)
     return network
 
 

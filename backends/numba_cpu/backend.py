@@ -90,7 +90,7 @@ def load() -> NumbaBackend:
     """The process's CPU backend; compiles nothing yet.
 
     Raises:
-        BackendUnavailableError: numba was told to compile nothing at all.
+        BackendUnavailableError: numba is configured to compile nothing (NUMBA_DISABLE_JIT).
     """
     if getattr(numba.config, "DISABLE_JIT", False):
         raise BackendUnavailableError(

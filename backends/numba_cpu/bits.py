@@ -62,7 +62,7 @@ if TYPE_CHECKING:
         """From 32 bits."""
 
     def at(address: int, size: int, tag: Tag) -> np.ndarray:
-        """The array of so many elements of the tag's type at an address; unchecked."""
+        """The array of `size` elements of the tag's type at an address; unchecked."""
 
     def prefetch(array: _A, offset: int) -> None:
         """Start loading a cache line."""
@@ -158,7 +158,7 @@ else:
 
     @intrinsic
     def at(_context: object, _address: types.Type, _size: types.Type, tag: types.Type):  # noqa: ANN201
-        """The array of so many elements of the tag's type at an address; unchecked."""
+        """The array of `size` elements of the tag's type at an address; unchecked."""
         result = types.Array(tag, 1, "C")
 
         def generate(context: object, builder: ir.IRBuilder, _s: object, args: list) -> object:

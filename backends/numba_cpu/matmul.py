@@ -40,7 +40,7 @@ _WIDE = 4 * LANES if dict(get_host_cpu_features()).get("avx512f") else LANES
 if TYPE_CHECKING:
 
     def _product_of(num_vectors: int) -> Callable[..., None]:
-        """The product of four rows with so many times LANES columns."""
+        """The product of four rows with a multiple of LANES columns."""
 
 else:
 

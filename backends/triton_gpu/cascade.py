@@ -49,7 +49,7 @@ class Shared:
     num_seqs: int
     """At most."""
     chunks: int
-    """Parts a row, at most; 0: nobody shares anything."""
+    """Parts a row, at most; 0: nothing is shared."""
     tile: int
     """Keys, of which a part is a multiple."""
     now: Tensor | None
@@ -198,7 +198,7 @@ class Form:
 def cascade(
     place: Place, query: Tensor, cache: KVCache, batch: PagedBatch, terms: AttentionTerms
 ) -> Shared:
-    """Attend the batch's shared prefix, where that pays: what `decode` need not read any more."""
+    """Attend the batch's shared prefix, where that pays: the part that `decode` need not read."""
     prefix = batch.shared_prefix
     if prefix is None or not pays(cache, batch, terms):
         return NOT_SHARED
@@ -263,7 +263,7 @@ def pays(cache: KVCache, batch: PagedBatch, terms: AttentionTerms) -> bool:
     prefix = batch.shared_prefix
     if prefix is None or terms.window is not None or batch.num_seqs > MAX_PLANNED:
         return False
-    if prefix.now is not None:  # who says so has found it
+    if prefix.now is not None:  # the caller has found that it pays
         return True
     saved = (prefix.num_seqs - 1) * prefix.num_tokens * sum(cache.layout.row_bytes)
     fewest, some, each = worth()

@@ -182,7 +182,7 @@ def _walk(
     last: gl.tensor, steps: gl.tensor, scale: gl.tensor, given: gl.tensor,
     FORM: gl.constexpr, MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """Take so many more tiles, downwards: (state, j, last).
+    """Take `steps` more tiles, downwards: (state, j, last).
 
     Each step is the softmax of tile j while the values of tile j - 1 are multiplied. The values of
     tile j - 1 have landed; those of tile j have at the end of the step. A row sees the columns of
@@ -385,7 +385,7 @@ def _consume_each(
 
 @gluon_function
 def _pass_by(rings: gl.tensor, j: gl.tensor, steps: gl.tensor) -> gl.tensor:
-    """Let so many tiles go unread; the next one's number."""
+    """Skip `steps` tiles; the number of the next one."""
     k, v = rings.k, rings.v
     for _ in range(steps):
         k_at, v_at = j % k.tiles.shape[0], j % v.tiles.shape[0]

@@ -1,10 +1,10 @@
-"""What each program of Hopper's prefill works on, and which tiles of keys an item takes.
+"""The work of each program of Hopper's prefill, and the tiles of keys that an item takes.
 
 An item is a tile of 128 rows: TOKENS query tokens of one sequence times PACK query heads of one KV
 head. Items are numbered in the order of `prefill_order`, query heads fastest. Programs take them
 in rounds, forth (0 1 2 ..) or back (.. 2 1 0) as the Thue-Morse sequence says (forth, back, back,
 forth, then the same four the other way round, ..), which gives each about the same work without
-asking anybody at run time. Taking turns, forth and back, gives the same where lengths fall evenly,
+synchronisation. Taking turns, forth and back, gives the same where lengths fall evenly,
 but doubles what is left of a pattern that repeats every other round, as lengths of equal sequences
 do: 3 % of the time at 16 x 512 new tokens.
 
@@ -52,7 +52,7 @@ HALF = gl.constexpr(64)
 
 @gluon_function
 def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
-    """Barriers, each of which so many arrivals complete."""
+    """Barriers that complete after ARRIVALS arrivals each."""
     barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(barriers.index(slot), count=ARRIVALS)

@@ -58,20 +58,20 @@ MOST_CAP = 512.0
 
 
 def layout_of(width: int, itemsize: int) -> gl.NVMMASharedLayout:
-    """How rows of so many numbers lie in shared memory."""
+    """The layout of rows of `width` numbers in shared memory."""
     return gl.NVMMASharedLayout(min(128, width * itemsize), 8 * itemsize, 3)
 
 
 @gluon_function
 def _tiles(desc: gl.tensor, COUNT: gl.constexpr, TILE: gl.constexpr) -> gl.tensor:
-    """So many tiles of so many keys, boxes of `desc` on top of each other."""
+    """COUNT tiles of TILE keys, each made of boxes of `desc`."""
     WIDTH: gl.constexpr = desc.block_shape[2]
     return gl.allocate_shared_memory(desc.dtype, [COUNT, TILE, 1, WIDTH], desc.layout)
 
 
 @gluon_function
 def _rows(desc: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
-    """Room for the rows of so many groups."""
+    """Shared memory for the rows of COUNT groups."""
     TOKENS: gl.constexpr = desc.block_shape[0]
     PACK: gl.constexpr = desc.block_shape[1]
     WIDTH: gl.constexpr = desc.block_shape[2]
@@ -80,7 +80,7 @@ def _rows(desc: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
 
 @gluon_function
 def _ring(tiles: gl.tensor, tails: gl.tensor, SLOTS: gl.constexpr) -> gl.tensor:
-    """A ring of so many tiles, each filled by one warp and emptied by both groups."""
+    """A ring of SLOTS tiles, each filled by one warp and emptied by both groups."""
     full = allocate_barriers(SLOTS, 1)
     return Ring(tiles, tails, full, allocate_barriers(SLOTS, GROUPS))
 
@@ -298,7 +298,7 @@ def heads_an_item(group: int) -> int:
 
 
 def items_a_kv_head(group: int, query_len: int) -> int:
-    """Items that so many query tokens of a sequence make."""
+    """Items of a sequence of `query_len` query tokens."""
     pack = heads_an_item(group)
     return group // pack * ceil_div(query_len, ROWS // pack)
 

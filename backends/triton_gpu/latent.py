@@ -119,7 +119,7 @@ def _attend_rows(
     begin: tl.tensor, end: tl.tensor, last: tl.tensor, window: tl.tensor,
     scale: tl.tensor, soft_cap: tl.tensor, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Results of the rows [WIDTH, ROWS], and the logarithms (base 2) of their weights."""
+    """Results of the rows [WIDTH, ROWS], and the logarithms (base 2) of their totals."""
     LAYER: tl.constexpr = FORM.layer
     dim = tl.arange(0, LAYER.width)[:, None]
     rest = tl.arange(0, FORM.rest)[:, None]
@@ -308,7 +308,7 @@ class Form:
 
 
 def shape_for(num_heads: int, tokens: int, row_bytes: int, itemsize: int, room: int) -> Shape:
-    """Tiles such that two of them, and the rows, fit in so many bytes of shared memory.
+    """Tiles such that two of them, and the rows, fit in `room` bytes of shared memory.
 
     Matrix instructions of Hopper take 64 keys; of other GPUs, and of float32, fewer do.
     """

@@ -1,7 +1,8 @@
 """What the attention kernels are compiled for: how a layer's tensors lie and what it computes.
 
-A kernel takes one compile-time value, its `Form`, with the layer's in it. Fields are read in
-kernels as `LAYER.block_size`; they are never used to address memory on the host.
+A kernel takes one compile-time value, a `Form` of its own file, which holds the `Layer`. Kernels
+read the fields as `LAYER.block_size`. A field that stands in a list needs a local constexpr first,
+because Triton takes no Python number there.
 """
 
 import math
@@ -55,7 +56,7 @@ class Layer:
 def layer_of(
     place: Place, query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
 ) -> Layer:
-    """The layer that such calls are made for. O(1)."""
+    """The compile-time values of calls with such arguments. O(1)."""
     num_heads, (_, block_size, num_kv_heads, key_dim) = query.shape[1], cache.k.shape
     head_dim = cache.v.shape[3]
     k_strides, v_strides = cache.k.stride()[:3], cache.v.stride()[:3]

@@ -150,7 +150,7 @@ def _choose_chunk(batch: tl.tensor, CUT: tl.constexpr) -> tl.tensor:
 
 @device_function
 def _steps(items: tl.tensor, work: tl.tensor, top: tl.tensor, programs: tl.tensor) -> tl.tensor:
-    """Steps until the last program is done with so many items, `top` the longest."""
+    """Steps until the last program is done; the longest item takes `top`."""
     rounds = ((items + programs - 1) // programs).to(tl.float32)
     mean = work.to(tl.float32) / tl.maximum(items, 1).to(tl.float32)
     return tl.maximum(rounds * mean, top.to(tl.float32)) + rounds * ITEM_STEPS

@@ -10,7 +10,7 @@ many as the GPU runs at a time, and never more than num_seqs + FINER * target:
 Where sequences are many (from a planning vector of MANY_SEQS on) and lengths differ much, a program
 that has a long part would end long after the others. There chunks are FINER times smaller, though
 not below SHORT tiles, and the parts of the long sequences, more than half a chunk, come first, in
-the sequences' order, before those of the others: whoever is done takes a smaller part. Parts are
+the sequences' order, before those of the others, so that programs end with small parts. Parts are
 numbered in this order.
 
 Batch-invariant (ALIKE), by the sequence's own length alone: ceil(tiles / ALIKE_KEYS keys) parts,
@@ -112,7 +112,7 @@ class Lengths(NamedTuple):
 def plan_grid(
     place: Place, device: torch.device, num_seqs: int, programs_a_part: int, *, each: int
 ) -> Grid:
-    """The grid for a batch whose parts take so many programs, of which a processor runs `each`."""
+    """The grid for a batch whose parts take `programs_a_part`; a multiprocessor runs `each`."""
     if num_seqs > MAX_PLANNED:
         return Grid(target=0, shape=(num_seqs, 1), vector=0, alike=False)
     slots = each * place.num_multiprocessors(device)
@@ -238,6 +238,6 @@ def find_parts(s: tl.tensor, lengths: tl.tensor, CUT: tl.constexpr) -> tuple[tl.
 
 @device_function
 def _alike_splits(tiles: tl.tensor, CUT: tl.constexpr) -> tl.tensor:
-    """Splits of a sequence with so many tiles of keys, whatever else is in the batch."""
+    """Splits of a sequence with `tiles` tiles of keys, independent of the batch."""
     EACH: tl.constexpr = ALIKE_KEYS // CUT.tile
     return tl.minimum(tl.maximum((tiles + EACH - 1) // EACH, 1), ALIKE_MOST)

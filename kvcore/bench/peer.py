@@ -35,7 +35,7 @@ Tokens: TypeAlias = "array[int] | list[int]"
 TokenFormat = Literal["packed", "list"]
 
 Take = Callable[[int], object]
-"""Takes so many blocks out of a pool and returns them, in whatever form."""
+"""Takes blocks out of a pool and returns them, in any form."""
 
 Release = Callable[[object], object]
 """Gives back what one call of `Take` returned; what it returns is ignored."""

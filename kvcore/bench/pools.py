@@ -28,7 +28,7 @@ def w1(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
 
 
 def w2(subjects: list[Subject], *, quick: bool) -> Iterator[Case]:
-    """Yield W2: microseconds for so many blocks taken and freed at once."""
+    """Yield W2: microseconds for taking and freeing several blocks at once."""
     for count in (64, 256, 1024) if quick else (64, 256, 1024, 8192):
         repeats = (2_048 if quick else 32_768) // count
         yield _take_and_release("W2", subjects, count, repeats, num_rounds=3 if quick else 9)

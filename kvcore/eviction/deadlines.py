@@ -1,8 +1,8 @@
-"""Deadlines: which of many things end by a given time, without a look at the others.
+"""Deadlines: find the things that have expired without examining the others.
 
-Kept blocks and leases have them, in thousands, and time passes at every step of an engine. Things
-of one deadline stand together, and the deadlines in order. What they are and what happens then is
-not known here. Nothing here reads a clock, and the order of answers is that of the calls.
+Thousands of retained blocks and leases may have deadlines, and time advances at every step of an
+engine. Things with the same deadline are grouped, and the deadlines are sorted. No clock is read,
+and answers have the order of the calls.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Thing = TypeVar("Thing")
 class Deadlines(Generic[Thing]):
     """Things, each with one or several deadlines.
 
-    To add and to drop moves a part of a list of the deadlines in memory, but not of the things.
+    Adding and dropping move part of the list of deadlines in memory, but not of the things.
     """
 
     __slots__ = ("_at", "_order")
@@ -27,7 +27,7 @@ class Deadlines(Generic[Thing]):
         self._order: list[int] = []  # the keys of the other, the earliest first
 
     def add(self, thing: Thing, deadline: int) -> None:
-        """Note a deadline of a thing, or change nothing. O(log deadlines)."""
+        """Add a deadline of a thing, or change nothing. O(log deadlines)."""
         at = self._at.get(deadline)
         if at is not None:
             at[thing] = None
@@ -40,7 +40,7 @@ class Deadlines(Generic[Thing]):
             raise
 
     def drop(self, thing: Thing, deadline: int) -> None:
-        """Forget a deadline of a thing, if it is known. Cannot fail. O(log deadlines)."""
+        """Remove a deadline of a thing, if it exists. Cannot fail. O(log deadlines)."""
         at = self._at.get(deadline)
         if at is not None and thing in at:
             del at[thing]
@@ -49,7 +49,7 @@ class Deadlines(Generic[Thing]):
                 del self._order[bisect_left(self._order, deadline)]
 
     def due(self, now: int) -> list[Thing]:
-        """Return the things of which a deadline has come, each once; changes nothing. O(those)."""
+        """Return the things with an expired deadline, each once; changes nothing. O(those)."""
         found: dict[Thing, None] = {}
         for deadline in self._order:
             if deadline > now:
@@ -58,6 +58,6 @@ class Deadlines(Generic[Thing]):
         return list(found)
 
     def clear(self) -> None:
-        """Forget all. Cannot fail."""
+        """Remove all deadlines. Cannot fail."""
         self._at.clear()
         self._order.clear()

@@ -23,7 +23,7 @@ class FreeQueue:
     """Free blocks, least recently used first.
 
     Attributes:
-        length: how many there are.
+        length: the number of blocks.
     """
 
     __slots__ = ("_head", "_tail", "length")
@@ -38,7 +38,7 @@ class FreeQueue:
         self.length = 0
 
     def __len__(self) -> int:
-        """Return how many blocks are free. O(1)."""
+        """Return the number of blocks. O(1)."""
         return self.length
 
     def __iter__(self) -> Iterator[Block]:
@@ -49,7 +49,7 @@ class FreeQueue:
             block = block.next_free
 
     def push_back(self, block: Block) -> None:
-        """Put `block` last in line. O(1).
+        """Append `block`. O(1).
 
         Raises:
             BlockStateError: it is in a queue already.
@@ -62,7 +62,7 @@ class FreeQueue:
         self.length += 1
 
     def pop_front(self) -> Block:
-        """Take out the block that is first in line. O(1).
+        """Remove the first block. O(1).
 
         Raises:
             BlockStateError: the queue is empty.
@@ -74,7 +74,7 @@ class FreeQueue:
         return block
 
     def remove(self, block: Block) -> None:
-        """Take `block` out from wherever it stands. O(1).
+        """Remove `block`. O(1).
 
         Raises:
             BlockStateError: it is not in a queue.
@@ -90,7 +90,7 @@ class FreeQueue:
     def put_back(self, block: Block) -> None:
         """Undo the removal of a block. Cannot fail. O(1).
 
-        What has happened in this queue since then has been undone before, the last of it first.
+        Later changes of this queue must be undone before, the last one first.
         """
         after = block.prev_free or self._tail
         before = after.prev_free or self._head
@@ -99,7 +99,7 @@ class FreeQueue:
         self.length += 1
 
     def clear(self) -> None:
-        """Take out every block. Cannot fail. O(len)."""
+        """Remove every block. Cannot fail. O(len)."""
         head, tail = self._head, self._tail
         block = head.next_free
         while block is not None and block is not tail:
@@ -110,7 +110,7 @@ class FreeQueue:
         self.length = 0
 
     def first(self, count: int) -> list[Block]:
-        """Return the blocks that are first in line, at most `count`; changes nothing. O(count)."""
+        """Return the first blocks, at most `count`; changes nothing. O(count)."""
         found: list[Block] = []
         tail = self._tail
         block = self._head.next_free or tail
@@ -120,9 +120,9 @@ class FreeQueue:
         return found
 
     def cut_front(self, blocks: list[Block]) -> None:
-        """Let the line begin after the blocks that are first in it, as `first` has named them.
+        """Remove the blocks that `first` returned.
 
-        O(1): their own links are left to the caller, who has more to change in each of them.
+        O(1): the caller clears their links, because it changes other fields of each block too.
         """
         if blocks:
             head = self._head
@@ -132,7 +132,7 @@ class FreeQueue:
             self.length -= len(blocks)
 
     def remove_run(self, blocks: list[Block]) -> None:
-        """Take out blocks that are in the queue, each named once. O(len(blocks))."""
+        """Remove distinct blocks. O(len(blocks))."""
         for block in blocks:
             before, after = block.prev_free or self._head, block.next_free or self._tail
             before.next_free = after
@@ -141,7 +141,7 @@ class FreeQueue:
         self.length -= len(blocks)
 
     def push_run(self, blocks: list[Block]) -> None:
-        """Put blocks that are in no queue, each named once, last in line. O(len(blocks))."""
+        """Append distinct blocks that are in no queue. O(len(blocks))."""
         tail = self._tail
         last = tail.prev_free or self._head
         for block in blocks:

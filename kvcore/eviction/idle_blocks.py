@@ -1,13 +1,13 @@
-"""Free blocks that hold content, in the order of their reuse; and what is kept longer than that.
+"""The eviction order of free blocks with content: LRU, with retention priorities.
 
-Those that nobody wants kept go first, least recently used first. Those with a priority wait on a
-shelf each of their own; they are reused when no other free block is left, the lowest priority first
-and least recently used first within it. A block whose time is over joins the ordinary queue as if
-it had been used just then. Blocks that nobody asked to keep are never looked at, and cost nothing.
+Blocks without a priority are reused first, least recently used first. Each priority has a queue of
+its own; its blocks are reused when no other free block is left, the lowest priority first and least
+recently used first within it. A block whose retention ends joins the ordinary queue as if it were
+used at that moment. Blocks without retention are never examined, and cost nothing.
 
-A look-up that comes to nothing leaves no trace: the blocks that were found last go back to where
-each of them stood, kept or not, if all of them come back before anything else has moved. So a
-request that is tried again and again does not make its prefix young.
+A look-up whose request is not admitted leaves the order unchanged: if the blocks found last are all
+released before any other change, each returns to its former place. So a request that is retried
+again and again does not refresh its prefix.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class IdleBlocks:
     """The free blocks that hold content, in the order of their reuse.
 
     Attributes:
-        found: what a look-up has found last, in the order in which it left; None once anything else
-            was taken, given back or lost, or is kept for something else.
-        queue: those that nobody wants kept: they go first, least recently used first.
-        kept: for each kept block's id, free or held, its terms: the highest priority first, and
-            after it only what holds for longer.
-        num_shelved: how many wait because they are kept.
+        found: the blocks of the last look-up, in the order of their removal; None after any other
+            change.
+        queue: the blocks without retention, least recently used first.
+        kept: for each block with retention, free or held, its terms by id: the highest priority
+            first, and then only terms that hold for longer.
+        num_shelved: the number of free blocks with retention.
     """
 
     __slots__ = (
@@ -45,14 +45,14 @@ class IdleBlocks:
         self.kept: dict[int, tuple[RetentionTerm, ...]] = {}
         self._shelves: dict[int, FreeQueue] = {}  # by priority
         self._deadlines: Deadlines[Block] = Deadlines()  # of kept blocks
-        self._since: dict[int, int] = {}  # of kept blocks: the how manieth joined its shelf last
+        self._since: dict[int, int] = {}  # of kept blocks: when they joined their queue
         self._num_pushed = 0
         self.num_shelved = 0
 
     def merged_terms(
         self, block: Block, terms: Sequence[RetentionTerm]
     ) -> tuple[RetentionTerm, ...]:
-        """Return what a block is kept for if these terms join. O(terms)."""
+        """Return the terms of a block with these added, without dominated ones. O(terms)."""
         latest = 0
         merged: list[RetentionTerm] = []
         for priority, deadline in sorted(
@@ -61,13 +61,13 @@ class IdleBlocks:
             if deadline > latest:
                 merged.append((priority, deadline))
                 latest = deadline
-        for priority, _ in merged:  # nothing that is freed later has to make its shelf
+        for priority, _ in merged:  # so that a later release allocates nothing
             if priority not in self._shelves:
                 self._shelves[priority] = FreeQueue()
         return tuple(merged)
 
     def keep(self, block: Block, terms: Sequence[RetentionTerm]) -> None:
-        """Keep a held block at least as strongly as this. O(terms)."""
+        """Add retention terms to a held block. O(terms)."""
         merged = self.merged_terms(block, terms)
         if merged:
             self.prepare_terms(((block, merged),))
@@ -101,7 +101,7 @@ class IdleBlocks:
     def _drop_deadlines(
         self, block: Block, old: tuple[RetentionTerm, ...], merged: tuple[RetentionTerm, ...]
     ) -> None:
-        """Forget when old terms end, unless one of the merged ends then. Cannot fail. O(terms)."""
+        """Forget the deadlines of old terms that no merged term has. Cannot fail. O(terms)."""
         for _, deadline in old:
             for _, other in merged:
                 if other == deadline:
@@ -110,7 +110,7 @@ class IdleBlocks:
                 self._deadlines.drop(block, deadline)
 
     def forget(self, block: Block) -> None:
-        """Forget the terms for a block that does not wait. Cannot fail. O(terms)."""
+        """Forget the terms of a block that is not queued. Cannot fail. O(terms)."""
         if block.block_id in self.kept:
             self._drop_deadlines(block, self.kept.pop(block.block_id), ())
             self._since.pop(block.block_id, None)
@@ -123,9 +123,9 @@ class IdleBlocks:
         return found
 
     def push_run(self, blocks: list[Block]) -> None:
-        """Let blocks wait that nobody holds any more, each last in its line. Cannot fail.
+        """Append freed blocks to their queues. Cannot fail.
 
-        If they are what was found last, each goes back to where it stood. O(len(blocks)).
+        Blocks of the last look-up return to their former places. O(len(blocks)).
         """
         found = self.found
         self.found = None
@@ -146,7 +146,7 @@ class IdleBlocks:
                 self.queue.push_back(block)
 
     def _put_back(self, found: list[Block]) -> None:
-        """Undo what `find_run` has done last. Cannot fail. O(len(found))."""
+        """Undo the last `find_run`. Cannot fail. O(len(found))."""
         for block in reversed(found):
             terms = self.kept.get(block.block_id)
             if terms:
@@ -156,7 +156,7 @@ class IdleBlocks:
                 self.queue.put_back(block)
 
     def remove(self, block: Block) -> None:
-        """Take out a block, from wherever it waits. Cannot fail. O(1)."""
+        """Remove a block from its queue. Cannot fail. O(1)."""
         self.found = None
         terms = self.kept.get(block.block_id)
         if terms:
@@ -166,7 +166,7 @@ class IdleBlocks:
             self.queue.remove(block)
 
     def remove_run(self, blocks: list[Block]) -> None:
-        """Take out blocks, each named once. Cannot fail. O(len(blocks))."""
+        """Remove distinct blocks. Cannot fail. O(len(blocks))."""
         self.found = None
         if self.num_shelved:
             for block in blocks:
@@ -175,15 +175,15 @@ class IdleBlocks:
             self.queue.remove_run(blocks)
 
     def find_run(self, blocks: list[Block]) -> None:
-        """Do what `remove_run` does for what a look-up has found, and remember it."""
+        """Remove the blocks of a look-up, and remember them."""
         self.remove_run(blocks)
         self.found = blocks
 
     def cut_front(self, blocks: list[Block]) -> None:
-        """Take out the blocks that are reused next, as `first` has named them. Cannot fail.
+        """Remove the blocks that `first` returned, and their retention. Cannot fail.
 
-        They are not kept any more. Their links are left to the caller, as `FreeQueue.cut_front`
-        does. O(1), and O(len(blocks)) where any block is kept.
+        The caller clears their links, as for `FreeQueue.cut_front`. O(1), or O(len(blocks)) if any
+        block has retention.
         """
         self.found = None
         if not self.kept:
@@ -194,7 +194,7 @@ class IdleBlocks:
             self.forget(block)
 
     def clear(self) -> None:
-        """Keep nothing any more; whatever waits is free elsewhere. Cannot fail. O(waiting)."""
+        """Remove all blocks and all retention. Cannot fail. O(queued blocks)."""
         self.found = None
         self.queue.clear()
         for queue in self._shelves.values():
@@ -205,10 +205,10 @@ class IdleBlocks:
         self.num_shelved = 0
 
     def expire(self, now: int) -> None:
-        """Forget the terms whose time is over, all or none. O(n log n) of the blocks with one.
+        """Remove expired terms, all or none. O(n log n) of the blocks with one.
 
-        A block that waits goes to the shelf of the term that is left; where none is, it is the last
-        in line of those that nobody wants kept.
+        A queued block moves to the queue of its remaining term; without one it becomes the last of
+        the ordinary queue.
         """
         losing = self._deadlines.due(now)
         if not losing:
@@ -235,18 +235,18 @@ class IdleBlocks:
                 self.push_run(run)
 
     def shelved(self) -> Iterator[Block]:
-        """Yield the kept blocks that wait, in the order of their reuse. O(num_shelved)."""
+        """Yield the free blocks with retention, in the order of reuse. O(num_shelved)."""
         for priority in sorted(self._shelves):
             yield from self._shelves[priority]
 
     def __iter__(self) -> Iterator[Block]:
-        """Yield the blocks that wait, in the order of their reuse. O(waiting)."""
+        """Yield all free blocks with content, in the order of reuse. O(queued blocks)."""
         yield from self.queue
         yield from self.shelved()
 
 
 def _all_free(blocks: list[Block]) -> bool:
-    """Say whether nobody holds any of these. O(len(blocks))."""
+    """Return whether none of the blocks has a holder. O(len(blocks))."""
     for block in blocks:  # noqa: SIM110  # a generator costs more, and allocates
         if block.ref_count:
             return False
@@ -254,10 +254,10 @@ def _all_free(blocks: list[Block]) -> bool:
 
 
 def _place(waiting: tuple[int, int, Block]) -> tuple[int, int]:
-    """Return what orders kept blocks by their reuse."""
+    """Return the sort key of the order of reuse."""
     return waiting[0], waiting[1]
 
 
 def _still(terms: tuple[RetentionTerm, ...], now: int) -> tuple[RetentionTerm, ...]:
-    """Return the terms whose time is not over."""
+    """Return the terms that have not expired."""
     return tuple([term for term in terms if term[1] > now])

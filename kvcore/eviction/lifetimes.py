@@ -1,14 +1,14 @@
-"""How long blocks live, lie idle, and wait for their next hit: for those who size a cache.
+"""Histograms of block lifetimes and reuse gaps, for choosing the size of a cache.
 
-Times are in steps, as `tick` counts them. Three durations are kept, each as a histogram:
+Times are in steps, as `tick` counts them. Three durations are recorded:
 
 - lifetime: from the publication of a block to its eviction;
-- idle time: from the moment a block that is evicted was last freed, to its eviction. Short ones
-  say that the cache is too small;
-- reuse gap: from the moment a block was freed to the hit that revives it. A cache pays where these
-  are shorter than idle times.
+- idle time: from the last release of an evicted block to its eviction. Short idle times mean that
+  the cache is too small;
+- reuse gap: from the release of a block to its next hit. A cache is useful where reuse gaps are
+  shorter than idle times.
 
-Nothing here is done unless the manager was made with `record_lifetimes`.
+Nothing is recorded unless the manager was created with `record_lifetimes`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 MAX_STEP: Final = 2**62 - 1
-"""Steps beyond this are not counted, here or anywhere: their differences fit in 64 bits."""
+"""The largest step; differences of steps fit in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Histogram:
     """Durations in steps.
 
     Attributes:
-        count: how many.
+        count: the number of durations.
         total: their sum.
         maximum: the longest; 0 if there is none.
-        buckets: how many there are of 0 steps, of 1, of 2 to 3, of 4 to 7, and so on.
+        buckets: the number of durations of 0 steps, of 1, of 2 to 3, of 4 to 7, and so on.
     """
 
     count: int
@@ -69,19 +69,19 @@ class LifetimeRecorder:
         self._durations = ([0] * (3 + 64), [0] * (3 + 64), [0] * (3 + 64))
 
     def published(self, block_id: int, now: int) -> None:
-        """Note that a block can be hit. O(1)."""
+        """Record that a block was published. O(1)."""
         self._published_at[block_id] = now
 
     def freed(self, block_id: int, now: int) -> None:
-        """Note that a published block is free. O(1)."""
+        """Record that a published block was freed. O(1)."""
         self._freed_at[block_id] = now
 
     def revived(self, block_id: int, now: int) -> None:
-        """Note that a free block was hit. O(1)."""
+        """Record that a free block was hit. O(1)."""
         _add(self._durations[2], now - self._freed_at[block_id])
 
     def evicted(self, block_id: int, now: int) -> None:
-        """Note that a published block is reused. O(1)."""
+        """Record that a published block was evicted. O(1)."""
         _add(self._durations[0], now - self._published_at[block_id])
         _add(self._durations[1], now - self._freed_at[block_id])
 

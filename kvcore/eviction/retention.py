@@ -1,8 +1,8 @@
-"""Retention: wishes that published blocks be reused later than least recently used would have it.
+"""Retention: keep published blocks in the cache longer than the LRU order would.
 
-A sequence may ask for ranges of its tokens to be kept with a priority, for ever or for a number of
-steps. The wish holds for whole paths: a block is kept at least as strongly as any block after it in
-the sequence, because content without what stands before it is worth nothing.
+A sequence may give ranges of its tokens a priority, without end or for a number of steps. Retention
+holds for whole prefixes: a block has at least the priority of every later block of the sequence,
+because content without its prefix cannot be hit.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from kvcore.arguments import as_int
 from kvcore.errors import InvalidArgumentError
 
 FOREVER = 2**63 - 1
-"""The deadline of what has none."""
+"""The deadline of a term without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A wish: keep the blocks of a range of tokens longer than others.
+    """Keep the blocks of a range of tokens in the cache longer than others.
 
     Attributes:
         start: the first position.
         stop: one past the last.
-        priority: 1 or more; what has none is reused first, then the lowest.
-        max_steps: for how many steps from the opening of the sequence; None: for ever.
+        priority: 1 or more; blocks without a priority are reused first, then the lowest.
+        max_steps: the number of steps from the opening of the sequence; None: no end.
 
     Raises:
         InvalidArgumentError: a field is out of range.
@@ -46,10 +46,10 @@ class Retention:
 
 
 def check_retention(retention: Sequence[Retention]) -> tuple[Retention, ...]:
-    """Return wishes as a tuple.
+    """Return retention as a tuple.
 
     Raises:
-        InvalidArgumentError: something else than a `Retention` is among them.
+        InvalidArgumentError: an entry is not a `Retention`.
     """
     try:
         checked = tuple(retention)
@@ -64,15 +64,15 @@ def check_retention(retention: Sequence[Retention]) -> tuple[Retention, ...]:
 
 
 RetentionTerm = tuple[int, int]
-"""A priority, and the step from which it holds no longer."""
+"""A priority, and the step at which it ends."""
 
 
 def retention_terms(
     retention: Sequence[Retention], start: int, opened_at: int, now: int
 ) -> tuple[RetentionTerm, ...]:
-    """Return what holds for a block that begins at token `start`. O(wishes).
+    """Return the terms of a block that begins at token `start`. O(len(retention)).
 
-    All wishes that reach into it or beyond it and whose time is not over.
+    They come from all ranges that end after `start` and have not expired.
     """
     found: list[RetentionTerm] = []
     for asked in retention:

@@ -1,10 +1,9 @@
-"""Content that is not tokens: images, audio, prompt embeddings, each over a run of positions.
+"""Multimodal items: images, audio and prompt embeddings, each over a range of positions.
 
-A block's KV depends on what stood at its positions, and under an image the token ids are only
-placeholders. So the identity of a block is its tokens and, for every item that reaches into it: the
-item's content, which of its rows lie in the block and where, and which of those rows are embeddings
-at all. An item that cannot be described this way has no place here: open its request with
-`namespace=None`, and it is not cached.
+The KV of a block depends on the inputs at its positions, and under an image the token ids are only
+placeholders. So the identity of a block is its tokens and, for every item that overlaps it: the
+content of the item, the rows that lie in the block and their places, and the mask of those rows. If
+an item cannot be described this way, open its request with `namespace=None`: it is not cached.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from kvcore.arguments import as_int
 from kvcore.errors import InvalidArgumentError
 
 _HEAD: Final = struct.Struct("<IQIBI")
-"""What stands before an encoded item's content: `encode_items` says what."""
+"""The head before the content of an encoded item; see `encode_items`."""
 
 
 @dataclass(frozen=True, slots=True)
 class MultimodalItem:
-    """One piece of content that is not tokens.
+    """One image, audio clip or run of prompt embeddings.
 
     Attributes:
-        content: what identifies it, whole: a digest of the data with its shape and type, or the
-            data itself. Never a shortened digest: a collision here hands out somebody else's KV.
+        content: its full identity: a digest of the data with its shape and type, or the data
+            itself. Never shorten the digest: a collision would share the KV of another input.
         start: the position of its first row in the sequence.
-        length: how many positions it takes; at least 1.
+        length: the number of positions; at least 1.
         mask: for each row one byte, 1 where the row is an embedding and 0 where the token itself
             is embedded; None: every row is.
 
@@ -97,7 +96,7 @@ def check_items(
 
 
 def cut_items(items: tuple[MultimodalItem, ...], num_tokens: int) -> tuple[MultimodalItem, ...]:
-    """Return what is left of items when a sequence is cut to `num_tokens`. O(items)."""
+    """Return the parts of items within the first `num_tokens` tokens. O(items)."""
     left: list[MultimodalItem] = []
     for item in items:
         length = min(item.length, num_tokens - item.start)

@@ -222,9 +222,9 @@ def leased(manager: KVCacheManager) -> None:
 
 
 def arriving(manager: KVCacheManager) -> None:
-    """P30: what a load waits for, its lease alone has, and nobody can find.
+    """P30: the blocks of a load are held by its lease alone, and cannot be hit.
 
-    It is what a query after the load sees and the last full block, or less, and nothing else.
+    They are the blocks that later queries see and the last full block, or fewer.
     """
     for lease in manager.leases.active.values():
         load = lease.load
@@ -278,7 +278,7 @@ def shelved(manager: KVCacheManager) -> None:
     for block_id, terms in idle.kept.items():
         block = pool.blocks[block_id]
         if block.node is None or not terms or any(end <= pool.step for _, end in terms):
-            _fail("P15", f"{block!r} is kept without content, or longer than wished")
+            _fail("P15", f"{block!r} is kept without content, or past its deadline")
 
 
 def settled(manager: KVCacheManager) -> None:
@@ -290,16 +290,16 @@ def settled(manager: KVCacheManager) -> None:
 
 
 def told(manager: KVCacheManager) -> None:
-    """P27: of expected tokens nothing is visible, named or out of a window's sight."""
+    """P27: expected tokens publish no block, have no hash and move no window."""
     for seq, table in _tables(manager):
         length = len(seq.packed)
         kept = first_kept_block(table.group, table.block_size, length)
         if seq.num_unknown_tokens < 0 or seq.num_tokens != length + seq.num_unknown_tokens:
-            _fail("P27", f"{seq!r}: {length} tokens told, {seq.num_unknown_tokens} expected")
+            _fail("P27", f"{seq!r}: {length} tokens known, {seq.num_unknown_tokens} expected")
         if table.num_published * table.block_size > length or table.num_null > kept:
-            _fail("P27", f"{seq!r}: {table.num_published} blocks published, {length} tokens told")
+            _fail("P27", f"{seq!r}: {table.num_published} blocks published, {length} tokens known")
         if any(item.start + item.length > length for item in seq.items):
-            _fail("P27", f"{seq!r}: an item reaches beyond the told tokens")
+            _fail("P27", f"{seq!r}: an item reaches beyond the known tokens")
 
 
 def copies(node: Node) -> list[Block]:
@@ -340,7 +340,7 @@ def useful(manager: KVCacheManager) -> None:
             if first_kept_block(group, group.block_size, shortest_hit) * group.block_size >= end:
                 for block in copies(node):
                     if block.ref_count == 0:
-                        _fail("P29", f"{block!r} is free and holds what nobody can hit")
+                        _fail("P29", f"{block!r} is free and holds content that no hit can use")
 
 
 PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {

@@ -1,8 +1,8 @@
-"""What stands where in a pool, for those who look at it: which blocks are held, cached, empty.
+"""A map of the pool: which blocks are held, cached or empty.
 
-A look changes nothing, and costs as much as the blocks that are held or cached: those that were
-never handed out are not made for it. It is exact between two calls of the manager. Nothing here is
-kept, and no verb of the manager does anything for it.
+Reading it changes nothing, and costs O(held and cached blocks): blocks that were never used are not
+created for it. The map is exact between two calls of the manager. Nothing is stored, and no call of
+the manager does work for it.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class BlockReport:
     """One block at one moment.
 
     Attributes:
-        block_id: which.
+        block_id: its id.
         state: EMPTY, CACHED or HELD.
-        num_holders: how many sequences and leases hold it.
+        num_holders: the number of sequences and leases that hold it.
         sequences: the sequences among them, oldest first.
-        can_be_hit: whether others that open the same prefix share it.
+        can_be_hit: whether a sequence with the same prefix would share it.
         group: the layer group of its content; 0 if it has none.
         start: the position of its first token.
-        tokens: its tokens, as far as they are told; those it has no KV of yet included.
-        namespace: who shares it; None: nobody.
+        tokens: its known tokens, those without KV included.
+        namespace: its namespace; None: it is not shared.
     """
 
     block_id: int
@@ -85,7 +85,7 @@ def pool_map(manager: KVCacheManager) -> bytes:
 
 
 def describe_block(manager: KVCacheManager, block_id: SupportsIndex) -> BlockReport:
-    """Say who holds a block, what it holds, and who can hit it. O(blocks held).
+    """Return the holders, the content and the namespace of a block. O(blocks held).
 
     Raises:
         InvalidArgumentError: there is no such block.

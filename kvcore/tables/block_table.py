@@ -1,9 +1,9 @@
 """A block table: the blocks of one sequence for one layer group, by position.
 
-Entry `i` holds the tokens from `i * block_size` on. A table grows at its end and is cut there; at
-its beginning entries become the null block when no query can see them any more, so indices never
-move. The table counts nothing and frees nothing: it says which blocks are to leave it, the manager
-gives them back, and then the table lets them go.
+Entry `i` holds the tokens from `i * block_size` on. A table grows and is cut at its end; at its
+beginning entries become the null block when no later query can see them, so indices never move. The
+table counts and frees nothing: it returns the blocks to remove, the manager releases them, and then
+the table is cut.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class BlockTable:
     """One group's blocks of one sequence.
 
     Attributes:
-        group: what its layers see.
+        group: the layer group.
         block_size: tokens a block.
-        forgets: whether its layers lose sight of anything.
-        window: what a sliding window sees, in tokens; 0: it is none.
-        chunk: likewise of chunked local attention.
-        blocks: its blocks in order, the null block where one was given back.
-        num_null: how many entries from the start are the null block.
-        num_published: how many entries from the start have been published, null ones included.
+        forgets: whether the group has a sliding window or chunks.
+        window: the tokens of a sliding window; 0: the group has none.
+        chunk: the tokens of a chunk of chunked local attention; 0: the group has none.
+        blocks: its blocks in order, the null block for released ones.
+        num_null: the number of leading null entries.
+        num_published: the number of leading published entries, null ones included.
     """
 
     __slots__ = (
@@ -54,14 +54,13 @@ class BlockTable:
         self.num_published = 0
 
     def num_missing(self, num_tokens: int) -> int:
-        """Return how many blocks it lacks to hold `num_tokens` tokens. O(1)."""
+        """Return the number of missing blocks for `num_tokens` tokens. O(1)."""
         return max(0, -(-num_tokens // self.block_size) - len(self.blocks))
 
     def first_kept(self, num_tokens: int) -> int:
         """Return `first_kept_block` of its group. O(1).
 
-        Spelled out on plain ints: compiled, a decode step with a window takes three quarters of the
-        time that it takes with the other.
+        Written out on plain ints: compiled, this saves a quarter of a decode step with a window.
         """
         size = self.block_size
         visible = 0
@@ -74,7 +73,7 @@ class BlockTable:
     def first_loaded(self, num_computed_tokens: int, num_tokens: int) -> int:
         """Return the first block to take for the KV of `num_tokens` tokens from outside. O(1).
 
-        What the sequence has computed in full, and what no query after them sees, is not loaded.
+        Blocks that the sequence has computed, or that no later query sees, are not loaded.
         """
         return max(num_computed_tokens // self.block_size, self.first_kept(num_tokens))
 
@@ -91,10 +90,10 @@ class BlockTable:
 
     @property
     def block_ids(self) -> array[int]:
-        """Its blocks' ids; read it, do not write it. O(blocks that have joined since).
+        """The block ids; read it, do not write it. O(blocks appended since).
 
-        An `array("I")`, the kind that Python fills fastest. A view of it stops no verb, and says
-        nothing after the next one: it may show the ids of then.
+        An `array("I")`, which Python fills fastest. A buffer view of it blocks no call, but may be
+        outdated after the next call.
         """
         ids = self._ids
         if ids is None:
@@ -103,7 +102,7 @@ class BlockTable:
             new = [block.block_id for block in self.blocks[len(ids) :]]
             try:
                 ids.fromlist(new)  # type: ignore[arg-type]  # a BlockId is an int
-            except BufferError:  # somebody holds a view, so it cannot be resized
+            except BufferError:  # it has an exported buffer view, so it cannot be resized
                 ids = self._ids = ids[:]
                 ids.fromlist(new)  # type: ignore[arg-type]
         return ids
@@ -122,14 +121,14 @@ class BlockTable:
         self.num_published = len(self.blocks)
 
     def renew(self, blocks: list[Block], num_null: int, num_published: int) -> None:
-        """Have these entries instead, of which the first `num_null` are null. Cannot fail."""
+        """Replace the entries; the first `num_null` are null. Cannot fail."""
         self.blocks = blocks
         self._ids = None
         self.num_null = num_null
         self.num_published = num_published
 
     def beyond(self, keep: int) -> list[Block]:
-        """Return the blocks after the first `keep` entries, in order: those that `cut` lets go."""
+        """Return the blocks after the first `keep` entries, in order: those that `cut` removes."""
         return self.blocks[max(keep, self.num_null) :]
 
     def cut(self, keep: int) -> None:
@@ -144,7 +143,7 @@ class BlockTable:
         self.num_published = min(self.num_published, keep)
 
     def before(self, place: int) -> list[Block]:
-        """Return the blocks before entry `place`, in order: those that `forget` lets go."""
+        """Return the blocks before entry `place`, in order: those that `forget` removes."""
         return self.blocks[self.num_null : place]
 
     def forget(self, null: Block, before: int) -> None:

@@ -1,14 +1,14 @@
-"""Layer groups: which positions of a prefix a kind of attention still needs.
+"""Layer groups (KV cache groups): the positions that each kind of attention still needs.
 
 Layers that see the same part of the past share one block table, their *group*. A group is full
 attention (sees everything), a sliding window (the last `window` tokens, the query's own included)
-or chunked local (the tokens of the query's own chunk). All groups draw from one pool; their block
-sizes are multiples of the manager's.
+or chunked local (the tokens of the query's own chunk). All groups share one pool; their block sizes
+are multiples of the manager's.
 
-The one question asked of a group is `first_visible(position)`: the lowest position that a query at
-`position` or after it can see. It never falls as the position grows, so what is below it can be
-given back. What a group keeps is its visible blocks, and always the last full one: the next block's
-content hangs below it in the tree.
+A group is defined by `first_visible(position)`: the lowest position that a query at `position` or
+later can see. It never falls as the position grows, so blocks below it can be released. A group
+keeps its visible blocks and always the last full one, because the next content is its child in the
+prefix tree.
 """
 
 from __future__ import annotations
@@ -79,22 +79,22 @@ class ChunkedLocal:
 LayerGroup = FullAttention | SlidingWindow | ChunkedLocal
 
 NEVER: Final = 2**62
-"""More tokens than there ever are."""
+"""Larger than any number of tokens."""
 
 
 def first_kept_block(group: LayerGroup, block_size: int, num_computed_tokens: int) -> int:
-    """Return the first block that a group must keep after so many computed tokens. O(1).
+    """Return the first block that a group keeps after `num_computed_tokens` tokens. O(1).
 
-    Everything before it is invisible to all queries to come; the last full block always stays.
+    All blocks before it are invisible to later queries; the last full block always stays.
     """
     visible = group.first_visible(num_computed_tokens) // block_size
     return min(visible, max(0, num_computed_tokens // block_size - 1))
 
 
 def serves(group: LayerGroup, place: int, common_size: int) -> bool:
-    """Say whether any hit can use the block at a place of a group. O(1).
+    """Return whether any hit can use the block at a place of a group. O(1).
 
-    Only prefixes of whole blocks of every group can hit, and those of a later one see less of it.
+    A hit consists of whole blocks of every group, and longer hits see less of an early block.
 
     Args:
         group: its block size filled in.
@@ -107,7 +107,7 @@ def serves(group: LayerGroup, place: int, common_size: int) -> bool:
 
 
 def resolve_groups(groups: Sequence[LayerGroup] | None, block_size: int) -> tuple[LayerGroup, ...]:
-    """Return the groups with every block size filled in; one of full attention for None.
+    """Return the groups with their block sizes; one group of full attention for None.
 
     Raises:
         InvalidArgumentError: no group, an unknown kind, or a block size that is no multiple.

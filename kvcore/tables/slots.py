@@ -1,4 +1,4 @@
-"""Positions to slots: pure arithmetic, written straight into buffers that others own.
+"""Slot mappings: arithmetic from positions to slots, written into buffers of the caller.
 
 A slot numbers one token's place in the cache: `block_id * block_size + offset`. Slots are 64 bits
 wide everywhere: block 200,000 of 16 tokens and 8 heads of 128 is beyond 2**31 elements. This file
@@ -43,10 +43,10 @@ def int_view(name: str, out: object, widths: tuple[int, ...], num_entries: int) 
     """Return a buffer that can take `num_entries` integers as a view. O(1).
 
     Args:
-        name: what the caller calls it.
+        name: the name of the argument in errors.
         out: any object with a buffer.
         widths: the bytes an integer may have.
-        num_entries: the room wanted.
+        num_entries: the number of entries needed.
 
     Raises:
         InvalidArgumentError: `out` is not a writable, contiguous, one-dimensional buffer of signed
@@ -68,11 +68,11 @@ def row_view(
     """Return a buffer of rows as a view, and how many entries a row has. O(1).
 
     Args:
-        name: what the caller calls it.
+        name: the name of the argument in errors.
         out: any object with a buffer of int32 or int64, of two dimensions, or of one.
         row_stride: entries from one row to the next; None: `out` has two dimensions.
-        num_rows: how many rows are to be written.
-        longest: entries of the longest of them.
+        num_rows: the number of rows to write.
+        longest: the entries of the longest row.
 
     Raises:
         InvalidArgumentError: `out` is not a writable, contiguous buffer of such integers, has too

@@ -3,7 +3,7 @@
 `Driver` has the protocol's verbs, and each checks what can be known from outside: that what came is
 what was promised, that a call that found no space has changed nothing, and, through `agree`, that
 free blocks, live tables and the KV behind them are what they must be. It decides nothing: what is
-called, and when, is the machines' part, or that of whoever writes a scenario by hand.
+called, and when, is decided by the machines, or by a scenario written by hand.
 """
 
 from __future__ import annotations

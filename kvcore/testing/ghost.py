@@ -124,7 +124,7 @@ class Memory:
         self.resident: dict[int, dict[int, int]] = {}  # last prefix -> block -> handed out by then
         self.ends: dict[int, int] = {}  # block -> its last prefix, for resident ones
         self.released: dict[int, tuple[int, int]] = {}  # block -> (when, -position in the table)
-        self.used: dict[int, tuple[int, int]] = {}  # likewise, by somebody who had used it
+        self.used: dict[int, tuple[int, int]] = {}  # likewise, by a request that had used it
         self.num_handed_out = 0
         self.clock = 0
 
@@ -172,7 +172,7 @@ class Memory:
     def release(
         self, table: Sequence[int], held: Collection[int], *, was_used: bool = True
     ) -> None:
-        """Note when those of a table's blocks that nobody holds any more were released."""
+        """Record the release of those blocks of a table that have no holder any more."""
         self.clock += 1
         for position, block_id in enumerate(table):
             if block_id not in held:

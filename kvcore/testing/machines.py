@@ -29,7 +29,7 @@ class ComputingMachine(AllocatorMachine):
     """What machines share whose requests are computed in parts, and decode for a while.
 
     Attributes:
-        longest_decoding: at most so many tokens at once.
+        longest_decoding: the most tokens at once.
     """
 
     longest_decoding: ClassVar[int] = 3
@@ -232,7 +232,7 @@ class BranchMachine(ComputingMachine):
     def runs_ahead(self, number: int, token: int, count: int, lag: int) -> None:
         """Steps are sent before the tokens of the last are read; the last ones are cut, or told.
 
-        Meanwhile somebody asks for what an allocator may have put in the place of them.
+        Meanwhile another request asks for the ids that an allocator may have put in their place.
         """
         request = self.pick(number)
         if not self.step(request, 10**9) or len(request.tokens) > 5 * self.block_size + 9:
@@ -368,7 +368,7 @@ class TenantMachine(AllocatorMachine):
     @precondition(any_live)
     @rule(number=PICK, token=st.integers(0, 1))
     def grows(self, number: int, token: int) -> None:
-        """A token more: after a reset, on top of what nobody may hit any more."""
+        """A token more: after a reset, after content that must not be hit any more."""
         self.decode(self.pick(number), token)
 
     @precondition(promised(Promise.RESET))

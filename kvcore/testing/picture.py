@@ -15,7 +15,7 @@ def picture(memory: Memory, prefixes: Prefixes, watch: Watch, live: Iterable[Req
     """Return one line: the blocks that were ever handed out, and how many are free.
 
     `3:ab[0 1]*` is block 3, in the tables of a and b, with the KV of tokens 0 and 1; the star says
-    that it can be hit, `.` that nothing was written there, `-` that nobody holds it.
+    that it can be hit, `.` that nothing was written there, `-` that it has no holder.
     """
     holders: dict[int, list[str]] = {}
     for request in live:

@@ -26,7 +26,7 @@ class Promise(Enum):
 
     HOLD = "what `begin` found stays held: anything may happen before `reserve`"
     CHUNK = "`reserve` takes any number of tokens, not only all that are left"
-    COMMIT = "nobody hits a block before its tokens are committed: a step may be given up"
+    COMMIT = "a block is hit only after its tokens are committed: a step may be given up"
     STABLE = "a block keeps its place in a table until the request is cut or finished"
     STRICT = "misuse is refused by an exception that `python -O` keeps"
     REUSE = "a committed prompt that is sent again at once hits all its whole blocks"
@@ -36,7 +36,7 @@ class Promise(Enum):
     TRUNCATE = "there is `truncate`"
     FORK = "there is `fork`"
     RESET = "there is `reset`"
-    TELL = "there are `expect` and `tell`: tokens are told later, and nobody hits them before that"
+    TELL = "there are `expect` and `tell`: tokens become known later, and are hit only after that"
     PARTS = "`commit` takes any part of what there is room for, where `reserve` took all at once"
     ITEMS = "there is `begin_with`: items (images, say) are part of what the blocks hold"
     LEASE = "there are `lease` and `end_lease`: no leased block is handed out before the end"
@@ -59,7 +59,7 @@ class Allocator(Protocol[R]):
     promises: Collection[Promise]
 
     def start(self, num_blocks: int, block_size: int) -> Collection[int]:
-        """Make a fresh allocator over so many blocks, ids 0 to `num_blocks - 1`.
+        """Make a fresh allocator of `num_blocks` blocks, ids 0 to `num_blocks - 1`.
 
         Returns:
             The ids that it may hand out: all, or all but those it sets aside (a null block).

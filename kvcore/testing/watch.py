@@ -41,7 +41,7 @@ class Watch:
         self.leases: list[Lease] = []
 
     def blocks(self, num_tokens: int) -> int:
-        """Return how many blocks so many tokens take."""
+        """Return the number of blocks that tokens take."""
         return -(-num_tokens // self.block_size)
 
     def table(self, request: Request) -> list[int]:

@@ -1,1 +1,1 @@
-"""What the verbs of the manager do to a sequence: step, rewind, share, load."""
+"""The operations of the manager on sequences: step, rewind, share, load, peak usage."""

@@ -1,15 +1,14 @@
-"""KV from outside: room for the first tokens of a sequence, and their arrival.
+"""Loads: KV of a prefix from another host, a disk or host memory.
 
-Another host, a disk or a host's memory has the KV of a prefix. What a sequence computes block by
-block leaves the blocks that a window has passed behind; what arrives at once never has them: a
-group has room for what a query after the prefix sees, and for the last full block, below which
-the next one's content hangs. All before that are null entries.
+A sequence that computes its tokens allocates the blocks that its windows pass; a load does not.
+Each group gets blocks for the tokens that later queries see, and for the last full block, because
+the next content is its child in the tree. All entries before are null.
 
-While it is under way the blocks belong to a lease, and the sequence stays what it was: it may be
-cut, forked, computed further or closed, and a load that fails leaves nothing to undo. When all has
-arrived it joins the sequence, if it still fits there: the tokens are the same, and every group has,
-from the sequence or from the load, what it has to see. Then it is computed like any other: others
-find it, and what is out of sight is given back.
+During the load its blocks belong to a lease, and the sequence is unchanged: it may be truncated,
+forked, computed further or closed, and a failed load leaves nothing to undo. When the KV has
+arrived, the blocks join the sequence if they still fit: the tokens are the same, and the sequence
+and the load together have all blocks that later queries see. Then the loaded blocks are like
+computed ones: other sequences can hit them, and blocks outside the windows are released.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def begin(
 ) -> Lease:
     """Take blocks for the KV of a sequence's first `num_tokens` tokens, or none.
 
-    They are told, and not all computed. O(new blocks + tokens copied).
+    The tokens are known, and not all are computed. O(new blocks + tokens copied).
 
     Raises:
         OutOfBlocksError: too few blocks are free.
@@ -63,18 +62,18 @@ def begin(
 
 
 def join(pool: BlockPool, book: LeaseBook, lease: Lease, longest: int | None) -> bool:
-    """Let what has arrived be a sequence's, and end its lease; or only end it. All or nothing.
+    """Give the loaded blocks to the sequence if they fit, and end the lease. All or nothing.
 
     O(blocks of the prefix).
 
     Args:
         pool: the pool of both.
-        book: whose lease it is.
-        lease: what `begin` has returned; it may have ended.
+        book: the leases.
+        lease: the result of `begin`; it may have ended.
         longest: the most tokens that a sequence may have.
 
     Returns:
-        Whether the sequence has it.
+        Whether the sequence has the loaded tokens.
 
     Raises:
         InvalidArgumentError: not such a lease.
@@ -82,7 +81,7 @@ def join(pool: BlockPool, book: LeaseBook, lease: Lease, longest: int | None) ->
     is_active = book.is_active(lease)
     load = lease.load
     if load is None:
-        raise InvalidArgumentError(f"lease: wanted one of `begin_load`, got {lease!r}")
+        raise InvalidArgumentError(f"lease: wanted a lease of begin_load, got {lease!r}")
     if not is_active:
         return False
     seq = load.seq
@@ -111,9 +110,10 @@ def join(pool: BlockPool, book: LeaseBook, lease: Lease, longest: int | None) ->
 
 
 def _fits(load: Load) -> bool:
-    """Say whether a sequence, with what was loaded, has all that a query after it sees. O(tokens).
+    """Return whether a load still fits its sequence. O(tokens).
 
-    It has computed less, and has the tokens that the KV is of.
+    The sequence has computed fewer tokens, has the loaded tokens, and has together with the load
+    all blocks that later queries see.
     """
     seq, num_tokens = load.seq, load.num_tokens
     computed = seq.num_computed_tokens
@@ -126,9 +126,9 @@ def _fits(load: Load) -> bool:
 
 
 def _entries(pool: BlockPool, load: Load, number: int, kept: int) -> list[Block]:
-    """Return what a table has once the load has joined it. O(blocks of the prefix).
+    """Return the entries of a table after the load. O(blocks of the prefix).
 
-    `kept` null entries, the full blocks that the sequence has computed, and what was loaded.
+    `kept` null entries, the full blocks that the sequence has computed, and the loaded blocks.
     """
     table = load.seq.tables[number]
     own = load.seq.num_computed_tokens // table.block_size
@@ -137,10 +137,10 @@ def _entries(pool: BlockPool, load: Load, number: int, kept: int) -> list[Block]
 
 
 def _released(lease: Lease, load: Load) -> list[Block]:
-    """Return what is given back when a load joins, in the order of release. O(blocks).
+    """Return the blocks to release when a load joins, in order. O(blocks).
 
-    What was loaded and is computed meanwhile, what the sequence has after its last full block, and
-    what is out of sight.
+    Loaded blocks that were computed meanwhile, the blocks of the sequence after its last full one,
+    and blocks outside the windows.
     """
     seq = load.seq
     left: set[Block] = set()
@@ -157,9 +157,9 @@ def _released(lease: Lease, load: Load) -> list[Block]:
 def _publish(
     pool: BlockPool, load: Load, number: int, entries: list[Block], published: list[Block]
 ) -> None:
-    """Publish what a load makes full of a table's entries, and note it. O(tokens).
+    """Publish the blocks of a table that a load fills, and list them. O(tokens).
 
-    What nobody ever had of it is the content of no block, as if a window had moved on.
+    Contents before the loaded blocks get no block, as if a window had moved on.
     """
     seq = load.seq
     table = seq.tables[number]
@@ -182,11 +182,11 @@ def _publish(
 
 
 def _set(load: Load, entries: list[list[Block]], kept: list[int]) -> None:
-    """Set what the pool knows already. Cannot fail. O(groups)."""
+    """Set the fields of a sequence after the pool has changed. Cannot fail. O(groups)."""
     seq = load.seq
     is_cached = seq.namespace_key is not None
     for number, table in enumerate(seq.tables):
         full = load.num_tokens // table.block_size
         table.renew(entries[number], kept[number], full if is_cached else 0)
     seq.num_computed_tokens = load.num_tokens
-    seq.fast_decode_limit = 0  # what a whole step counts up to is not known of these tables yet
+    seq.fast_decode_limit = 0  # unknown for the new tables

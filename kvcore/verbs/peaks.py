@@ -1,15 +1,15 @@
-"""How many blocks a sequence holds at most while it is computed step by step.
+"""The most blocks that a sequence holds while it is computed step by step.
 
 Layer groups reach their peaks at different moments: full attention at the end, a window or a chunk
-just before it gives something back. What counts is the most that all hold at one moment, and that
-is what is computed here, exactly: a sequence alone, in steps of at most so many tokens, whichever
-they are, comes to hold that many blocks at some moment and never more.
+just before it releases blocks. The result is the exact maximum of the sum over all groups: a
+sequence alone, in steps of at most `chunk` tokens each, holds that many blocks at some moment and
+never more.
 
-What a window or a chunk holds repeats, from one common period of all such groups to the next, and
-full attention only grows. So of all moments only those of the last period are looked at, and of
-these only those before something is given back.
+The blocks of windows and chunks repeat with the common period of these groups, and full attention
+only grows. So only the moments of the last period are examined, and of these only those before a
+release.
 
-It knows nothing of what is free.
+Does not know how many blocks are free.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def peak_blocks(
 ) -> int:
     """Return the most blocks that a sequence alone holds at once while it is computed.
 
-    A pool with that many usable blocks is enough for it, and one with fewer is not. More tokens or
-    longer chunks never need fewer. O(groups), and with windows or chunks
-    O(groups * what their groups give back in one common period of them).
+    A pool with that many usable blocks is sufficient, and a smaller one is not. More tokens or
+    longer chunks never need fewer blocks. O(groups), and with windows or chunks
+    O(groups * blocks that their groups release in one common period).
 
     Args:
-        num_tokens: in all.
-        block_size: tokens a block, of groups that do not say.
+        num_tokens: the length of the sequence.
+        block_size: tokens a block, for groups without a block size of their own.
         groups: the layer groups; None: one of full attention.
         chunk: the most tokens computed in one step; None: all of them.
-        num_external: the first so many of them are not computed: their KV is loaded.
+        num_external: the number of first tokens whose KV is loaded instead of computed.
 
     Raises:
         InvalidArgumentError: an argument is out of range.
@@ -69,15 +69,15 @@ def blocks_to_take(
 ) -> int:
     """Return the most free blocks that a new sequence holds at once, beside the hits it revives.
 
-    As `peak_blocks`; what it gives back of hits that others hold comes free for nobody.
+    Like `peak_blocks`; releasing a hit that has other holders frees no block.
 
     Args:
-        tables: one of each layer group; what they hold does not matter.
-        hits: for each the blocks that are found, up to the last of the prefix; empty for none.
-        cached: tokens that are found.
-        total: tokens in all.
+        tables: one of each layer group; their blocks are not read.
+        hits: for each the cached blocks, up to the last of the prefix; empty for none.
+        cached: the number of cached tokens.
+        total: the number of all tokens.
         chunk: the most tokens computed in one step; None: all of them.
-        external: the KV of so many tokens is loaded, where fewer are found.
+        external: the number of tokens whose KV is loaded, if fewer are cached.
     """
     lengths = [cached // table.block_size for table in tables]
     shared: list[list[int]] = [[] for _ in tables]
@@ -99,10 +99,10 @@ def blocks_to_take(
 def blocks_still_taken(seq: KVSequence, total: int, chunk: int | None, external: int) -> int:
     """Return the most free blocks that an open sequence still takes until `total` are computed.
 
-    In steps of at most `chunk` tokens, each told as long after it is computed as those of now. What
-    it gives back on the way is taken again first, but for blocks that others hold too. If it has
-    computed fewer than `external` tokens, their KV is loaded before. O(groups) where it has room
-    already, or there are no steps; otherwise as `peak_blocks`, and O(blocks in sight of windows).
+    In steps of at most `chunk` tokens, whose ids become known as late as they do now. Released
+    blocks are reused first, unless they have other holders. If fewer than `external` tokens are
+    computed, their KV is loaded before. O(groups) if the blocks are reserved or `chunk` is None;
+    otherwise like `peak_blocks`, plus O(blocks in the windows).
     """
     if external > seq.num_computed_tokens:
         return _taken_with_a_load(seq, max(total, external), chunk, external)
@@ -126,7 +126,7 @@ def blocks_still_taken(seq: KVSequence, total: int, chunk: int | None, external:
 
 
 def _taken_with_a_load(seq: KVSequence, total: int, chunk: int | None, external: int) -> int:
-    """Do what `blocks_still_taken` does where a load comes first. O(blocks) beside its cost."""
+    """Do what `blocks_still_taken` does after a load. O(blocks) in addition."""
     tables, computed = seq.tables, seq.num_computed_tokens
     shared: list[list[int]] = []
     held = 0
@@ -142,7 +142,7 @@ def _taken_with_a_load(seq: KVSequence, total: int, chunk: int | None, external:
 
 
 def _num_loaded(tables: Sequence[BlockTable], computed: int, external: int) -> int:
-    """Return how many blocks a load takes, where fewer tokens are computed. O(groups)."""
+    """Return the number of blocks that a load takes. O(groups)."""
     return sum(
         [
             -(-external // table.block_size) - table.first_loaded(computed, external)
@@ -159,7 +159,7 @@ def most_held(
     stop: int,
     width: int,
 ) -> int:
-    """Return the most blocks at one moment, of those that nobody else has.
+    """Return the most blocks held at one moment, without those of other holders.
 
     Args:
         tables: of a sequence, one a group; only what their groups see is read.

@@ -1,14 +1,13 @@
-"""How sequences go back: what a cut, a close or a bad transfer takes from them.
+"""Rewinding sequences: truncation, closing, and invalid KV after a failed transfer.
 
-A sequence gives its blocks back tail first, and the tails of all groups before the heads of any:
-what is reused first is then what the fewest prefixes need. These functions name the blocks, the
-pool counts and frees, and then the tables are cut.
+A sequence releases its blocks tail first, and the tails of all groups before the heads of any: the
+blocks reused first are then those that the fewest prefixes need. These functions find the blocks,
+the pool releases them, and then the tables are cut.
 
-KV that was committed and never arrived is in doubt with all that may have been built on it: the
-blocks of every sequence that has the same tokens so far and one more, and every published block
-that spells one of them, whoever computed it. Nothing of that can be hit any more, and every
-sequence that holds a block of it falls back to before it. All is found out first and changed
-afterwards.
+If committed KV is invalid, everything that may depend on it is invalid too: the blocks of every
+sequence with the same tokens so far and one more, and every published block with that prefix. None
+of them can be hit any more, and every sequence that holds one is set back to the tokens before it.
+All checks come first and all changes afterwards.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def blocks_tail_first(seq: KVSequence, num_tokens: int | None = None) -> list[Bl
 
 
 def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
-    """Return every block that the first `num_tokens` tokens do not need, tail first.
+    """Return the blocks that the first `num_tokens` tokens do not need, tail first.
 
     O(blocks returned).
     """
@@ -64,7 +63,7 @@ def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
 
 
 def cut_tables(seq: KVSequence, num_tokens: int) -> None:
-    """Let what `leaving` returns, and the pool has got back, leave the tables. Cannot fail."""
+    """Remove the blocks of `leaving`, which are released, from the tables. Cannot fail."""
     seq.num_reserved_tokens = seq.next_boundary = seq.fast_decode_limit = 0
     for table in seq.tables:
         table.cut(-(-num_tokens // table.block_size))
@@ -76,7 +75,7 @@ def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     kept = num_tokens if computed == min(num_tokens, seq.num_computed_tokens) else computed
     told = min(num_tokens, len(seq.packed))
     items = cut_items(seq.items, told)
-    seq.packed.append(0)  # a view that somebody holds of it stops the cut here
+    seq.packed.append(0)  # an exported buffer view raises here
     seq.packed.pop()
     pool.give_back(leaving(seq, kept))
     cut_tables(seq, kept)
@@ -180,13 +179,13 @@ def computed_in_sight(seq: KVSequence, computed: int) -> int:
 
 @final
 class InvalidPrefix:
-    """A prefix of which the KV after `start` tokens is not what it should be.
+    """A prefix whose KV after the first `start` tokens is invalid.
 
     Attributes:
-        namespace_key: whose it is.
+        namespace_key: its encoded namespace.
         packed: its tokens, more than `start`.
-        items: what else it holds.
-        start: how many of its tokens are sound.
+        items: its multimodal items.
+        start: the number of tokens with valid KV.
     """
 
     __slots__ = ("items", "namespace_key", "packed", "start")
@@ -207,7 +206,7 @@ class InvalidPrefix:
 def invalidate_from(
     pool: BlockPool, seq: KVSequence, num_tokens: int, sequences: Sequence[KVSequence]
 ) -> tuple[KVSequence, ...]:
-    """Take back what a sequence says it computed after `num_tokens` tokens, from everybody.
+    """Invalidate the KV of a sequence after `num_tokens` tokens, and all that depends on it.
 
     O(all tokens and blocks of the sequences and of the content below).
 
@@ -227,9 +226,9 @@ def invalidate_blocks(
     sequences: Sequence[KVSequence],
     leased: Sequence[Block] = (),
 ) -> tuple[KVSequence, ...]:
-    """Take back what blocks hold, and all that may have been built on it, from everybody.
+    """Invalidate the content of blocks, and all that may depend on it.
 
-    Then drop one holder of each leased block. O(all tokens and blocks of the sequences and of the
+    Then release each leased block. O(all tokens and blocks of the sequences and of the
     content above and below).
 
     Returns:
@@ -242,7 +241,7 @@ def invalidate_blocks(
         node = block.node
         if node is not None:
             sound[block] = 0
-            if node.parent not in nodes:  # that one is in doubt with all below it
+            if node.parent not in nodes:  # that one covers all nodes below it
                 doubts.append(_spelled(node, pool.block_sizes[block.group]))
     bad = dict.fromkeys(blocks, 0)
     for seq in sequences:
@@ -256,12 +255,12 @@ def invalidate_blocks(
 def _computed_from(
     seq: KVSequence, num_tokens: int, sound: dict[Block, int], doubts: list[InvalidPrefix]
 ) -> None:
-    """Note that a sequence's blocks are sound up to `num_tokens` alone; and whose else may be."""
+    """Mark the blocks of a sequence as valid up to `num_tokens`, and list the invalid prefix."""
     for table in seq.tables:
         present = max(num_tokens // table.block_size, table.num_null)
         stop = -(-seq.num_computed_tokens // table.block_size)
         _add(sound, table.blocks[present:stop], num_tokens)
-    if num_tokens < seq.num_settled_tokens:  # nobody else can have what is not told
+    if num_tokens < seq.num_settled_tokens:  # other sequences share only known tokens
         doubts.append(InvalidPrefix(seq.namespace_key, seq.packed, seq.items, num_tokens))
 
 
@@ -271,7 +270,7 @@ def _add(sound: dict[Block, int], blocks: Sequence[Block], num_tokens: int) -> N
 
 
 def _spelled(node: Node, size: int) -> InvalidPrefix:
-    """Return the prefix that ends with a node's content, which is in doubt. O(its tokens)."""
+    """Return the prefix that ends with the invalid content of a node. O(its tokens)."""
     contents: list[bytes] = []
     while node.parent is not None:
         contents.append(node.tokens)
@@ -289,10 +288,10 @@ def _add_invalid(
     doubts: Sequence[InvalidPrefix],
     sequences: Sequence[KVSequence],
 ) -> None:
-    """Note all blocks that spell a prefix in doubt further than it is sound.
+    """Mark all blocks with a prefix that is longer than the valid part of an invalid one.
 
-    A token further is enough: a fork may have copied that one and gone another way in the same
-    block.
+    One token more is enough: a fork may have copied that token and continued differently in the
+    same block.
     """
     for doubt in doubts:
         for seq in sequences:
@@ -305,7 +304,7 @@ def _add_invalid(
 
 
 def _agrees(seq: KVSequence, doubt: InvalidPrefix) -> bool:
-    """Say whether a sequence has settled a prefix's sound tokens, and the one after them."""
+    """Return whether a sequence has settled the valid tokens of a prefix and the next one."""
     count = doubt.start + 1
     return (
         seq.num_settled_tokens >= count
@@ -316,7 +315,7 @@ def _agrees(seq: KVSequence, doubt: InvalidPrefix) -> bool:
 
 
 def _spelling(pool: BlockPool, doubt: InvalidPrefix, number: int) -> list[Node]:
-    """Return the first nodes of a group's tree that spell a prefix further than it is sound."""
+    """Return the first nodes of a group that continue a prefix past its valid tokens."""
     if doubt.namespace_key is None:
         return []
     size = pool.block_sizes[number]
@@ -342,9 +341,9 @@ def _take_from_all(
     sequences: Sequence[KVSequence],
     leased: Sequence[Block],
 ) -> tuple[KVSequence, ...]:
-    """Take the content of blocks away, and set back every sequence that has computed one of them.
+    """Remove the content of blocks, and set back every sequence that has computed one of them.
 
-    Then drop one holder of each leased block. All or nothing. Returns those sequences.
+    Then release each leased block. All or nothing. Returns those sequences.
     """
     starts = [(seq, _first_invalid(seq, sound)) for seq in sequences]
     targets = [
@@ -370,7 +369,7 @@ def _take_from_all(
 
 
 def _first_invalid(seq: KVSequence, sound: dict[Block, int]) -> int:
-    """Return up to which token a sequence is sound: all that it has computed, or less.
+    """Return the number of valid computed tokens of a sequence.
 
     O(num_blocks).
     """
@@ -385,9 +384,9 @@ def _first_invalid(seq: KVSequence, sound: dict[Block, int]) -> int:
 
 
 def _computed_before(seq: KVSequence, sound: dict[Block, int], start: int) -> int:
-    """Return how much of what a sequence has computed stays, where it is sound up to `start`.
+    """Return the computed tokens that a sequence keeps, if they are valid up to `start`.
 
-    A block stays in part if nobody else has it, or finds it. O(groups).
+    A partly valid block stays if it has no other holder and cannot be hit. O(groups).
     """
     computed = start
     lowered = True

@@ -1,8 +1,8 @@
-"""What a new sequence shares: the prefix that it finds, or all a parent has; what is in common.
+"""Shared blocks: prefix cache look-ups, forks, and the common blocks of sequences.
 
-All layer groups together. What can fail is asked and allocated first, then the pool changes, and
-then only what is there already is set: an exception anywhere leaves all as it was. What a call is
-for, and whether it is allowed, the manager has decided.
+Each function handles all layer groups together. Checks and allocations come first, then the pool
+changes, and then only existing fields are set: an exception leaves everything unchanged. The
+manager has already checked the arguments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def describe(
     items: Sequence[MultimodalItem],
     longest: int | None,
 ) -> tuple[array[int], bytes | None, tuple[MultimodalItem, ...]]:
-    """Check what a new sequence is to hold; return its tokens, its namespace's key, its items.
+    """Check the arguments of a new sequence; return its tokens, namespace key and items.
 
     O(len(tokens)).
 
@@ -100,8 +100,8 @@ def find_prefix(
     At most all tokens but the last. Holds nothing. O(groups * blocks of the prefix).
 
     Args:
-        pool: where to look.
-        tables: one of each group; what they hold does not matter.
+        pool: the pool to search.
+        tables: one of each group; their blocks are not read.
         namespace_key: the encoded namespace.
         packed: the tokens.
         items: content that is not tokens.
@@ -142,9 +142,9 @@ def longest_servable(
 ) -> int:
     """Return the longest prefix, in tokens, that every group has the blocks for. O(blocks).
 
-    Tried from the longest down, so it is the greatest common one, and no group can talk another out
-    of a prefix that both could serve. After a gap that a group would see it goes on with what ends
-    before the gap: anything longer sees it too, because what a shorter prefix sees begins earlier.
+    Lengths are tried from the longest down, so the result is the longest common prefix of all
+    groups. After a gap that a group would see, the search continues with the length that ends
+    before the gap: every longer prefix sees the gap too.
 
     Args:
         tables: one of each group.
@@ -182,11 +182,11 @@ def planned(
     external: int,
     num_deferred: int,
 ) -> Plan:
-    """Say what a new sequence of these tokens would find and take. Changes nothing.
+    """Return the blocks that a new sequence would hit and take. Changes nothing.
 
-    `key` is that of its namespace, None where nothing is looked up; the KV of `external` tokens is
-    loaded, and the others are computed in steps of `chunk` tokens. What `find_prefix` and
-    `blocks_to_take` cost.
+    `key` is its namespace key, None without a look-up; the KV of `external` tokens is loaded, and
+    the others are computed in steps of `chunk` tokens. The cost of `find_prefix` and
+    `blocks_to_take`.
     """
     cached = 0
     hits: list[list[Block]] = []
@@ -209,14 +209,14 @@ def find_blocks(
     packed: array[int],
     items: Sequence[MultimodalItem],
 ) -> list[Block]:
-    """Do what `find_prefix` does where one group of full attention is all there is. O(blocks)."""
+    """Do what `find_prefix` does for one group of full attention. O(blocks)."""
     longest = len(packed) - 1
     encoded = _items_by_block(items, size, longest) if items else None
     return pool.match(namespace_key, packed.tobytes(), longest // size, 0, encoded)
 
 
 def kept_hits(pool: BlockPool, seq: KVSequence) -> list[tuple[Block, tuple[RetentionTerm, ...]]]:
-    """Return how the hits of a new sequence are to be kept, as it terms. O(hits * terms)."""
+    """Return the retention terms of the hits of a new sequence. O(hits * terms)."""
     kept: list[tuple[Block, tuple[RetentionTerm, ...]]] = []
     for table in seq.tables:
         for place in range(table.num_null, len(table.blocks)):
@@ -237,12 +237,12 @@ def _items_by_block(
 
 
 def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tuple[CopyOrder, ...]:
-    """Give a new sequence all that another has settled, or nothing. O(num_blocks).
+    """Share the settled tokens of a sequence with a new one, or nothing. O(num_blocks).
 
     Args:
         pool: the pool of both.
         parent: the sequence to share with.
-        child: a sequence with the same told tokens and empty tables, that nobody knows yet.
+        child: a new sequence with the same known tokens and empty tables.
 
     Returns:
         What has to be copied into the blocks of its own: one for each group whose last is half
@@ -282,14 +282,14 @@ def share_computed(pool: BlockPool, parent: KVSequence, child: KVSequence) -> tu
 
 
 def num_exclusive(seq: KVSequence) -> int:
-    """Count the blocks that nobody but a sequence holds. O(num_blocks)."""
+    """Count the blocks that only this sequence holds. O(num_blocks)."""
     return sum(
         [block.ref_count == 1 for table in seq.tables for block in table.blocks[table.num_null :]]
     )
 
 
 def num_shared(table: BlockTable) -> int:
-    """Return how many leading blocks of a table others hold too. O(those)."""
+    """Return the number of leading blocks of a table that have other holders. O(those)."""
     count = 0
     for block in table.blocks[table.num_null :]:
         if block.ref_count < 2:
@@ -299,7 +299,7 @@ def num_shared(table: BlockTable) -> int:
 
 
 def num_common(tables: Sequence[BlockTable]) -> int:
-    """Return how many leading blocks tables have in common, none of them null. O(blocks shared).
+    """Return the number of leading blocks that tables share, without null. O(blocks shared).
 
     At least one table, all of one group.
     """

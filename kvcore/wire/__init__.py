@@ -1,8 +1,9 @@
-"""kvcore.wire: a cache's events over ZeroMQ, in vLLM's format, and an index of who holds what.
+"""kvcore.wire: KV events over ZeroMQ in vLLM's format, and an index of several caches.
 
-A `Publisher` tells the network what a manager's cache can be hit for; routers that follow vLLM
-follow it as they are. A `Subscriber` follows any number of publishers, ours or engines' own, and
-answers who has the longest prefix of a prompt. docs/how-to/kv-events.md shows both.
+A `Publisher` publishes the KV events of a manager; routers that read vLLM's events can read them
+without a change. A `Subscriber` follows any number of publishers, of kvcore or of other engines,
+and returns the longest prefix of a prompt that each of them has. docs/how-to/kv-events.md shows
+both.
 
 Needs pyzmq and msgspec (`pip install 'kvcore[events]'`). Nothing else of kvcore imports it.
 """

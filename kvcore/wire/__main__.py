@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "--lines",
         type=int,
         default=0,
-        help="end after so many, with 1 if nothing was heard; 0: never",
+        help="seconds to run, then exit with 1 if nothing was received; 0: no limit",
     )
     return parser
 

@@ -172,7 +172,7 @@ def _questions(num_publishers: int, num_blocks: int) -> None:
     )
     for what, prompts in {
         "that many hold": [[*stem[:1000]] for stem in stems],
-        "that nobody holds": [rng.choices(range(50_000), k=1000) for _ in range(32)],
+        "without holders": [rng.choices(range(50_000), k=1000) for _ in range(32)],
     }.items():
         taken: list[float] = []
         for _ in range(20):

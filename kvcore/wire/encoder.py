@@ -2,16 +2,16 @@
 
 One event of kvcore is one event of the format, with these fields:
 
-    block_hashes    the low 64 bits of each name, or the whole name as bytes
+    block_hashes    the low 64 bits of each block hash, or the whole hash as bytes
     lora_name       the adapter of the namespace
     extra_keys      an image or embedding that reaches into a block: (its content in hex, where it
                     begins, counted from the block's first token); where tokens and adapter do not
                     say all: what `MARK_ITEMS` and `MARK_NAMESPACE` announce, for our own index
     group_idx       the layer group, and under `kv_cache_spec_kind` what it sees
 
-A run says its namespace, so nothing is remembered of the blocks that are told of. Content with a
-salt is left out unless the salt may be published: a reader could try prompts against its names.
-The names of what is left out are remembered, so that its removal is left out too.
+A run contains its namespace, so published blocks are not remembered. Content with a
+salt is left out unless the salt may be published: a reader could test prompts against its hashes.
+The hashes of omitted contents are remembered, so that their removal is omitted too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvcore import (
 from kvcore.wire.messages import Cleared, Form, Removed, Stored, WireEvent, WireHash, encode
 
 HashForm = Literal["u64", "bytes"]
-"""What a name is on the wire: a number that every reader takes, or all of its bytes."""
+"""A block hash in a message: a 64-bit number that every reader takes, or all its bytes."""
 
 MARK_NAMESPACE: Final = b"KVN1"
 """An extra key of a chain's first block that begins so is its namespace, encoded."""
@@ -58,11 +58,11 @@ class Encoder:
 
     Args:
         groups: the cache's layer groups.
-        form: how an event is spelled.
-        hash_form: how much of a block hash is sent.
+        form: the encoding of an event.
+        hash_form: "u64": the low 64 bits of a block hash; "bytes": the whole hash.
         rank: the data-parallel rank.
         lora_ids: numbers of adapters, for readers that want them.
-        publish_salted: tell of content with a salt, and its salt.
+        publish_salted: publish content with a salt, and the salt.
         clock: seconds, for the time of a batch.
 
     Raises:
@@ -96,7 +96,7 @@ class Encoder:
         self._left_out: set[tuple[int, BlockHash]] = set()
 
     def batch(self, events: Iterable[Event]) -> bytes | None:
-        """Return events as a payload, or None if none of them is told of. O(their tokens).
+        """Return events as a payload, or None if none of them is published. O(their tokens).
 
         Raises:
             InvalidArgumentError: some were lost: a snapshot has to be sent in their place.
@@ -115,7 +115,7 @@ class Encoder:
         return encode(self._clock(), told, self._rank, self._form) if told else None
 
     def snapshot(self, snapshot: Snapshot) -> bytes:
-        """Return all that can be hit as a payload that clears what was before. O(contents)."""
+        """Return a snapshot as a payload that clears the index before. O(contents)."""
         self._left_out.clear()
         told: list[WireEvent] = [Cleared()]
         for run in snapshot.stored:

@@ -27,12 +27,12 @@ from kvcore.wire.index import Index
 from kvcore.wire.messages import Batch
 
 MAX_EARLY = 4096
-"""So many batches are kept while what comes before them is asked for; later ones are asked for."""
+"""The most early batches that are kept while missing ones are requested."""
 
 
 @dataclass(slots=True)
 class FollowerStats:
-    """What a follower has met.
+    """Counters of a follower.
 
     Attributes:
         num_batches: batches applied.

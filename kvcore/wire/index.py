@@ -1,9 +1,9 @@
-"""What several caches can be hit for, as one tree: who has the longest prefix of these tokens.
+"""An index of several caches: which publisher has the longest prefix of a prompt.
 
 A path of the tree spells a prefix, tokens and namespace, exactly, as in a cache's own index; a node
 has one bit for each publisher that holds it. So a question is answered by comparing tokens, in one
-walk for all publishers, and a name decides nothing: it only says which node an event means. A wrong
-event can cost speed, and never a match that the tokens do not have.
+walk for all publishers. A block hash only tells which node an event refers to: a wrong event can
+cost speed, but never produces a match that the tokens do not have.
 
 Indexed are the layer groups that see everything (a kind that the publisher does not say counts as
 that) and those with a sliding window, on the GPU. What everything follows is held with it; a window
@@ -13,9 +13,9 @@ its cache may serve. A publisher with several groups serves what all of them can
 once something was stored in it, and until everything is cleared: who comes after that may be a
 publisher that has started again, with other groups.
 
-What a block follows is known by a name alone. So where nobody has told of what is before it (only
-windows have such blocks, and only a snapshot tells of them: their beginning was gone by then) it is
-passed over, unless a group of full attention with blocks of that size has it.
+The parent of a block is known by its hash alone. A block whose parent was never published (only in
+snapshots of windows, which have released their first blocks) is ignored, unless a group of full
+attention with the same block size has the parent.
 
 Memory is about 300 bytes for each block of 16 tokens, once for all publishers that hold it
 (`python -m kvcore.wire.bench` measures it). Calls may come from any thread.
@@ -62,14 +62,14 @@ _EXTRA_KEYS: Final = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """What an index holds and has passed over.
+    """Counters of an index.
 
     Attributes:
-        num_publishers: publishers that it knows.
+        num_publishers: known publishers.
         num_contents: different contents, each counted once.
         num_held: contents, counted for each publisher and group that holds them.
-        num_orphans: blocks passed over because what they follow was never told.
-        num_passed_over: events passed over: other media, or groups that are not indexed.
+        num_orphans: blocks ignored because their parent was never published.
+        num_passed_over: events ignored: other media, or groups that are not indexed.
     """
 
     num_publishers: int
@@ -85,7 +85,7 @@ class _Node:
     Attributes:
         parent: what it follows; None: it is a root, or out of the tree.
         content: its tokens and what else it depends on.
-        name: what the first publisher that told of it calls it.
+        name: its block hash in the events of the first publisher.
         holders: one bit for each publisher's group that has it; one that sees everything has also
             all that it follows. None: others follow it.
         only: its child, while there is one.
@@ -160,7 +160,7 @@ class _Publisher:
         groups: what each of them is, in no order.
         step: what the blocks of all groups divide.
         apart: what groups with a window hold.
-        aliases: nodes by names that others give to something else, or by a second name.
+        aliases: nodes by hashes that other publishers use differently, or by a second hash.
     """
 
     __slots__ = ("aliases", "apart", "bits", "groups", "mask", "step")
@@ -249,7 +249,7 @@ class Index:
         return found
 
     def held_hashes(self, publisher: str) -> frozenset[WireHash]:
-        """Return the names of what a publisher holds. O(what it holds)."""
+        """Return the block hashes that a publisher holds. O(its blocks)."""
         with self._lock:
             known = self._publishers.get(publisher)
             if known is None:
@@ -325,7 +325,7 @@ class Index:
             node = child
 
     def _named(self, known: _Publisher, name: WireHash) -> _Node | None:
-        """Return what a publisher means by a name; None too if that is out of the tree."""
+        """Return the node of a publisher's block hash; None if it is not in the tree."""
         node = known.aliases.get(name)
         if node is None:
             return self._names.get(name)
@@ -365,7 +365,7 @@ class Index:
         self._free_bits += bits.values()
 
     def _take(self, node: _Node, mask: int) -> None:
-        """Take a node from those that hold it by these bits; out of the tree if nobody needs it."""
+        """Remove holders from a node, and the node from the tree if it is not needed."""
         held = node.holders & mask
         if not held:
             return
@@ -473,7 +473,7 @@ class _Met:
         self._seen = 0
 
     def note(self, mask: int, length: int) -> None:
-        """Groups hold so many tokens, and not more. O(groups)."""
+        """Set the number of tokens that groups hold. O(groups)."""
         while mask:
             bit = mask & -mask
             self.lengths[bit] = length
@@ -528,7 +528,7 @@ def _served(runs: Sequence[tuple[int, int]], group: _Group, length: int) -> int:
 
 
 def _in_order(batch: Batch) -> Sequence[WireEvent]:
-    """Return a batch's events; of a snapshot windows last, which follow what others have told."""
+    """Return a batch's events; in a snapshot those of windows last."""
     events = batch.events
     stored = [event for event in events if isinstance(event, Stored)]
     if not batch.begins_anew or len(stored) != len(events) - 1:

@@ -1,12 +1,12 @@
-"""The format of vLLM's KV-cache events: what a payload says, in bytes and back.
+"""The message format of vLLM's KV events: encoding and decoding.
 
 A message has three frames: a topic, a sequence number (8 bytes, big-endian), and a payload, which
 is MessagePack: `[time, events, data-parallel rank]`. An event is a map with its kind under "type",
 or an array that begins with its kind. Engines send maps now and sent arrays before, so both are
 written here, and both are read, whatever the batch around them is.
 
-A block is named by an unsigned 64-bit number or by bytes. Fields that a reader does not know are
-passed over, fields that may be missing are None. An event that is not of the format is counted and
+A block hash is an unsigned 64-bit number or bytes. Unknown fields are ignored, missing optional
+fields are None. An event that is not of the format is counted and
 left out; the others of its batch still count. Nothing here knows of sockets or of a cache.
 """
 
@@ -22,10 +22,10 @@ import msgspec
 from kvcore.wire.errors import MalformedError
 
 Form = Literal["map", "array"]
-"""How an event is spelled: by the names of its fields, or by their order."""
+"""The encoding of an event: a map by field names, or an array by their order."""
 
 WireHash = int | bytes
-"""A block's name on the wire."""
+"""A block hash in a message."""
 
 END: Final = (-1).to_bytes(8, "big", signed=True)
 """The sequence number after the last batch of a replay."""
@@ -38,8 +38,8 @@ class Stored(msgspec.Struct, tag="BlockStored", gc=False):
     """Blocks can be hit now, each after the one before.
 
     Attributes:
-        block_hashes: their names.
-        parent_block_hash: the name of the block before the first; None: there is none.
+        block_hashes: their block hashes.
+        parent_block_hash: the hash of the block before the first; None: there is none.
         token_ids: the tokens of all of them.
         block_size: tokens a block.
         lora_id: a number of the adapter; out of use.

@@ -1,10 +1,10 @@
-"""Publishes what a cache can be hit for, over ZeroMQ, and never keeps a step waiting.
+"""Publishes KV events over ZeroMQ without delaying a step.
 
 `publish` is called by the thread that owns the manager, once a step: it takes the events and hands
-them to a thread of the publisher's own, which spells, numbers and sends them and answers requests
-for what was missed. A reader that is too slow loses batches; it asks for them on the replay
-socket. Nothing is remembered of the blocks that are told of: a reader that the buffer cannot serve
-needs a snapshot of the cache, and only the owner's thread can take one, in `publish`.
+them to a thread of the publisher's own, which encodes, numbers and sends them and answers requests
+for missed batches. A reader that is too slow loses batches; it asks for them on the replay socket.
+Published blocks are not remembered: a reader that the buffer cannot serve needs a snapshot of the
+cache, and only the owner's thread can take one, in `publish`.
 
 An idle engine calls no `publish`. So by default a snapshot is taken ahead: when half of the buffer
 has been filled since the last one, the next `publish` takes another, and the buffer keeps the last
@@ -36,13 +36,13 @@ from kvcore.wire.history import History, Sent
 from kvcore.wire.messages import END, Form, sequence_bytes
 
 REPLAY_BYTES: Final = 64 << 20
-"""So much of what was sent is kept for replays."""
+"""The bytes of sent batches that are kept for replays."""
 
 MAX_WAITING: Final = 1024
-"""So many batches may wait for the publisher's thread."""
+"""The most batches that wait for the publisher's thread."""
 
 _HIGH_WATER: Final = 10_000
-"""So many batches may wait for one reader, before it loses them."""
+"""The most batches that wait for one reader before it loses them."""
 
 _LINGER_MS: Final = 500
 _JOIN_S: Final = 5.0
@@ -50,7 +50,7 @@ _JOIN_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PublisherStats:
-    """What a publisher has done.
+    """Counters of a publisher.
 
     Attributes:
         last_sequence: the number of the newest batch.
@@ -58,8 +58,8 @@ class PublisherStats:
         num_bytes: their size.
         num_replays: requests answered.
         num_snapshots: snapshots taken of the cache.
-        num_overflows: how often too many batches were waiting.
-        num_refused: requests that were none.
+        num_overflows: the number of times that too many batches were waiting.
+        num_refused: malformed requests.
     """
 
     last_sequence: int
@@ -72,18 +72,18 @@ class PublisherStats:
 
 
 class Publisher:
-    """Tells the network what a manager's cache can be hit for.
+    """Publishes the KV events of a manager.
 
     Args:
-        manager: made with `record_events`; nobody else takes its events.
-        endpoint: where to publish, such as "tcp://*:5557"; with ":*" the system picks a port.
-        replay: where to answer requests for what was missed; None: nowhere.
+        manager: created with `record_events`; only the publisher takes events.
+        endpoint: the address to publish at, such as "tcp://*:5557"; ":*" picks a free port.
+        replay: the address for requests of missed batches; None: none.
         topic: the first frame of every message, and in form "map" of every answer.
         rank: the data-parallel rank.
         form: how events are spelled: "map", as engines do now, or "array", as they did before.
-        hash_form: "u64": the low 64 bits of a block's name; "bytes": all of it.
+        hash_form: "u64": the low 64 bits of a block hash; "bytes": the whole hash.
         lora_ids: numbers of adapters, for readers that want them.
-        publish_salted: tell of content with a salt too, and of its salt.
+        publish_salted: publish content with a salt too, and the salt.
         first_sequence: the number of the first batch, at least 1, for what was there before it is
             numbered too; None: the time in microseconds.
         replay_bytes: how many bytes of batches are kept for replays. Without `wake` also the last
@@ -98,8 +98,8 @@ class Publisher:
         replay: where it answers, likewise.
 
     Raises:
-        InvalidArgumentError: an argument that cannot be, a manager that records no events.
-        EndpointError: an address that is in use, or is none. Nothing is left open.
+        InvalidArgumentError: an invalid argument, or a manager that records no events.
+        EndpointError: an address is in use or invalid. Nothing is left open.
     """
 
     def __init__(

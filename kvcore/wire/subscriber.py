@@ -2,7 +2,7 @@
 
 One thread reads all of them. For each publisher there is a socket for what it publishes and, while
 something is asked for, one for the answer: a new one for each request, so that an answer that comes
-too late meets nobody. A publisher that says nothing for a while is asked, which finds what was lost
+too late is dropped. A publisher that says nothing for a while is asked, which finds what was lost
 last and whether it still answers. One that does not answer for longer is forgotten; when it speaks
 again, it is followed again. A publisher is also asked when its connection was lost and made anew,
 before anything that arrives over the new connection is read: an engine that restarted numbers its

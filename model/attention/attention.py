@@ -1,17 +1,16 @@
 """Our attention inside Transformers' models.
 
-Decides: what an attention layer of any decoder means in the terms of a backend: its scale, its
-soft cap, its sinks; heads whose values are of another size than their keys are filled up with
-zeros, and those that hand on latents are absorbed (`latents`). Transformers calls `attend` from
-each layer because it is registered under `IMPLEMENTATION`; the keyword argument `paged` of a pass
-travels down to it.
+Decides: how a backend gets what an attention layer of any decoder asks for: its scale, soft cap and
+sinks; heads whose values and keys differ in size are padded with zeros, and layers that pass on
+latents are absorbed (`latents.py`). Transformers calls `attend` in each layer because it is
+registered under `IMPLEMENTATION`; the keyword argument `paged` of a forward pass reaches it.
 
-Invariants: a layer that asks for something a paged cache cannot give is refused by name, and an
-argument that is not known is refused, never passed over; no mask is ever built, because the batch
-says who sees whom (an implementation without a registered mask function gets none from
-Transformers, and no synchronisation with the GPU).
+Invariants: a layer that asks for something a paged cache cannot do is refused by name, and so is
+an unknown argument; no mask is ever built, because the batch says which keys a query sees
+(Transformers builds no mask for an implementation without a mask function, so it does not
+synchronise with the GPU either).
 
-Does not know: requests, tables, which backend runs.
+Does not know: requests, block tables, which backend runs.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ IMPLEMENTATION = "kvcore_paged"
 
 
 class Attending(Protocol):
-    """What a forward pass carries to its attention layers."""
+    """What a forward pass passes to its attention layers."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
@@ -41,24 +40,24 @@ class Attending(Protocol):
             layer: index of the layer.
             query: [num_tokens, num_q_heads, head_dim].
             key: [num_tokens, num_kv_heads, head_dim].
-            value: like `key`; if it is narrower, the first numbers of a latent that is the key.
-            terms: what the layer asks for. The window is what it says, and may say nothing where
-                a mask would cut it; what holds stands in the layout.
+            value: like `key`; if narrower, the first numbers of a latent that is the key.
+            terms: what the layer asks for. Its window may be None where only a mask defines it; the
+                layout has the true one.
 
         Returns:
-            [num_tokens, num_q_heads, size of a value].
+            [num_tokens, num_q_heads, value_dim].
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PagedPass:
-    """A real pass: keys and values go into the cache, queries read it there.
+    """A forward pass on paged caches.
 
     Attributes:
-        backend: runs it.
+        backend: computes it.
         caches: of every layer.
-        layout: which group a layer belongs to.
+        layout: the group of each layer.
         batches: for each group where the step's tokens are.
     """
 
@@ -70,7 +69,7 @@ class PagedPass:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
-        """Store this step's keys and values, then attend over all of the sequences'."""
+        """Store the keys and values of the step, then attend to all of each sequence."""
         cache, window = self.caches.layers[layer], self.layout.layers[layer].window
         batch = self.batches[self.layout.places[layer][0]]
         if terms.window != window:
@@ -83,9 +82,9 @@ _HARMLESS = {
     "position_ids": "queries and keys are rotated already",
     "cache_position": "the batch says where tokens are",
     "use_cache": "the cache is ours",
-    "output_attentions": "nobody asks for the weights",
-    "output_hidden_states": "nothing for attention to do",
-    "output_router_logits": "nothing for attention to do",
+    "output_attentions": "the weights are never returned",
+    "output_hidden_states": "irrelevant for attention",
+    "output_router_logits": "irrelevant for attention",
 }
 """Keyword arguments that an attention function may pass over, each for its reason."""
 
@@ -112,33 +111,33 @@ def attend(
         module: the attention layer; has `layer_idx`.
         query: [1, num_q_heads, num_tokens, head_dim].
         key: [1, num_kv_heads, num_tokens, head_dim].
-        value: like `key`; its head_dim may be another one.
-        attention_mask: None: the batch says who sees whom.
-        paged: the pass, as it was given to the model.
+        value: like `key`; its head_dim may differ.
+        attention_mask: None: the batch says which keys a query sees.
+        paged: the argument of the forward pass.
         scaling: of the logits; None: 1 / sqrt(head_dim).
-        sliding_window: keys a query sees, itself included; None: all.
+        sliding_window: the keys that a query sees, its own included; None: all.
         softcap: Gemma 2's cap on the logits.
         s_aux: [num_q_heads], GPT-OSS's sinks.
-        dropout: 0: a network in evaluation drops nothing.
-        is_causal: not False; None: what the layer says of itself.
-        others: refused, unless they are None, False or known to be harmless.
+        dropout: 0, as in evaluation mode.
+        is_causal: not False; None: as the layer declares.
+        others: refused, unless None, False or known to be harmless.
 
     Returns:
-        [1, num_tokens, num_q_heads, head_dim of values], and None in place of the weights.
+        [1, num_tokens, num_q_heads, value_dim], and None instead of the weights.
 
     Raises:
-        UnsupportedModelError: the model did not pass `paged` on, built a mask, has no `layer_idx`,
-            or asks for what a paged cache does not do.
+        UnsupportedModelError: the model does not pass `paged` on, builds a mask, has no
+            `layer_idx`, or asks for something a paged cache does not support.
     """
     layer = getattr(module, "layer_idx", None)
     name = type(module).__name__
     if paged is None or layer is None:
         raise UnsupportedModelError(
-            f"{name}: wanted an attention layer that has layer_idx and is given the keyword "
-            f"arguments of a pass, {'those do not reach it' if paged is None else 'it has none'}"
+            f"{name}: wanted an attention layer that has layer_idx and gets the keyword arguments "
+            f"of a pass, {'they do not reach it' if paged is None else 'it has no layer_idx'}"
         )
     if attention_mask is not None:
-        raise UnsupportedModelError(f"{name}: wanted no mask, it is given one that is its own")
+        raise UnsupportedModelError(f"{name}: wanted no mask, the network builds one of its own")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if is_causal is False:
@@ -148,7 +147,7 @@ def attend(
     for argument, given in others.items():
         if given is not None and given is not False and argument not in _HARMLESS:
             raise UnsupportedModelError(
-                f"{name}: its attention is given {argument}, which a paged cache does nothing with"
+                f"{name}: its attention gets {argument}, which a paged cache does not support"
             )
     terms = backends.AttentionTerms(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -156,14 +155,14 @@ def attend(
         soft_cap=softcap,
         sinks=s_aux,
     )
-    # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim]: views, the kernels take any stride.
+    # [1, heads, tokens, head_dim] -> [tokens, heads, head_dim] as views: kernels take any stride.
     query, key, states = _tokens_first(query), _tokens_first(key), _tokens_first(value)
     size, record = value.shape[-1], absorbed(module)
     if record is not None:
         out = paged.attend(layer, record.queries(query), key, states, terms)
         return record.values(out).unsqueeze(0), None
     if size != query.shape[-1]:
-        # A zero in queries and keys adds nothing to a logit, one in values a zero to the output.
+        # Zeros in queries and keys add nothing to a logit; zeros in values give zeros.
         widest = max(size, query.shape[-1])
         query, key, states = (_widened(part, widest) for part in (query, key, states))
     out = paged.attend(layer, query, key, states, terms)

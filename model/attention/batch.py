@@ -1,14 +1,13 @@
-"""The bridge: from the tables of the control plane to the tensors of a step.
+"""The bridge from the block tables of the control plane to the tensors of a step.
 
-Decides: the order of a step's tokens (chunk after chunk), where each tensor lives, and which rows
-of the block tables have to be written again. This is the one file that sees both a block table and
-a tensor.
+Decides: the order of a step's tokens (chunk after chunk), where each tensor is allocated, and which
+rows of the block tables are rewritten. Only this file sees both block tables and tensors.
 
-Invariants: what a step is given does not depend on the steps before it, but for entries of a block
-table that no kernel reads; rows are padded with the null block, and no token is ever written there.
-Buffers are written anew with every step: whoever copies from them is done by then.
+Invariants: the tensors of a step do not depend on earlier steps, except for block table entries
+that no kernel reads; rows are padded with the null block, which is never written. Buffers are
+rewritten in every step: copies from them must be done by then.
 
-Does not know: which requests run or why, what the network does with the tokens.
+Does not know: how requests are scheduled, what the network does with the tokens.
 """
 
 import math
@@ -34,16 +33,16 @@ class StepTensors:
     """One step, ready for the network once it is on its device.
 
     Attributes:
-        input_ids: int64 [1, num_tokens], all chunks one after the other.
-        position_ids: int64 [1, num_tokens], each token's position in its own sequence.
-        logit_rows: int64 [num_sampled], the last known token of each chunk that samples, once for
-            each request that samples from it; then each draft, chunk by chunk.
-        paged: for each layer group where the tokens' keys and values are; what does not depend on
-            the group is the same tensor in all of them. For a group with chunks a sequence there is
-            a piece of one (`chunks.py`). A backend keeps with it what serves all layers of a step.
-        sources: int64 [1, num_tokens]; where it is not negative, the token is that entry of what
-            the step before has drawn, and `input_ids` has another; None: it is negative everywhere.
-        is_long: bool [1, num_tokens], whether the token's request is long; None: none is.
+        input_ids: int64 [1, num_tokens], all chunks one after another.
+        position_ids: int64 [1, num_tokens], each token's position in its sequence.
+        logit_rows: int64 [num_sampled], the last known token of each chunk that samples, once per
+            request that samples from it; then each draft token, chunk by chunk.
+        paged: for each KV cache group where keys and values of the tokens are; all groups share the
+            tensors that do not depend on the group. In a group with chunked attention each piece is
+            a sequence (`chunks.py`). A backend keeps in it what serves all layers of a step.
+        sources: int64 [1, num_tokens]; where not negative, the token is that entry of the tokens
+            drawn by the previous step, not the one in `input_ids`; None: negative everywhere.
+        is_long: bool [1, num_tokens], whether the token's request is long; None: no request is.
     """
 
     input_ids: Tensor
@@ -54,10 +53,10 @@ class StepTensors:
     is_long: Tensor | None = None
 
     def to(self, device: torch.device) -> "StepTensors":
-        """The same on a device, where it may arrive later than this returns. O(its bytes)."""
+        """The same on a device; the copies may still run on return. O(its bytes)."""
         if device.type == "cpu":
             return self
-        sent: dict[int, Tensor] = {}  # what several groups share is sent once
+        sent: dict[int, Tensor] = {}  # tensors that groups share are sent once
 
         def send(tensor: Tensor) -> Tensor:
             if id(tensor) not in sent:
@@ -89,14 +88,14 @@ class StepTensors:
 def prompt_step(
     num_tokens: int, num_rows: int, block_size: int, num_groups: int, device: torch.device
 ) -> StepTensors:
-    """A step of one prompt, which writes nowhere and reads the null block. O(num_tokens).
+    """A step of one prompt that stores nothing and reads only the null block. O(num_tokens).
 
     Args:
         num_tokens: of the prompt.
-        num_rows: logits that are wanted, of its first tokens.
-        block_size: tokens a block.
-        num_groups: layer groups of the cache.
-        device: where it runs.
+        num_rows: the number of logits, of its first tokens.
+        block_size: tokens per block.
+        num_groups: KV cache groups.
+        device: of the tensors.
     """
     width = -(-num_tokens // block_size)
     tokens = torch.zeros((1, num_tokens), dtype=torch.int64, device=device)
@@ -110,27 +109,27 @@ def prompt_step(
     )
     return StepTensors(
         input_ids=tokens,
-        position_ids=torch.zeros_like(tokens),  # the same tensor would be taken for a rule
+        position_ids=torch.zeros_like(tokens),  # one tensor twice would be compiled as such
         logit_rows=torch.arange(num_rows, device=device),
         paged=(batch,) * num_groups,
     )
 
 
 def chosen_ids(input_ids: Tensor, sources: Tensor, drawn: Tensor) -> Tensor:
-    """The tokens of a step, those that the step before has drawn in their places. O(num_tokens).
+    """The tokens of a step, with those that the previous step has drawn. O(num_tokens).
 
     Args:
         input_ids: int64 [1, num_tokens].
         sources: int64 [1, num_tokens]: entries of `drawn`, or negative.
-        drawn: int64 [at least as many as were drawn].
+        drawn: int64, at least one entry per drawn token.
     """
     return torch.where(sources < 0, input_ids, drawn[sources.clamp(min=0)])
 
 
 class _Buffer:
-    """A flat host buffer that grows by doubling; page-locked where a GPU copies from it.
+    """A flat host buffer that grows by doubling; page-locked if a GPU copies from it.
 
-    Views of it are kept while the sizes stay the same, as they do from decode to decode.
+    Views are cached while sizes stay the same, as they do from decode to decode.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -150,10 +149,10 @@ class _Buffer:
         return self._view
 
     def shaped(self, *shape: int) -> Tensor:
-        """What was written, as a tensor on the host. O(1).
+        """The written entries as a tensor on the host. O(1).
 
         Args:
-            shape: as many entries as the view that was written.
+            shape: with as many entries as the written view.
         """
         if self._shaped.shape != shape:
             self._shaped = self._tensor[: math.prod(shape)].view(shape)
@@ -164,34 +163,33 @@ class _Buffer:
 
 
 class _Tables:
-    """The block tables of one layer group, kept from step to step: a row a sequence.
+    """The block tables of one KV cache group, kept from step to step: one row per sequence.
 
-    A table of a running sequence only grows, so a row is written when a sequence comes, and again
-    when it has taken a block; entries that a window has left behind may stay until then, because no
-    kernel reads them. What was taken for drafts may go back, and another block come in its place:
-    such entries are not known any more after the step.
+    The table of a running sequence only grows, so a row is written for a new sequence, and again
+    when it gets a block; entries outside a window may be out of date, because no kernel reads them.
+    Blocks for draft tokens may be freed and replaced, so such entries are rewritten after the step.
     """
 
     def __init__(self, group: int, device: torch.device) -> None:
         self._group = group
         self._device = device
         self._sequences: list[kvcore.KVSequence] = []  # of each row
-        self._filled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # entries known of each row
-        self._shaped: Tensor = torch.empty(0)  # the rows as they were sent last
-        self._run: Shared | None = None  # of these sequences; None: nobody has looked
+        self._filled: NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # valid entries of each row
+        self._shaped: Tensor = torch.empty(0)  # the rows as last sent
+        self._run: Shared | None = None  # of these sequences; None: not computed
         self._allocate(8, 16)
 
     def update(
         self, sequences: Sequence[kvcore.KVSequence], lengths: NDArray[np.int64]
     ) -> NDArray[np.int32]:
-        """Have a row for each sequence, in their order, up to its length. O(rows + what changed).
+        """Write a row for each sequence, in order, up to its length. O(rows + changes).
 
         Args:
             sequences: each once.
-            lengths: [num_seqs] the tokens that each has room for.
+            lengths: [num_seqs], the tokens that each has reserved.
 
         Returns:
-            The tables, [num_seqs, at least as many as any has].
+            The tables, [num_seqs, at least the blocks of any sequence].
         """
         self._arrange(list(sequences))
         block_size = sequences[0].tables[self._group].block_size
@@ -201,20 +199,20 @@ class _Tables:
         return self._table[: len(sequences)]
 
     def expire(self, row: int, num_tokens: int) -> None:
-        """Have what a row has beyond so many tokens written anew when it is needed. O(1)."""
+        """Rewrite the entries of a row beyond `num_tokens` when they are next needed. O(1)."""
         block_size = self._sequences[row].tables[self._group].block_size
         self._filled[row] = min(int(self._filled[row]), -(-num_tokens // block_size))
 
     def shared_prefix(
         self, starts: NDArray[np.int64], worth: Worth
     ) -> backends.SharedPrefix | None:
-        """What neighbours have in common before the tokens of this step, if that is worth a word.
+        """The prefix that neighbours share before the tokens of this step, if reading it once pays.
 
-        O(rows), and where others are in the batch than before O(what they have in common).
+        O(rows), and O(shared entries) when the sequences of the batch have changed.
 
         Args:
-            starts: [num_seqs] the tokens of each that come before.
-            worth: from where on it is.
+            starts: [num_seqs], the tokens of each before this step.
+            worth: when it pays.
         """
         if self._run is None:
             rows = len(self._sequences)
@@ -229,7 +227,7 @@ class _Tables:
         return backends.SharedPrefix(first, count, tokens)
 
     def shaped(self) -> Tensor:
-        """The rows, as wide as the widest; for a GPU wider, so that they lie without gaps. O(1)."""
+        """The rows as wide as the widest; for a GPU wider, so that they are contiguous. O(1)."""
         is_read_here = self._device.type == "cpu"
         width = int(self._filled.max()) if is_read_here else self._tensor.shape[1]
         if self._shaped.shape != (len(self._sequences), width):
@@ -237,7 +235,7 @@ class _Tables:
         return self._shaped
 
     def _arrange(self, sequences: list[kvcore.KVSequence]) -> None:
-        """Move the rows of known sequences to their new places; the others are empty."""
+        """Move the rows of known sequences to their new places; other rows become empty."""
         if sequences == self._sequences:
             return
         rows = {sequence: row for row, sequence in enumerate(self._sequences)}
@@ -268,15 +266,14 @@ class _Tables:
 
 
 class BatchBuilder:
-    """Turns a step into tensors on the host, in buffers that it keeps.
+    """Turns a step into tensors on the host, in buffers that it reuses.
 
     Args:
-        device: where the tensors go; for a GPU the buffers are page-locked.
-        num_groups: the layer groups of the cache.
-        chunks: for each group the chunk that its layers see; None: they have none.
-        worth: for each from where on it is told what its sequences share; None: nowhere.
-        is_ahead: whether tokens are computed that may be taken back, with the blocks that they
-            have; those of a request's own are not.
+        device: where the tensors are sent; for a GPU the buffers are page-locked.
+        num_groups: KV cache groups.
+        chunks: for each group the chunk of its layers; None: no chunks.
+        worth: for each group when a shared prefix is passed on; None: never.
+        is_ahead: whether computed tokens may be taken back with their blocks, as by a draft model.
     """
 
     def __init__(
@@ -304,18 +301,18 @@ class BatchBuilder:
     def build(self, step: Step, rows_drawn: Mapping[int, int] | None = None) -> StepTensors:
         """Write the step's tokens, positions, tables and slots.
 
-        The tensors are valid until the next call. O(num_tokens + num_seqs + blocks that are new),
-        tables and slots for each group.
+        The tensors are valid until the next call. O(num_tokens + num_seqs + new blocks); tables and
+        slots once per group.
 
         Args:
-            step: what is computed.
-            rows_drawn: request_id -> where in what the last step has drawn its token is, for
-                requests that expect one.
+            step: to be computed.
+            rows_drawn: request_id -> the row of its token among those that the previous step has
+                drawn, for requests that expect one.
 
         Raises:
-            NotReservedError: a sequence has no room for its tokens.
+            NotReservedError: a sequence has not reserved blocks for its tokens.
         """
-        columns = zip(*step.chunks, strict=True)  # at the price of one pass over the step
+        columns = zip(*step.chunks, strict=True)  # in one pass over the step
         requests, first_positions, counted, samples, followers, drafts = columns
         sequences = [request.running_sequence for request in requests]
         num_seqs, num_tokens = len(requests), sum(counted)
@@ -346,7 +343,7 @@ class BatchBuilder:
             slots = self._slot_mappings[group]
             block_size = sequences[0].tables[group].block_size
             slots.view(num_tokens)[:] = _slots(table, rows, positions, block_size)
-            if not slots.view(num_tokens).min() >= block_size:  # the null block is nobody's
+            if not slots.view(num_tokens).min() >= block_size:  # slots of the null block
                 _check_room(sequences, starts, lengths, group)
             chunk = self._chunks[group]
             if chunk is not None:
@@ -394,7 +391,7 @@ class BatchBuilder:
         sources = self._sources.view(num_tokens)
         if num_tokens > len(requests):
             sources[:] = -1
-        sources[ends - 1] = [  # what is expected is the last of all, and of its chunk
+        sources[ends - 1] = [  # an expected token is the last one of its chunk
             rows_drawn[request.request_id] if sequence.num_unknown_tokens else -1
             for request, sequence in zip(requests, sequences, strict=True)
         ]
@@ -409,7 +406,7 @@ class BatchBuilder:
         num_tokens: int,
     ) -> None:
         input_ids = self._input_ids.view(num_tokens)
-        # What is expected is not known here: the device has it.
+        # Expected tokens are not known here: the device has them.
         input_ids[firsts] = [
             packed[start] if start < len(packed := sequence.packed) else 0
             for sequence, start in zip(sequences, starts, strict=True)
@@ -425,7 +422,7 @@ class BatchBuilder:
 
 
 def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The tokens whose logits are drawn from: the last known ones, then the drafts."""
+    """The tokens whose logits are sampled: the last known ones, then the draft tokens."""
     counts = np.array([len(chunk.drafts) for chunk in chunks])
     known = (ends - 1 - counts).repeat([len(chunk.sampling) for chunk in chunks])
     begins = np.repeat(ends - counts, counts)
@@ -435,7 +432,7 @@ def _sampled_rows(chunks: Sequence[Chunk], ends: NDArray[np.int64]) -> NDArray[n
 
 
 def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor | None:
-    """Which tokens are of long texts; their rows are those of their requests."""
+    """Which tokens belong to long texts."""
     are_long = [request.is_long for request in requests]
     return torch.from_numpy(np.array(are_long)[rows])[None] if any(are_long) else None
 
@@ -443,7 +440,7 @@ def _long_tokens(requests: Sequence[Request], rows: NDArray[np.int64]) -> Tensor
 def _slots(
     table: NDArray[np.int32], rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int
 ) -> NDArray[np.int64]:
-    """The slot of each position in its row's sequence. O(positions)."""
+    """The slot of each position in the sequence of its row. O(positions)."""
     blocks, offsets = np.divmod(positions, block_size)
     inside = np.minimum(blocks, table.shape[1] - 1)
     slots: NDArray[np.int64] = table[rows, inside].astype(np.int64) * block_size + offsets
@@ -456,7 +453,7 @@ def _check_room(
     lengths: NDArray[np.int64],
     group: int,
 ) -> None:
-    """Let kvcore say which sequence has no room for its tokens. O(num_tokens)."""
+    """Let kvcore raise for the sequence without slots for its tokens. O(num_tokens)."""
     for sequence, start, stop in zip(sequences, starts.tolist(), lengths.tolist(), strict=True):
         out = np.empty(stop - start, dtype=np.int64)
         sequence.write_slot_mapping(start, stop, out, group)

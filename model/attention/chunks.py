@@ -1,15 +1,14 @@
-"""Attention in chunks, as a batch of shorter sequences.
+"""Chunked attention as a batch of shorter sequences.
 
-Where a query sees its own chunk alone, a chunk is a text of its own: its keys begin where the chunk
-does, and in it attention is causal over all. So a sequence goes to the kernels in as many pieces as
-its new tokens touch chunks, each with the part of the block table that its chunk has. A kernel
-knows nothing of it.
+Where a query sees only its own chunk, each chunk is a text of its own: its keys start at the start
+of the chunk, and attention in it is causal and full. So a sequence becomes one sequence per chunk
+that its new tokens touch, each with its part of the block table. Kernels need not know.
 
-Decides: where pieces begin and end. Invariants: query rows stay in their order, so the slots of
-the step are those of its pieces; a block holds tokens of one chunk alone, because chunks are whole
-numbers of blocks (`CacheLayout.groups` refuses others).
+Decides: where the pieces start and end. Invariants: query rows keep their order, so the slots of
+the step are those of its pieces; a block holds tokens of one chunk only, because a chunk is a
+multiple of the block size (`CacheLayout.groups` refuses others).
 
-Does not know: requests, tables of other groups, tensors' devices.
+Does not know: requests, block tables of other groups, devices.
 """
 
 import numpy as np
@@ -28,15 +27,15 @@ def chunked_batch(
     chunk: int,
     block_size: int,
 ) -> backends.PagedBatch:
-    """A step's batch for layers that see chunks. O(num_tokens / chunk + num_seqs) rows, new.
+    """The batch of a step for layers with chunks. O(num_tokens / chunk + num_seqs) rows, new.
 
     Args:
-        table: [num_seqs, at least as many as any has] of the group.
-        starts: [num_seqs] the position of each sequence's first new token.
-        lengths: [num_seqs] its tokens, the new ones included; at least one is new.
+        table: [num_seqs, at least the blocks of any sequence] of the group.
+        starts: [num_seqs], the position of each sequence's first new token.
+        lengths: [num_seqs], its tokens, the new ones included; at least one is new.
         slot_mapping: int64 [num_tokens] of the step.
         chunk: tokens, a multiple of `block_size`.
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
     first = starts // chunk
     counts = (lengths - 1) // chunk - first + 1

@@ -1,15 +1,15 @@
-"""Networks with multi-head latent attention keep latents, not keys and values of every head.
+"""Multi-head latent attention (MLA): the cache keeps latents, not keys and values of every head.
 
-Such a layer (DeepSeek-V2, arXiv:2405.04434) makes a key and a value of every head out of one vector
-a token by a matrix. The matrix can stand on the other side of the products: queries are multiplied
-by its keys' part and results by its values' part, and the cache holds the vector alone.
-Transformers has a place for that: its modules decompress in a method of their own, `expand_kv`.
+Such a layer (DeepSeek-V2, arXiv:2405.04434) computes keys and values of all heads from one vector
+per token with a matrix. The matrix can be absorbed: queries are multiplied by its key part and
+results by its value part, and the cache holds only the vector. In Transformers such modules
+decompress in a method of their own, `expand_kv`, which is replaced here.
 
 Decides: which layers are absorbed: those whose `expand_kv` gives, on random numbers, what the two
-products stand for, and whose latents the backend takes. The others go on as they are.
+products give, and whose latents the backend supports. The others stay as they are.
 
-Invariants: the results are the same but for rounding; a layer's `expand_kv` is Transformers' own
-under any attention but ours, and again after `absorb` with nothing to absorb.
+Invariants: results are the same except for rounding; under any other attention, and after `absorb`
+with nothing to absorb, a layer has Transformers' own `expand_kv`.
 
 Does not know: caches, batches, which backend runs.
 """
@@ -23,20 +23,20 @@ import torch
 from torch import Tensor, nn
 
 OURS = "kvcore_"
-"""What the names of our attention's implementations begin with."""
+"""The prefix of the names of our attention implementations."""
 _TOLERANCE = 0.02
-"""Of the check: a wrong formula is off by the size of the numbers themselves."""
+"""The relative error allowed by the check: a wrong formula is off by about 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Absorbed:
-    """What stands in a layer in place of its `expand_kv`: hands the latents on to our attention."""
+class _Absorbed:
+    """Replaces `expand_kv` of a layer: passes latents on to our attention."""
 
     module: nn.Module
     projection: nn.Linear
-    """latent -> [num_heads * (key_dim + value_dim)]; looked at in every pass, for it may move."""
+    """latent -> [num_heads * (key_dim + value_dim)]; read in every pass, because it may move."""
     key_dim: int
-    """Of the part that is not rotated."""
+    """Size of the part of a key that is not rotated."""
     value_dim: int
 
     def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,13 +48,13 @@ class Absorbed:
         return expanded
 
     def queries(self, query: Tensor) -> Tensor:
-        """Queries for latents: [num_tokens, num_heads, latent_dim + what is rotated]."""
+        """Queries for latents: [num_tokens, num_heads, latent_dim + rotated_dim]."""
         plain, rotated = torch.tensor_split(query, [self.key_dim], 2)
         keys = self._matrix()[:, : self.key_dim]
         return torch.cat([(plain.transpose(0, 1) @ keys).transpose(0, 1), rotated], 2)
 
     def values(self, out: Tensor) -> Tensor:
-        """Results of the layer out of those over latents: [num_tokens, num_heads, value_dim]."""
+        """The layer's results from those over latents: [num_tokens, num_heads, value_dim]."""
         values = self._matrix()[:, self.key_dim :]
         return (out.transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)
 
@@ -64,11 +64,11 @@ class Absorbed:
 
 
 def absorb(network: nn.Module, max_latent_dim: int) -> int:
-    """Let layers hand on latents of up to so many numbers; how many do. A product each.
+    """Absorb the layers of a network whose latents fit; return their number. A product each.
 
     Args:
-        network: changed; what an earlier call changed is undone first.
-        max_latent_dim: 0: none.
+        network: is changed; the changes of an earlier call are undone first.
+        max_latent_dim: the largest latent; 0: absorb no layer.
     """
     found = 0
     every: Iterator[Any] = network.modules()
@@ -82,13 +82,13 @@ def absorb(network: nn.Module, max_latent_dim: int) -> int:
     return found
 
 
-def absorbed(module: nn.Module) -> Absorbed | None:
-    """How a layer's queries and results are treated; None: it has keys and values."""
+def absorbed(module: nn.Module) -> _Absorbed | None:
+    """The replacement of a layer's `expand_kv`; None: it has keys and values."""
     record = module.__dict__.get("expand_kv")
-    return record if isinstance(record, Absorbed) else None
+    return record if isinstance(record, _Absorbed) else None
 
 
-def _record(module: Any, max_latent_dim: int) -> Absorbed | None:  # noqa: ANN401
+def _record(module: Any, max_latent_dim: int) -> _Absorbed | None:  # noqa: ANN401
     projection: Any = getattr(module, "kv_b_proj", None)
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     sizes: list[int] = [getattr(module, name, 0) for name in names]
@@ -100,11 +100,11 @@ def _record(module: Any, max_latent_dim: int) -> Absorbed | None:  # noqa: ANN40
     plain = not weight.is_meta and weight.shape[1] == latent_dim
     if not plain or latent_dim + rotated_dim > max_latent_dim:
         return None
-    record = Absorbed(module, projection, key_dim, value_dim)
+    record = _Absorbed(module, projection, key_dim, value_dim)
     return record if _is_what_it_does(record, latent_dim, rotated_dim) else None
 
 
-def _is_what_it_does(record: Absorbed, latent_dim: int, rotated_dim: int) -> bool:
+def _is_what_it_does(record: _Absorbed, latent_dim: int, rotated_dim: int) -> bool:
     """Compare logits and values of random numbers, decompressed and absorbed."""
     module: Any = record.module
     weight = record.projection.weight
@@ -126,7 +126,7 @@ def _is_what_it_does(record: Absorbed, latent_dim: int, rotated_dim: int) -> boo
                     record.values(latent[0, 0][:, None].expand(-1, num_heads, -1)),
                 ),
             )
-    except (RuntimeError, TypeError, ValueError):  # it is another kind of layer
+    except (RuntimeError, TypeError, ValueError):  # another kind of layer
         return False
     return all(
         one.shape == other.shape

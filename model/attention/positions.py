@@ -1,13 +1,13 @@
-"""Positions for layers that count them, and what a layer would give in another row.
+"""Positions for layers that compute them, and what a layer would give in another row.
 
-A step holds tokens of many requests side by side, so a token's row says nothing about its position.
+A step holds tokens of many requests, so the row of a token says nothing about its position.
 `position_ids` does, but some layers do not use it: in Llama 4, layers without rotation scale their
 queries by the position `past_key_values.get_seq_length() + row`.
 
-Decides: what such a layer is given: a cache that holds nothing and reports, for each row, the
-position minus the row. The layer's own sum is then the position, in any step.
+Decides: what such a layer gets: an empty cache that reports, for each row, the position minus the
+row. The sum that the layer computes is then the position, in any step.
 
-Invariants: outside of our passes the network is as it was.
+Invariants: outside our passes the network is unchanged.
 
 Does not know: requests, caches, which networks need it (`probes.py` finds out).
 """
@@ -22,17 +22,17 @@ from transformers import PreTrainedModel
 
 
 class ReportedLength:
-    """A cache of Transformers' kind that stores nothing and reports a length.
+    """A cache in Transformers' interface that stores nothing and reports a length.
 
     Args:
-        length: of every layer: a number, or an int64 tensor with a number for each row of the pass.
+        length: of every layer: a number, or int64 with a number for each row of the pass.
     """
 
     def __init__(self, length: int | Tensor) -> None:
         self._length = length
 
     def get_seq_length(self, layer_idx: int = 0) -> int | Tensor:
-        """The tokens before this pass. O(1)."""
+        """The number of tokens before this pass. O(1)."""
         del layer_idx
         return self._length
 
@@ -44,21 +44,21 @@ class ReportedLength:
         return key, value
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """As without a cache: what a mask is built of. O(1)."""
+        """As without a cache; used to build masks. O(1)."""
         del layer_idx
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """As without a cache: what a mask is built of. O(1)."""
+        """As without a cache; used to build masks. O(1)."""
         del layer_idx
         return query_length, 0
 
 
 def report_positions(network: PreTrainedModel) -> None:
-    """Give the layers of every pass of ours a cache that reports positions from now on. O(1).
+    """Give the layers of each of our passes a cache that reports positions from now on. O(1).
 
     Args:
-        network: a pass with the keyword argument `paged` is changed, any other is not.
+        network: only passes with the keyword argument `paged` are changed.
     """
 
     def with_lengths(
@@ -75,7 +75,7 @@ def report_positions(network: PreTrainedModel) -> None:
 
 
 _COUNTING = {"arange", "cumsum"}
-_ARITHMETIC = {  # names of functions, without underscores; what an integer may go through
+_ARITHMETIC = {  # names of functions without underscores that an integer is followed through
     *("to", "type", "type_as", "float", "double", "half", "bfloat16", "long", "int", "clone"),
     *("add", "radd", "sub", "rsub", "mul", "rmul", "div", "rdiv", "truediv", "floordiv"),
     *("floor_divide", "remainder", "pow", "rpow", "neg", "clamp", "minimum", "maximum", "outer"),
@@ -85,16 +85,16 @@ _ARITHMETIC = {  # names of functions, without underscores; what an integer may 
 
 
 class RowsElsewhere(TorchFunctionMode):
-    """Computes, beside what follows from the number of a row, what it would be many rows on.
+    """Computes, beside a pass, what it would give if its rows were `shift` rows further on.
 
-    A pass of a few rows shows in this way what a pass of thousands would do. A count along the rows
-    has a twin that begins at another row, and whatever is computed from the count has a twin too.
-    An integer's twin is followed through arithmetic only: integers that are indices (the rows of an
-    expert's tokens) have to stay in their range.
+    So a pass of a few rows shows what a pass of thousands would do. A count along the rows has a
+    twin that starts at another row, and everything computed from the count has a twin too. Integers
+    are followed through arithmetic only: integers that are indices (the rows of an expert's tokens)
+    must stay in range.
 
     Args:
         num_rows: of the pass.
-        shift: how many rows on.
+        shift: in rows.
     """
 
     def __init__(self, num_rows: int, shift: int) -> None:
@@ -105,7 +105,7 @@ class RowsElsewhere(TorchFunctionMode):
         self._is_moved = False  # whether the last arguments had a twin
 
     def twin(self, tensor: Tensor) -> Tensor:
-        """The tensor, as it would be many rows on. O(1)."""
+        """The tensor as it would be `shift` rows further on. O(1)."""
         return self._twins.get(id(tensor), (tensor, tensor))[1]
 
     def __torch_function__(
@@ -115,7 +115,7 @@ class RowsElsewhere(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Call a function of PyTorch, and once more with the twins of its arguments."""
+        """Call a function of PyTorch, and again with the twins of its arguments."""
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -133,13 +133,13 @@ class RowsElsewhere(TorchFunctionMode):
         elif self._is_moved:
             try:
                 twin = func(*moved, **named)
-            except (IndexError, RuntimeError):  # no number to compute with
+            except (IndexError, RuntimeError):  # not computable with the twins
                 return result
             self._note(args[0] if writes else result, moved[0] if writes else twin)
         return result
 
     def _moved(self, value: Any, name: str) -> Any:  # noqa: ANN401
-        """Arguments, with twins in the places of those that have one."""
+        """Arguments, replaced by their twins if they have one."""
         if isinstance(value, Tensor):
             is_integer = not (value.is_floating_point() or value.dtype == torch.bool)
             if id(value) not in self._twins or (is_integer and name.strip("_") not in _ARITHMETIC):

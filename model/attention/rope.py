@@ -1,17 +1,17 @@
 """Rotary factors that change with the length of a text: each request has its own.
 
-`longrope` (Phi-3) has two sets of factors, one for texts of the length that the model was first
-trained at and one for longer ones. Transformers chooses by the longest text of a batch; here texts
-of many requests are computed side by side, so the choice is made for each token: the network's own
-rotation is asked twice, as if all texts were short and as if all were long.
+`longrope` (Phi-3) has two sets of factors, one for texts up to the length that the model was first
+trained at and one for longer texts. Transformers chooses by the longest text of a batch. Here a
+batch has texts of many requests, so the choice is made per token: the network's own rotation is
+computed twice, as if all texts were short and as if all were long.
 
-Decides: which networks have such factors, where they change, and whether a text may grow past that
-place: only where Transformers' `generate` then computes it again from its beginning (Phi-3 and its
-kin); elsewhere it would go on with keys of both kinds, which is no text's own.
+Decides: which networks have such factors, at which length they change, and whether a text may grow
+past it: only if Transformers' `generate` then recomputes it from its start (Phi-3 and similar);
+otherwise it would mix keys of both kinds, which equals neither.
 
-Invariants: outside of our passes the network is as it was.
+Invariants: outside our passes the network is unchanged.
 
-Does not know: requests, caches; which tokens belong to a long text it is told.
+Does not know: requests, caches; callers say which tokens belong to a long text.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,11 +26,11 @@ from model.errors import UnsupportedModelError
 
 
 class RopeSwitch:
-    """The choice of factors of one network; made by `rope_switch`.
+    """The choice of factors for one network; made by `rope_switch`.
 
     Attributes:
-        num_tokens: the longest text of the first factors.
-        recomputes: whether a text that grows past that is computed again.
+        num_tokens: the longest text with the first factors.
+        recomputes: whether a text that grows past it is computed again.
     """
 
     def __init__(self, num_tokens: int, *, recomputes: bool) -> None:
@@ -43,7 +43,7 @@ class RopeSwitch:
         """Choose for each token while a pass runs. O(1).
 
         Args:
-            is_long: bool [1, num_tokens], whether it belongs to a long text; None: none does.
+            is_long: bool [1, num_tokens], whether it belongs to a long text; None: no token does.
         """
         self._is_long = is_long
         try:
@@ -52,11 +52,11 @@ class RopeSwitch:
             self._is_long = None
 
     def rotation(self, rotate: Callable[..., Any]) -> "_Rotation":
-        """The forward of a rotary embedding, with the choice in it. O(1)."""
+        """The forward of a rotary embedding, with the choice. O(1)."""
         return _Rotation(self, rotate)
 
     def chosen(self, rotate: Callable[..., Any], x: Tensor, positions: Tensor, *more: Any) -> Any:  # noqa: ANN401  # as the network's
-        """What a rotation gives each token. Two rotations where any may be long."""
+        """The rotation of each token. Two rotations if any token may be long."""
         is_long = self._is_long
         if is_long is None:
             return rotate(x, positions, *more)
@@ -79,9 +79,9 @@ class _Rotation:
 
 
 def rope_switch(network: PreTrainedModel) -> RopeSwitch | None:
-    """Put a choice into a network whose factors change with the length. O(modules).
+    """Install the choice in a network whose factors change with the length. O(modules).
 
-    Asked again, it gives the same.
+    A second call returns the same object.
 
     Returns:
         None: its factors never change.

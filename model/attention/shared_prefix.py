@@ -1,12 +1,11 @@
-"""Which neighbours of a batch have their first blocks in common: read once, they cost once.
+"""Which neighbours of a batch share a prefix: attention reads it once for all of them.
 
-Decides: the run of sequences whose shared tokens, each counted once less than there are sequences,
-are most: what attention need not read again.
+Decides: the run of sequences with the most saved blocks (shared blocks times sequences minus one).
 
-Invariants: what is told is true of every row of the run, and stays true while no row goes and none
-comes, because the tables of running sequences only grow.
+Invariants: the result holds for every row of the run, and stays true until a row comes or goes,
+because the tables of running sequences only grow.
 
-Does not know: tensors, requests; why a backend gains by it from there on.
+Does not know: tensors, requests, when a backend gains.
 """
 
 from typing import NamedTuple
@@ -16,12 +15,12 @@ from numpy.typing import NDArray
 
 
 class Shared(NamedTuple):
-    """A run of rows that begin with the same blocks.
+    """A run of rows that start with the same blocks.
 
     Attributes:
         first: row.
-        rows: how many.
-        entries: that all of their tables begin with.
+        rows: number of rows.
+        entries: the number of shared table entries.
     """
 
     first: int
@@ -38,12 +37,12 @@ NOTHING = Shared(0, 0, 0)
 
 
 class Worth(NamedTuple):
-    """From where on a backend gains by being told.
+    """When a backend gains from a shared prefix.
 
     Attributes:
-        rows: at least.
-        num_bytes: of a layer that need not be read again.
-        bytes_a_row: beside these, for each row.
+        rows: the least number of rows.
+        num_bytes: the least number of saved bytes of a layer.
+        bytes_a_row: plus this for each row.
         token_bytes: of a layer.
     """
 
@@ -53,19 +52,19 @@ class Worth(NamedTuple):
     token_bytes: int
 
     def is_reached(self, rows: int, num_tokens: int) -> bool:
-        """Whether so many rows that share so many tokens are worth it. O(1)."""
+        """Whether `rows` rows that share `num_tokens` tokens gain. O(1)."""
         saved = (rows - 1) * num_tokens * self.token_bytes
         return rows >= self.rows and saved >= self.num_bytes + rows * self.bytes_a_row
 
 
 def shared_run(table: NDArray[np.int32], filled: NDArray[np.int64]) -> Shared:
-    """The run that saves most, the first of such; `NOTHING` if no neighbours share a block.
+    """The run that saves most, the first of equal ones; `NOTHING` if no neighbours share a block.
 
-    O(rows + entries that neighbours have in common, and as many again).
+    O(rows + shared entries).
 
     Args:
-        table: [num_rows, at least as many entries as any row has].
-        filled: [num_rows], the entries of each.
+        table: [num_rows, at least the entries of any row].
+        filled: [num_rows], the entries of each row.
     """
     best = NOTHING
     open_runs: list[tuple[int, int]] = []  # (first row, blocks), both rising
@@ -83,14 +82,14 @@ def shared_run(table: NDArray[np.int32], filled: NDArray[np.int64]) -> Shared:
 
 
 def _common_blocks(table: NDArray[np.int32], filled: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many entries each row has in common with the next one, from the first on."""
+    """The number of leading entries that each row shares with the next."""
     limits = np.minimum(filled[:-1], filled[1:])
     common = np.zeros(len(limits), np.int64)
     rows = np.flatnonzero((limits > 0) & (table[:-1, 0] == table[1:, 0]))
     common[rows] = 1
     rows = rows[limits[rows] > 1]
     at, step = 1, 8
-    while len(rows):  # those that were equal so far, ever more entries at once
+    while len(rows):  # rows that were equal so far; compare twice as many entries each time
         piece = slice(at, at + step)
         differ = table[rows, piece] != table[rows + 1, piece]
         ends = np.where(differ.any(axis=1), differ.argmax(axis=1), differ.shape[1])

@@ -1,12 +1,12 @@
-"""The KV tensors of a model, a cache a layer.
+"""The KV tensors of a model, one cache per layer.
 
 Decides: that layers of different groups at one place are views of the same memory.
 
-Invariants: every layer's cache has the same number of blocks of the same size; what is allocated is
-`CacheLayout.kv_bytes`, to the byte; block 0 is the null block and is never written.
+Invariants: every layer's cache has the same number of blocks of the same size; exactly
+`CacheLayout.kv_bytes` bytes are allocated; block 0 is the null block and is never written.
 
-Does not know: which block belongs to whom (`kvcore`), how many there should be (`memory.py`), or
-how a kernel reads one (`backends`).
+Does not know: which sequence has a block (`kvcore`), how many blocks to allocate (`memory.py`), how
+a kernel reads a block (`backends`).
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from model.caches.layout import CacheLayout, LayerShape
 from model.errors import InvalidArgumentError
 
 Scales = tuple[tuple[Tensor, Tensor | None], ...]
-"""For each layer what 1 in its keys and in its values stands for: float32 [num_kv_heads]."""
+"""For each layer the scales of its keys and of its values: float32 [num_kv_heads]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class KVCaches:
     """Keys and values of every layer.
 
     Attributes:
-        layers: each layer's, as a backend takes it.
-        storages: all memory behind them: for each place keys, then values, or latents alone, uint8
-            [num_blocks, bytes of a block]; what moves whole blocks moves these.
+        layers: each layer's cache, as a backend takes it.
+        storages: all memory: for each place keys, then values, or latents alone, uint8
+            [num_blocks, bytes of a block]; moving whole blocks means moving these.
     """
 
     layers: tuple[backends.KVCache, ...]
@@ -50,12 +50,12 @@ class KVCaches:
         Args:
             layout: what each layer stores, and where.
             num_blocks: the null block included.
-            block_size: tokens a block.
-            device: where.
-            scales: of quantised caches, for each layer; empty: there are none, or all are 1.
+            block_size: tokens per block.
+            device: of the tensors.
+            scales: of quantised caches, for each layer; empty: none, or all are 1.
 
         Raises:
-            InvalidArgumentError: the device has not that much memory.
+            InvalidArgumentError: the device has too little memory.
         """
         try:
             places = [
@@ -84,7 +84,7 @@ class KVCaches:
 
 
 def _zeros(num_blocks: int, block_bytes: int, device: torch.device) -> Tensor:
-    """Zeroed bytes; on a CPU from the system, which gives a page when it is first touched."""
+    """Zeroed bytes; on a CPU the system allocates a page when it is first touched."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros((num_blocks, block_bytes), dtype=np.uint8))
     return torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device=device)

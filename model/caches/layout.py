@@ -1,12 +1,12 @@
-"""Which layers share a block table, and which share memory.
+"""Which layers share a block table, and which share memory: the KV cache groups of hybrid models.
 
-Layers that see the same part of the past form a kind: all of it, one window, or chunks of one size.
-A kind's layers are cut into groups of equal depth, a block belongs to one group at a time and holds
-a token's keys and values for every layer of it; place `i` of any group is the same memory, because
-no block is ever held by two groups. So the depth is what a block costs, and a kind that does not
-fill its groups wastes the rest. (vLLM's hybrid cache manager began this way of sharing.)
+Layers that see the same part of the past form a kind: everything, a window, or chunks of one size.
+The layers of a kind are divided into groups of equal depth. A block belongs to one group at a time
+and holds a token's keys and values for every layer of that group; place `i` of every group is the
+same memory, because two groups never hold one block. So the depth is what a block costs, and a kind
+that does not fill its groups wastes the rest. (vLLM's hybrid cache manager introduced this.)
 
-Decides: the depth: the fewest groups of which no kind wastes more than an eighth of its own size.
+Decides: the depth: the fewest groups such that no kind wastes more than an eighth of its own size.
 
 Invariants: every layer has a group and a place of its own; the layers of a group see the same;
 groups of full attention come first, then windows from the smallest up, then chunks.
@@ -27,16 +27,16 @@ from model.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer stores for a token, and how far it looks back.
+    """What an attention layer stores for a token, and how far it looks back.
 
     Attributes:
-        num_kv_heads: keys, and as many values.
+        num_kv_heads: heads of keys, and of values.
         head_dim: elements of each.
         dtype: of an element.
-        window: tokens that a query sees, its own included; None: all.
-        chunk: it sees those of its own chunk of so many tokens; None: there are no chunks.
-        value_dim: of a latent, which is one row a token, how many of its first numbers are the
-            value; None: it has keys and values.
+        window: the tokens that a query sees, its own included; None: all.
+        chunk: it sees only those of its own chunk of `chunk` tokens; None: no chunks.
+        value_dim: of a latent, one row per token whose first `value_dim` numbers are the value;
+            None: it has keys and values.
     """
 
     num_kv_heads: int
@@ -56,21 +56,21 @@ class LayerShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's key and value. O(1)."""
+        """Bytes of the key and value of one token. O(1)."""
         return sum(self.slot.row_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Where each layer's keys and values are.
+    """Where the keys and values of each layer are.
 
     Attributes:
         layers: what each layer stores.
-        windows: for each group the window of its layers; None: they have none.
-        chunks: for each group their chunk likewise.
-        places: for each layer its group, and its place in it.
-        place_bytes: for each place the bytes of a token in each of its memories (keys and values,
-            or latents alone), of the largest layer there.
+        windows: for each group the window of its layers; None: no window.
+        chunks: for each group the chunk of its layers; None: no chunks.
+        places: for each layer its group, and its place in the group.
+        place_bytes: for each place the bytes of a token in each of its tensors (keys and values, or
+            latents alone), of the largest layer there.
     """
 
     layers: tuple[LayerShape, ...]
@@ -86,15 +86,15 @@ class CacheLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that a token takes in all layers, where every one keeps it. O(num_layers)."""
+        """Bytes of a token in all layers, if every layer keeps it. O(num_layers)."""
         return sum(layer.token_bytes for layer in self.layers)
 
     def kv_bytes(self, num_blocks: int, block_size: int) -> int:
-        """The footprint: bytes of all caches of `num_blocks` blocks. O(num_places)."""
+        """Bytes of all caches of `num_blocks` blocks. O(num_places)."""
         return num_blocks * block_size * self.slot_bytes
 
     def groups(self, block_size: int) -> tuple[kvcore.LayerGroup, ...]:
-        """The groups as `kvcore` is told of them. O(num_groups).
+        """The KV cache groups for `kvcore`. O(num_groups).
 
         Raises:
             InvalidArgumentError: a block would hold tokens of two chunks.
@@ -102,8 +102,8 @@ class CacheLayout:
         for chunk in self.chunks:
             if chunk is not None and chunk % block_size:
                 raise InvalidArgumentError(
-                    f"block_size: wanted a divisor of {chunk}, the tokens of a chunk that layers "
-                    f"of this network see, got {block_size}"
+                    f"block_size: wanted a divisor of {chunk}, the chunk size of layers of this "
+                    f"network, got {block_size}"
                 )
         return tuple(
             _group(window, chunk, block_size)
@@ -125,7 +125,7 @@ def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
     Args:
         layers: in the order of the network, at least one.
     """
-    kinds: dict[tuple[int, int], list[int]] = {}  # of chunk and window, 0 where there is none
+    kinds: dict[tuple[int, int], list[int]] = {}  # by chunk and window; 0: none
     for number, layer in enumerate(layers):
         kinds.setdefault((layer.chunk or 0, layer.window or 0), []).append(number)
     ordered = sorted(kinds.items())
@@ -148,8 +148,8 @@ def plan_layout(layers: Sequence[LayerShape]) -> CacheLayout:
 
 
 def _depth(sizes: Sequence[int]) -> int:
-    """The layers of a group, for kinds of these many layers."""
-    best = (sum(sizes), 0, 1)  # one layer a group: nothing is wasted
+    """The layers per group, for kinds with these numbers of layers."""
+    best = (sum(sizes), 0, 1)  # one layer per group wastes nothing
     for depth in range(2, max(sizes) + 1):
         counts = [-(-size // depth) for size in sizes]
         waste = [count * depth - size for count, size in zip(counts, sizes, strict=True)]

@@ -1,23 +1,23 @@
-"""How many blocks there are, and why.
+"""How many blocks the KV cache has, and why.
 
-Decides: the number of blocks, from what was asked for, from what is free and from what can be used;
-and refuses, before anything is allocated, what would not fit.
+Decides: the number of blocks, from the settings, the free memory and what the requests can use;
+refuses what does not fit before anything is allocated.
 
-| asked for | the cache may take |
+| setting | the cache may take |
 |---|---|
-| `num_blocks` | so many blocks, or it is refused |
-| `kv_memory_bytes` | so many bytes, or it is refused |
-| `kv_memory_fraction` | this share of what is free |
-| nothing | on a GPU 0.9 of what is free, elsewhere 1 GiB or half of what is free |
+| `num_blocks` | that many blocks, or it is refused |
+| `kv_memory_bytes` | that many bytes, or it is refused |
+| `kv_memory_fraction` | this share of the free memory |
+| none | on a GPU 0.9 of the free memory, on a CPU 1 GiB or half of the free memory |
 
-What is free on a GPU is what the network and the largest step leave (`warm_up.py`); elsewhere what
-the system and the process's control groups say. Where it is known how long all requests can become,
-the cache is never larger than they can use. A draft model has as many blocks beside, so a block
-costs what it takes in both.
+Free memory on a GPU is what the network and the largest step leave (`forward/warm_up.py`); on a CPU
+what the system and the process's control groups report. If all lengths are known, the cache is
+never larger than the requests can use. A draft model has the same number of blocks of its own, so a
+block costs what it takes in both.
 
 Invariants: never fewer than two blocks, the null block and one more; never more than is free.
 
-Does not know: tensors; who uses the blocks.
+Does not know: tensors, which sequences use the blocks.
 """
 
 import os
@@ -37,19 +37,19 @@ _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 _ALL = "all that the requests can use"
 _LEAST = "what the rank with the least memory has"
-_UNUSABLE = 20  # of free bytes one in so many is left alone, whatever is asked for
+_UNUSABLE = 20  # 1 / 20 of the free bytes is never used
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What was decided.
+    """The decision.
 
     Attributes:
         num_blocks: the null block included.
-        block_size: tokens a block.
-        kv_bytes: what the caches take.
-        free_bytes: what was free for them; None: nobody says.
-        reason: why it is so many.
+        block_size: tokens per block.
+        kv_bytes: of the caches.
+        free_bytes: what was free for them; None: unknown.
+        reason: for the number of blocks, in words.
     """
 
     num_blocks: int
@@ -60,18 +60,18 @@ class MemoryPlan:
 
     @property
     def holds_all(self) -> bool:
-        """Whether all requests that are expected fit at once. O(1)."""
+        """Whether all expected requests fit at once. O(1)."""
         return self.reason == _ALL
 
     def limited(self, num_blocks: int) -> "MemoryPlan":
-        """The same with at most so many blocks. O(1)."""
+        """The same with at most `num_blocks` blocks. O(1)."""
         if self.num_blocks <= num_blocks:
             return self
         kv_bytes = self.kv_bytes // self.num_blocks * num_blocks
         return replace(self, num_blocks=num_blocks, kv_bytes=kv_bytes, reason=_LEAST)
 
     def describe(self, layout: CacheLayout, beside: CacheLayout | None = None) -> str:
-        """One line for whoever started it. O(num_layers)."""
+        """One line for the user. O(num_layers)."""
         free = "" if self.free_bytes is None else f" of {show_bytes(self.free_bytes)} free"
         drafts = "" if beside is None else f"; of the draft model {_layers(beside)}"
         return (
@@ -91,11 +91,11 @@ def plan_memory(
     """Decide how many blocks there are. O(num_layers + expected requests).
 
     Args:
-        config: what was asked for.
-        layout: what a block costs.
-        is_gpu: whether the caches are in a GPU's memory.
-        free_bytes: what is free for them; None: nobody says, and nothing is refused for it.
-        beside: what a block of the draft model costs; None: there is none.
+        config: the settings.
+        layout: the cost of a block.
+        is_gpu: whether the caches are in GPU memory.
+        free_bytes: for the caches; None: unknown, and nothing is refused for it.
+        beside: the cost of a block of the draft model; None: no draft model.
 
     Raises:
         InvalidArgumentError: it does not fit, or is too little for two blocks.
@@ -109,15 +109,15 @@ def plan_memory(
         name, budget_bytes, reason = _budget(config, is_gpu=is_gpu, free_bytes=free_bytes)
         if config.kv_memory_bytes is not None and most is not None and budget_bytes > most:
             raise InvalidArgumentError(
-                f"{name}: wanted at most {show_bytes(most)}, which can be had, "
+                f"{name}: wanted at most {show_bytes(most)}, the usable free memory, "
                 f"got {show_bytes(budget_bytes)}"
             )
         num_blocks = budget_bytes // block_bytes
         if num_blocks < 2:
             raise InvalidArgumentError(
                 f"{name}: two blocks of {config.block_size} tokens take "
-                f"{show_bytes(2 * block_bytes)}, and {show_bytes(budget_bytes)} are for them "
-                f"({reason}): give more, or a smaller block_size"
+                f"{show_bytes(2 * block_bytes)}, the cache has {show_bytes(budget_bytes)} "
+                f"({reason}): pass a larger --kv-memory-bytes or a smaller --block-size"
             )
         useful = _useful_blocks(config, layout)
         if useful is not None and useful + 1 <= num_blocks:
@@ -126,10 +126,10 @@ def plan_memory(
 
 
 def host_free_bytes() -> int | None:
-    """Memory that this process can still take; None where nobody says. Reads a few small files.
+    """Memory that this process can still allocate; None if unknown. Reads a few small files.
 
-    On Linux the least of what the kernel calls available and what each control group leaves, caches
-    that it can drop not counted; elsewhere the machine's whole memory.
+    On Linux the least of what the kernel calls available and what each control group leaves,
+    without caches that can be dropped; on other systems the memory of the machine.
     """
     found = [*_linux_available(), *cgroup_rooms(_MEMBERSHIP, _CGROUPS)]
     if found:
@@ -141,7 +141,7 @@ def host_free_bytes() -> int | None:
 
 
 def show_bytes(num_bytes: int) -> str:
-    """A size as people read it. O(1)."""
+    """A size for people to read. O(1)."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
@@ -156,24 +156,26 @@ def _check_fits(
     if most is not None and num_blocks * block_bytes > most:
         raise InvalidArgumentError(
             f"{name}: {num_blocks} blocks of {block_size} tokens take "
-            f"{show_bytes(num_blocks * block_bytes)}, and {show_bytes(most)} can be had"
+            f"{show_bytes(num_blocks * block_bytes)}, and {show_bytes(most)} are free"
         )
 
 
 def _budget(config: EngineConfig, *, is_gpu: bool, free_bytes: int | None) -> tuple[str, int, str]:
-    """The setting that decides, the bytes it gives, and the reason in words."""
+    """The setting that decides, its bytes, and the reason in words."""
     if config.kv_memory_bytes is not None:
         return "kv_memory_bytes", config.kv_memory_bytes, "as asked for"
     if config.kv_memory_fraction is not None or is_gpu:
         name = "kv_memory_fraction"
         if free_bytes is None:
-            raise InvalidArgumentError(f"{name}: nobody says here what is free: give bytes")
+            raise InvalidArgumentError(
+                f"{name}: free memory is unknown on this system: pass --kv-memory-bytes"
+            )
         share = config.kv_memory_fraction or _GPU_FRACTION
-        return name, int(free_bytes * share), f"{share:g} of what is free"
+        return name, int(free_bytes * share), f"{share:g} of the free memory"
     if free_bytes is not None and free_bytes * _CPU_FRACTION < _CPU_BYTES:
         share = int(free_bytes * _CPU_FRACTION)
-        return "kv_memory_bytes", share, f"{_CPU_FRACTION:g} of what is free, as nothing was said"
-    return "kv_memory_bytes", _CPU_BYTES, "as nothing was said"
+        return "kv_memory_bytes", share, f"{_CPU_FRACTION:g} of the free memory, by default"
+    return "kv_memory_bytes", _CPU_BYTES, "default"
 
 
 def _useful_blocks(config: EngineConfig, layout: CacheLayout) -> int | None:
@@ -211,11 +213,11 @@ def _linux_available() -> Iterator[int]:
 
 
 def cgroup_rooms(membership: Path, root: Path) -> Iterator[int]:
-    """What each control group of a process leaves, of both versions of the interface.
+    """What each control group of a process leaves, for both versions of the interface.
 
     Args:
-        membership: the process's list of groups, as /proc/self/cgroup.
-        root: where the groups are, as /sys/fs/cgroup.
+        membership: the process's list of groups, like /proc/self/cgroup.
+        root: of the groups, like /sys/fs/cgroup.
     """
     for line in _lines(membership):
         _, controllers, name = line.split(":", 2)

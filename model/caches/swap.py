@@ -1,21 +1,20 @@
-"""Blocks on their way between the cache and host memory, and when that is worth it.
+"""Swapping: blocks of preempted requests move to host memory, if that is cheaper than recomputing.
 
-Decides: the rule for preempted requests. To compute a token again costs two operations a weight; to
-store and load it moves its keys and values twice. So swapping is the cheaper one where a network
-has more weights for each byte of a token's keys and values than the machine does operations in the
-time in which it moves two bytes:
+Decides: when it is. To recompute a token costs two operations per weight; to store and load it
+moves its keys and values twice. So swapping is cheaper where a network has more weights per byte of
+a token's keys and values than the machine does operations in the time of moving two bytes:
 
     weights / token_bytes > rate of arithmetic / rate of copying
 
-which is `WEIGHTS_A_BYTE`, rounded: a GPU at 400 TFLOP/s, half of what an H200 multiplies matrices
-at, behind a link of 50 GB/s (page-locked, an H200's moved 55 GB/s each way); a CPU at 100 GFLOP/s
-that copies 10 GB/s. Of a mixture of experts the weights count that a token goes through.
-Of layers with windows only what is in sight is moved, which the rule leaves out of account.
+The right side, rounded, is `_WEIGHTS_PER_BYTE`: a GPU at 400 TFLOP/s, half of what an H200 reaches
+in matrix products, behind a link of 50 GB/s (page-locked, an H200's moved 55 GB/s each way); a CPU
+at 100 GFLOP/s that copies 10 GB/s. In a mixture of experts only the weights that a token uses
+count. Layers with windows move only the blocks inside the window, which the rule ignores.
 
-Invariants: transfers and copies run on the stream of the network, in order, so a pass after them
-sees them done; on a GPU the host memory is page-locked.
+Invariants: transfers and copies run on the stream of the network, in order, so a later pass sees
+their results; for a GPU the host memory is page-locked.
 
-Does not know: who is preempted, what a block holds.
+Does not know: which requests are preempted, what a block holds.
 """
 
 from collections.abc import Sequence
@@ -32,18 +31,18 @@ from model.control.config import EngineConfig
 from model.control.step import Transfer
 from model.errors import InvalidArgumentError
 
-WEIGHTS_A_BYTE = {"cuda": 8000.0, "cpu": 10.0}
+_WEIGHTS_PER_BYTE = {"cuda": 8000.0, "cpu": 10.0}
 
 _DEFAULT_BYTES = 4 << 30
-_DEFAULT_SHARE = 4  # of the cache, and of the host memory that is free: one part in so many
+_DEFAULT_SHARE = 4  # at most 1 / 4 of the cache's bytes, and of the free host memory
 
 
 class BlockMover:
-    """Carries out what the scheduler orders, on the caches of one network.
+    """Moves and copies blocks in the caches of one network, as the scheduler plans.
 
     Args:
         backend: copies blocks inside the caches.
-        caches: every layer's.
+        caches: of every layer.
     """
 
     def __init__(self, backend: backends.Backend, caches: KVCaches) -> None:
@@ -51,7 +50,7 @@ class BlockMover:
         self._storages = caches.storages
 
     def transfer(self, stores: Sequence[Transfer], loads: Sequence[Transfer]) -> None:
-        """Store, then load. O(their blocks); on a GPU it returns before it is done."""
+        """Store, then load. O(their blocks); on a GPU this returns before it is done."""
         for transfer in stores:
             blocks = self._ids(transfer.block_ids)
             transfer.copy.payload = [self._to_host(storage[blocks]) for storage in self._storages]
@@ -68,7 +67,7 @@ class BlockMover:
                     storage[into] = part.to(storage.device, non_blocking=True)
 
     def copy(self, orders: Sequence[kvcore.CopyOrder]) -> None:
-        """Carry out the copies of forks. O(their blocks)."""
+        """Make the copies of forks. O(their blocks)."""
         if orders:
             pairs = [[order.src, order.dst] for order in orders]
             copies = torch.tensor(pairs, dtype=torch.int64).to(self._backend.device)
@@ -90,7 +89,7 @@ def plan_host_blocks(
     """Decide how many blocks of preempted requests host memory may hold. O(parameters).
 
     Raises:
-        InvalidArgumentError: host memory was asked for, and cannot be used or had.
+        InvalidArgumentError: host memory was asked for, and there is too little.
     """
     asked = config.swap_memory_bytes
     if asked == 0:
@@ -105,7 +104,7 @@ def plan_host_blocks(
             )
         return asked // block_bytes
     weights, device = _weights_a_token(network), _device_type(network)
-    if weights <= layout.token_bytes * WEIGHTS_A_BYTE.get(device, 0.0):
+    if weights <= layout.token_bytes * _WEIGHTS_PER_BYTE.get(device, 0.0):
         return 0
     limits = [_DEFAULT_BYTES, memory.kv_bytes // _DEFAULT_SHARE]
     if free_bytes is not None:
@@ -118,7 +117,7 @@ def _device_type(network: nn.Module) -> str:
 
 
 def _weights_a_token(network: nn.Module) -> float:
-    """The weights that a token is multiplied by, the embeddings at both ends left out."""
+    """The weights that a token is multiplied by, without the embeddings at both ends."""
     config = getattr(network, "config", None)
     text = config.get_text_config() if config is not None else None
     per_token = getattr(text, "num_experts_per_tok", None)

@@ -1,13 +1,14 @@
-"""A captured network for steps of few tokens: each product does what stands around it too.
+"""A traced network for steps of few tokens, with the operations around each product fused into it.
 
-With a token or two a layer is its weights, read once, and kernels that are too short to be worth
-their launches. So the norm before a product, the gate between two and the sum after one go into the
-product (`few_rows_kernels.py`), and norms and rotation of queries and keys are one kernel
-(`few_rows_kernels.py`): of a layer's dozen kernels four products, that one and attention are left.
+With one or two tokens a layer reads its weights once, and all other kernels are shorter than their
+launches. So the norm before a product, the gate between two and the sum after one become part of
+the product (`multiply` in `few_rows_kernels.py`), and norms and rotation of queries and keys become
+one kernel (`rotate`). Of about twelve kernels per layer, four products, the rotation and attention
+remain.
 
-Decides: which nodes of a graph belong to a product or a rotation, by what they compute; a norm or a
-gate of another kind stays where it is. Invariants: what a node does not show is not assumed; the
-graph that comes out computes what went in, but for where it rounds.
+Decides: which nodes of a graph belong to a product or a rotation, by what they compute; any other
+norm or gate is left as it is. Invariants: only what a node shows is assumed; the new graph
+computes the same, except for rounding.
 
 Does not know: which architecture it is.
 """
@@ -23,11 +24,11 @@ import model.compile
 
 
 class Kernels(NamedTuple):
-    """What computes in place of nodes.
+    """The functions that replace nodes.
 
     Attributes:
-        multiply: as `few_rows_kernels.multiply`.
-        attend_rotated: as `few_rows_kernels.attend_rotated`.
+        multiply: see `few_rows_kernels.multiply`.
+        attend_rotated: see `few_rows_kernels.attend_rotated`.
     """
 
     multiply: Callable[..., Tensor]
@@ -42,19 +43,19 @@ _VIEWS = (
     Tensor.view,
 )
 FEW_ROWS = (2, 4)
-"""Tokens of steps that are such."""
+"""The numbers of tokens of such steps."""
 
 _WIDEST = 4096
-"""Numbers of a weight's row up to which four tokens gain: of longer ones they keep too much."""
+"""The longest row of a weight with which four tokens gain: longer rows need too many registers."""
 
 LEAST_WEIGHT = 1 << 18
-"""Numbers of a weight that is worth a cut."""
+"""The smallest weight, in numbers, that is worth a cut."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """Those of a device, which are loaded when they are first asked for; None: it has none.
+    """The kernels for a device, imported on first use; None: there are none.
 
-    Only GPUs on which they were measured to gain have some, for numbers of two bytes.
+    Only GPUs on which they were measured to gain have some, for dtypes of two bytes.
     """
     if device.type != "cuda" or dtype.itemsize != 2:
         return None
@@ -65,7 +66,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Kernels | None:
 
 
 def few_row_sizes(module: fx.GraphModule) -> tuple[int, ...]:
-    """For how many tokens what `fuse_few_rows` has made of a network gains. O(nodes)."""
+    """For how many tokens the result of `fuse_few_rows` gains. O(nodes)."""
     calls = [node for node in module.graph.nodes if "widest" in node.meta]
     return FEW_ROWS if max(node.meta["widest"] for node in calls) <= _WIDEST else FEW_ROWS[:1]
 
@@ -81,15 +82,15 @@ class _Norm(NamedTuple):
 def fuse_few_rows(
     source: fx.GraphModule, kernels: Kernels, least: int = LEAST_WEIGHT
 ) -> fx.GraphModule | None:
-    """A copy in which products of the tokens, and what stands around them, are kernels. O(nodes).
+    """A copy in which kernels compute products and the operations around them. O(nodes).
 
     Args:
-        source: captured, its products of one input joined.
-        kernels: are called.
-        least: numbers of a weight that is worth it.
+        source: traced, its products of one input joined.
+        kernels: to call.
+        least: the smallest weight, in numbers.
 
     Returns:
-        None: there is no product of this kind.
+        None: there is no such product.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -130,7 +131,7 @@ def _is_product(module: fx.GraphModule, node: fx.Node, least: int) -> bool:
 
 
 def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., Tensor]) -> None:
-    """Put a call of `multiply` in the place of a product and of what belongs to it."""
+    """Replace a product and the operations around it by a call of `multiply`."""
     graph = module.graph
     x, weight, *rest = product.args
     bias = rest[0] if rest else None
@@ -157,7 +158,7 @@ def _replace(module: fx.GraphModule, product: fx.Node, multiply: Callable[..., T
 
 
 def _added(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa: ANN401
-    """The sum that alone uses a product, and what else goes into it, which has the same shape."""
+    """The sum that is the only user of a product, and its other operand of the same shape."""
     [*users] = product.users
     if len(users) != 1 or users[0].target is not torch.add or users[0].kwargs:
         return None
@@ -172,7 +173,7 @@ def _added(product: fx.Node, x: Any) -> tuple[fx.Node, fx.Node] | None:  # noqa:
 
 
 def _gated(product: fx.Node, count: int) -> fx.Node | None:
-    """`silu(first half) * second half`, where nothing else uses them."""
+    """`silu(first half) * second half`, if nothing else uses the halves."""
     halves = list(product.users)
     if len(halves) != 2 or count % 2:
         return None
@@ -189,7 +190,7 @@ def _gated(product: fx.Node, count: int) -> fx.Node | None:
 
 
 def _norm(module: fx.GraphModule, node: Any) -> _Norm | None:  # noqa: ANN401
-    """What a node is the norm of; None: it is none, or is computed otherwise."""
+    """The norm that a node computes; None: it is no norm."""
     if not isinstance(node, fx.Node) or node.target is not torch.mul:
         return None
     for scale, normed in (node.args, node.args[::-1]):
@@ -214,12 +215,12 @@ def _norm(module: fx.GraphModule, node: Any) -> _Norm | None:  # noqa: ANN401
 
 
 def _uncast(node: Any) -> Any:  # noqa: ANN401
-    """What a node is in another dtype; itself, if it is no cast."""
+    """The operand of a cast; the node itself if it is no cast."""
     return node.args[0] if _is_call(node, torch.ops.aten.to.dtype) else node
 
 
 class _Heads(NamedTuple):
-    """Queries or keys: part of a product, normed perhaps, and rotated."""
+    """Queries or keys: part of a product, perhaps normed, and rotated."""
 
     product: fx.Node
     start: int
@@ -230,7 +231,7 @@ class _Heads(NamedTuple):
 
 
 def _replace_rotation(module: fx.GraphModule, call: fx.Node, kernels: Kernels) -> None:
-    """Have attention rotate its queries and keys itself, if they are rotated as usual."""
+    """Let attention rotate its own queries and keys, if they are rotated in the usual way."""
     attend, layer, query, key, value = call.args
     q, k = _heads(module, query), _heads(module, key)
     v = _part(_untransposed(_heads_last(value)))
@@ -259,7 +260,7 @@ def _replace_rotation(module: fx.GraphModule, call: fx.Node, kernels: Kernels) -
 
 
 def _heads(module: fx.GraphModule, node: Any) -> _Heads | None:  # noqa: ANN401
-    """Which part of a product is rotated: `h * cos + cat(-h[half:], h[:half]) * sin`."""
+    """The part of a product that is rotated: `h * cos + cat(-h[half:], h[:half]) * sin`."""
     straight, turned = _arguments(_heads_last(node), torch.add)
     h, cos = _arguments(straight, torch.mul)
     both, sin = _arguments(turned, torch.mul)
@@ -285,7 +286,7 @@ def _heads(module: fx.GraphModule, node: Any) -> _Heads | None:  # noqa: ANN401
 
 
 def _heads_last(node: Any) -> Any:  # noqa: ANN401
-    """[1, heads, tokens, dim] of what attention is given as [tokens, heads, dim]."""
+    """[1, heads, tokens, dim] from the [tokens, heads, dim] that attention gets."""
     if not _is_call(node, torch.transpose) or node.args[1:] != (0, 1):
         return None
     select: Any = node.args[0]
@@ -293,12 +294,12 @@ def _heads_last(node: Any) -> Any:  # noqa: ANN401
 
 
 def _untransposed(node: Any) -> Any:  # noqa: ANN401
-    """[1, tokens, heads, dim] of [1, heads, tokens, dim]."""
+    """[1, tokens, heads, dim] from [1, heads, tokens, dim]."""
     return node.args[0] if _is_call(node, torch.transpose) and node.args[1:] == (1, 2) else None
 
 
 def _part(node: Any) -> tuple[fx.Node, int, int] | None:  # noqa: ANN401
-    """Which part of which product a view of heads is: where it begins, how many numbers."""
+    """The product that heads are a view of, the first of their numbers, and how many they are."""
     if not _is_call(node, Tensor.view) or not _is_call(node.args[0], torch.narrow):
         return None
     product, axis, start, size = node.args[0].args
@@ -306,14 +307,14 @@ def _part(node: Any) -> tuple[fx.Node, int, int] | None:  # noqa: ANN401
 
 
 def _unviewed(x: Any) -> Any:  # noqa: ANN401
-    """What a node is a view of, its numbers in the same order."""
+    """The source of a node that is a view with the same order of numbers."""
     while isinstance(x, fx.Node) and x.op == "call_function" and x.target in _VIEWS:
         x = x.args[0]
     return x
 
 
 def _tensor(module: fx.GraphModule, node: Any) -> Tensor | None:  # noqa: ANN401
-    """The constant that a node stands for; None: it is none."""
+    """The constant that a node stands for; None: it is no constant."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     value = getattr(module, str(node.target), None)
@@ -325,12 +326,12 @@ def _is_call(node: Any, target: object) -> bool:  # noqa: ANN401
 
 
 def _argument(node: Any, target: object) -> Any:  # noqa: ANN401
-    """The first argument of a call; None: it is something else."""
+    """The first argument of a call of `target`; None: it is another node."""
     return node.args[0] if _is_call(node, target) and not node.kwargs else None
 
 
 def _arguments(node: Any, target: object) -> Sequence[Any]:  # noqa: ANN401
-    """The two arguments of a call; of something else, or with others: nothing twice."""
+    """The two arguments of a call of `target`; otherwise None twice."""
     if _is_call(node, target) and len(node.args) == 2 and not node.kwargs:
         return tuple(node.args)
     return (None, None)

@@ -167,7 +167,7 @@ class Cut:
     warps: int
 
 
-def cut_of(width: int, count: int, *, is_gated: bool) -> Cut:
+def _cut_of(width: int, count: int, *, is_gated: bool) -> Cut:
     """How a weight of `count` rows so wide is read, as was measured on an H200. O(1)."""
     whole = triton.next_power_of_2(width)
     if whole > _WHOLE:
@@ -207,7 +207,7 @@ def multiply(
     """
     width, count = weight.shape[1], weight.shape[0] // (2 if is_gated else 1)
     rows = x.numel() // width
-    cut = cut or cut_of(width, count, is_gated=is_gated)
+    cut = cut or _cut_of(width, count, is_gated=is_gated)
     overlaps, options = _overlap(x, overlapping=overlapping)
     out = torch.empty((1, rows, count), dtype=x.dtype, device=x.device)
     tensors = [x.contiguous(), weight] + [x if one is None else one for one in (scale, bias)]

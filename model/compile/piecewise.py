@@ -1,26 +1,23 @@
-"""A captured network cut at its attention, the pieces compiled.
+"""A traced network cut at its attention, the pieces compiled: piecewise compilation, as in vLLM.
 
-Between the attention of one layer and that of the next there are a hundred small operations, each
-of which reads and writes all of its tensor. `torch.compile` makes a few kernels of them. The pieces
-of layers that are alike differ in their weights alone: weights are handed in, so a piece is
-compiled once for all of them, and for any number of tokens. A network of 28 layers costs three
-compilations.
+Between the attention of two layers there are about a hundred small operations, each of which reads
+and writes its whole tensor. `torch.compile` makes a few kernels of them. Pieces of similar layers
+differ only in their weights: weights are arguments, so one compiled piece serves all such layers
+and any number of tokens. A network of 28 layers costs three compilations.
 
 Products of one input with several weights (queries, keys and values; gate and up) become one
-product, which keeps a GPU busier: their weights are laid one after the other in one tensor, and the
-network's own become views of it, so nothing is held twice.
+product, which uses a GPU better: the weights are laid out one after another in one tensor, and the
+network's own become views of it, so nothing is stored twice.
 
-Steps of two or four tokens may have pieces of their own, in which products do what stands around
-them (`few_rows.py`).
+Steps of two or four tokens may have pieces of their own with fused products (`few_rows.py`).
 
-Decides: where the cuts are, and which pieces are alike: those whose operations read the same, word
-for word, once their tensors are numbered.
+Decides: where the cuts are, and which pieces are equal: those with the same code once their tensors
+are numbered.
 
-Invariants: the pieces and the calls of attention between them are the captured network's own, in
-its order. Compiled arithmetic rounds elsewhere than PyTorch's operators do: results are near, not
-the same bits.
+Invariants: the pieces and the calls of attention are those of the traced network, in its order.
+Compiled arithmetic rounds differently from PyTorch's operators: results are close, not identical.
 
-Does not know: what the operations are; who calls them with what.
+Does not know: what the operations are, which requests a step has.
 """
 
 import operator
@@ -38,35 +35,29 @@ from model.errors import UnsupportedModelError
 
 
 def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
-    """A function that is compiled as a whole when it is called.
+    """A function that is compiled as a whole on its first call.
 
-    Kernels that could run side by side become one: at these sizes a launch costs as much as its
-    work.
+    Kernels that could run in parallel become one: at these sizes a launch costs as much
+    as its work.
     """
     options: dict[str, Any] | None = {"combo_kernels": True} if backend == "inductor" else None
     return torch.compile(function, backend=backend, options=options, fullgraph=True)
 
 
 def start_compiler() -> None:
-    """Start the processes that PyTorch's compiler compiles in, and load it. Seconds, once."""
+    """Load PyTorch's compiler and start the processes it compiles in. Seconds, once."""
     import_module("torch._inductor.async_compile").maybe_warm_pool()  # they load PyTorch too
     import_module("torch._inductor.compile_fx")
-    import_module("torch._inductor.codecache").torch_key()  # reads all of PyTorch's sources
+    import_module("torch._inductor.codecache").torch_key()  # reads all sources of PyTorch
 
 
 _LEAST = 2
 _NEAR = 0.25
-"""Between logits, of all their size: bfloat16 rounds up to 0.05 of it away, a mistake takes all."""
-
-
-def mark_dynamic(tensor: Tensor, dims: Sequence[int]) -> None:
-    """Say that these dimensions will change: what is compiled for one length is so for all."""
-    for dim in dims:
-        torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
+"""The relative error allowed of logits: bfloat16 rounds by up to 0.05, a mistake is about 1."""
 
 
 class _Piece(nn.Module):
-    """Compiled operations; told which dimensions of its inputs will change."""
+    """Compiled operations that know which dimensions of their inputs will change."""
 
     def __init__(
         self, module: fx.GraphModule, sized: Sequence[Sequence[int]], backend: str
@@ -79,26 +70,27 @@ class _Piece(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if self._is_compiling:
             for tensor, dims in zip(inputs, self._sized, strict=True):
-                mark_dynamic(tensor, dims)
+                for dim in dims:
+                    torch._dynamo.mark_dynamic(tensor, dim)  # noqa: SLF001  # documented
         outputs: tuple[Tensor, ...] = self._run(*inputs)
         return outputs
 
     def settle(self) -> None:
-        """Compile no more on purpose."""
+        """Stop marking dimensions: all compilation is done."""
         self._is_compiling = False
 
 
 class PiecewiseNetwork(TracedNetwork):
-    """A captured network in compiled pieces; made by `compile_piecewise`.
+    """A traced network in compiled pieces; made by `compile_piecewise`.
 
-    A size of one would be compiled apart: a single token goes through the network as it was, and of
-    fewer than two rows there are two.
+    PyTorch compiles a size of one separately: so a single token runs through the traced network,
+    and a single row of logits is padded to two.
 
     Args:
         module: the pieces.
-        plain: the network as it was captured.
-        few: those of steps of few tokens; None: they have none of their own.
-        sizes: how many tokens those have, once all is compiled; before that `FEW_ROWS`.
+        plain: the traced network.
+        few: pieces for steps of few tokens; None: there are none.
+        sizes: the numbers of tokens that use `few` after `settle`; before that `FEW_ROWS`.
     """
 
     def __init__(
@@ -117,7 +109,7 @@ class PiecewiseNetwork(TracedNetwork):
     def logits(
         self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
     ) -> Tensor:
-        """See `TracedNetwork.logits`; near it."""
+        """See `TracedNetwork.logits`; close to it."""
         num_tokens = input_ids.shape[1]
         if num_tokens == 1:
             return self._plain.logits(input_ids, position_ids, rows, paged)
@@ -135,15 +127,15 @@ class PiecewiseNetwork(TracedNetwork):
 
     @property
     def pieces(self) -> list[_Piece]:
-        """Those that are compiled, each once. O(pieces)."""
+        """The compiled pieces, each once. O(pieces)."""
         modules = [self.module] if self._few is None else [self.module, self._few.module]
         children = (child for module in modules for child in module.children())
         return [child for child in children if isinstance(child, _Piece)]
 
     def settle(self) -> None:
-        """What has been run so far has compiled all there is. A few passes of few tokens.
+        """End compilation: all that will run has run. A few passes of few tokens.
 
-        Steps of few tokens run like the others from now on if theirs give other logits.
+        The pieces for few tokens are dropped if their logits differ.
         """
         self._sizes = self._settled_sizes
         if self._few is not None and not self._few_are_near(self._few):
@@ -152,7 +144,7 @@ class PiecewiseNetwork(TracedNetwork):
             piece.settle()
 
     def _few_are_near(self, few: TracedNetwork) -> bool:
-        """Whether steps of few tokens give nearly what the network gives, on its own device."""
+        """Whether steps of few tokens give logits close to the network's, on its own device."""
         device = next(iter(self.module.parameters())).device
         for count in FEW_ROWS:
             ids = torch.arange(1, count + 1, device=device)[None] * 7
@@ -170,19 +162,19 @@ def compile_piecewise(
     kernels: Kernels | None = None,
     least: int | None = None,
 ) -> PiecewiseNetwork:
-    """Cut a captured network and prepare its pieces; they are compiled when they are first run.
+    """Cut a traced network into pieces; they are compiled when they first run.
 
-    Run it first with more than one token, and another number of rows: a size of one, and two sizes
-    that are equal, would each be taken for a rule. With `kernels` once more with `FEW_ROWS` tokens.
+    Run it first with several tokens and a different number of rows: PyTorch would treat a size of
+    one, and two equal sizes, as fixed. With `kernels`, run it once more with `FEW_ROWS` tokens.
 
     Args:
-        traced: stays as it is.
+        traced: is not changed.
         backend: of `torch.compile`.
-        kernels: of steps of few tokens; None: pieces are alike for all.
-        least: numbers of a weight from where on they compute its products; None: where they gain.
+        kernels: for steps of few tokens; None: such steps run like all others.
+        least: the smallest weight, in numbers, whose product they compute; None: where they gain.
 
     Raises:
-        UnsupportedModelError: a piece would depend on a number that none of its tensors shows.
+        UnsupportedModelError: a piece depends on a number that is no size of its tensors.
     """
     source = _joined(traced.module)
     few = (
@@ -228,7 +220,7 @@ def _joined(source: fx.GraphModule) -> fx.GraphModule:
 
 
 def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
-    """Put one product in the place of several."""
+    """Replace several products by one."""
     graph, first = module.graph, nodes[0]
     tensors = []
     with graph.inserting_before(first):
@@ -252,7 +244,7 @@ def _join(module: fx.GraphModule, nodes: Sequence[Any], name: str) -> None:
 
 
 def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one after the other in one: in theirs, where they lie so, or in a new one."""
+    """Tensors one after another in one tensor: without a copy if they already lie so."""
     first = tensors[0]
     at, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for each in tensors:
@@ -264,7 +256,7 @@ def _laid_out(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _Cutter:
-    """Makes the graph of pieces, node by node; attention and calls of `cuts` stand between them."""
+    """Builds the graph of pieces, node by node; attention and calls of `cuts` separate them."""
 
     def __init__(
         self, source: fx.GraphModule, backend: str, cuts: Sequence[Callable[..., Tensor]]
@@ -275,7 +267,7 @@ class _Cutter:
         self._root = nn.Module()
         self._graph = fx.Graph()
         self._copies: dict[fx.Node, fx.Node] = {}
-        self._numbers: dict[fx.Node, tuple[int, int]] = {}  # place and factor of a size
+        self._numbers: dict[fx.Node, tuple[int, int]] = {}  # which size, and its factor
         self._cut: list[fx.Node] = []
         self._found: dict[tuple[str, tuple[tuple[int, ...], ...]], str] = {}
 
@@ -296,10 +288,10 @@ class _Cutter:
         self._copies[node] = self._graph.node_copy(node, lambda one: self._copies[one])
 
     def finished(self) -> fx.GraphModule:
-        """The whole."""
+        """The graph of all pieces."""
         module = fx.GraphModule(self._root, self._graph)
         for node in self._graph.nodes:
-            if node.op == "get_attr":  # found at once, without the way through nn.Module's table
+            if node.op == "get_attr":  # found faster than by nn.Module.__getattr__
                 module.__dict__[node.target] = getattr(module, node.target)
         return module
 
@@ -326,7 +318,7 @@ class _Cutter:
     def _module(
         self, nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
     ) -> fx.GraphModule:
-        """The nodes as a function of its own, in which nothing has the name it had."""
+        """The nodes as a function, with new names, so that equal pieces have equal code."""
         graph = fx.Graph()
         copies = {one: graph.placeholder(f"x{place}") for place, one in enumerate(inputs)}
         used = {one for node in nodes for one in node.all_input_nodes if one in self._numbers}
@@ -346,7 +338,7 @@ class _Cutter:
         place: int,
         factor: int,
     ) -> fx.Node:
-        """A multiple of a size, read from a tensor that is as long."""
+        """A multiple of a size, read from a tensor of that length."""
         for one in inputs:
             for dim, its_place in one.meta.get("sized", {}).items():
                 if its_place == place:

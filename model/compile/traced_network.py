@@ -1,20 +1,19 @@
-"""The network as a straight line: its own operations, without the modules around them.
+"""The network as one function: its own operations, without the modules around them.
 
 A step of a small network spends more time in Python, on the way from module to module, than in
-arithmetic. So its operations are traced once and run from then on as one generated function, which
-calls PyTorch's operators directly: the same operations on the same weights, so the same bits.
+arithmetic. So its operations are traced once, and then run as one generated function that calls
+PyTorch's operators directly: the same operations on the same weights, so the same bits.
 
-Decides: what can be captured. The trace runs on fake tensors, which have shapes and no values, so a
-network that looks at values (rotary scaling by length; experts that are called one by one) cannot
-be traced, and is refused. What is written into a tensor that nothing else sees becomes a new one.
-The numbers of tokens and rows in it are primes above any that a step has, and no network has them
-for anything else: every number that is a multiple of one becomes that multiple of whatever the
-number is later. What does nothing (a cast to the dtype that is there already, a product with 1) is
-left out. At the end the function is compared with the network, bit for bit, at sizes of steps: a
-number that depends on them in another way is still that of the trace there.
+Decides: what can be traced. The trace runs on fake tensors, which have shapes and no values, so a
+network that looks at values (rotary scaling by length, experts called one by one) is refused. An
+in-place operation on a tensor that nothing else reads becomes one with a new result. The numbers of
+tokens and rows of the trace are primes larger than those of any step, and occur in no network:
+each multiple of one of them becomes that multiple of the number at run time. No-ops (a cast to the
+same dtype, a product with 1) are removed. At the end the function is compared with the network, bit
+for bit, at several sizes, because a number may depend on the size in another way.
 
-Invariants: a capture that exists gave the network's own logits on every size that it was tried on;
-attention is called as the network calls it, layer by layer, with the same terms.
+Invariants: a traced network gave the network's own logits for every size tried; attention is called
+as the network calls it, layer by layer, with the same terms.
 
 Does not know: caches, batches, what attention does.
 """
@@ -34,12 +33,12 @@ from model.attention.attention import Attending
 from model.errors import UnsupportedModelError
 
 _SIZES = (1_299_709, 1_299_689)  # tokens and rows of the trace
-_NEAR = 6  # numbers so near to one of them come from it too
+_NEAR = 6  # a number this close to one of them comes from it too
 _TRIALS = ((1, 1), (2, 1), (13, 6), (300, 40))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layer: int) -> Tensor:
-    """A place in a trace where a layer attends; it is never run."""
+    """The place in a trace where a layer attends; never run."""
     del key, layer
     return query.new_empty(*query.shape[:2], value.shape[2])
 
@@ -52,12 +51,12 @@ _library.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no
 
 
 class TracedNetwork:
-    """A network's operations as one function; made by `trace_network`.
+    """The operations of a network as one function; made by `trace_network`.
 
     Attributes:
-        module: they, as a graph: of input_ids, position_ids, rows, num_tokens, num_rows and a call
-            for the layers' attention. A node's `meta["sized"]` tells which dimensions of its tensor
-            depend on how many tokens or rows there are: as long as tokens (0), rows (1) or else.
+        module: the function as a graph of input_ids, position_ids, rows, num_tokens, num_rows and
+            a callable for attention. `meta["sized"]` of a node maps each dimension of its tensor
+            that depends on the number of tokens or rows to 0 (tokens), 1 (rows) or -1 (else).
         terms: of each layer's attention.
     """
 
@@ -69,13 +68,13 @@ class TracedNetwork:
     def logits(
         self, input_ids: Tensor, position_ids: Tensor, rows: Tensor, paged: Attending
     ) -> Tensor:
-        """What the network gives: [num_rows, vocab_size]. One forward pass.
+        """The logits of the network: [num_rows, vocab_size]. One forward pass.
 
         Args:
             input_ids: int64 [1, num_tokens].
             position_ids: int64 [1, num_tokens].
             rows: int64 [num_rows], the tokens whose logits are wanted.
-            paged: attends in each layer.
+            paged: computes the attention of each layer.
         """
         terms, attend = self.terms, paged.attend
 
@@ -86,13 +85,13 @@ class TracedNetwork:
 
 
 def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwork:
-    """Trace a network whose attention is ours. Costs a trace and a few forward passes.
+    """Trace a network that has our attention. Costs a trace and a few forward passes.
 
     Raises:
-        UnsupportedModelError: it cannot be captured, and why.
+        UnsupportedModelError: it cannot be traced, and why.
     """
     terms: dict[int, backends.AttentionTerms] = {}
-    logger = logging.getLogger("torch._subclasses.fake_tensor")  # tells what is told here again
+    logger = logging.getLogger("torch._subclasses.fake_tensor")  # logs what is raised here
     level = logger.level
     try:
         logger.setLevel(logging.CRITICAL)
@@ -102,7 +101,7 @@ def trace_network(network: PreTrainedModel, device: torch.device) -> TracedNetwo
         module = _sizeless(traced)
     except UnsupportedModelError:
         raise
-    except Exception as error:  # a tracer raises what it likes
+    except Exception as error:  # a tracer may raise any error
         reason = (str(error).strip() or type(error).__name__).split("\n", 1)[0]
         raise UnsupportedModelError(
             f"{type(network).__name__}: its operations cannot be traced: {reason}"
@@ -133,7 +132,7 @@ def _trace(
 
 
 class _Noting:
-    """A pass that leaves its place in the trace and notes each layer's terms."""
+    """A pass that leaves a mark in the trace and notes the terms of each layer."""
 
     def __init__(self, terms: dict[int, backends.AttentionTerms]) -> None:
         self._terms = terms
@@ -148,7 +147,7 @@ class _Noting:
 
 
 def _sizeless(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph for any size out of one for given ones, without what does nothing."""
+    """The graph for any size from a graph for the sizes of the trace, without no-ops."""
     graph = module.graph
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
@@ -172,13 +171,13 @@ def _sizeless(module: fx.GraphModule) -> fx.GraphModule:
             _make_direct(node)
     module.recompile()
     for node in graph.nodes:
-        if node.op == "get_attr":  # found at once, without the way through nn.Module's own table
+        if node.op == "get_attr":  # found faster than by nn.Module.__getattr__
             module.__dict__[node.target] = getattr(module, node.target)
     return module
 
 
 def _sized(value: object) -> dict[int, int]:
-    """Which dimensions of a tensor depend on a size of the trace: that size, or -1."""
+    """The dimensions that depend on a size of the trace: on which one, or -1."""
     if not isinstance(value, Tensor):
         return {}
     sized = {}
@@ -191,12 +190,12 @@ def _sized(value: object) -> dict[int, int]:
 
 
 def _is_symbol(value: object) -> bool:
-    """Whether a number depends on what a tensor holds."""
+    """Whether a number depends on the values of a tensor."""
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _check_replayable(module: fx.GraphModule) -> None:
-    """Raise where a number depends on what a tensor holds: no graph can replay that."""
+    """Raise if a number depends on the values of a tensor: no CUDA graph can replay that."""
     for node in module.graph.nodes:
         value = node.meta.get("val")
         if any(map(_is_symbol, value.shape if isinstance(value, Tensor) else (value,))):
@@ -249,16 +248,16 @@ def _no_multiple(number: int) -> UnsupportedModelError:
     )
 
 
-_PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: what ranks give each other
+_PURE = ("aten", "_c10d_functional", "kvcore_ranks")  # the last two: collectives of the ranks
 
 
 def _simplify(node: fx.Node, call: fx.Node) -> None:
-    """Leave out what does nothing; let attention be called; refuse what must not be replayed."""
+    """Remove a no-op; make attention a call; refuse what cannot be replayed."""
     target: Any = node.target
     if target is torch.ops.kvcore_trace.attend.default:
         query, key, value, layer = node.args
         node.target, node.args = operator.call, (call, layer, query, key, value)
-    elif target is torch._C._set_grad_enabled:  # noqa: SLF001  # what a trace shows of no_grad
+    elif target is torch._C._set_grad_enabled:  # noqa: SLF001  # the trace of no_grad
         node.graph.erase_node(node)
     elif _is_idle(node):
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]  # a tensor's node
@@ -271,10 +270,10 @@ def _simplify(node: fx.Node, call: fx.Node) -> None:
 
 
 def _pure_twin(node: fx.Node) -> Callable[..., Any]:
-    """What gives in a new tensor what an operation leaves in its first argument.
+    """The out-of-place twin of an in-place operation.
 
-    The trace says of all that comes later that it reads the result. So nothing that comes later may
-    see the argument: it has memory of its own, and what else uses it came before and kept nothing.
+    In the trace, every later operation reads the result. So nothing later may read the argument: it
+    must have memory of its own, and its other users must come before and keep no view of it.
     """
     target: Any = node.target
     first = node.args[0]
@@ -295,7 +294,7 @@ def _pure_twin(node: fx.Node) -> Callable[..., Any]:
 
 
 def _shares_memory(node: fx.Node) -> bool:
-    """Whether what an operation returns may lie in what it was given."""
+    """Whether the result of an operation may share memory with its arguments."""
     target: Any = node.target
     if target is operator.call:
         return True
@@ -307,7 +306,7 @@ def _shares_memory(node: fx.Node) -> bool:
 
 
 def _keeps_dtype(other: object, first: fx.Node) -> bool:
-    """Whether a second argument leaves the first one's dtype as it is."""
+    """Whether a second argument leaves the dtype of the first one unchanged."""
     if not isinstance(other, fx.Node) or not isinstance(other.meta.get("val"), Tensor):
         return True
     dtype = first.meta["val"].dtype
@@ -323,7 +322,7 @@ _CASTS = {
 
 
 def _is_idle(node: fx.Node) -> bool:
-    """Whether its result is its first argument: a cast to what that is, a product with 1."""
+    """Whether the result equals the first argument: a cast to the same dtype, a product with 1."""
     if node.target is torch.ops.aten.mul.Tensor:
         if isinstance(node.args[1], fx.Node) or node.args[1] != 1:
             return False
@@ -341,7 +340,7 @@ def _is_same_kind(node: fx.Node, source: object) -> bool:
 
 
 def _direct_names() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """Operators with a twin in `torch` that takes the same arguments and is called faster."""
+    """Operators with an equivalent in `torch` that is called faster."""
     for name, overload in (
         ("add", "Tensor"), ("sub", "Tensor"), ("mul", "Tensor"), ("div", "Tensor"),
         ("pow", "Tensor_Scalar"), ("mean", "dim"), ("rsqrt", "default"), ("neg", "default"),
@@ -369,14 +368,14 @@ def _make_direct(node: fx.Node) -> None:
 
 
 def _make_narrow(node: fx.Node) -> None:
-    """`x[..., start:stop]` by the faster `narrow`, where the numbers do not depend on a size."""
+    """`x[..., start:stop]` as the faster `narrow`, if the numbers do not depend on a size."""
     source, dim, start, stop = node.args
     if not (isinstance(source, fx.Node) and isinstance(dim, int)):
         return
     if not (isinstance(start, int) and isinstance(stop, int) and start >= 0):
         return
     length = node.meta["val"].shape[dim]
-    if dim in (-1, node.meta["val"].dim() - 1) and "val" in source.meta:  # never the tokens' own
+    if dim in (-1, node.meta["val"].dim() - 1) and "val" in source.meta:  # never the tokens
         node.target, node.args = torch.narrow, (source, dim, start, length)
 
 
@@ -395,12 +394,12 @@ def _logits(
 
 
 class Mixing:
-    """A pass whose results depend on everything that it is given, and on nothing else."""
+    """A pass whose results depend on all its arguments, and on nothing else."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, terms: backends.AttentionTerms
     ) -> Tensor:
-        """Mix."""
+        """Mix the arguments."""
         shift = (key.mean() + 2 * value.mean() + layer / 8).to(query.dtype)
         return query[..., : value.shape[2]] * terms.scale + shift
 
@@ -410,7 +409,7 @@ def _check(
 ) -> None:
     vocab_size = network.config.get_text_config().vocab_size
     input_ids = torch.arange(1, tokens + 1, device=device)[None] * 7919 % vocab_size
-    position_ids = torch.arange(tokens, device=device)[None] * 3 % 37  # every network has so many
+    position_ids = torch.arange(tokens, device=device)[None] * 3 % 37  # any network has 37
     kept = torch.arange(rows, device=device) * (tokens - 1) // max(1, rows - 1)  # first to last
     with torch.inference_mode():
         wanted = _logits(network, input_ids, position_ids, kept, Mixing())
@@ -418,7 +417,7 @@ def _check(
             got = traced.logits(input_ids, position_ids, kept, Mixing())
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # an operator raises what it likes
+        except Exception as error:  # an operator may raise any error
             reason = str(error).strip().split("\n", 1)[0]
             raise UnsupportedModelError(
                 f"{type(network).__name__}: its traced operations fail for {tokens} tokens: "

@@ -118,12 +118,6 @@ class EngineConfig(StepLimits):
         "takes "
         "half the memory of bfloat16 and may change the output",
     )
-    kv_scales: Literal["calibrated", "one"] = setting(
-        "calibrated",
-        help="scales for --kv-dtype fp8; calibrated: one for each head, measured on a few tokens; "
-        "one: all scales are 1",
-        needs=("kv_dtype=fp8",),
-    )
     swap_memory_bytes: int | None = setting(
         None,
         help="preemption: host memory to swap blocks of preempted requests to; 0: recompute them "

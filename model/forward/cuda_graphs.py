@@ -1,21 +1,21 @@
-"""Steps as CUDA graphs: recorded once for a size, replayed for any batch that fits into it.
+"""Steps as CUDA graphs: captured once per size, replayed for every batch that fits.
 
-A step launches hundreds of kernels, and while its tokens are few each is shorter than its launch.
-Recorded in a graph they are launched at once. A graph has fixed addresses and shapes, so it is
-recorded for so many tokens and rows (a bucket), in tensors that stay where they are, and a step is
-copied into those of the smallest bucket that has room. Tokens to spare store nothing and belong to
-nobody; rows to spare are sequences of no query token, and their logits are nobody's.
+A step launches hundreds of kernels; with few tokens each runs shorter than its launch takes. A CUDA
+graph launches them all at once, but has fixed addresses and shapes. So it is captured for a number
+of tokens and rows (a bucket), on tensors that never move, and a step is copied into the tensors of
+the smallest bucket that fits. Surplus tokens store nothing; surplus rows are sequences without a
+query token, and their logits are ignored.
 
-Decides: the buckets. Steps in which every sequence computes one token have their own, in which
-attention needs no kernels for more; all others, with prompts, parts of prompts and drafts, share
-those of their tokens and rows. Who computes which token is read on the device, so what is recorded
-is the same for all of them. Tokens that the step before has drawn are picked inside the graph, from
-where it has left them, so nothing waits for the host.
+Decides: the buckets. Steps in which every sequence computes one token have their own, whose
+attention needs no prefill kernels; all others, with prompts, chunked prefill and draft tokens,
+share buckets by tokens and rows. The assignment of tokens to sequences is read on the device, so
+one graph serves all of them. Tokens that the previous step has drawn are read inside the graph, so
+the host never waits for them.
 
-Invariants: what a graph reads beside a step's tensors (weights, caches) never moves; a replay gives
-what the network gives, because it is the network's own launches.
+Invariants: what a graph reads beside the tensors of a step (weights, caches) never moves; a replay
+gives the network's own results, because it consists of the network's own launches.
 
-Does not know: what the network is, who is in a batch.
+Does not know: what the network is, which requests are in a batch.
 """
 
 from bisect import bisect_left
@@ -32,20 +32,20 @@ from model.forward.network import PagedNetwork
 from model.sample.draw_graphs import DrawGraphs, GraphCapturer, Place
 from model.sample.sampler import passes_for
 
-_FEW = (2, 4, 8, 16, 24, 32, 48, 64)  # a batch of one takes two rows, as those that are compiled
+_FEW = (2, 4, 8, 16, 24, 32, 48, 64)  # one sequence uses two rows, like a compiled network
 _STEP = 32
-_DOUBLED = (16, 32, 64, 128, 256)  # tokens: up to here a step takes as long as its weights
-_ROWS = (1, 16, 64)  # of steps of several tokens a sequence; one that is alone needs no plan
+_DOUBLED = (16, 32, 64, 128, 256)  # tokens: so few that reading the weights dominates
+_ROWS = (1, 16, 64)  # of steps with several tokens per sequence
 
 
 class Bucket(NamedTuple):
-    """A size that is recorded.
+    """A size that is captured.
 
     Attributes:
-        tokens: at most.
-        rows: at most so many sequences, and so many rows of logits.
-        longest: query tokens of a sequence, at most.
-        shares: whether sequences may share what they begin with, which is read once then.
+        tokens: the most tokens.
+        rows: the most sequences, and the most rows of logits.
+        longest: the most query tokens of a sequence.
+        shares: whether sequences may share a prefix, which is then read once.
     """
 
     tokens: int
@@ -55,29 +55,28 @@ class Bucket(NamedTuple):
 
 
 class Buckets:
-    """Those of a network.
+    """The buckets of a network.
 
     Args:
         max_num_seqs: the most sequences of a step.
-        max_tokens: the most tokens of steps that are recorded, but for those of one a sequence;
-            0: no others are.
-        max_rows: the most rows of a step, where sequences bring drafts; 0: one a sequence.
+        max_tokens: the most tokens of captured steps with several tokens per sequence; 0: none.
+        max_rows: the most rows of a step with draft tokens; 0: one per sequence.
     """
 
     def __init__(self, max_num_seqs: int, max_tokens: int, max_rows: int = 0) -> None:
-        self._singles = bucket_sizes(max_num_seqs)
-        self._tokens = token_sizes(max_tokens)
+        self._singles = _bucket_sizes(max_num_seqs)
+        self._tokens = _token_sizes(max_tokens)
         most = max(max_num_seqs, max_rows)
         self._rows = (*[size for size in _ROWS if size < most], most)
 
     @property
     def singles(self) -> tuple[Bucket, ...]:
-        """Of steps of one token a sequence, the smallest first. O(buckets)."""
+        """Buckets of steps with one token per sequence, the smallest first. O(buckets)."""
         return tuple(Bucket(size, size, 1) for size in self._singles)
 
     @property
     def mixed(self) -> tuple[Bucket, ...]:
-        """The others, the smallest first. O(buckets)."""
+        """All other buckets, the smallest first. O(buckets)."""
         return tuple(
             dict.fromkeys(
                 Bucket(tokens, min(rows, tokens), tokens)
@@ -87,12 +86,12 @@ class Buckets:
         )
 
     def smallest(self, tokens: int, rows: int, longest: int) -> Bucket | None:
-        """The smallest with room for a step; None: there is none. O(log buckets).
+        """The smallest bucket that a step fits into; None: there is none. O(log buckets).
 
         Args:
             tokens: of the step.
-            rows: its sequences, or its rows of logits, if those are more.
-            longest: query tokens of a sequence.
+            rows: its sequences or its rows of logits, whichever are more.
+            longest: the most query tokens of a sequence.
         """
         if longest == 1:
             place = bisect_left(self._singles, max(tokens, rows))
@@ -107,12 +106,12 @@ class Buckets:
 
 
 class Passed(NamedTuple):
-    """What a pass gives.
+    """The result of a forward pass.
 
     Attributes:
         logits: [num_rows, vocab_size].
-        most_likely: `logits.max(dim=-1)`; None: nobody has looked.
-        place: where they lie; None: in memory of their own.
+        most_likely: `logits.max(dim=-1)`; None: not computed.
+        place: the buffer of the logits; None: they have memory of their own.
     """
 
     logits: Tensor
@@ -127,17 +126,17 @@ class _Graph(NamedTuple):
 
 
 class CudaGraphs:
-    """The graphs of a network whose caches are allocated.
+    """The CUDA graphs of a network whose caches are allocated.
 
     Args:
-        network: on a GPU; launches the same for any batch of a shape, and waits for nothing.
-        drawn: int64 [max_num_seqs], where the tokens of the step before are.
-        widths: for each layer group the most blocks that a sequence can have.
-        block_size: tokens of a block, of all groups.
-        max_num_seqs: as `Buckets` takes it.
-        max_tokens: likewise.
-        draws: are recorded beside the steps, from where their logits lie.
-        max_rows: as `Buckets` takes it.
+        network: on a GPU; launches the same kernels for every batch of a shape, and never waits.
+        drawn: int64 [max_num_seqs], the tokens of the previous step.
+        widths: for each KV cache group the most blocks of a sequence.
+        block_size: tokens per block, of all groups.
+        max_num_seqs: see `Buckets`.
+        max_tokens: see `Buckets`.
+        draws: captured beside the steps, for the buffers of their logits.
+        max_rows: see `Buckets`.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class CudaGraphs:
         self._drawn = drawn
         self.buckets = Buckets(max_num_seqs, max_tokens, max_rows)
         device = network.device
-        self._inputs: dict[bool, _Inputs] = {}  # whether a sequence has one token
+        self._inputs: dict[bool, _Inputs] = {}  # by whether each sequence has one token
         for buckets in (self.buckets.singles, self.buckets.mixed):
             if buckets:
                 rows = max(bucket.rows for bucket in buckets)
@@ -171,16 +170,16 @@ class CudaGraphs:
         ]
         self._max_seq_lens = [width * block_size for width in widths]
         self._worth = network.shared_worth()
-        # Of the steps that are not of one token a sequence, with each row's largest.
+        # For steps with several tokens per sequence: logits and the largest of each row.
         self._logits, self._best = torch.empty(0), torch.empty(0)
         self._likely = torch.empty(0)
         self._graphs: dict[Bucket, _Graph] = {}
 
     def capture(self) -> int:
-        """Record every bucket and the draws from it, the largest first. A few passes each.
+        """Capture every bucket and the draws from it, the largest first. A few forward passes each.
 
         Returns:
-            How many buckets there are.
+            The number of buckets.
         """
         with GraphCapturer(self._network.device) as capturer:
             buckets = (*self._sharing(), *self.buckets.singles, *self.buckets.mixed)
@@ -191,7 +190,7 @@ class CudaGraphs:
         return len(self._graphs)
 
     def _sharing(self) -> list[Bucket]:
-        """Those of one token a sequence in which it can be worth to read once what is shared."""
+        """Buckets of one token per sequence in which reading a shared prefix once can pay."""
         pairs = [
             (worth, length)
             for worth, length in zip(self._worth, self._max_seq_lens, strict=True)
@@ -204,7 +203,7 @@ class CudaGraphs:
         ]
 
     def bucket_of(self, step: StepTensors) -> Bucket | None:
-        """Which one a step is replayed in; None: it is too large. O(log buckets)."""
+        """The bucket that a step is replayed in; None: it is too large. O(log buckets)."""
         batch = step.paged[0]
         rows = max(batch.num_seqs, len(step.logit_rows))
         bucket = self.buckets.smallest(batch.num_tokens, rows, batch.max_query_len)
@@ -214,9 +213,9 @@ class CudaGraphs:
         return bucket
 
     def replay(self, step: StepTensors, bucket: Bucket) -> Passed:
-        """Compute a step: its logits and each row's largest, valid until the next call.
+        """Compute a step: its logits and the largest of each row, valid until the next call.
 
-        Returns before it is done. O(bytes of the step's tensors) to copy them.
+        Returns before the device is done. O(bytes of the step's tensors) to copy them.
         """
         self._load(step, bucket)
         graph = self._graphs[bucket]
@@ -265,7 +264,7 @@ class CudaGraphs:
     def _kept(
         self, logits: Tensor, best: Tensor, tokens: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The same where all buckets of several tokens a sequence leave theirs, to save memory."""
+        """The same in buffers that all buckets of several tokens per sequence share."""
         if len(self._logits) < len(logits):  # in the first run, which is the largest
             self._logits, self._best = torch.empty_like(logits), torch.empty_like(best)
             self._likely = torch.empty_like(tokens)
@@ -284,13 +283,13 @@ def _place(bucket: Bucket) -> Place:
 def _passed(
     rows: int, logits: Tensor, most_likely: tuple[Tensor, Tensor], bucket: Bucket
 ) -> Passed:
-    """What was computed of the rows that a step has."""
+    """The results of the rows that the step really has."""
     best, tokens = most_likely
     return Passed(logits[:rows], (best[:rows], tokens[:rows]), _place(bucket))
 
 
 class _Parts(NamedTuple):
-    """What a step brings beside its block tables, as parts of one int64 tensor."""
+    """The inputs of a step except its block tables, as views of one int64 tensor."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -308,14 +307,14 @@ class _Parts(NamedTuple):
         *slots, logit_rows, halves, shared = rest
         halves, shared = halves.view(torch.int32), shared.view(torch.int32).view(num_groups, 4)
         starts, lengths = halves[: rows + 1], halves[rows + 1 : -1]
-        told = tuple(shared[:, :3])
-        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths, told)
+        prefixes = tuple(shared[:, :3])
+        return cls(ids, positions, sources, tuple(slots), logit_rows, starts, lengths, prefixes)
 
 
 class _Inputs:
     """The parts on the device, filled by one copy from the host.
 
-    Two steps may be on their way, so there are two tensors to copy from, page-locked for a GPU.
+    Two steps may be in flight, so there are two host tensors, page-locked for a GPU.
     """
 
     def __init__(self, tokens: int, rows: int, num_groups: int, device: torch.device) -> None:
@@ -330,7 +329,7 @@ class _Inputs:
             slots.fill_(-1)
 
     def load(self, step: StepTensors, bucket: Bucket) -> None:
-        """Have a step's inputs in the first places, and nothing in those that are to spare."""
+        """Copy a step's inputs to the front, and clear the surplus rows and tokens."""
         self._sent.reverse()
         self._host.reverse()
         host, first, size = self._host[0], step.paged[0], bucket.tokens
@@ -347,25 +346,25 @@ class _Inputs:
         for slots, batch in zip(host.slots, step.paged, strict=True):
             slots[:tokens] = batch.slot_mapping
             slots[tokens:size] = -1
-        for told, batch in zip(host.shared, step.paged, strict=True):
+        for prefix_terms, batch in zip(host.shared, step.paged, strict=True):
             prefix = batch.shared_prefix if bucket.shares else None
             if prefix is not None:
                 last = prefix.first_seq + prefix.num_seqs
-                told[:] = torch.tensor((prefix.first_seq, last, prefix.num_tokens))
+                prefix_terms[:] = torch.tensor((prefix.first_seq, last, prefix.num_tokens))
             elif bucket.shares:
-                told.zero_()
+                prefix_terms.zero_()
         self._words.copy_(self._sent[0], non_blocking=True)
 
 
-def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Rows of steps of one token each: close together where a row costs most. O(max_num_seqs)."""
+def _bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Rows of steps with one token per sequence, closest where a row costs most. O(sizes)."""
     last = max(2, max_num_seqs)
     sizes = [size for size in (*_FEW, *range(_FEW[-1] + _STEP, last, _STEP)) if size < last]
     return (*sizes, last)
 
 
-def token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Tokens of the others: doubled while they cost little, then in steps of a half and a third.
+def _token_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Tokens of all other steps: doubled while they cost little, then in steps of 1/2 and 1/3.
 
     O(log max_tokens).
     """

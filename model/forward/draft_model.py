@@ -1,22 +1,22 @@
-"""Drafts by a second, smaller network: it goes ahead of the first one, which checks where it went.
+"""Speculative decoding with a draft model: a second, smaller network guesses the next tokens.
 
-Each request that decodes has a follower: a sequence of the same tokens in the second network's own
-caches, under its own manager. A step's drafts take as many passes as tokens are guessed; the first
-computes what the request has got since, and each of the others the token that the one before has
-drawn, on the device, without the host reading it. A draft is drawn as its token will be, with the
-request's own parameters and the number of the same seed at the same place of the output: where both
-networks agree on what is likely, they draw the same.
+Each request that decodes has a follower: a sequence of the same tokens in the draft model's own
+caches, under its own manager. The draft tokens of a step take one pass each; the first pass also
+computes what the request has got since, and each further one computes the token that the previous
+one has drawn, on the device, without the host reading it. A draft is drawn as the real token will
+be, with the request's own parameters and the same random number for the same place of the output:
+where both networks agree on the distribution, they draw the same token.
 
-Decides: what a follower computes before it can guess. All that its request has is computed first,
-a step's budget of tokens at most in one step, so a long prompt brings drafts some steps late; what
-others have computed of it is found in the cache, and what one of them is about to compute is waited
-for. Where there are no blocks, or no positions, there are no drafts.
+Decides: what a follower computes before it can guess. All tokens of the request come first, at most
+a step's budget per step, so a long prompt gets drafts some steps late; a shared prefix is found in
+the prefix cache, or waited for while another follower computes it. Without free blocks or positions
+there are no drafts.
 
-Invariants: a draft is never committed before it has become a token of its request, so what was
-rejected is found by nobody and leaves nothing when the sequence is cut; a request that does not run
-has no follower; every rank guesses what the first one does.
+Invariants: a draft is never committed before it is a token of its request, so a rejected one is
+never found in the prefix cache and truncation removes it; a request that is not running has no
+follower; every rank makes the same drafts as rank 0.
 
-Does not know: who has room for drafts, which of them hold, the first network.
+Does not know: how many drafts a request may have, which are accepted, the first network.
 """
 
 from collections.abc import Sequence
@@ -41,13 +41,13 @@ from model.trace import Unwatched
 
 @dataclass(slots=True)
 class _Follower:
-    """What the second network has of a request.
+    """The draft model's side of a request.
 
     Attributes:
-        request: the first network's.
-        own: the same tokens and parameters, its sequence in the second network's cache.
-        num_drafts: tokens at its end that were guessed and are not verified; all but the last of
-            them are in the cache, and none is committed.
+        request: of the first network.
+        own: the same tokens and parameters, with the sequence in the draft model's cache.
+        num_drafts: unverified tokens at its end; all but the last are in the cache, none is
+            committed.
     """
 
     request: Request
@@ -56,13 +56,13 @@ class _Follower:
 
 
 class DraftModel:
-    """Guesses by running another network; a `Drafter`.
+    """Drafts tokens by running another network; a `Drafter`.
 
     Args:
-        model: the one that it guesses for, with its draft model.
-        network: of the latter; its caches are allocated.
+        model: the first one, with its draft model.
+        network: of the draft model; its caches are allocated.
         config: of the engine.
-        beside: another one of the same network, which runs nothing yet.
+        beside: another one of the same network, which has run nothing yet.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class DraftModel:
             enable_caching=config.enable_prefix_caching,
         )
         size = network.vocab_size
-        grammars = Grammars(lambda: None, size, frozenset(), config)  # who has one brings no drafts
+        grammars = Grammars(lambda: None, size, frozenset(), config)  # such requests get no drafts
         self._sampler = RequestSampler(size, network.device, config.seed, grammars, model.ranks)
         watch: object = network.backend
         self._passes = StepRunner(
@@ -99,24 +99,24 @@ class DraftModel:
             sanitizer=watch if isinstance(watch, SanitizedBackend) and beside is None else None,
             drawn=None if beside is None else beside.drawn,
         )
-        self._followers: dict[int, _Follower | None] = {}  # None: it brings no drafts any more
+        self._followers: dict[int, _Follower | None] = {}  # None: no drafts any more
         self._watch = Unwatched()
 
     @property
     def drawn(self) -> Tensor:
-        """What the last pass has drawn, as `StepRunner.drawn`. O(1)."""
+        """The tokens that the last pass has drawn, see `StepRunner.drawn`. O(1)."""
         return self._passes.drawn
 
     @property
     def kv(self) -> kvcore.KVCacheManager:
-        """What the second network's cache holds. O(1)."""
+        """The manager of the draft model's cache. O(1)."""
         return self._kv
 
     def prepare(self) -> Prepared:
-        """Capture, compile and record the network as the configuration asks; as `prepare_network`.
+        """Trace, compile and capture the network as configured; see `prepare_network`.
 
         Raises:
-            InvalidArgumentError: there is no memory left for it.
+            InvalidArgumentError: no memory is left for the graphs.
         """
         prepared = prepare_network(
             self.network, self._config, self._passes.drawn, self._max_positions
@@ -125,24 +125,24 @@ class DraftModel:
         return prepared
 
     def use(self, prepared: Prepared) -> None:
-        """Run as it was prepared from now on. O(1)."""
+        """Run as prepared from now on. O(1)."""
         self._passes.use(prepared)
 
     def empty_cache(self, *, enable_caching: bool) -> None:
-        """Let nothing that was computed be found any more; whether what comes may be. O(contents).
+        """Forget all cached prefixes, and set whether new ones are cached. O(contents).
 
         Args:
-            enable_caching: as `enable_prefix_caching` of the configuration, from now on.
+            enable_caching: see `enable_prefix_caching` of the configuration; from now on.
         """
         self._kv.reset()
         self._kv.enable_caching = enable_caching
 
     def discard(self, request: Request) -> None:
-        """As `Drafter`. O(blocks of its follower)."""
+        """See `Drafter`. O(blocks of its follower)."""
         self._leave(self._followers.pop(request.request_id, None))
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[Sequence[int]]:
-        """As `Drafter`. As many passes as tokens are wanted of one request, at most."""
+        """See `Drafter`. At most as many passes as one request wants draft tokens."""
         for follower in list(self._followers.values()):
             if follower is not None and follower.request.sequence is None:
                 self.discard(follower.request)
@@ -160,13 +160,13 @@ class DraftModel:
         return [drafts.get(request.request_id, ()) for request, _ in wanted]
 
     def _reachable(self, request: Request, most: int) -> int:
-        """The most drafts that it has positions for: it computes all of them but the last."""
+        """The most drafts that there are positions for: all but the last one are computed."""
         if self._max_positions is None:
             return most
         return max(0, min(most, self._max_positions - request.num_tokens + 1))
 
     def _following(self, request: Request) -> _Follower | None:
-        """The follower of a request, with the same tokens; None: it is to bring no drafts now."""
+        """The follower of a request, with the same tokens; None: no drafts now."""
         number = request.request_id
         if number in self._followers:
             follower = self._followers[number]
@@ -203,7 +203,7 @@ class DraftModel:
         )
 
     def _catch_up(self, follower: _Follower) -> None:
-        """Have the tokens of the request; drafts that became some of them are computed already."""
+        """Take the tokens of the request; drafts that were accepted are computed already."""
         sequence, tokens = follower.own.running_sequence, follower.request.tokens
         begin = sequence.num_tokens - follower.num_drafts
         drafts = sequence.packed[begin:]
@@ -224,11 +224,11 @@ class DraftModel:
     def _plan(
         self, followers: Sequence[_Follower], most_of: dict[int, int]
     ) -> tuple[list[Chunk], list[_Follower]]:
-        """What the first pass computes, with room for all the passes; and who can guess then."""
+        """The first pass, and the followers that can guess after it; reserves for all passes."""
         budget = self._config.max_num_batched_tokens
         chunks: list[Chunk] = []
         ready: list[_Follower] = []
-        # Who is up to date first, so that a long prompt holds up nobody.
+        # Followers that are up to date come first, so that a long prompt does not delay them.
         for follower in sorted(followers, key=lambda one: one.own.num_uncomputed_tokens > 2):
             own = follower.own
             left = own.num_uncomputed_tokens
@@ -238,7 +238,7 @@ class DraftModel:
             if not count:
                 continue
             if not self._kv.can_reserve(own.running_sequence, room):
-                self.discard(follower.request)  # what it has computed can still be found
+                self.discard(follower.request)  # its computed blocks stay in the prefix cache
                 continue
             self._kv.reserve(own.running_sequence, room)
             budget -= count
@@ -248,7 +248,7 @@ class DraftModel:
         return chunks, ready
 
     def _run(self, chunks: Sequence[Chunk], asking: Sequence[tuple[Request, int]]) -> list[Flight]:
-        """Compute what was planned, then what was drawn, for as many passes as are asked for."""
+        """Compute the plan, then the drawn tokens, for as many passes as are asked for."""
         sampling = tuple([own for own, _ in asking])
         flights = [self._passes.send(Step(tuple(chunks)), sampling, None, self._watch)]
         sequences = [chunk.request.running_sequence for chunk in chunks]
@@ -272,7 +272,7 @@ class DraftModel:
     def _settle(
         self, ready: Sequence[_Follower], flights: Sequence[Flight]
     ) -> dict[int, list[int]]:
-        """Tell the followers what was drawn; whose logits are no numbers guesses no more."""
+        """Give the followers their drawn tokens; if logits are NaN, it stops guessing."""
         drawn: dict[int, list[int | None]] = {}
         for flight in flights:
             for number, token in flight.read().items():
@@ -283,7 +283,7 @@ class DraftModel:
             tokens = [token for token in drawn[number] if token is not None]
             if len(tokens) < len(drawn[number]):
                 self.discard(follower.request)
-                self._kv.reset()  # they may be in what it has computed
+                self._kv.reset()  # NaN may be in its blocks
                 self._followers[number] = None
                 continue
             self._kv.resolve(follower.own.running_sequence, tokens)

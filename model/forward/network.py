@@ -1,11 +1,11 @@
 """The network on its paged caches: tensors of a step in, logits out.
 
-Decides: that a network is switched to our attention, and what its layers store.
+Decides: that a network uses our attention, and what its layers store.
 
 Invariants: the caches fit the layers exactly, because a probe measured them; a pass writes the
 slots of its step and no others.
 
-Does not know: requests, sampling, how many blocks there are and why, why a step looks as it does.
+Does not know: requests, sampling, why there are `num_blocks` blocks, how a step was planned.
 """
 
 import warnings
@@ -32,7 +32,7 @@ from model.load.loader import LoadedModel
 from model.load.probes import check_tokens_alone, probe_layers
 from model.sample.sampler import passes_for
 
-_POSITIONS = 4096  # where a model does not say how many it has
+_POSITIONS = 4096  # if the model does not give a number
 
 
 class _Noting:
@@ -54,11 +54,11 @@ class PagedNetwork:
     """A loaded model, its caches and the backend that works on them.
 
     Args:
-        model: its attention is switched to the paged one, for as long as it lives.
-        backend: where its caches are, and what runs on them.
+        model: its attention is replaced by the paged one for its whole life.
+        backend: has the caches on its device, and computes on them.
 
     Attributes:
-        rope: chooses its rotary factors, where they change with the length; else None.
+        rope: chooses rotary factors that change with the length; None: they never change.
         mode: how it runs, in words, while `warm_up.py` prepares it; None: not begun, or done.
 
     Raises:
@@ -91,35 +91,35 @@ class PagedNetwork:
 
     @property
     def backend(self) -> backends.Backend:
-        """What runs its attention. O(1)."""
+        """Computes its attention. O(1)."""
         return self._backend
 
     @property
     def device(self) -> torch.device:
-        """Where the step's tensors have to be. O(1)."""
+        """Where the tensors of a step have to be. O(1)."""
         return self._backend.device
 
     @property
     def num_parameters(self) -> int:
-        """Of the network. O(parameters)."""
+        """The number of parameters. O(parameters)."""
         return self._network.num_parameters()
 
     @property
     def vocab_size(self) -> int:
-        """Of its logits. O(1)."""
+        """The width of its logits. O(1)."""
         size: int = self._network.config.get_text_config().vocab_size
         return size
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the caches, the null block included; 0 before there are any. O(1)."""
+        """Blocks of the caches, the null block included; 0 if there are no caches. O(1)."""
         return self.caches.storages[0].shape[0] if self.caches.storages else 0
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Have caches of so many blocks; those from before are freed first. O(their bytes).
+        """Allocate caches of `num_blocks` blocks; earlier caches are freed first. O(their bytes).
 
         Raises:
-            InvalidArgumentError: the device has not that much memory.
+            InvalidArgumentError: the device has too little memory.
         """
         self.free()
         self.caches = KVCaches.allocate(
@@ -127,10 +127,10 @@ class PagedNetwork:
         )
 
     def check_stores(self, dtype: torch.dtype) -> None:
-        """Raise unless the backend has caches of scaled values of this dtype. O(1).
+        """Raise unless the backend supports quantised caches of this dtype. O(1).
 
         Raises:
-            UnsupportedModelError: it has none.
+            UnsupportedModelError: it does not.
         """
         if dtype not in self._backend.capabilities.quantised:
             known = ", ".join(map(str, self._backend.capabilities.quantised)) or "none"
@@ -139,44 +139,44 @@ class PagedNetwork:
             )
 
     def store_as(self, dtype: torch.dtype, scales: Scales) -> None:
-        """Have caches of scaled values from now on; there are none yet. O(num_layers).
+        """Use quantised caches from now on; none are allocated yet. O(num_layers).
 
         Args:
-            dtype: of an element, as it is stored.
-            scales: for each layer its own; empty: all are 1.
+            dtype: of a stored element.
+            scales: of each layer; empty: all are 1.
         """
         self.layout = plan_layout([replace(layer, dtype=dtype) for layer in self.layout.layers])
         self._scales = scales
 
     def free(self) -> None:
-        """Have no caches. O(1)."""
+        """Free the caches. O(1)."""
         self.caches = KVCaches((), ())
 
     def trace(self) -> None:
-        """Run the network's operations without its modules from now on: the same bits, sooner.
+        """Run the traced operations without modules from now on: the same bits, faster.
 
         Costs a trace and a few forward passes.
 
         Raises:
-            UnsupportedModelError: it cannot be captured, and why; it runs as before.
+            UnsupportedModelError: it cannot be traced, and why; it runs as before.
         """
         if self.rope is not None:
             raise UnsupportedModelError(
-                "tracing: its rotary factors follow the length of each request"
+                "tracing: its rotary factors depend on the length of each request"
             )
         self._traced = trace_network(self._network, self.device)
 
     def compile(self, step: StepTensors, few: StepTensors) -> Tensor:
-        """Run a captured network in compiled pieces from now on: near the same numbers, sooner.
+        """Run a traced network in compiled pieces from now on: results close to before, faster.
 
-        Takes seconds for each kind of layer, a few where compiled code is found on disk.
+        Takes seconds per kind of layer, less if compiled code is cached on disk.
 
         Args:
-            step: run once, to compile; several tokens, and another number of rows.
-            few: likewise, of 4 tokens, where such steps have pieces of their own.
+            step: run once, to compile; several tokens, and a different number of rows.
+            few: the same with 4 tokens, if such steps have pieces of their own.
 
         Returns:
-            The first one's logits.
+            The logits of `step`.
 
         Raises:
             UnsupportedModelError: it cannot be compiled, and why; it runs as before.
@@ -187,12 +187,12 @@ class PagedNetwork:
         try:
             kernels = kernels_for(self.device, self._network.dtype)
             self._traced = pieces = compile_piecewise(before, kernels=kernels)
-            with warnings.catch_warnings(action="ignore"):  # what a compiler warns of is its own
+            with warnings.catch_warnings(action="ignore"):  # of the compiler
                 logits = self.logits(step)
                 if pieces.has_few_row_pieces:
                     self.logits(few)
             pieces.settle()
-        except Exception as error:  # a compiler raises what it likes
+        except Exception as error:  # a compiler may raise any error
             self._traced = before
             reason = " ".join((str(error).strip() or type(error).__name__).split("\n")[:2])
             raise UnsupportedModelError(
@@ -203,17 +203,17 @@ class PagedNetwork:
     def warm_up(
         self, calls: Sequence[backends.LayerCall], max_num_seqs: int, max_query_len: int
     ) -> None:
-        """Have the kernels of all layers compiled: seconds to a minute.
+        """Compile the kernels of all layers: seconds to a minute.
 
         Args:
-            calls: those of the layers.
+            calls: of the layers.
             max_num_seqs: the most sequences of a step.
-            max_query_len: the most tokens of one of them.
+            max_query_len: the most query tokens of a sequence.
         """
         self._backend.warmup(calls, max_num_seqs=max_num_seqs, max_query_len=max_query_len)
 
     def warm_up_draws(self) -> None:
-        """Have the kernels of any draw compiled: seconds at most."""
+        """Compile the kernels of all draws: a few seconds at most."""
         passes = passes_for(self.device.type)
         passes.warm_up(self.vocab_size, self._network.dtype, self.device)
 
@@ -242,9 +242,9 @@ class PagedNetwork:
         return tuple(calls.values())
 
     def shared_worth(self) -> tuple[Worth | None, ...]:
-        """For each group from where on the backend gains by being told what is shared; None: never.
+        """For each group when reading a shared prefix once pays; None: never. O(num_layers).
 
-        O(num_layers). It never does where not all of a layer's tokens are in sight.
+        It never does for layers that do not see all tokens.
         """
         least = self._backend.capabilities.shared_prefix_worth
         found: list[Worth | None] = [None] * len(self.layout.windows)
@@ -257,11 +257,11 @@ class PagedNetwork:
         """Compute a step: write its keys and values, return [num_sampled, vocab_size].
 
         Args:
-            step: on its device.
-            backend: runs attention in place of the network's own; None: that does.
+            step: on the network's device.
+            backend: computes attention; None: the network's own backend.
         """
         paged = PagedPass(backend or self._backend, self.caches, self.layout, step.paged)
-        # Compiled pieces would be compiled once more for tensors of inference mode.
+        # Tensors of inference mode would make the pieces compile again.
         with torch.no_grad() if self._is_compiled else torch.inference_mode():
             if self._traced is not None:
                 return self._traced.logits(

@@ -1,12 +1,12 @@
-"""Caches of float8 (e4m3): half the memory of bfloat16, and half of what attention reads.
+"""Quantised caches of float8 (e4m3): half the memory of bfloat16, and half of the bytes read.
 
-An element stands for `stored * scale`. e4m3 has three bits behind the first, from 2**-6 to 448, and
-less below; so a scale moves the numbers that a layer stores into that range.
+An element stands for `stored * scale`. e4m3 has three mantissa bits, from 2**-6 to 448, and fewer
+below; so a scale moves the numbers that a layer stores into that range.
 
-Decides: the scales. Calibrated: one for each KV head of a layer, from the largest number that it
-stores of a text of tokens from all over the vocabulary, with room for twice that; otherwise 1.
+Decides: the scales, one per KV head of a layer: from the largest number that it stores of a text of
+tokens from the whole vocabulary, with room for twice that. User: `--kv-dtype fp8`.
 
-Invariants: scales are a function of the network alone, and never change once caches have them.
+Invariants: scales depend on the network alone, and never change once caches use them.
 
 Does not know: how a backend stores and reads them (`backends`), which requests run.
 """
@@ -27,29 +27,26 @@ from model.forward.network import PagedNetwork
 
 _DTYPE = torch.float8_e4m3fn
 _LARGEST = 448.0
-_ROOM = 2.0  # of other texts a layer may store larger numbers
+_ROOM = 2.0  # a layer may store larger numbers of other texts
 _LEAST = 2.0**-20
 _NUM_TOKENS = 256
-_STRIDE = 7919  # a prime, so that tokens come from all over the vocabulary
+_STRIDE = 7919  # a prime, so that the tokens spread over the whole vocabulary
 
 
-def quantise(network: PagedNetwork, *, block_size: int, vocab_size: int, calibrates: bool) -> None:
-    """Have caches of float8 from now on; there are none yet. One forward pass to calibrate.
+def quantise(network: PagedNetwork, *, block_size: int, vocab_size: int) -> None:
+    """Use caches of float8 from now on; none are allocated yet. One forward pass.
 
     Raises:
-        UnsupportedModelError: the backend has no such caches.
+        UnsupportedModelError: the backend does not support them.
     """
     network.check_stores(_DTYPE)
-    scales: Scales = ()
-    if calibrates:
-        scales = _scales(network, _largest(network, block_size, vocab_size))
-    network.store_as(_DTYPE, scales)
+    network.store_as(_DTYPE, _scales(network, _largest(network, block_size, vocab_size)))
 
 
 def _largest(
     network: PagedNetwork, block_size: int, vocab_size: int
 ) -> list[tuple[Tensor, Tensor | None]]:
-    """For each layer the largest numbers that it stores of each KV head: keys and values."""
+    """For each layer the largest numbers that it stores per KV head: keys and values."""
     groups = network.layout.groups(block_size)
     count = _NUM_TOKENS
     kv = kvcore.KVCacheManager(
@@ -98,7 +95,7 @@ class _Noting:
     def store_kv(
         self, key: Tensor, value: Tensor | None, cache: backends.KVCache, slot_mapping: Tensor
     ) -> None:
-        """Store, and note. O(numbers)."""
+        """Store and note. O(numbers)."""
         most = [None if part is None else part.abs().amax(dim=(0, 2)) for part in (key, value)]
         self.largest[id(cache)] = cast("tuple[Tensor, Tensor | None]", tuple(most))
         self._inner.store_kv(key, value, cache, slot_mapping)

@@ -1,13 +1,13 @@
-"""What the device itself does of a pass and when, by torch.profiler.
+"""When the device itself works on a pass, from torch.profiler. User: `--trace` on a GPU.
 
-On a GPU a pass returns before it is done, so the host's clock shows its launch. Named ranges
-(`record_function`) around what is launched come back from the profiler with the time at which the
-device began and ended their kernels.
+On a GPU a pass returns before it is done, so the host's clock shows only its launch. Named ranges
+(`record_function`) around the launches come back from the profiler with the times at which the
+device started and finished their kernels.
 
-Decides: how many ranges are recorded: the profiler keeps every operation, so it stops after some.
+Decides: the number of ranges: the profiler keeps every operation, so it stops after `_MAX_RANGES`.
 
 Invariants: times are those of `time.perf_counter_ns`, to some microseconds; nothing is profiled
-before the first range and after `spans` was asked for.
+before the first range and after the call of `spans`.
 
 Does not know: steps, phases, files.
 """
@@ -28,7 +28,7 @@ class DeviceRanges:
     """Records ranges of work on a device.
 
     Args:
-        device: whose times are told; those of a CPU are the times of the calls.
+        device: its times are reported; for a CPU those of the calls.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class DeviceRanges:
         self._origin_ns, self._origin = 0, 0
 
     def open(self) -> AbstractContextManager[object]:
-        """Record what is launched in the body; ranges are numbered from 0. O(1)."""
+        """Record the launches of the body; ranges are numbered from 0. O(1)."""
         if self._count == 0:
             self._begin()
         number = self._count
@@ -51,9 +51,9 @@ class DeviceRanges:
         return record_function(f"{_PREFIX}{number}") if self._is_running else nullcontext()
 
     def spans(self) -> dict[int, tuple[int, int]]:
-        """The number of each range, with its begin and end in nanoseconds; ends the recording.
+        """The start and end of each range by its number, in nanoseconds; ends the recording.
 
-        Ranges that have launched nothing are left out. O(operations).
+        Ranges that launched nothing are left out. O(operations).
         """
         if self._count == 0:
             return {}

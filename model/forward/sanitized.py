@@ -1,20 +1,19 @@
-"""A backend under a sanitizer, which checks what its kernels are told and what they do.
+"""A backend under a sanitizer, which checks the inputs of its kernels and their memory accesses.
 
-`kvcore.sanitize` checks the slots and tables that a step gives to the kernels; this module checks
+`kvcore.sanitize` checks the slots and tables that a step passes to the kernels; this module checks
 what the kernels did with the memory.
 
-Decides: how a wrong access shows. A store: one element of every slot is compared before and after,
-and what was to be stored is read back. A read of a slot that was never written: such slots hold
+Decides: how a wrong access is found. A store: one element of every slot is compared before and
+after, and the stored rows are read back. A read of a slot that was never written: such slots hold
 NaN, so the result is NaN. A read of another request's block: attention runs again while the blocks
-that some requests may not read are scrambled, and the results of those requests have to be the same
-bit for bit.
+that some requests may not read are scrambled; the results of those requests must stay the same, bit
+for bit.
 
-Invariants: output is what it is without; every check is an operation of torch, so it runs where the
-caches are; each waits for the device. Scrambling flips bits in place and flips them back: nothing
-is copied, because there is no memory left for that beside the caches.
+Invariants: the output is the same as without; every check is an operation of torch, so it runs
+where the caches are, and waits for the device. Scrambling flips bits in place and flips them back,
+because there is no memory for a copy.
 
-Does not know: whether the tables are right (`Shadow` does), or what a read inside a request's own
-blocks is for.
+Does not know: whether the tables are right (`Shadow` does), why a request reads its own blocks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,7 @@ from model.control.step import Chunk, Step
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_PART = 256  # blocks that are changed at once: each is copied on the way
+_PART = 256  # blocks that are changed at once, which needs a copy of them
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class _Owners:
     """Which sequences of a batch may read which block.
 
     Attributes:
-        rows: for each sequence its query rows: the first one, and past the last one.
-        of: block_id -> the sequences, as a set of bits; a block of none of them is not in it.
+        rows: for each sequence its first query row, and the end of its rows.
+        of: block_id -> the sequences as a bit set; blocks without a sequence are missing.
     """
 
     rows: tuple[tuple[int, int], ...]
@@ -54,7 +53,7 @@ class _Owners:
 
     @classmethod
     def of_batch(cls, batch: backends.PagedBatch, block_size: int, window: int | None) -> "_Owners":
-        """Read a batch's tables. O(their entries)."""
+        """Read the tables of a batch. O(their entries)."""
         starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
         rows = tuple(pairwise(starts))
         owners: dict[int, int] = {}
@@ -68,12 +67,12 @@ class _Owners:
         return cls(rows, owners)
 
     def kept(self) -> list[int]:
-        """Sets of sequences whose blocks stay as they are, one set a run of attention.
+        """Sets of sequences whose blocks stay intact, one set per run of attention.
 
-        For each sequence, and each block that it may not read, one of the sets has the sequence and
-        no owner of the block. A block of one owner: the two differ in a bit of their numbers. A
-        block of several: the set of all others. 2 * log2(sequences) sets, and one for each set of
-        sequences that share blocks.
+        For each sequence, and each block that it may not read, one set contains the sequence and no
+        owner of the block. For a block with one owner: the numbers of the two differ in a bit. For
+        a block with several: the set of all other sequences. 2 * log2(sequences) sets, and one for
+        each set of sequences that share blocks.
         """
         everyone = (1 << len(self.rows)) - 1
         found = {everyone} if len(self.rows) == 1 else set()
@@ -99,7 +98,7 @@ class _Owners:
 
 
 class SanitizedBackend:
-    """Another backend, watched.
+    """Checks another backend.
 
     Args:
         inner: does the work.
@@ -110,17 +109,17 @@ class SanitizedBackend:
         self._is_poisoned = False
         self._has_nan = False
         self._places: dict[int, tuple[int, int]] = {}  # id of a cache -> its layer, and its group
-        self._pieces: list[list[Chunk]] = []  # for each group, whose the sequences of a batch are
+        self._pieces: list[list[Chunk]] = []  # for each group the chunk of each sequence
         self.shadow = Shadow()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
     def begin_transfers(self, step: Step, caches: KVCaches) -> None:
-        """Poison what a step loads from the host, before it does. O(blocks loaded).
+        """Poison the blocks that a step loads from the host, before it loads them. O(blocks).
 
         Raises:
-            SanitizerError: a block is another request's.
+            SanitizerError: a block belongs to another request.
         """
         if not self._is_poisoned:
             self._is_poisoned = True
@@ -130,10 +129,10 @@ class SanitizedBackend:
             _poison(caches, list(transfer.block_ids))
 
     def begin_copies(self, orders: Sequence[kvcore.CopyOrder], caches: KVCaches) -> None:
-        """Poison what the copies of forks go to, before they are made. O(blocks copied).
+        """Poison the targets of copies before they are made. O(blocks copied).
 
         Raises:
-            SanitizerError: a block was never written, or is another's.
+            SanitizerError: a source was never written, or belongs to another request.
         """
         self.shadow.copied(orders)
         _poison(caches, [order.dst for order in orders])
@@ -141,18 +140,18 @@ class SanitizedBackend:
     def begin_step(
         self, step: Step, tensors: StepTensors, caches: KVCaches, layout: CacheLayout
     ) -> None:
-        """Check where a step writes and what it reads, and poison what is begun.
+        """Check which slots a step writes and reads, and poison new blocks.
 
         O(tokens + blocks of the step).
 
         Args:
-            step: what is planned.
-            tensors: what was made of it, on the host.
+            step: the plan.
+            tensors: built from it, on the host.
             caches: of every layer.
-            layout: which group a layer belongs to, and what its layers see.
+            layout: the group of each layer, and what its layers see.
 
         Raises:
-            SanitizerError: a slot or a table is not right.
+            SanitizerError: a slot or a table is wrong.
         """
         self._places = {
             id(cache): (layer, layout.places[layer][0]) for layer, cache in enumerate(caches.layers)
@@ -175,9 +174,9 @@ class SanitizedBackend:
                 size, first = table.block_size, max(begin, table.num_null * table.block_size)
                 end = begin + length
                 if end <= chunk.start + chunk.num_tokens:
-                    end = min(end, chunk.start + chunk.num_known)  # drafts are not the sequence's
+                    end = min(end, chunk.start + chunk.num_known)  # without draft tokens
                 if end > first:
-                    ids = [0] * (begin // size) + row  # entries before the piece are not looked at
+                    ids = [0] * (begin // size) + row  # entries before the piece are not checked
                     self.shadow.reads(sequence, end, ids, group=group, first=first)
         _poison(caches, self.shadow.take_fresh())
 
@@ -188,7 +187,7 @@ class SanitizedBackend:
         cache: backends.KVCache,
         slot_mapping: Tensor,
     ) -> None:
-        """Store, and see that it is there and nothing else has changed. O(slots of the cache)."""
+        """Store, and check that nothing else has changed. O(slots of the cache)."""
         rows = [key] if value is None else [key, value]
         self._has_nan |= any(bool(each.isnan().any().item()) for each in rows)
         before = [_marks(tensor) for tensor in cache.tensors]
@@ -201,7 +200,9 @@ class SanitizedBackend:
         ):
             strays = ((_marks(tensor) != was) & others).nonzero().flatten().tolist()
             if strays:
-                self.shadow.fail_kernel(f"store_kv wrote a {name} into slot {strays[0]}, unasked")
+                self.shadow.fail_kernel(
+                    f"store_kv wrote a {name} into slot {strays[0]}, which it was not given"
+                )
             if tensor.dtype == given.dtype:
                 stored = tensor.reshape(-1, *tensor.shape[2:])[slots]
                 wanted = given[slot_mapping >= 0]
@@ -217,9 +218,9 @@ class SanitizedBackend:
         batch: backends.PagedBatch,
         terms: backends.AttentionTerms,
     ) -> Tensor:
-        """Attend, and see that no slot was read that was never written or is another request's.
+        """Attend, and check that every slot read was written, by the reading request.
 
-        As many further runs of attention as `_Owners` has runs. O(output + the layer's cache).
+        One further run of attention per entry of `_Owners.runs`. O(output + the layer's cache).
         """
         out = self._inner.paged_attention(query, cache, batch, terms)
         owners = _owners(batch, cache, terms)
@@ -238,7 +239,7 @@ class SanitizedBackend:
         wrong = None
         with _scrambled(cache, None):
             for members, its_rows, blocks in owners.runs:
-                with _scrambled(cache, blocks):  # once more: as they were
+                with _scrambled(cache, blocks):  # flipped twice: intact
                     differs = changed()
                 if bool(differs[its_rows].any().item()):
                     wrong = next(n for n in members if differs[slice(*owners.rows[n])].any().item())
@@ -251,10 +252,10 @@ class SanitizedBackend:
     def _fail_foreign(
         self, cache: backends.KVCache, number: int, owners: _Owners, is_changed: Callable[[], bool]
     ) -> NoReturn:
-        """Find the block that a sequence has read, by halves of all that are not its own."""
+        """Find the block that a sequence has read, by bisection of all foreign blocks."""
         reader = self._reader(cache, number, owners)
         if is_changed():
-            self.shadow.fail_kernel(f"{reader} has given other bits when it was called again")
+            self.shadow.fail_kernel(f"{reader} gave different bits when it was called again")
         own = set(owners.readable(1 << number))
         blocks = [block_id for block_id in range(cache.k.shape[0]) if block_id not in own]
         while len(blocks) > 1:
@@ -267,15 +268,15 @@ class SanitizedBackend:
         self.shadow.fail_kernel(f"{reader} has read block {block_id} of {whose}")
 
     def _reader(self, cache: backends.KVCache, number: int, owners: _Owners) -> str:
-        """Which attention it is: its layer, and the request of a sequence of the batch."""
+        """The layer and the request of a call of attention."""
         layer = f" of layer {self._places[id(cache)][0]}" if id(cache) in self._places else ""
         return f"paged_attention{layer}: {self._name(cache, number, owners)}"
 
     def _name(self, cache: backends.KVCache, number: int, owners: _Owners) -> str:
-        """The request of a sequence of the batch, and what the last calls name it."""
+        """The request of a sequence of the batch, with the name that kvcore gives the sequence."""
         group = self._places.get(id(cache), (0, 0))[1]
         pieces = self._pieces[group] if self._pieces else []
-        if len(pieces) != len(owners.rows):  # no step was begun
+        if len(pieces) != len(owners.rows):  # `begin_step` was not called
             return f"sequence {number} of the batch"
         request = pieces[number].request
         sequence = self.shadow.name_of(request.running_sequence)
@@ -285,7 +286,7 @@ class SanitizedBackend:
 def _owners(
     batch: backends.PagedBatch, cache: backends.KVCache, terms: backends.AttentionTerms
 ) -> _Owners:
-    """Read once for all layers of a step, where the batch keeps something."""
+    """The owners of a batch; computed once for all layers of a step if the batch can keep them."""
     kept = {} if batch.kept is None else batch.kept
     found = kept.get("sanitized")
     if not isinstance(found, _Owners):
@@ -295,7 +296,7 @@ def _owners(
 
 
 def _pieces(step: Step, size: int | None) -> list[tuple[Chunk, int]]:
-    """The sequences of a batch: whose each is, and the position at which its table begins."""
+    """The chunk of each sequence of a batch, and the position at which its table starts."""
     if size is None:
         return [(chunk, 0) for chunk in step.chunks]
     return [
@@ -307,7 +308,7 @@ def _pieces(step: Step, size: int | None) -> list[tuple[Chunk, int]]:
 
 @contextmanager
 def _scrambled(cache: backends.KVCache, blocks: list[int] | None) -> Iterator[None]:
-    """Let blocks hold other numbers for a while, far from their own: some blocks, or all.
+    """Change the numbers in some blocks, or in all, for a while.
 
     The highest bit of each exponent is flipped, and flipped back. O(their bytes), no memory.
     """
@@ -337,7 +338,7 @@ def _marks(cache: Tensor) -> Tensor:
 
 
 def _poison(caches: KVCaches, blocks: list[int] | None) -> None:
-    """Let slots hold NaN: of some blocks, or of all."""
+    """Fill the slots of some blocks, or of all, with NaN."""
     if blocks is not None and not blocks:
         return
     for cache in caches.layers:

@@ -1,13 +1,13 @@
-"""Steps carried out on the device: what moves, what is computed, what is drawn.
+"""Runs steps on the device: moves blocks, computes logits, draws tokens.
 
-Decides: which tensors a step is built in, and whether a pass is replayed from a CUDA graph.
+Decides: which tensors a step is built in, and whether its pass is replayed from a CUDA graph.
 
-Invariants: everything of a step is on one stream, in order: stores, loads, the pass, the draws; a
-step may be sent before the tokens of the one before it have been read, because they are taken where
-they were drawn. No buffer is written while a copy from it may be under way: of two steps that are
-on their way at once each has its own.
+Invariants: all work of a step runs on one stream, in order: stores, loads, the forward pass, the
+draws; a step may be sent before the tokens of the previous one are read, because they are read on
+the device. A buffer is never written while a copy from it may be running: two steps in flight have
+buffers of their own.
 
-Does not know: who is planned and why, what becomes of a token.
+Does not know: how requests are scheduled, what becomes of a token.
 """
 
 import dataclasses
@@ -26,18 +26,18 @@ from model.forward.cuda_graphs import CudaGraphs, Passed
 from model.forward.network import PagedNetwork
 from model.forward.sanitized import SanitizedBackend
 from model.forward.warm_up import Prepared
-from model.sample.request_sampler import Chance, Drawn, RequestSampler
+from model.sample.request_sampler import Drawn, RequestSampler, TokenLogprobs
 from model.trace import FORWARD, PREPARE, SAMPLE, StepWatch
 
 
 @dataclass(slots=True)
 class Flight:
-    """A step that was sent, and what it draws.
+    """A step in flight, and the tokens it draws.
 
     Attributes:
-        sampling: who gets a token, in the order of the rows.
+        sampling: the requests that get a token, in the order of the rows.
         drawn: the tokens, once they are read.
-        drafted: who has brought which drafts; their rows follow in this order, one a draft.
+        drafted: requests with their draft tokens; their rows follow in this order, one per draft.
     """
 
     sampling: tuple[Request, ...]
@@ -50,7 +50,7 @@ class Flight:
         return {request.request_id: row for row, request in enumerate(self.sampling)}
 
     def read(self) -> dict[int, int | None]:
-        """request_id -> its token, None if its logits are no numbers, once the step is done.
+        """request_id -> its token, None if its logits are not finite, once the step is done.
 
         O(num_sampled), once.
         """
@@ -60,33 +60,33 @@ class Flight:
         return self._tokens
 
     def ahead(self) -> Iterator[tuple[Request, tuple[int, ...], list[int | None]]]:
-        """Who brought drafts, which, and what was drawn behind each. O(drafts)."""
+        """Each request with draft tokens, the drafts, and the token drawn after each. O(drafts)."""
         tokens, row = self.drawn.read(), len(self.sampling)
         for request, drafts in self.drafted:
             yield request, drafts, tokens[row : row + len(drafts)]
             row += len(drafts)
 
-    def chances(self) -> dict[int, list[Chance]]:
-        """request_id -> how likely its tokens were, of those that ask, once `read` has returned.
+    def logprobs(self) -> dict[int, list[TokenLogprobs]]:
+        """request_id -> log-probabilities of its tokens, if asked for; only after `read`.
 
         O(num_sampled that ask).
         """
         rows = (*self.sampling, *_behind(self.drafted))
-        found: dict[int, list[Chance]] = {}
-        for row, chance in self.drawn.chances().items():
-            found.setdefault(rows[row].request_id, []).append(chance)
+        found: dict[int, list[TokenLogprobs]] = {}
+        for row, logprobs in self.drawn.logprobs().items():
+            found.setdefault(rows[row].request_id, []).append(logprobs)
         return found
 
 
 def _behind(drafted: Sequence[tuple[Request, tuple[int, ...]]]) -> Iterator[Request]:
-    """For each draft whose it is."""
+    """The request of each draft token."""
     return (request for request, drafts in drafted for _ in drafts)
 
 
 def _places(
     sampling: Sequence[Request], drafted: Sequence[tuple[Request, tuple[int, ...]]]
 ) -> list[int]:
-    """For each row how many drafts of its request are before it; empty if nobody has any."""
+    """For each row the number of drafts of its request before it; empty if there are no drafts."""
     if not drafted:
         return []
     behind = [place for _, drafts in drafted for place in range(1, len(drafts) + 1)]
@@ -97,15 +97,15 @@ class StepRunner:
     """Sends steps to the device of one network.
 
     Args:
-        network: computes.
+        network: computes the logits.
         mover: moves blocks.
-        sampler: chooses tokens.
+        sampler: draws the tokens.
         groups: of the cache.
-        max_sampled: rows that a step may draw, if the next one is to be sent before they are read.
-        is_late: whether that happens.
-        sanitizer: the backend, if it is to check each step.
-        drawn: where what a step draws is kept, if others do so too; None: in its own.
-        is_ahead: as `BatchBuilder` takes it.
+        max_sampled: the most rows of a step whose successor is sent before its tokens are read.
+        is_late: whether steps are sent before the tokens of the previous one are read.
+        sanitizer: the backend, if it checks each step.
+        drawn: a shared buffer for drawn tokens; None: a buffer of its own.
+        is_ahead: see `BatchBuilder`.
     """
 
     def __init__(
@@ -138,17 +138,17 @@ class StepRunner:
 
     @property
     def drawn(self) -> Tensor:
-        """What the last step has drawn, on the device: int64 [max_sampled]. O(1)."""
+        """The tokens of the last step on the device: int64 [max_sampled]. O(1)."""
         return self._drawn
 
     def use(self, prepared: Prepared) -> None:
-        """Run as it was prepared from now on. O(1)."""
+        """Run as prepared from now on. O(1)."""
         self._graphs = prepared.graphs
         draws = None if prepared.graphs is None else prepared.graphs.draws
         self._sampler.use(draws)
 
     def can_read_late(self, sampling: Sequence[Request]) -> bool:
-        """Whether the next step may be sent before these get their tokens. O(1)."""
+        """Whether the next step may be sent before these requests get their tokens. O(1)."""
         return self._is_late and len(sampling) <= len(self._drawn)
 
     def send(
@@ -158,13 +158,13 @@ class StepRunner:
         before: Flight | None,
         watch: StepWatch,
     ) -> Flight:
-        """Have a step carried out; on a GPU it returns before it is done. One forward pass.
+        """Run a step; on a GPU this returns before it is done. One forward pass.
 
         Args:
-            step: what the scheduler has planned.
-            sampling: who gets a token, in the order of the step's logits.
-            before: the step before, if its tokens have not been read.
-            watch: told when tensors are built and when the pass is sent.
+            step: planned by the scheduler.
+            sampling: the requests that get a token, in the order of the step's logits.
+            before: the previous step, if its tokens have not been read.
+            watch: notified when tensors are built and when the pass is sent.
         """
         if self._sanitizer is not None:
             self._sanitizer.begin_transfers(step, self._network.caches)

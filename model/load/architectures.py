@@ -1,11 +1,11 @@
 """Which architectures can run with a paged cache.
 
-Decides: from a configuration, and from a pass through the same network without weights (PyTorch's
-meta device), whether a network may run, before any weight is read. The passes of the real network
-(`probes.py`) have the last word.
+Decides: from a configuration, and from a pass through the network without weights (on PyTorch's
+meta device), whether a network may run, before any weight is read. The probes of the real network
+(`probes.py`) decide in the end.
 
-Invariants: what is refused is refused in one line with the name of the architecture, the layers
-that stand in the way, and what they are.
+Invariants: an error is one line with the name of the architecture, the layers that are unsupported,
+and what they are.
 
 Does not know: where a model comes from, backends, caches, requests.
 """
@@ -27,7 +27,7 @@ from model.errors import UnsupportedModelError
 from model.load.probes import probe_layers
 
 _SERVED = {"full_attention", "sliding_attention", "chunked_attention"}
-_KINDS = (  # a part of the name of a layer's type or class, and what that is
+_KINDS = (  # a part of the name of a layer's type or class, and what it is
     ("mamba", "a state space, whose state is not paged"),
     ("mixer", "a state space, whose state is not paged"),
     ("rwkv", "a recurrent state, which is not paged"),
@@ -52,11 +52,11 @@ def check_architecture(
 ) -> None:
     """Refuse what a paged cache of full, sliding or chunked attention cannot serve. O(num_layers).
 
-    What is refused for its layers is built without weights, to say what they are.
+    A network with unsupported layers is built without weights, to describe them.
 
     Args:
-        config: of the network, or of the part of it that makes text.
-        network_type: its class; None: the one that Transformers has for the configuration.
+        config: of the network, or of its text part.
+        network_type: its class; None: Transformers' class for the configuration.
 
     Raises:
         UnsupportedModelError: with the architecture's name and the reason.
@@ -77,7 +77,7 @@ def check_architecture(
         text_config = config.get_text_config()
     except ValueError as error:
         raise UnsupportedModelError(
-            f"{architecture}: wanted a decoder-only language model, it has several texts"
+            f"{architecture}: wanted a decoder-only language model, it has several text models"
         ) from error
     kinds: Sequence[str] = getattr(text_config, "layer_types", None) or ()
     takes_backends = getattr(network_type, "_supports_attention_backend", False)
@@ -103,20 +103,20 @@ def _check_attention(architecture: str, config: PreTrainedConfig) -> None:
 
 
 def _layers(config: PreTrainedConfig, own_name: str, kinds: Sequence[str]) -> str:
-    """What the layers of a network are that stand in the way."""
+    """Describe the unsupported layers of a network."""
     names: dict[str, list[int]] = {}
     failure = ""
     try:
-        for path, module in network_without_weights(config, None).named_modules():
+        for path, module in _network_without_weights(config, None).named_modules():
             place = re.search(r"\.(\d+)\.", f".{path}.")
             if place is not None:
                 names.setdefault(type(module).__name__, []).append(int(place[1]))
-    except Exception as error:  # noqa: BLE001  # a class of Transformers raises what it likes
+    except Exception as error:  # noqa: BLE001  # a class of Transformers may raise any error
         failure = f" (nor builds: {_line(error)})"
     types: dict[str, list[int]] = {}
     for number, kind in enumerate(kinds):
         types.setdefault(kind, []).append(number)
-    # What every class of an architecture is called by tells least.
+    # The prefix that all classes of an architecture share tells least.
     prefix = re.sub(r"(For\w+|LMHeadModel|ModelWithLMHead)$", "", own_name)
     for found in (
         [(name, places) for name, places in names.items() if _kind(name.removeprefix(prefix))],
@@ -141,7 +141,7 @@ def _kind(name: str) -> str:
 
 
 def _listed(found: Iterable[tuple[str, Sequence[int]]]) -> str:
-    """Names with their layers, alike ones once: `layers 0-3 are MambaMixer (a state space)`."""
+    """Names with their layers, similar ones once: `layers 0-3 are MambaMixer (a state space)`."""
     by_kind: dict[str, tuple[str, set[int]]] = {}
     for name, places in found:
         first, known = by_kind.setdefault(_kind(name), (name, set()))
@@ -164,17 +164,14 @@ def _numbers(places: Sequence[int]) -> str:
     return f"layers {shown}" + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 
-def network_without_weights(
+def _network_without_weights(
     config: PreTrainedConfig, attention: str | None = IMPLEMENTATION
 ) -> PreTrainedModel:
-    """The network of a configuration on PyTorch's meta device: tensors of shapes and no content.
+    """The network of a configuration on PyTorch's meta device: tensors with shapes and no content.
 
     Args:
         config: of the network.
-        attention: which one its layers call; None: the one that Transformers would choose.
-
-    Raises:
-        Exception: of any kind: what Transformers makes of values that describe no network.
+        attention: the implementation that its layers call; None: Transformers' choice.
     """
     with torch.device("meta"):
         network: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -187,22 +184,22 @@ def network_without_weights(
 def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
     """Refuse a network whose layers do not attend as a paged cache needs. One pass, no weights.
 
-    A few networks cannot run without weights; about them this says nothing.
+    The few networks that cannot run without weights pass.
 
     Returns:
-        The network on PyTorch's meta device: tensors of shapes and no content.
+        The network on PyTorch's meta device: tensors with shapes and no content.
 
     Raises:
-        UnsupportedModelError: with the architecture's name and the reason; its cause is set where
-            a class of Transformers failed by itself.
+        UnsupportedModelError: with the architecture's name and the reason; its cause is set if a
+            class of Transformers failed itself.
     """
     try:
-        network = network_without_weights(config)
+        network = _network_without_weights(config)
     except Exception as error:
         raise _own_failure(config, error) from error
     try:
         probe_layers(network, torch.device("meta"))
-    except (RuntimeError, NotImplementedError):  # the meta device's; ours are no RuntimeErrors
+    except (RuntimeError, NotImplementedError):  # of the meta device; ours are no RuntimeErrors
         return network
     except UnsupportedModelError:
         raise
@@ -212,7 +209,7 @@ def check_layers(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _own_failure(config: PreTrainedConfig, error: Exception) -> UnsupportedModelError:
-    """What a class of Transformers makes of a configuration that it cannot run."""
+    """The error for a configuration that a class of Transformers cannot run."""
     name = (config.architectures or [type(config).__name__])[0]
     return UnsupportedModelError(
         f"{name}: Transformers' own class fails on this configuration: {_line(error)}"

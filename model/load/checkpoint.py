@@ -1,12 +1,12 @@
-"""The files of a checkpoint, and whether they are whole and belong together.
+"""Checks that the files of a checkpoint are whole and belong together.
 
-Decides: what a folder of a model must hold: JSON objects in its JSON files, whole safetensors files
-under the names that their index gives, and exactly the tensors that the network has. Transformers
-draws at random what a checkpoint lacks, drops what the network has no place for, and converts
-integers without scales, each with a warning at the most; here all of these are errors.
+Decides: what the folder of a model must hold: JSON objects in its JSON files, whole safetensors
+files under the names that their index gives, and exactly the tensors of the network. Transformers
+initialises missing tensors at random, drops unexpected ones, and converts integers without scales,
+with a warning at most; here all of these are errors.
 
-Invariants: an error is one line that names the file, and the field or the tensors; of the weights
-nothing but headers is read here.
+Invariants: an error is one line that names the file, and the field or the tensors; only headers of
+weight files are read here.
 
 Does not know: architectures, where a folder came from, devices.
 """
@@ -42,7 +42,7 @@ _MAX_REASON = 300
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What the header of a safetensors file says of one tensor.
+    """The header of a safetensors file about one tensor.
 
     Attributes:
         file: the name of the file.
@@ -64,7 +64,7 @@ class StoredTensor:
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of another package says, in one line. O(its message)."""
+    """The message of another package's exception, in one line. O(its message)."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, UnpicklingError):
         return "pickled weights that are broken, or hold more than tensors"
@@ -97,10 +97,10 @@ def read_object(path: Path) -> dict[str, object]:
 
 
 def check_files(folder: Path) -> dict[str, StoredTensor]:
-    """Check the files of a model beside its config.json. Reads all JSON, and headers of weights.
+    """Check the files of a model beside config.json. Reads all JSON, and headers of weight files.
 
     Returns:
-        The tensors of its safetensors files by name; none if its weights are of another kind.
+        The tensors of its safetensors files by name; empty if its weights are of another kind.
 
     Raises:
         ModelNotFoundError: a file is broken or missing; it is named.
@@ -108,7 +108,7 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
     for name in _JSON_FILES:
         path = folder / name
         if os.path.lexists(path) and not path.is_file():
-            raise ModelNotFoundError(f"model: {path} is no file")
+            raise ModelNotFoundError(f"model: {path} is not a file")
         if path.is_file():
             content = read_object(path)
             if name == _GENERATION:
@@ -124,21 +124,21 @@ def check_files(folder: Path) -> dict[str, StoredTensor]:
 def check_stored(
     config: Path, stored: Mapping[str, StoredTensor], network: PreTrainedModel
 ) -> list[str]:
-    """Refuse weights that a network cannot take, before it takes memory. O(tensors).
+    """Refuse weights that a network cannot take, before memory is allocated. O(tensors).
 
     Args:
         config: the file that describes the network.
-        stored: what `check_files` gave; where it is empty, nothing is known and nothing refused.
+        stored: from `check_files`; if empty, nothing is known and nothing is refused.
         network: without weights.
 
     Returns:
-        Which tensors of its names have another shape there, in words. A conversion may give them
-        the right one, so that they are refused only if it does not load.
+        In words, the tensors with another shape in the network. A conversion may fix them, so they
+        are refused only if the network does not load.
 
     Raises:
         UnsupportedModelError: quantised weights.
-        ModelNotFoundError: the network is far larger than its weights, or one tensor is there twice
-            under names that differ in the network's own prefix.
+        ModelNotFoundError: the network is far larger than its weights, or one tensor is stored
+            twice under names that differ in the network's own prefix.
     """
     state = network.state_dict()
     floats = {name for name, tensor in state.items() if tensor.is_floating_point()}
@@ -149,8 +149,8 @@ def check_stored(
                 f"model: {config.with_name(tensor.file)}: {name} is {tensor.dtype}: quantised "
                 f"models are not supported, wanted one of {', '.join(sorted(_FLOATS))}"
             )
-    # Conversions stack and rename tensors, and keep the number of their elements. What lacks less
-    # is told by name once it is loaded.
+    # Conversions stack and rename tensors, and keep the number of elements. Smaller gaps are
+    # reported by name after loading.
     wanted = sum(parameter.numel() for parameter in network.parameters())
     found = sum(tensor.num_elements for tensor in stored.values())
     if stored and wanted > 2 * found:
@@ -166,7 +166,7 @@ def check_stored(
 
 
 def _check_single(config: Path, stored: Mapping[str, StoredTensor], prefix: str) -> None:
-    """Refuse a tensor that is stored with and without the prefix: which one counts is chance."""
+    """Refuse a tensor that is stored with and without the prefix: which one counts is undefined."""
     known: dict[str, str] = {}
     for name, tensor in stored.items():
         bare = name
@@ -185,14 +185,12 @@ def check_loaded(
 ) -> None:
     """Refuse a network that is not exactly what its checkpoint holds. O(tensors).
 
-    Constants that older versions of Transformers stored beside the weights, masks, are no tensors
-    too many.
+    Masks, which older versions of Transformers stored beside the weights, are allowed.
 
     Args:
         name: of the model.
-        info: what Transformers gives for `output_loading_info`: tied weights and those that a class
-            declares to be optional are not in it.
-        stored: its tensors, as far as they are known.
+        info: Transformers' `output_loading_info`, without tied weights and optional ones.
+        stored: its tensors, as far as known.
 
     Raises:
         ModelNotFoundError: tensors are missing, unexpected or of another shape; they are named.
@@ -218,13 +216,13 @@ def check_loaded(
 def _check_generation(path: Path, content: dict[str, object]) -> None:
     try:
         GenerationConfig.from_dict(content)
-    except Exception as error:  # whatever a field made of it
+    except Exception as error:  # any error of Transformers
         raise ModelNotFoundError(f"model: {path}: {reason(error)}") from error
     check_token_ids(f"{path}: eos_token_id", content.get("eos_token_id"))
 
 
 def _check_merges(path: Path, content: dict[str, object]) -> None:
-    """Refuse merges that do not continue a word: they abort the process in tokenizers' Rust."""
+    """Refuse merges that do not continue a word: they abort the process in the Rust code."""
     model = content.get("model")
     prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
     merges = model.get("merges") if isinstance(model, dict) else None
@@ -240,21 +238,21 @@ def _check_merges(path: Path, content: dict[str, object]) -> None:
 
 
 def check_token_ids(where: str, ids: object) -> frozenset[int]:
-    """The token ids that a field of a JSON file gives: one, a list of some, or null. O(ids).
+    """The token ids in a field of a JSON file: one, a list, or null. O(ids).
 
     Raises:
-        ModelNotFoundError: it gives something else.
+        ModelNotFoundError: the field holds something else.
     """
     found: list[int] = []
     for token in ids if isinstance(ids, list) else [] if ids is None else [ids]:
         if not isinstance(token, int) or isinstance(token, bool) or not -1 <= token < 2**32:
             raise ModelNotFoundError(f"model: {where}: wanted token ids, got {shown(ids)}")
         found.append(token)
-    return frozenset(token for token in found if token >= 0)  # -1: some write it for none
+    return frozenset(token for token in found if token >= 0)  # some files write -1 for none
 
 
 def _weight_files(folder: Path) -> Iterable[str]:
-    """The names of the safetensors files that Transformers would read; it asks in this order."""
+    """The names of the safetensors files that Transformers would read; it looks in this order."""
     if (folder / _WHOLE).is_file():
         return [_WHOLE]
     index = folder / _INDEX
@@ -296,7 +294,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
             }
     except (OSError, SafetensorError) as error:
         raise ModelNotFoundError(
-            f"model: {path} is no whole safetensors file: {reason(error)}"
+            f"model: {path} is not a whole safetensors file: {reason(error)}"
         ) from error
 
 

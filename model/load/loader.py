@@ -1,12 +1,12 @@
-"""A model from a folder or an id: its network, its text codec, what it allows.
+"""Loads a model from a folder or a hub id: its network, its tokenizer, its limits.
 
-Decides: where a model is, and in which order it is looked at: what cannot run with a paged cache
+Decides: where a model is found, and the order of checks: what cannot run with a paged cache
 is refused (`architectures.py`) before any weight is read, and so are files that are broken or do
 not belong together (`checkpoint.py`).
 
 Invariants: what loads is exactly what the files say; whatever Transformers raises while it reads
-them tells of them, and comes out as one line; nothing is fetched for a path; a hub that does not
-answer is asked once; no code that comes with a checkpoint is run.
+files is an error about those files, in one line; nothing is downloaded for a path; a hub that does
+not answer is asked once; no code from a checkpoint is run.
 
 Does not know: backends, caches, requests.
 """
@@ -70,14 +70,14 @@ _MAX_POSITIONS = 2**31 - 1  # a batch numbers them in int32
 _NAMED_SHAPES = 3
 _UNBLAMED = {"model_type", "architectures", "transformers_version"}
 _LoadingInfo = Mapping[str, Collection[object]]
-_BLAME_S = 5.0  # the longest that is spent on finding the field that is wrong
+_BLAME_S = 5.0  # the most time to spend on finding the wrong field
 
 
 class TextCodec(Protocol):
     """Text to tokens and back."""
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of a prompt, with those that the model wants in front of it."""
+        """Tokens of a prompt, including those that the model wants at its start."""
         ...
 
     def encode_chat(
@@ -87,35 +87,35 @@ class TextCodec(Protocol):
         opens_answer: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation, as the model was trained on them.
+        """Tokens of a conversation, in the format that the model was trained on.
 
         Args:
             messages: each with a `role` and a `content`.
-            opens_answer: whether they end where the assistant begins to speak.
-            options: further names that the model's template knows.
+            opens_answer: whether the tokens end where the assistant's answer starts.
+            options: further variables of the model's chat template.
         """
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of generated tokens; special tokens give none."""
+        """Text of generated tokens, without special tokens."""
         ...
 
     def describe(self) -> str | None:
-        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: it cannot.
+        """The tokenizer as `tokenizers` writes it, with the bytes of its tokens; None: unsupported.
 
         O(tokens).
         """
         ...
 
     def open_step(self) -> Step | None:
-        """What decodes one text piece by piece, faster than `decode`; None: there is nothing."""
+        """Decodes one text piece by piece, faster than `decode`; None: unsupported."""
         ...
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
-    """A conversation for a model that has no chat template: a line for each message.
+    """A conversation for a model without a chat template: one line per message.
 
-    `user: Hello`, and `assistant:` at the end, where the assistant is to go on. O(messages).
+    `user: Hello`, and `assistant:` at the end if the assistant is to continue. O(messages).
     """
     lines = [f"{message['role']}: {message['content']}\n" for message in messages]
     return "".join([*lines, "assistant:" if opens_answer else ""])
@@ -123,18 +123,18 @@ def plain_chat(messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A network with all that a request needs to know of it.
+    """A network with all that a request needs to know about it.
 
     Attributes:
-        name: the path or id it was asked for by.
+        name: the path or id that was asked for.
         network: a decoder of Transformers, in evaluation mode, on its device.
         codec: its tokenizer.
         eos_token_ids: tokens that end a text.
-        max_positions: the most tokens that it has positions for; None: unknown.
-        dense_implementation: the attention it came with, or an exact one where that leaves
-            something out; what the paged one is compared with.
-        ranks: the processes that share the network, each with its part; None: it is whole.
-        draft: a smaller model of the same vocabulary that may guess what this one says.
+        max_positions: the most tokens of a text; None: unknown.
+        dense_implementation: its original attention, or an exact one if that is not; the reference
+            for the paged one.
+        ranks: the processes that share the network; None: it is whole.
+        draft: a smaller model of the same vocabulary for speculative decoding.
     """
 
     name: str
@@ -147,12 +147,12 @@ class LoadedModel:
     draft: "LoadedModel | None" = None
 
     def open_text(self, stop: tuple[str, ...] = ()) -> TextStream:
-        """Begin a text that this model writes. O(1)."""
+        """Start a text that this model writes. O(1)."""
         return TextStream(self.codec.decode, stop, self.codec.open_step())
 
 
 class _NoPanic:
-    """Around calls of the tokenizers library: a panic of its Rust becomes an `Exception`."""
+    """Turns a panic of the tokenizers library's Rust code into an `Exception`."""
 
     def __enter__(self) -> None:
         return None
@@ -174,8 +174,8 @@ class _HuggingFaceCodec:
 
     Args:
         tokenizer: does the work.
-        max_positions: of the model; a text that is longer whatever its tokens are is refused before
-            it is cut into them, which takes some 300 bytes a character. None: none is refused.
+        max_positions: of the model; a text that is too long even if every token were the longest is
+            refused before tokenizing, which takes about 300 bytes per character. None: no limit.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> None:
@@ -203,17 +203,17 @@ class _HuggingFaceCodec:
                 add_generation_prompt=opens_answer,
                 **dict(options or {}),  # type: ignore[arg-type]
             )
-        except Exception as error:  # a template refuses in its own words
+        except Exception as error:  # a template may raise any error
             raise InvalidArgumentError(
-                f"messages: wanted some that the model's chat template takes: {reason(error)}"
+                f"messages: wanted messages that the model's chat template accepts: {reason(error)}"
             ) from error
         return self._encode(str(text), adds_special_tokens=False)
 
     def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         if self._max_characters is not None and len(text) > self._max_characters:
             raise InvalidArgumentError(
-                f"prompt: wanted at most {self._max_characters:,} characters, which is what the "
-                f"model's positions hold if every token is the longest, got {len(text):,}"
+                f"prompt: wanted at most {self._max_characters:,} characters, the model's "
+                f"positions times the length of its longest token, got {len(text):,}"
             )
         try:
             with _NO_PANIC:
@@ -222,9 +222,9 @@ class _HuggingFaceCodec:
                         text, truncation=False, add_special_tokens=adds_special_tokens
                     )
                 )
-        except Exception as error:  # one that its own files do not fit
+        except Exception as error:  # its files may not fit together
             raise InvalidArgumentError(
-                f"prompt: wanted text that the model's tokenizer takes: {reason(error)}"
+                f"prompt: wanted text that the model's tokenizer accepts: {reason(error)}"
             ) from error
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -265,16 +265,16 @@ def load_model(
     """Load a causal language model. Reads every weight once.
 
     Args:
-        name: a folder, or `owner/name` on the hub; the hub is asked only if no such folder exists.
-        device: where the weights go.
+        name: a folder, or `owner/name` on the hub; the hub is asked if there is no such folder.
+        device: of the weights.
         dtype: None: float32 on a CPU, bfloat16 on a GPU.
-        ranks: the processes that share it, each of which calls this; they read it one after the
-            other, so that host memory holds it whole only once.
+        ranks: the processes that share it, each of which calls this; they read it one after
+            another, so that host memory holds only one whole copy.
 
     Raises:
-        ModelNotFoundError: there is nothing of that name, or it is no model.
-        UnsupportedModelError: the architecture cannot run with a paged cache, or not cut over so
-            many ranks.
+        ModelNotFoundError: there is no such model, or it is broken.
+        UnsupportedModelError: the architecture cannot run with a paged cache, or cannot be split
+            over that many ranks.
     """
     source = _resolve(name)
     config = _load_config(source)
@@ -285,7 +285,7 @@ def load_model(
     if ranks is None:
         network = _load_network(source, config, dtype, stored, shapes)
     else:
-        sums = Sums(dtype, device, ranks)  # of all at once, so before they take turns
+        sums = Sums(dtype, device, ranks)  # all ranks at once, so before they take turns
         ranks.wait_turn()
         network = _load_network(source, config, dtype, stored, shapes)
         shard_network(network, ranks, sums)
@@ -298,10 +298,10 @@ def load_model(
 
 
 def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
-    """A model with another one that guesses what it says. O(vocabulary).
+    """A model with a draft model for speculative decoding. O(vocabulary).
 
     Raises:
-        UnsupportedModelError: a token of one is not the same of the other.
+        UnsupportedModelError: the vocabularies differ.
     """
     sizes = [one.network.config.get_text_config().vocab_size for one in (model, draft)]
     if sizes[0] != sizes[1]:
@@ -320,7 +320,7 @@ def with_draft(model: LoadedModel, draft: LoadedModel) -> LoadedModel:
 
 
 def _vocabulary(codec: TextCodec) -> Mapping[int, str]:
-    """Each token's spelling; nothing where the tokenizer does not tell."""
+    """The spelling of each token; empty if the tokenizer does not tell."""
     described = codec.describe()
     if described is None:
         return {}
@@ -331,10 +331,10 @@ def load_codec(name: str) -> TextCodec:
     """The tokenizer of a model alone. Reads a few files.
 
     Args:
-        name: as `load_model` takes it.
+        name: see `load_model`.
 
     Raises:
-        ModelNotFoundError: there is nothing of that name, or it has no tokenizer that loads.
+        ModelNotFoundError: there is no such model, or its tokenizer does not load.
     """
     source = _resolve(name)
     return _load_codec(source, _max_positions(_load_config(source)))
@@ -343,7 +343,7 @@ def load_codec(name: str) -> TextCodec:
 def wrap_network(
     name: str, network: PreTrainedModel, codec: TextCodec, ranks: Ranks | None = None
 ) -> LoadedModel:
-    """Describe a network that is in memory already. O(1).
+    """Describe a network that is already in memory. O(1).
 
     Raises:
         UnsupportedModelError: the architecture cannot run with a paged cache.
@@ -375,7 +375,7 @@ def _max_positions(config: PreTrainedConfig) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where a model is: a folder or an id; `is_local`: nothing may be asked of the hub."""
+    """Where a model is: a folder or an id; `is_local`: the hub must not be asked."""
 
     name: str
     is_local: bool
@@ -391,19 +391,19 @@ class _Source:
 def _resolve(name: str) -> _Source:
     try:
         name.encode()
-    except UnicodeEncodeError as error:  # safetensors and tokenizers take nothing else
+    except UnicodeEncodeError as error:  # safetensors and tokenizers accept only UTF-8
         raise ModelNotFoundError(
             f"model: wanted a path or id that UTF-8 can encode, got {name!r}"
         ) from error
     path = Path(name).expanduser()
     try:
         is_folder, is_other = path.is_dir(), path.exists()
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # the name is too long
         raise ModelNotFoundError(f"model: {shown(name)}: {error.strerror}") from error
     if is_folder:
         config = path / "config.json"
         if not config.is_file():
-            there = "is no file" if os.path.lexists(config) else "is not there: it is no model"
+            there = "is not a file" if os.path.lexists(config) else "is missing: this is no model"
             raise ModelNotFoundError(f"model: {config} {there}")
         return _Source(str(path), is_local=True)
     if is_other:
@@ -422,7 +422,7 @@ def _resolve(name: str) -> _Source:
 
 
 def _why_unreachable(endpoint: str) -> str:
-    """Ask a hub once; why there is no answer, empty if there is one.
+    """Ask a hub once; return why it does not answer, empty if it does.
 
     Transformers would ask again and again, for half a minute.
     """
@@ -431,16 +431,16 @@ def _why_unreachable(endpoint: str) -> str:
         with urlopen(request, timeout=_HUB_TIMEOUT_S):  # noqa: S310
             return ""
     except HTTPError:
-        return ""  # an answer, if not a friendly one
+        return ""  # an answer, if an error
     except (OSError, ValueError) as error:
         return str(getattr(error, "reason", error))
 
 
 def load_config(name: str) -> PreTrainedConfig:
-    """Load a model's configuration alone, from a folder or an id. Reads one small file.
+    """Load the configuration of a model alone, from a folder or an id. Reads one small file.
 
     Raises:
-        ModelNotFoundError: there is nothing of that name, or it is no model.
+        ModelNotFoundError: there is no such model, or it is broken.
         UnsupportedModelError: Transformers does not know this kind of model.
     """
     return _load_config(_resolve(name))
@@ -458,21 +458,21 @@ def _load_config(source: _Source) -> PreTrainedConfig:
     except Exception as error:
         if source.is_folder:
             field = ""
-            if not isinstance(error, StrictDataclassError):  # which names its field
+            if not isinstance(error, StrictDataclassError):  # it names its field
                 field = _field_without_which(content, AutoConfig.for_model)
             where = f"{path}: {field}" if field else str(path)
             raise ModelNotFoundError(f"model: {where}: {reason(error)}") from error
         if isinstance(error, OSError):
             raise ModelNotFoundError(
                 f"model: there is no folder {source.name!r}, and the hub's model of that id is "
-                f"neither cached here nor to be had: {reason(error)}"
+                f"neither cached here nor available: {reason(error)}"
             ) from error
         raise UnsupportedModelError(f"model: {source.name!r}: {reason(error)}") from error
     return config
 
 
 def _check_fields(path: Path, content: Mapping[str, object]) -> None:
-    """Check the fields of a config.json that say what kind of model it is."""
+    """Check the fields of config.json that say what kind of model it is."""
     kind = content.get("model_type")
     if not isinstance(kind, str):
         raise ModelNotFoundError(
@@ -510,11 +510,11 @@ def _check_fields(path: Path, content: Mapping[str, object]) -> None:
 def _check_network(
     source: _Source, config: PreTrainedConfig
 ) -> tuple[Mapping[str, StoredTensor], list[str]]:
-    """Refuse what cannot run, or cannot be what its files hold, before it takes memory.
+    """Refuse what cannot run, or does not match its files, before memory is allocated.
 
     Returns:
-        The stored tensors, where its files are known, and which of them the network has in another
-        shape, in words.
+        The stored tensors, if the files are known, and in words those with another shape in the
+        network.
     """
     path = source.path("config.json")
     try:
@@ -537,20 +537,20 @@ def _network_of(**fields: object) -> PreTrainedModel:
 
 
 def _field_without_which(content: Mapping[str, object], build: Callable[..., object]) -> str:
-    """The field of config.json without which it builds, and its value in words; empty if none.
+    """The field without which config.json builds a network, and its value in words; or empty.
 
-    Found by leaving out one after the other.
+    Found by leaving out one field at a time.
     """
 
     def builds(fields: Mapping[str, object]) -> bool:
         try:
             build(**fields)
-        except Exception:  # noqa: BLE001  # whatever Transformers makes of it
+        except Exception:  # noqa: BLE001  # any error of Transformers
             return False
         return True
 
     started = time.monotonic()
-    if not builds(content):  # else it is something that this way does not read
+    if not builds(content):  # otherwise the error is not in a field
         for field in [name for name in content if name not in _UNBLAMED]:
             rest = {name: value for name, value in content.items() if name != field}
             if builds(rest):
@@ -573,10 +573,10 @@ def _load_network(
             config=config,
             dtype=dtype,
             local_files_only=source.is_local,
-            ignore_mismatched_sizes=True,  # they are in the report, and refused below
+            ignore_mismatched_sizes=True,  # reported, and refused below
             output_loading_info=True,
         )
-    except Exception as error:  # whatever its files made of Transformers
+    except Exception as error:  # any error of Transformers
         why = "; ".join(shapes[:_NAMED_SHAPES]) or reason(error)
         raise ModelNotFoundError(f"model: {source.name!r} does not load: {why}") from error
     network, info = loaded
@@ -596,6 +596,6 @@ def _load_codec(source: _Source, max_positions: int | None) -> TextCodec:
         codec.decode(tokens)
     except Exception as error:
         raise ModelNotFoundError(f"{what} does not load: {reason(error)}") from error
-    if not tokens:  # Transformers makes an empty one where it finds no files
+    if not tokens:  # Transformers makes an empty one if there are no files
         raise ModelNotFoundError(f"{what} gives no tokens for {_SAMPLE_TEXT!r}: is its file there?")
     return codec

@@ -34,10 +34,10 @@ from model.attention.rope import RopeSwitch
 from model.caches.layout import LayerShape
 from model.errors import UnsupportedModelError
 
-PROBING = "kvcore_probing"
+_PROBING = "kvcore_probing"
 """An attention implementation whose layers get masks and show them to the pass."""
 
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """From batch, head, query and key (int64 tensors of one shape): whether the query sees the key."""
 
 _FAR = 1 << 22  # farther than any window or chunk reaches
@@ -67,7 +67,7 @@ class MaskPattern:
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
 
-def find_mask_pattern(mask: MaskFunction, device: torch.device) -> MaskPattern:
+def find_mask_pattern(mask: _MaskFunction, device: torch.device) -> MaskPattern:
     """What a mask lets a query see. A few dozen calls of the mask.
 
     Args:
@@ -100,7 +100,7 @@ def find_mask_pattern(mask: MaskFunction, device: torch.device) -> MaskPattern:
 class _MaskProbe:
     """Evaluates a mask at single places."""
 
-    def __init__(self, mask: MaskFunction, device: torch.device) -> None:
+    def __init__(self, mask: _MaskFunction, device: torch.device) -> None:
         self._mask = mask
         self._device = device
 
@@ -190,7 +190,7 @@ class Probe:
 class _Mask(Tensor):
     """A mask that keeps its function when it is sliced or cast."""
 
-    made_by: MaskFunction | None
+    made_by: _MaskFunction | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
@@ -209,7 +209,7 @@ def _build_mask(
     q_length: int,
     kv_length: int,
     *_: object,
-    mask_function: MaskFunction,
+    mask_function: _MaskFunction,
     device: torch.device | str = "cpu",
     **__: object,
 ) -> Tensor:
@@ -238,14 +238,14 @@ def _attend_probing(
     return attend(module, query, key, value, attention_mask, paged=paged, **asked)
 
 
-AttentionInterface.register(PROBING, _attend_probing)
-AttentionMaskInterface.register(PROBING, _build_mask)
+AttentionInterface.register(_PROBING, _attend_probing)
+AttentionMaskInterface.register(_PROBING, _build_mask)
 
 
 @contextmanager
-def probing_attention(model: PreTrainedModel) -> Iterator[None]:
+def _probing_attention(model: PreTrainedModel) -> Iterator[None]:
     """Switch a model to the attention that probes; afterwards it has our paged attention."""
-    model.set_attn_implementation(PROBING)
+    model.set_attn_implementation(_PROBING)
     try:
         yield
     finally:
@@ -271,7 +271,7 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> tuple[LayerSha
     # On the meta device no value can be read: a padding mask keeps Transformers from trying to.
     mask = torch.ones_like(token) if device.type == "meta" else None
     try:
-        with probing_attention(model), torch.no_grad():
+        with _probing_attention(model), torch.no_grad():
             model(
                 input_ids=token,
                 position_ids=token,

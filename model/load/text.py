@@ -1,17 +1,17 @@
-"""Text out of tokens, piece by piece.
+"""Detokenizes a text piece by piece.
 
-Decides: when a piece of text is final. A character whose bytes are spread over several tokens is
-held until it is whole, and text that may be the beginning of a stop string until it is not. And
-when tokens are decoded: when the text is taken, all that have come since at once; with stop
-strings at once, because they may end a request.
+Decides: when a piece of text is final: a character whose bytes are in several tokens is held back
+until it is complete, and text that may start a stop string until it cannot. And when tokens are
+decoded: when the text is taken, all new ones at once; with stop strings immediately, because they
+may end a request.
 
-Where the tokenizer is one of the library `tokenizers`, its `DecodeStream` decodes: a fifth of the
-time of decoding again from one piece back, which is what is left for the others, for the end of a
-text that stops inside a character, and for a text that a stream gives up because its tokens are no
-text (bytes of no encoding, where a decoder looks at all of them together).
+For a tokenizer of the library `tokenizers`, its `DecodeStream` decodes, in a fifth of the time of
+decoding again from one piece back. The latter remains for other tokenizers, for a text that ends
+inside a character, and for a text that the stream fails on because its tokens are no text (invalid
+bytes, for a decoder that looks at all of them together).
 
-Invariants: the pieces, in order, are the whole text; without a stop string that is what decoding
-all tokens at once gives, but for such bytes; no piece ends inside a character.
+Invariants: the pieces, in order, are the whole text; without a stop string that equals decoding all
+tokens at once, except for such bytes; no piece ends inside a character.
 
 Does not know: requests, which tokenizer it is.
 """
@@ -21,16 +21,16 @@ from collections.abc import Callable, Sequence
 _INCOMPLETE = "\ufffd"
 
 Step = Callable[[list[int]], str | None]
-"""Takes the next tokens; the text that they complete, None or empty if that is none."""
+"""Takes the next tokens, returns the text that they complete; None or empty: none."""
 
 
 class TextStream:
     """The growing text of one request.
 
     Args:
-        decode: tokens to text; special tokens give none.
+        decode: tokens to text, without special tokens.
         stop: the text ends before the first of these that is complete.
-        step: decodes one piece after the other, and belongs to this text; None: `decode` does.
+        step: decodes one piece after another, for this text only; None: use `decode`.
     """
 
     def __init__(
@@ -45,30 +45,30 @@ class TextStream:
         self._step = step
         self._pending: list[int] = []
         self._untaken: list[str] = []
-        self._held: list[int] = []  # decoded, and no text of theirs is final
-        self._context: list[int] = []  # tokens of the last piece: some decoders need to see it
+        self._held: list[int] = []  # decoded, but their text is not final
+        self._context: list[int] = []  # tokens of the last piece, which some decoders need
         self._text = ""
         self._num_shown = 0
 
     @property
     def text(self) -> str:
-        """All text that is final, taken or not, of the tokens decoded so far. O(text)."""
+        """All final text of the tokens decoded so far, taken or not. O(text)."""
         return self._text[: self._num_shown]
 
     def add(self, token: int) -> None:
-        """Add a token. O(1); with stop strings O(tokens held), and then `is_stopped` tells."""
+        """Add a token. O(1); with stop strings O(held tokens), and it may set `is_stopped`."""
         self._pending.append(token)
         if self._stop:
             self._decode_pending()
 
     def take(self) -> str:
-        """Return the text that became final since the last call, often none. O(tokens since)."""
+        """Return the text that became final since the last call, often none. O(new tokens)."""
         self._decode_pending()
         pieces, self._untaken = self._untaken, []
         return "".join(pieces)
 
     def close(self) -> None:
-        """State that no token follows: what is held is final, a broken character included."""
+        """No token follows: all held text is final, a broken character included."""
         self._decode_pending()
         if not self.is_stopped:
             self._accept(self._fresh())
@@ -89,13 +89,13 @@ class TextStream:
         if self._step is not None:
             try:
                 return self._step(tokens) or None
-            except Exception:  # noqa: BLE001  # the library's own: what came before does not hold
+            except Exception:  # noqa: BLE001  # the library may raise any error
                 self._step = None
         fresh = self._fresh()
         return None if fresh.endswith(_INCOMPLETE) else fresh
 
     def _fresh(self) -> str:
-        """The text of what is held, seen behind the piece before it."""
+        """The text of the held tokens, after the piece before them."""
         known = self._decode(self._context)
         return self._decode([*self._context, *self._held])[len(known) :]
 
@@ -107,12 +107,12 @@ class TextStream:
             return
         places = ((self._text.find(stop, self._num_shown), len(stop)) for stop in self._stop)
         found = [(place + size, place) for place, size in places if place >= 0]
-        if found:  # the first that is complete, so that it does not matter how tokens cut the text
+        if found:  # the first complete one, however the text is cut into tokens
             self.is_stopped = True
             self._text = self._text[: min(found)[1]]
 
     def _num_held(self) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """Characters at the end with which a stop string may start."""
         if self.is_stopped or not self._stop:
             return 0
         pending = self._text[self._num_shown :]

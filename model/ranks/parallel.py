@@ -1,17 +1,16 @@
-"""A network cut over several ranks: each holds its part of the heads and of the wide layers.
+"""Tensor parallelism: a network split over several ranks, each with some heads and columns.
 
 Decides: how each style of Transformers' tensor-parallel plan (the network's own `tp_plan`) becomes
-parts of weights and plain collectives, so that capture, compilation and CUDA graphs see ordinary
-operations; that KV heads are repeated where there are fewer of them than ranks. The scheme is
-Megatron-LM's (Shoeybi et al. 2019, arXiv:1909.08053): one all-reduce after each attention and each
-MLP.
+parts of weights and plain collectives, so that tracing, compilation and CUDA graphs see ordinary
+operations; that KV heads are replicated if there are fewer than ranks. The scheme is Megatron-LM's
+(Shoeybi et al. 2019, arXiv:1909.08053): one all-reduce after each attention and each MLP.
 
-On GPUs of one host that read each other's memory, a sum that is not large is one kernel which does
-so, on the network's own stream; a collective of NCCL, on a stream of its own, takes 1.2 to 1.6
-times as long (docs/reference/measured.md).
+On GPUs of one host that can read each other's memory, a small sum is one kernel on the network's
+own stream; a collective of NCCL, on a stream of its own, takes 1.2 to 1.6 times as long
+(docs/reference/measured.md).
 
-Invariants: every rank computes the same logits, to the bit, because it receives the same sums; a
-style or a size that is not known here is refused, never guessed.
+Invariants: every rank computes the same logits, to the bit, because it receives the same sums; an
+unknown style or size is refused, never guessed.
 
 Does not know: caches (they follow from the heads that a probe sees), requests, blocks.
 """
@@ -31,9 +30,9 @@ from model.ranks.ranks import Ranks
 
 __all__ = ["Sums", "check_cut", "shard_network"]
 
-_OPS = torch.ops._c10d_functional  # noqa: SLF001  # what a traced collective is called
-_ALIGNMENT = 16  # bytes that a kernel reads at once
-_SHARED_BYTES = 2 << 20  # on two GPUs a larger sum is sooner done by NCCL
+_OPS = torch.ops._c10d_functional  # noqa: SLF001  # collectives that can be traced
+_ALIGNMENT = 16  # bytes per read of the kernel
+_SHARED_BYTES = 2 << 20  # on two GPUs NCCL is faster for larger sums
 _WHOLE = {"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SUMMED = {"rowwise", "rowwise_rep", "rowwise_split_input"}
@@ -46,21 +45,21 @@ _GROUPS = "num_key_value_groups"
 
 
 def shard_network(network: PreTrainedModel, ranks: Ranks, sums: "Sums") -> None:
-    """Keep this rank's part of a network. O(parameters).
+    """Keep only this rank's part of a network. O(parameters).
 
     Args:
-        network: whole, the same on every rank; its modules are replaced where the plan says so.
-        ranks: who shares it.
-        sums: adds up what the ranks have, where the network will run.
+        network: whole, equal on every rank; its modules are replaced as the plan says.
+        ranks: the processes that share it.
+        sums: all-reduces on the network's device.
 
     Raises:
-        UnsupportedModelError: it has no plan, or one that the number of ranks does not fit.
+        UnsupportedModelError: it has no plan, or the plan does not fit the number of ranks.
     """
     _Sharding(network, _plan_of(network, ranks), ranks, sums).run()
 
 
 def _plan_of(network: PreTrainedModel, ranks: Ranks) -> Mapping[str, str]:
-    """What Transformers cuts and how; its plan for experts stands above the one for tensors."""
+    """Transformers' plan; its plan for experts overrides the one for tensors."""
     plan: Mapping[str, str] | None = getattr(network, "tp_plan", None)
     experts: Mapping[str, str] | None = getattr(network, "ep_plan", None)
     name = type(network).__name__
@@ -76,7 +75,7 @@ def _plan_of(network: PreTrainedModel, ranks: Ranks) -> Mapping[str, str]:
 
 
 def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
-    """Run a network that was cut once; every rank calls it. One forward pass of two tokens.
+    """Run the split network once; every rank calls it. One forward pass of two tokens.
 
     Raises:
         UnsupportedModelError: Transformers' plan does not fit its own network.
@@ -87,25 +86,25 @@ def check_cut(network: PreTrainedModel, ranks: Ranks) -> None:
             network(input_ids=tokens, use_cache=False)
     except RankLostError:
         raise
-    except Exception as error:  # whatever a network makes of tensors that it did not expect
+    except Exception as error:  # any error of a network with unexpected tensors
         line = str(error).strip().split("\n")[0]
         raise UnsupportedModelError(
-            f"--tp: {type(network).__name__} does not run when it is cut by Transformers' plan "
+            f"--tp: {type(network).__name__} does not run when it is split by Transformers' plan "
             f"over {ranks.size} processes: {line}"
         ) from error
 
 
 class Sums:
-    """Adds up what the ranks have, for all of them; every rank makes one at the same time.
+    """All-reduces sums over the ranks; every rank creates it at the same time.
 
     Args:
-        dtype: of most sums; those of another one are collectives.
-        device: where they are.
-        ranks: whose.
-        shared_bytes: the largest sum that is one kernel of GPUs which read each other's memory.
+        dtype: of most sums; sums of another dtype are collectives.
+        device: of the sums.
+        ranks: the processes.
+        shared_bytes: the largest sum that one kernel computes on GPUs with shared memory access.
 
     Attributes:
-        group: what the ranks are called.
+        group: the name of the process group.
     """
 
     def __init__(
@@ -123,13 +122,16 @@ class Sums:
                 scratch = symmetric_memory.empty(count, dtype=dtype, device=device)
                 symmetric_memory.rendezvous(scratch, self.group)
                 _summed_by_kernel(scratch[:8], torch.zeros_like(scratch[:8]), self.group)
-            except (RuntimeError, NotImplementedError):  # GPUs apart, or a dtype without a kernel
+            except (
+                RuntimeError,
+                NotImplementedError,
+            ):  # no access or no kernel
                 scratch = self._scratch
         if ranks.all_reduce_min(len(scratch)):
             self._scratch = scratch
 
     def __call__(self, part: Tensor) -> Tensor:
-        """The sum of what each rank brings, on every rank."""
+        """The sum of the ranks' parts, on every rank."""
         if part.dtype != self._scratch.dtype:
             return _summed(part, self.group)
         done: Tensor = torch.ops.kvcore_ranks.sum(part.contiguous(), self._scratch, self.group)
@@ -157,7 +159,7 @@ class _Sharding:
                     self._cut_parameter(name, module, own, parameter, style)
                 elif style is not None and style not in _WHOLE:
                     raise self._unknown(f"{name}.{own}", style)
-        if self._repeats:  # what repeats heads for attention that has as many of both
+        if self._repeats:  # the number of query heads per KV head
             groups: object = self._num_heads // self._ranks.size
             for module in self._network.modules():
                 if hasattr(module, _GROUPS):
@@ -170,7 +172,7 @@ class _Sharding:
 
     @property
     def _cut_projections(self) -> set[str]:
-        """The last names of the layers that make keys, where those are cut. O(plan)."""
+        """The last names of the split layers that compute keys. O(plan)."""
         cut = {name.rsplit(".", 1)[-1] for name, way in self._plan.items() if way == "colwise"}
         return cut & {"k_proj", *_FUSED}
 
@@ -236,10 +238,10 @@ class _Sharding:
             module.register_forward_hook(sum_up)
 
     def _share_experts(self, name: str, module: nn.Module) -> None:
-        """Let a rank run its own experts, each of which is whole, on all tokens; sum what comes.
+        """Give a rank some whole experts, which it runs on all tokens; the results are summed.
 
-        A token's choice of an expert elsewhere becomes one that `module` passes over, with weight
-        0, as in Transformers' `AllReduceEP`.
+        A token's choice of an expert elsewhere becomes one that `module` skips, with weight 0, as
+        in Transformers' `AllReduceEP`.
         """
         count, size = int(module.num_experts), self._ranks.size  # type: ignore[arg-type]
         if count % size:
@@ -266,7 +268,7 @@ class _Sharding:
         self._hook(module, "moe_tp_experts")
 
     def _part_of(self, name: str, tensor: Tensor, style: str) -> Tensor:
-        """This rank's part of a parameter, as a style cuts one."""
+        """This rank's part of a parameter."""
         if style.endswith("rowwise"):
             if tensor.dim() == 1:
                 return tensor  # added once, after the sum
@@ -282,12 +284,12 @@ class _Sharding:
         return self._part(name, tensor, dim)
 
     def _part(self, name: str, tensor: Tensor, dim: int, *, pieces: int = 1) -> Tensor:
-        """This rank's part along a dimension, of each of so many pieces that lie one by one."""
+        """This rank's part along a dimension, of each of `pieces` consecutive pieces."""
         size, rank = self._ranks.size, self._ranks.rank
         if tensor.shape[dim] % (size * pieces):
             raise UnsupportedModelError(
-                f"--tp: wanted a divisor of {tensor.shape[dim] // pieces}, which is a size of "
-                f"{name}, got {size}"
+                f"--tp: wanted a divisor of {tensor.shape[dim] // pieces}, a size of {name}, got "
+                f"{size}"
             )
         parts = [piece.chunk(size, dim)[rank] for piece in tensor.chunk(pieces, dim)]
         return torch.cat(parts, dim) if pieces > 1 else parts[0].clone()
@@ -298,12 +300,12 @@ class _Sharding:
 
     def _unknown(self, name: str, style: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"--tp: Transformers' plan cuts {name} by {style!r}, which is not supported here"
+            f"--tp: Transformers' plan splits {name} by {style!r}, which is not supported here"
         )
 
 
 class _SummedLinear(nn.Module):
-    """A linear layer whose inputs are cut: each rank has some columns, and the sum is shared."""
+    """A linear layer with split inputs: each rank has some columns, and the results are summed."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, ranks: Ranks, sums: Sums, *, splits: bool
@@ -323,9 +325,9 @@ class _SummedLinear(nn.Module):
 
 
 class _GatheredLinear(nn.Module):
-    """A linear layer whose outputs are cut and put together again, such as the one of the logits.
+    """A linear layer whose outputs are split and gathered, such as the one of the logits.
 
-    Rows of zeros fill up the last rank's part where the ranks do not divide them.
+    Rows of zeros pad the last rank's part if the number of rows is not divisible.
     """
 
     def __init__(self, whole: nn.Linear, ranks: Ranks, group: str) -> None:
@@ -345,9 +347,9 @@ class _GatheredLinear(nn.Module):
 
 
 class _RowwiseEmbedding(nn.Module):
-    """A table of which each rank has some rows: the others give zeros, and the sum is shared.
+    """A table split by rows: the other ranks give zeros, and the results are summed.
 
-    What a network's own kind of table does beside looking up, such as Gemma's factor, stays.
+    What a network's own kind of table does beside the lookup, such as Gemma's factor, stays.
     """
 
     def __init__(self, whole: nn.Embedding, ranks: Ranks, sums: Sums) -> None:
@@ -390,16 +392,16 @@ def _summed(part: Tensor, group: str) -> Tensor:
 
 
 def _summed_by_kernel(scratch: Tensor, part: Tensor, group: str) -> Tensor:
-    """By a kernel that copies a part into memory which the ranks share, and adds up all parts.
+    """One kernel that copies a part into memory shared by the ranks, and adds up all parts.
 
-    It waits for the others at its beginning and at its end, so the memory may be used again.
+    It waits for the other ranks at its start and at its end, so the memory can be reused.
     """
     done: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(scratch, part, "sum", group)
     return done
 
 
 def _sum(part: Tensor, scratch: Tensor, group: str) -> Tensor:
-    """The sum over the ranks, the sooner of the two ways: see `Sums`."""
+    """The sum over the ranks, by the faster of the two ways: see `Sums`."""
     count = part.numel()
     is_aligned = count * part.element_size() % _ALIGNMENT == part.data_ptr() % _ALIGNMENT == 0
     if count > len(scratch) or not is_aligned:
@@ -426,5 +428,5 @@ def _all_gather(tensor: Tensor, size: int, group: str) -> Tensor:
 
 
 def _generic(name: str) -> str:
-    """A module's name as plans spell it: `*` for the number of a layer."""
+    """The name of a module as plans spell it: `*` for the number of a layer."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -203,6 +203,8 @@ def _end_process() -> None:
 class Ranks:
     """One of the processes that share a network.
 
+    Every rank calls the methods that communicate; they raise RankLostError if another rank is gone.
+
     Attributes:
         rank: its number, from 0.
         size: the number of processes.
@@ -221,33 +223,22 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce_min(self, number: int) -> int:
-        """The smallest of the ranks' numbers; every rank calls it. One round trip.
-
-        Raises:
-            RankLostError: another rank is gone.
-        """
+        """The smallest of the ranks' numbers. One round trip."""
         value = torch.tensor(number)
         with self.detecting_loss():
             dist.all_reduce(value, dist.ReduceOp.MIN, group=self._control)
         return int(value)
 
     def broadcast(self, message: object = None) -> object:
-        """The `message` of rank 0, on every rank; every rank calls it.
+        """The `message` of rank 0, on every rank.
 
         None costs one message of 8 bytes, anything else a second one.
-
-        Raises:
-            RankLostError: another rank is gone.
         """
         with self.detecting_loss():
             return _broadcast(self._control, self.rank, message)
 
     def all_gather(self, content: bytes) -> list[bytes]:
-        """The content of each rank, all of one length; every rank calls it. One round trip.
-
-        Raises:
-            RankLostError: another rank is gone.
-        """
+        """The content of each rank, all of one length. One round trip."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         with self.detecting_loss():
@@ -255,32 +246,17 @@ class Ranks:
         return [each.numpy().tobytes() for each in found]
 
     def wait_turn(self) -> None:
-        """Wait until the ranks before this one have had their turn; `end_turn` must follow.
-
-        Raises:
-            RankLostError: another rank is gone.
-        """
+        """Wait until the ranks before this one have had their turn; `end_turn` must follow."""
         for _ in range(self.rank):
             self.all_reduce_min(0)
 
     def end_turn(self) -> None:
-        """Give the next rank its turn, and wait until all have had theirs.
-
-        Raises:
-            RankLostError: another rank is gone.
-        """
+        """Give the next rank its turn, and wait until all have had theirs."""
         for _ in range(self.size - self.rank):
             self.all_reduce_min(0)
 
     def broadcast_tensor(self, tensor: Tensor) -> Tensor:
-        """The tensor of rank 0, on its device, in stream order.
-
-        Args:
-            tensor: [n], of the same shape and type on every rank.
-
-        Raises:
-            RankLostError: another rank is gone.
-        """
+        """The tensor of rank 0, on its device, in stream order: [n], of one type on every rank."""
         own = tensor.clone()
         with self.detecting_loss():
             dist.broadcast(own, 0)

@@ -1,12 +1,12 @@
-"""Draws as CUDA graphs: the way from logits to tokens, recorded once for a place where logits lie.
+"""Draws as CUDA graphs: from logits to tokens, captured once per buffer of logits.
 
-A draw is some thirty small kernels, which take a GPU less than their launches take the host. What
-they need of each row (`RowTerms`) lies in tensors that stay where they are, so a graph serves any
-requests. A greedy row takes its most likely token whatever else is computed of it.
+A draw is about thirty small kernels, which take a GPU less time than their launches take the host.
+The parameters of each row (`RowTerms`) are in tensors that never move, so a graph serves any
+requests. A greedy row takes its most likely token whatever else is computed for it.
 
-Decides: which kinds of draw are recorded (`Cuts`): every cut costs a pass over the logits or
-several, so rows that none of a step's requests cuts are not cut. Rows of a larger `top_k` than
-`MOST` are left to `sampler.choose`, as are those whose logits are changed first.
+Decides: which kinds of draw are captured (`Cuts`): a cut costs a pass over the logits or several,
+so a kind of cut that no request of the step needs is left out. Rows with a `top_k` above `MOST` are
+left to `sampler.choose`, and so are rows whose logits are changed first.
 
 Invariants: tokens are those of `sampler.choose`, because they are its own launches.
 
@@ -30,11 +30,11 @@ from model.sample.sampler import Cut, DrawTerms, choose, passes_for, reach_of, s
 _T = TypeVar("_T")
 
 MOST = 64
-"""The largest top_k that is recorded."""
+"""The largest top_k that is captured."""
 
 
 class Cuts(NamedTuple):
-    """What the rows of a step are cut by: rank, or mass without a rank."""
+    """The kinds of cut that the rows of a step need: by rank, or by mass without a rank."""
 
     ranked: bool
     nuclear: bool
@@ -44,12 +44,12 @@ ALL_CUTS = tuple(Cuts(ranked, nuclear) for ranked in (False, True) for nuclear i
 
 
 class Place(NamedTuple):
-    """Where logits lie.
+    """Which buffer logits are in.
 
     Attributes:
-        rows: how many.
-        is_single: whether they are of steps of one token a sequence.
-        shares: whether these share what they begin with.
+        rows: the number of rows.
+        is_single: whether the steps have one token per sequence.
+        shares: whether their sequences share a prefix.
     """
 
     rows: int
@@ -62,9 +62,9 @@ class RowTerms:
     """How every row of a step is drawn.
 
     Attributes:
-        cuts: that any of them asks for.
+        cuts: that any row needs.
         drawing: int64 [num_draws], the rows that draw.
-        columns: int64 [4, num_rows], as `_Columns` reads them, but for the numbers.
+        columns: int64 [4, num_rows], see `_Columns`, without the numbers.
     """
 
     cuts: Cuts
@@ -73,17 +73,16 @@ class RowTerms:
 
 
 def is_captured(params: SamplingParams, vocab_size: int) -> bool:
-    """Whether such rows may be drawn as was recorded. O(1)."""
+    """Whether rows with these parameters can be drawn by a captured graph. O(1)."""
     ranked = params.temperature > 0 and params.top_k is not None and params.top_k < vocab_size
     return not params.changes_logits and (not ranked or (params.top_k or 0) <= MOST)
 
 
 def row_terms(params: Sequence[SamplingParams | None], vocab_size: int) -> RowTerms | None:
-    """The terms of rows; None: none of them draws. O(rows).
+    """The terms of rows; None: no row draws. O(rows).
 
     Args:
-        params: of each row, greedy or not, of which all are recorded; None: what becomes of the
-            row does not matter.
+        params: of each row, all captured; None: the result of the row is not used.
         vocab_size: of the logits.
     """
     columns = np.zeros((4, len(params)), np.int64)
@@ -107,7 +106,7 @@ def row_terms(params: Sequence[SamplingParams | None], vocab_size: int) -> RowTe
 
 
 class _Columns(NamedTuple):
-    """What a draw needs of each row, as parts of one int64 tensor: a column each."""
+    """The parameters of each row, as views of one int64 tensor: a column each."""
 
     numbers: Tensor
     is_drawn: Tensor
@@ -117,7 +116,7 @@ class _Columns(NamedTuple):
 
     @classmethod
     def of(cls, words: Tensor) -> "_Columns":
-        """Parts of int64 [5, rows]."""
+        """Views of int64 [5, rows]."""
         numbers, is_drawn, top_k, top_p, factors = words
         return cls(
             numbers.view(torch.float64)[:, None],
@@ -128,16 +127,15 @@ class _Columns(NamedTuple):
         )
 
     def first(self, rows: int) -> "_Columns":
-        """Those of the first rows."""
+        """The columns of the first rows."""
         return _Columns(*[part[:rows] for part in self])
 
 
 class GraphCapturer:
-    """Records graphs one after the other, in memory that all share.
+    """Captures CUDA graphs one after another, in one memory pool.
 
-    Between `with` and its end Python collects nothing: what it might free in the midst of a
-    recording would end it, and looking through all objects before each one takes longer than all
-    recordings together.
+    As a context manager it turns Python's garbage collector off: freeing GPU memory would end a
+    capture, and a collection before each one takes longer than all captures together.
 
     Args:
         device: a GPU.
@@ -161,10 +159,10 @@ class GraphCapturer:
         torch.cuda.synchronize()
 
     def capture(self, run: Callable[[], _T]) -> tuple[torch.cuda.CUDAGraph, _T]:
-        """A graph of what a call launches, and the tensors that each replay writes.
+        """A graph of the launches of a call, and the tensors that each replay writes.
 
-        Runs it three times: as it is, which compiles what there is to compile; to be recorded; and
-        from the graph, because the first replay of a graph takes longer than those that follow.
+        Runs the call three times: normally, which compiles its kernels; under capture; and as a
+        replay, because the first replay of a graph takes longer than later ones.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -181,11 +179,11 @@ class GraphCapturer:
 
 
 class DrawGraphs:
-    """The recorded draws of an engine.
+    """The captured draws of an engine.
 
     Args:
         max_rows: of a step.
-        device: where logits are.
+        device: of the logits.
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
@@ -205,10 +203,10 @@ class DrawGraphs:
         most_likely: tuple[Tensor, Tensor],
         capturer: GraphCapturer,
     ) -> None:
-        """Record every kind of draw from these logits.
+        """Capture every kind of draw from these logits.
 
         Args:
-            place: of the logits; recorded once.
+            place: of the logits; captured once.
             logits: [rows, vocab_size].
             most_likely: `logits.max(dim=-1)`.
             capturer: of the steps.
@@ -222,7 +220,7 @@ class DrawGraphs:
         """The tokens of all rows: int64 [num_rows], valid until the next call.
 
         Args:
-            place: where the step's logits are.
+            place: of the step's logits.
             terms: of its rows.
             numbers: float64 [num_draws], of the rows that draw, in [0, 1).
         """
@@ -232,7 +230,7 @@ class DrawGraphs:
         return tokens[:rows]
 
     def _load(self, terms: RowTerms, numbers: NDArray[np.float64]) -> int:
-        """Have the columns of a step's rows; those to spare keep what they had."""
+        """Load the columns of a step's rows; surplus rows keep their old ones."""
         self._sent.reverse()
         sent, rows = self._sent[0].numpy(), len(terms.columns[0])
         sent[1:, :rows] = terms.columns

@@ -1,20 +1,17 @@
-"""The passes of a draw over all logits, as kernels for a GPU.
+"""The passes over all logits (`passes.py`) as kernels for a GPU.
 
-Four things of a draw read every logit of a row: its largest (`most_likely`), its k largest
-(`top_values`), how far the most likely ones lie that reach a mass (`nuclear_reach`), and the
-weights that are summed up and inverted at a number (`invert`). PyTorch takes several passes for
-each, and a topk over 150,000 numbers takes longer than reading them ten
-times. Here a row is cut into chunks of 128 tokens, whose largest logits are found in one pass: the
-k largest logits of a row are among the k chunks with the largest of their own; up to 64 of them are
-found by one program a row, which narrows down the least of them bit by bit. Mass is added up in
-bins by distance, those of weight alone, once for coarse bins and once for those inside one.
+PyTorch takes several passes for each of them, and a topk over 150,000 numbers takes longer than
+reading them ten times. Here a row is cut into chunks of 128 tokens, and one pass finds the largest
+logit of each: the k largest logits of a row are in the k chunks with the largest maxima; one
+program per row finds up to 64 of them by narrowing down the smallest bit by bit. Mass is added up
+in bins by distance: once in coarse bins, once inside one of them.
 
-Layout: a program takes TILE chunks of one row, or the chunks' numbers of one row. Bytes moved: the
-logits once for the largest, once for those of a rank, twice for a mass, once for the weights.
-Weights are integers, sums are int64: exact in any order, so results do not depend on the grid, and
-are those of `sampler.py`, but for the last bit of an exponential.
+Layout: a program takes TILE chunks of one row, or one number per chunk of a row. Bytes moved: the
+logits once for the largest, once for top_k, twice for top_p, once for the weights. Weights are
+integers and sums are int64: exact in any order, so results do not depend on the grid, and equal
+those of `PlainPasses` except for the last bit of an exponential.
 
-Knows nothing of requests or cuts (`sampler.py`).
+Does not know: requests or cuts (`sampler.py`).
 """
 
 # ruff: noqa: N803 - compile-time arguments are upper case, as everywhere in Triton
@@ -31,9 +28,9 @@ from model.sample.passes import BITS, FINE, bin_of_mass, reach_of_bins
 
 CHUNK = 128
 TILE = 32
-"""Chunks a program."""
+"""Chunks per program."""
 MOST = 64
-"""Largest logits of a row that one program finds."""
+"""The most top logits of a row that one program finds."""
 
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13}
 
@@ -59,7 +56,7 @@ def _inner(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
 
 
 def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
-    """A kernel that is compiled once for a vocabulary and dtype, whatever it is given."""
+    """A kernel that is compiled once per vocabulary size and dtype, for all arguments."""
     names = inspect.signature(function).parameters
     return triton.jit(
         do_not_specialize=[name for name in _STRIDES if name in names],
@@ -82,7 +79,7 @@ def _find_peaks(
     token = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
     x = tl.load(logits + row * STRIDE + token, mask=token < VOCAB, other=float("-inf"))
     x = x.to(tl.float32)
-    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  # NaN is not passed over
+    x = tl.where(x == x, x, float("inf"))  # noqa: PLR0124  # NaN counts as inf
     tl.store(peaks + row * CHUNKS + chunk, tl.max(x, 1), mask=chunk < CHUNKS)
 
 
@@ -134,7 +131,7 @@ def _take_chunks(
 
 @_inner
 def _order(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """Numbers in the order of floats; of float32 that come from fewer bits without the SHIFT last.
+    """Integers in the order of the floats, without their lowest SHIFT bits, which are 0.
 
     NaN is as large as inf.
     """
@@ -145,7 +142,7 @@ def _order(x: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
 
 @_inner
 def _limit(number: tl.tensor, count: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """The largest number that at least `count` of all reach, bit by bit."""
+    """The largest integer that at least `count` numbers reach, bit by bit."""
     found = tl.sum(number * 0, 0)
     for step in range(32 - SHIFT):
         tried = found | (tl.full([], 1, tl.uint32) << (31 - SHIFT - step))
@@ -167,7 +164,7 @@ def _take_top(
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,  # a power of two, at least chunks
     MOST: tl.constexpr,
-    SHIFT: tl.constexpr,  # bits that a logit has less than float32, and no more than that
+    SHIFT: tl.constexpr,  # the bits that float32 has more than the dtype of the logits
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, WIDTH)
@@ -208,7 +205,7 @@ def _take_top(
 
 @_inner
 def _weigh(x: tl.tensor, best: tl.tensor, sharpness: tl.tensor, reach: tl.tensor) -> tl.tensor:
-    """Weights, as `sampler.py` has them: int64."""
+    """Weights as in `passes.py`: int64."""
     distance = (best - x.to(tl.float32)) * sharpness
     weight = tl.floor(tl.exp(-distance) * 34359738368.0)
     return tl.where(distance <= reach, weight, 0.0).to(tl.int64)
@@ -309,7 +306,7 @@ def _add_mass(
 
 
 class GpuPasses:
-    """`Passes` by these kernels; for logits whose rows have no gaps."""
+    """`Passes` by these kernels; for logits whose rows are contiguous."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `Passes`; of equal logits the first. NaN counts as inf."""
@@ -394,7 +391,7 @@ class GpuPasses:
 
 
 def _sizes(logits: Tensor) -> tuple[int, int, int]:
-    """From row to row, of a row, and its chunks."""
+    """The row stride, the vocabulary size and the number of chunks."""
     return logits.stride(0), logits.shape[1], triton.cdiv(logits.shape[1], CHUNK)
 
 
@@ -403,7 +400,7 @@ def _width(chunks: int) -> int:
 
 
 def _peaks_of(logits: Tensor) -> Tensor:
-    """The largest logit of each chunk: float32 [num_rows, chunks]; inf where one is no number."""
+    """The largest logit of each chunk: float32 [num_rows, chunks]; inf if one is NaN."""
     rows, vocab_size = logits.shape
     chunks = triton.cdiv(vocab_size, CHUNK)
     peaks = torch.empty((rows, chunks), dtype=torch.float32, device=logits.device)

@@ -1,8 +1,8 @@
-"""Grammars compiled: what llguidance makes of one, once, beside the steps.
+"""Compiles grammars with llguidance, each once, in parallel with the steps.
 
-Decides: which grammars are refused before a request is admitted. A grammar is first compiled by a
+Decides: which grammars are refused before a request is admitted. A grammar is first compiled in a
 process of its own (`grammar_trial.py`), within limits of time, memory and stack, then here, and
-then a few tokens are tried: a grammar that no text follows, or whose first masks are beyond the
+then a few tokens are tried: a grammar that no text matches, or whose first masks exceed the
 library's limits or the budget of a token, is an error of the request.
 
 Invariants: a grammar is compiled once, and a refusal is remembered like a success, as long as it is
@@ -41,12 +41,12 @@ _NUM_TRIED = 16  # tokens
 _TRIAL_CPU_S, _TRIAL_WALL_S = 2, 120
 _TRIAL_BYTES = 1 << 30
 _TRIAL_STACK_BYTES, _STACK_BYTES = 32 << 20, 64 << 20
-_NOTHING_FOLLOWS = "NoExtension"  # how the library calls it
+_NOTHING_FOLLOWS = "NoExtension"  # the library's word
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Compiled:
-    """A grammar that is compiled.
+    """A compiled grammar.
 
     Attributes:
         grammar: it.
@@ -67,11 +67,11 @@ class GrammarCompiler:
     """Compiles grammars for one model.
 
     Args:
-        describe: gives the tokenizer as `tokenizers` writes it; None: no grammar can be followed.
+        describe: returns the tokenizer as `tokenizers` writes it; None: grammars are unsupported.
         vocab_size: of the logits.
         eos_token_ids: tokens that end a text.
-        token_s: the most processor time of a mask; None: the grammars are not tried, because the
-            rank that leads has done so.
+        token_s: the most processor time of a mask; None: grammars are not tried, because rank 0 has
+            done that.
         clock: processor time of the thread, in seconds.
     """
 
@@ -103,8 +103,8 @@ class GrammarCompiler:
         was begun, it is not compiled.
 
         The future raises:
-            InvalidSettingError: no text follows it, it means nothing, or is too large.
-            GrammarError: its first masks take longer than a token may.
+            InvalidSettingError: no text matches it, it is invalid, or it is too large.
+            GrammarError: its first masks exceed the budget of a token.
             UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
         """
         asked: Future[Compiled] = Future()
@@ -137,7 +137,7 @@ class GrammarCompiler:
                 del self._known[grammar]
 
     def trim(self) -> None:
-        """Forget the oldest grammars while the library keeps too much for all. O(grammars)."""
+        """Forget the oldest grammars while the library holds too much memory. O(grammars)."""
         with self._lock:
             spent_s = {
                 grammar: made.spent_s
@@ -189,7 +189,7 @@ class GrammarCompiler:
         tokenizer = self._known_tokens()
         try:
             source = _source(grammar)
-        except Exception as error:  # what a reader of grammars raises
+        except Exception as error:  # a parser may raise any error
             raise refused(grammar, str(error)) from error
         if self._token_s is not None and grammar.form not in {"choice", "json_object"}:
             _try(grammar, source)
@@ -204,7 +204,7 @@ class GrammarCompiler:
     def _begin_text(
         self, grammar: Grammar, text: LLMatcher, tokenizer: LLTokenizer, token_s: float
     ) -> None:
-        """Take the first token that may come, a few times, to meet what is wrong soon."""
+        """Follow the first allowed token a few times, to find errors early."""
         words = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
         tokens: list[int] = []
         while len(tokens) < _NUM_TRIED and not text.is_stopped():
@@ -255,14 +255,14 @@ def _settle(asked: Future[Compiled], grammar: Grammar, work: _Work) -> None:
 
 
 def refused(grammar: Grammar, why: str) -> InvalidSettingError:
-    """The error of a grammar that is not taken. O(why)."""
+    """The error of a grammar that is refused. O(length of `why`)."""
     return InvalidSettingError(
         "grammar", f"a {grammar.form} that compiles ({' '.join(why.split())[:300]})", grammar.text
     )
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why a matcher has failed, in the library's words; O(words)."""
+    """The library's error message of a matcher. O(length of the message)."""
     lines = str(matcher.get_error()).split("\n<", maxsplit=1)[0]
     said = " ".join(lines.split())[:300]
     return _NOTHING_FOLLOWS if said.startswith(_NOTHING_FOLLOWS) else said
@@ -277,7 +277,7 @@ def over_token_budget(took_s: float, token_s: float) -> GrammarError:
 
 
 def _first(words: torch.Tensor, ends: frozenset[int]) -> int | None:
-    """The first token of a mask that does not end the text; None: there is none. O(vocab_size)."""
+    """The first allowed token that does not end the text; None: there is none. O(vocab_size)."""
     bits = (words[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     allowed = bits.flatten()
     allowed[[end for end in ends if end < len(allowed)]] = 0
@@ -309,7 +309,7 @@ def _try(grammar: Grammar, source: str) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise refused(grammar, too_large) from error
-    if ran.returncode < 0:  # a signal: no stack or no memory was left, or no time
+    if ran.returncode < 0:  # a signal: out of stack, memory or time
         raise refused(grammar, too_large)
     if ran.returncode:
         raise RuntimeError(f"grammar_trial.py: {ran.stderr.decode(errors='replace')[-500:]}")
@@ -319,10 +319,10 @@ def _try(grammar: Grammar, source: str) -> None:
 
 
 def _source(grammar: Grammar) -> str:
-    """As llguidance takes it.
+    """The grammar in llguidance's own format.
 
     Raises:
-        Exception: it is no JSON, or no grammar of its kind.
+        Exception: it is not valid JSON, or not a valid grammar of its kind.
     """
     match grammar.form:
         case "json_schema":

@@ -1,14 +1,14 @@
-"""A program that compiles a grammar, to see whether that ends well.
+"""A program that compiles a grammar to find out whether that is safe.
 
-A grammar from a stranger is first compiled here, because the library can run out of stack, which
-ends its process, or take hours and all memory.
+An untrusted grammar is first compiled here, because the library can overflow the stack, which ends
+its process, or take hours and all memory.
 
     python -I -S grammar_trial.py LIBRARY CPU_SECONDS MEMORY_BYTES STACK_BYTES < GRAMMAR
 
-Prints what the library says against the grammar; nothing if it compiles. It imports the library's
-binary alone, so it starts in some milliseconds.
+Prints the library's error message; nothing if the grammar compiles. It imports only the library's
+binary, so it starts in some milliseconds.
 
-Does not know: the model's tokens, how a grammar is spelled.
+Does not know: the model's tokens, how a grammar is written.
 """
 
 import sys
@@ -21,7 +21,7 @@ if sys.platform != "win32":
 
 
 def main(library: str, cpu_s: int, memory_bytes: int, stack_bytes: int) -> None:
-    """Compile what stands on stdin, within these limits.
+    """Compile the grammar on stdin within these limits.
 
     Raises:
         ImportError: the library cannot be loaded.
@@ -32,7 +32,7 @@ def main(library: str, cpu_s: int, memory_bytes: int, stack_bytes: int) -> None:
         raise ImportError(library)
     llguidance = module_from_spec(spec)
     loader.exec_module(llguidance)
-    if sys.platform != "win32":  # which has the caller's time limit alone
+    if sys.platform != "win32":  # there only the caller's time limit applies
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,17 +1,17 @@
-"""Texts that must follow a grammar: which tokens may come next, and when the text is whole.
+"""Structured outputs: the tokens that may come next in a text that follows a grammar.
 
-Decides: what following a grammar may cost. llguidance finds the tokens that may follow, a compiled
-library that needs no other: it takes schemas, expressions and grammars, knows the bytes of every
-token, so a text may be cut into tokens anywhere, and takes some tens of microseconds, lazily, so
-that no grammar is expanded before it is used. Its own limits end the worst; beyond them each token
-and each request has a budget of processor time, because all that is computed here is computed
-within a step that others are in.
+Decides: the cost that a grammar may cause. llguidance, a compiled library without dependencies,
+finds the allowed tokens: it takes schemas, expressions and grammars, knows the bytes of every
+token, so a text may be tokenized in any way, and takes some tens of microseconds, lazily, so that
+no grammar is expanded before it is used. Its own limits stop the worst; beyond them each token and
+each request has a budget of processor time, because all of this runs within a step that other
+requests share.
 
-Invariants: where a text stands depends on its tokens alone, so a preempted or forked request loses
-nothing. A text ends as soon as nothing can follow. What the library cannot follow is an error of
-that request; its mask lets everything through, and its token counts for nothing.
+Invariants: the state of a text depends only on its tokens, so a preempted or forked request loses
+nothing. A text ends as soon as nothing can follow. If the library fails on a text, that is an error
+of its request; its mask allows everything, and its token is not used.
 
-Does not know: logits, steps, why a request has the tokens that it has.
+Does not know: logits, steps, why a request has its tokens.
 """
 
 import math
@@ -30,20 +30,20 @@ from model.errors import GrammarError, InvalidSettingError
 from model.sample.grammar_compiler import Compiled, GrammarCompiler, over_token_budget, reason
 
 _FREE_S = 0.001
-"""What the mask of a token may take without being counted: most take a tenth of it."""
+"""Time for the mask of a token that is not counted: most take a tenth of it."""
 
-_TRIM_EVERY_S = 0.5  # of the processor, for all masks
+_TRIM_EVERY_S = 0.5  # processor time of all masks
 
 
 class Grammars:
     """The texts of one engine that follow a grammar.
 
     Args:
-        describe: gives the tokenizer as `tokenizers` writes it; None: no grammar can be followed.
+        describe: returns the tokenizer as `tokenizers` writes it; None: grammars are unsupported.
         vocab_size: of the logits.
         eos_token_ids: tokens that end a text.
         config: the budgets.
-        measures: whether time counts; of several ranks the first one's does.
+        measures: whether time is measured; of several ranks only rank 0 does.
         clock: processor time of the thread, in seconds.
     """
 
@@ -70,7 +70,7 @@ class Grammars:
 
     @property
     def num_words(self) -> int:
-        """32-bit words of a mask. O(1)."""
+        """32-bit words per mask. O(1)."""
         return -(-self._vocab_size // 32)
 
     @property
@@ -79,26 +79,26 @@ class Grammars:
         return bool(self._texts)
 
     def compile(self, grammar: Grammar) -> "Future[Compiled]":
-        """Begin to compile a grammar, unless that was done, on a thread of its own; from any. O(1).
+        """Start to compile a grammar on another thread, unless done; from any thread. O(1).
 
         The future raises:
-            InvalidSettingError: no text follows it, it means nothing, or is too large.
+            InvalidSettingError: no text matches it, it is invalid, or it is too large.
             UnsupportedModelError: the model's tokens are unknown, or none of them ends a text.
         """
         return self._compiler.compile(grammar)
 
     def open(self, request: Request) -> None:
-        """Keep the grammar of a request, until `discard`. O(1), once it is compiled."""
+        """Keep the grammar of a request until `discard`. O(1), once it is compiled."""
         self._text(request)
 
     def mask(self, requests: Sequence[Request], newest: Mapping[int, int | None]) -> Tensor:
-        """Which tokens may come next: int32 [requests, num_words] on the host, a bit a token.
+        """The allowed tokens: int32 [requests, num_words] on the host, a bit per token.
 
-        Some tens of microseconds each. A text that is whole, or cannot be followed, may have any.
+        Some tens of microseconds each. A text that has ended or failed allows every token.
 
         Args:
             requests: each with a grammar.
-            newest: the last token of those that have not been told theirs yet.
+            newest: the last token of those whose last token is not known to the request yet.
         """
         shape, is_pinned = (len(requests), self.num_words), torch.cuda.is_available()
         words = torch.full(shape, -1, dtype=torch.int32, pin_memory=is_pinned)
@@ -113,14 +113,14 @@ class Grammars:
         return words
 
     def is_whole(self, request: Request) -> bool:
-        """Whether nothing can follow what a request has been told. O(tokens since)."""
+        """Whether nothing can follow the known tokens of a request. O(new tokens)."""
         text, began_s = self._text(request), self._clock()
         text.follow(request, None)
         text.pending_s += self._clock() - began_s
         return text.matcher.is_stopped() and not text.matcher.is_error()
 
     def error(self, request: Request) -> GrammarError | None:
-        """Why the library cannot follow a request's text any further; None: it can. O(1)."""
+        """Why the library cannot follow the text of a request any further; None: it can. O(1)."""
         matcher = self._text(request).matcher
         if not matcher.is_error():
             return None
@@ -130,12 +130,12 @@ class Grammars:
         )
 
     def take_overrun(self) -> list[tuple[Request, GrammarError]]:
-        """The requests that have used up a budget since the last call, and which. O(those)."""
+        """The requests that have exceeded a budget since the last call, and which. O(requests)."""
         overrun, self._overrun = list(self._overrun.values()), {}
         return overrun
 
     def discard(self, request: Request) -> None:
-        """Keep nothing of a request any more. O(1), now and then O(grammars)."""
+        """Drop all state of a request. O(1), sometimes O(grammars)."""
         self._overrun.pop(request.request_id, None)
         self._texts.pop(request.request_id, None)
         if self._untrimmed_s > _TRIM_EVERY_S:
@@ -168,7 +168,7 @@ class Grammars:
 
 
 class _Text:
-    """Where one text stands.
+    """The state of one text.
 
     Attributes:
         compiled: its grammar.
@@ -184,13 +184,13 @@ class _Text:
 
     @property
     def matcher(self) -> LLMatcher:
-        """Of this text; made when it begins. O(1)."""
+        """The matcher of this text; created on first use. O(1)."""
         if self._matcher is None:
             self._matcher = self.compiled.matcher.deep_copy()
         return self._matcher
 
     def follow(self, request: Request, newest: int | None) -> None:
-        """Take in what a request has been told since, and its newest token if it is known."""
+        """Consume the tokens that a request has got since the last call, and its newest token."""
         first = request.num_prompt_tokens + self._num_followed
         tokens = request.tokens[first:].tolist()
         if request.is_expecting and newest is not None and len(request.tokens) >= first:

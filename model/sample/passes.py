@@ -23,25 +23,25 @@ import torch
 from torch import Tensor, nn
 
 _CHUNK = 256
-_SCALE = 2.0**35  # 2**18 tokens of it are less than 2**53
-FINE = 17  # bits of a threshold below one
-BITS = 11  # of each of its two histograms: what lies 2**5 below weighs nothing
-_PIECE = 2**19  # logits that a core works on at once, so that they stay in its caches
+_SCALE = 2.0**35  # 2**18 such weights sum to less than 2**53
+FINE = 17  # fractional bits of a threshold
+BITS = 11  # of each of its two histograms: a distance of 2**5 weighs 0
+_PIECE = 2**19  # logits that a core processes at once: they fit into its caches
 
 
 class Passes(Protocol):
-    """The passes over all logits: what a device may have kernels for."""
+    """The passes over all logits."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of each row, and one that is as large: [num_rows], int64 [num_rows].
+        """The largest logit of each row, and a token that has it: [num_rows], int64 [num_rows].
 
         Args:
-            logits: [num_rows, vocab_size]; what is no number makes the largest no finite one.
+            logits: [num_rows, vocab_size]; with NaN in a row, its largest is not finite.
         """
         ...
 
     def top_values(self, logits: Tensor, count: int) -> Tensor:
-        """The largest of each row, in falling order: [num_rows, count].
+        """The largest logits of each row, in falling order: [num_rows, count].
 
         Args:
             logits: [num_rows, vocab_size].
@@ -52,12 +52,12 @@ class Passes(Protocol):
     def nuclear_reach(
         self, logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Tensor
     ) -> Tensor:
-        """How far the last token lies that top_p leaves, up to 2**-17 further: [num_rows, 1].
+        """The distance of the last token that top_p leaves, up to 2**-17 more: [num_rows, 1].
 
         Args:
             logits: [num_rows, vocab_size].
             best: float32 [num_rows, 1], the largest of each row.
-            sharpness: float32 [num_rows, 1], one over the temperature.
+            sharpness: float32 [num_rows, 1], 1 / temperature.
             top_p: float64 [num_rows, 1].
         """
         ...
@@ -70,25 +70,25 @@ class Passes(Protocol):
         Args:
             logits: [num_rows, vocab_size].
             best: float32 [num_rows, 1], the largest of each row.
-            sharpness: float32 [num_rows, 1], one over the temperature.
-            reach: float32 [num_rows, 1]; what lies further below the best has no weight.
+            sharpness: float32 [num_rows, 1], 1 / temperature.
+            reach: float32 [num_rows, 1]; tokens at a larger distance weigh nothing.
             numbers: float64 [num_rows, 1], in [0, 1).
         """
         ...
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile what there is to compile; a second for each kind of logits, or nothing at all.
+        """Compile all kernels; a second per dtype, or nothing.
 
         Args:
             vocab_size: of the logits.
-            dtype: as they come; rows that are changed first are float32.
-            device: where they are.
+            dtype: of the logits; rows that are changed first are float32.
+            device: of the logits.
         """
         ...
 
 
 class PlainPasses:
-    """The passes by PyTorch's operators; see `Passes`. O(num_rows * vocab_size) each."""
+    """The passes by PyTorch's operators. O(num_rows * vocab_size) each."""
 
     def most_likely(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """See `Passes`."""
@@ -124,24 +124,24 @@ class PlainPasses:
         return tokens.gather(1, place).squeeze(-1)
 
     def warm_up(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """See `Passes`: there is nothing to compile."""
+        """See `Passes`: nothing to compile."""
 
 
 PLAIN = PlainPasses()
 
 
 def distances_of(logits: Tensor, best: Tensor, sharpness: Tensor) -> Tensor:
-    """How far below the most likely each token lies: float32."""
+    """The distance of each token from the most likely one: float32."""
     return (best - logits.float()) * sharpness
 
 
 def weights_of(distances: Tensor) -> Tensor:
-    """Integers, in float32; 2**35 for the most likely."""
+    """Integer weights as float32; 2**35 for the most likely token."""
     return torch.exp(-distances).mul_(_SCALE).floor_()
 
 
 def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) -> Tensor:
-    """The weight of every so many tokens: float64 [num_rows, chunks]."""
+    """The weight of each chunk of `_CHUNK` tokens: float64 [num_rows, chunks]."""
     distances = distances_of(logits, best, sharpness)
     weights = weights_of(distances).masked_fill(distances > reach, 0.0)
     padded = nn.functional.pad(weights, (0, -weights.shape[-1] % _CHUNK))
@@ -149,9 +149,9 @@ def _chunk_sums(logits: Tensor, best: Tensor, sharpness: Tensor, reach: Tensor) 
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The first place of each row whose sum is above the target, and that; each [num_rows, 1].
+    """The first place of each row whose sum is above the target, and the target; [num_rows, 1].
 
-    A target at the very end is the last integer below it: a number just below 1 rounds to it.
+    A target at the very end becomes the last integer below it: a number just below 1 rounds to it.
     """
     target = torch.minimum(target, cumulative[:, -1:] - 1)
     place = torch.searchsorted(cumulative, target, right=True)
@@ -172,11 +172,11 @@ def _nuclear_reach_of(logits: Tensor, best: Tensor, sharpness: Tensor, top_p: Te
 
 
 def bin_of_mass(histogram: Tensor, target: Tensor | None, top_p: Tensor) -> tuple[Tensor, Tensor]:
-    """The first bin of each row where its mass is reached, and what is wanted of that bin.
+    """The first bin of each row at which its mass is reached, and the mass needed inside that bin.
 
     Args:
         histogram: float64 [num_rows, bins].
-        target: float64 [num_rows, 1], the mass; None: a share of all there is.
+        target: float64 [num_rows, 1], the mass; None: a share of the whole.
         top_p: float64 [num_rows, 1], that share.
 
     Returns:
@@ -190,16 +190,16 @@ def bin_of_mass(histogram: Tensor, target: Tensor | None, top_p: Tensor) -> tupl
 
 
 def reach_of_bins(coarse: Tensor, fine: Tensor) -> Tensor:
-    """How far the end of a fine bin in a coarse one lies: float32 [num_rows, 1]."""
+    """The distance at the end of a fine bin inside a coarse one: float32 [num_rows, 1]."""
     reach = ((coarse << BITS) + fine + 1).float() * 2.0**-FINE
-    return torch.nextafter(reach, torch.zeros_like(reach))  # the next bin's first is not in
+    return torch.nextafter(reach, torch.zeros_like(reach))  # excludes the start of the next bin
 
 
 def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor) -> Tensor:
-    """A computation a row; each core of a CPU does so many rows at once that they stay in caches.
+    """A computation per row; each CPU core processes as many rows as fit into its caches.
 
-    Rows are dealt out, because torch would cut each small operation among its threads: they would
-    wait for each other hundreds of times, and on a busy machine each wait may be a time slice.
+    Without this, torch would split each small operation among its threads: they would wait for each
+    other hundreds of times, and on a busy machine each wait may take a time slice.
     """
     count = max(1, _PIECE // logits.shape[-1])
     if logits.device.type != "cpu" or count >= len(logits):
@@ -211,9 +211,9 @@ def _by_pieces(compute: Callable[..., Tensor], logits: Tensor, *columns: Tensor)
 
 @functools.cache
 def _workers(count: int) -> ThreadPoolExecutor:
-    """Threads in each of which torch uses one; made once."""
+    """Threads in each of which torch uses one thread; made once."""
     workers = ThreadPoolExecutor(count, "sampler", torch.set_num_threads, (1,))
     all_are_there = threading.Barrier(count)
     list(workers.map(lambda _: all_are_there.wait(), range(count)))
-    torch.set_num_threads(count)  # of threads to come they have changed it
+    torch.set_num_threads(count)  # the workers have changed it for later threads
     return workers

@@ -1,16 +1,17 @@
-"""From the logits of a step to the tokens of its requests, step after step.
+"""From the logits of a step to the tokens of its requests.
 
-Decides: which rows are changed before anything is chosen (the penalties, then the bias), which draw
-and how, and what is told of how likely a token was. Log-probabilities are those of the model: of
-its logits as they came.
+Decides: which rows are changed before a token is chosen (penalties, bias, the mask of structured
+outputs, in this order), which rows draw and how, and which log-probabilities are returned. They are
+those of the model: of its unchanged logits.
 
-Invariants: a step in which every request takes its most likely token, unchanged and untold, costs
-no more than finding that; rows that are not drawn as was recorded (`draw_graphs.py`) take none of
-the others along; terms are made anew only where other requests are in a step than before.
-How often a request has had a token is counted on the device, where its tokens are drawn, so a
-request can be drawn for before its last token has been read.
+Invariants: a step in which every request takes its most likely token, without changes and
+log-probabilities, costs no more than finding those tokens; rows that no captured graph can draw
+(`draw_graphs.py`) leave the other rows in theirs; terms are computed again only when the requests
+of a step change. Tokens are counted on the device where they are drawn, so a request can be
+sampled before its last token has been read.
 
-Does not know: who is planned and why, what becomes of a token; how a row is drawn (`sampler.py`).
+Does not know: how requests are scheduled, what becomes of a token, how a row is drawn
+(`sampler.py`).
 """
 
 import math
@@ -40,41 +41,43 @@ from model.sample.sampler import (
     uniforms,
 )
 
-Chance = tuple[float, tuple[tuple[int, float], ...]]
-"""The log-probability of a token, and the most likely tokens with theirs."""
+TokenLogprobs = tuple[float, tuple[tuple[int, float], ...]]
+"""The log-probability of a token, and the most likely tokens with their log-probabilities."""
 
-_IN_PROMPT = 1 << 24  # in a count: the prompt has the token; below it, how often the output has it
+_IN_PROMPT = 1 << 24  # added to a count if the prompt has the token
 
 
 class Drawn:
-    """The tokens of a step on the device, and on their way to the host.
+    """The tokens of a step, on the device and on their way to the host.
 
     Args:
         best: [num_rows], the largest logit of each row.
         tokens: int64 [num_rows].
-        told: how likely they were, for rows that ask; None: none does.
+        logprobs: log-probabilities of the rows that ask; None: no row does.
 
     Attributes:
         tokens: as above.
     """
 
-    __slots__ = ("_best", "_copied", "_read", "_told", "tokens")
+    __slots__ = ("_best", "_copied", "_logprobs", "_read", "tokens")
 
-    def __init__(self, best: Tensor, tokens: Tensor, told: "_Told | None" = None) -> None:
+    def __init__(
+        self, best: Tensor, tokens: Tensor, logprobs: "_StepLogprobs | None" = None
+    ) -> None:
         self.tokens = tokens
         self._copied: torch.cuda.Event | None = None
         if tokens.device.type == "cpu":
-            self._best, self._read, self._told = best, tokens, told
+            self._best, self._read, self._logprobs = best, tokens, logprobs
         else:
             self._best, self._read = _to_host(best), _to_host(tokens)
-            self._told = None if told is None else told.to_host()
+            self._logprobs = None if logprobs is None else logprobs.to_host()
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def read(self) -> list[int | None]:
-        """The tokens, once they are there and with them all that was sent before. O(num_rows).
+        """The tokens, once the device has computed them. O(num_rows).
 
-        None for a row that holds NaN, +inf or nothing but -inf.
+        None for a row that holds NaN, +inf or only -inf.
         """
         if self._copied is not None:
             self._copied.synchronize()
@@ -87,9 +90,9 @@ class Drawn:
             ]
         return tokens
 
-    def chances(self) -> dict[int, Chance]:
-        """For each row that asks how likely its token was, once `read` has returned. O(rows)."""
-        return {} if self._told is None else self._told.chances()
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """Log-probabilities of each row that asks, once `read` has returned. O(rows)."""
+        return {} if self._logprobs is None else self._logprobs.logprobs()
 
 
 class RequestSampler:
@@ -97,10 +100,10 @@ class RequestSampler:
 
     Args:
         vocab_size: of the logits.
-        device: where they are.
-        seed: of the draws of requests that have none of their own.
-        grammars: that texts follow.
-        ranks: who computes the same logits; the first one's tokens count. None: nobody else does.
+        device: of the logits.
+        seed: for requests without a seed of their own.
+        grammars: structured outputs.
+        ranks: the processes with the same logits; rank 0's tokens count. None: only this one.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class RequestSampler:
         self._terms = self._terms_of((), has_graphs=False)
 
     def use(self, draws: DrawGraphs | None) -> None:
-        """Replay these from now on, where they serve. O(1)."""
+        """Replay these graphs from now on, where they apply. O(1)."""
         self._draws = draws
 
     def draw(
@@ -137,20 +140,19 @@ class RequestSampler:
     ) -> Drawn:
         """Choose a token for each request. O(requests * vocab_size).
 
-        Nothing is waited for, but where a text follows a grammar: then for its last token.
+        Nothing is waited for, except for structured outputs: their masks need the last token.
 
         Args:
             logits: [num_requests, vocab_size].
-            sampling: whose they are; none of them knows its next token. A request that has brought
-                drafts has a row for each of them too.
-            most_likely: of these, as `sampler.Passes` finds it, if that is known.
-            newest: waits for the last token of those that have not been told theirs.
-            place: where the logits lie, if draws from there may be recorded; then tokens are valid
-                until the next call.
-            ahead: for each row how many drafts of its request come before the token that is drawn
-                there; empty: there are no drafts.
+            sampling: the request of each row; none knows its next token. A request with draft
+                tokens has a further row for each of them.
+            most_likely: see `Passes.most_likely`, if already computed.
+            newest: waits for the last tokens that the host does not know yet.
+            place: the buffer of the logits, if draws from it may be captured; then the tokens are
+                valid until the next call.
+            ahead: for each row the number of drafts of its request before it; empty: no drafts.
         """
-        if not sampling:  # and still something to wait for
+        if not sampling:  # there may still be transfers to wait for
             return Drawn(logits.new_empty(0), logits.new_empty(0, dtype=torch.int64))
         draws = None if place is None else self._draws
         if self._terms.sampling != sampling or self._terms.has_graphs != (draws is not None):
@@ -173,11 +175,13 @@ class RequestSampler:
             tokens = self._ranks.broadcast_tensor(tokens)
         if terms.apart is not None:
             terms.apart.count(tokens)
-        told = None if terms.telling is None else terms.telling.tell(logits, tokens)
-        return Drawn(best, tokens, told)
+        logprobs = (
+            None if terms.logprob_rows is None else terms.logprob_rows.compute(logits, tokens)
+        )
+        return Drawn(best, tokens, logprobs)
 
     def discard(self, request: Request) -> None:
-        """Keep nothing of a request any more. O(1)."""
+        """Drop all state of a request. O(1)."""
         self._streams.pop(request.request_id, None)
         self._counts.discard(request)
         self._grammars.discard(request)
@@ -186,7 +190,7 @@ class RequestSampler:
         """What the requests of a step ask for. O(requests)."""
         drawing: list[int] = []
         apart: list[int] = []
-        telling: list[int] = []
+        logprob_rows: list[int] = []
         staying: list[SamplingParams | None] = []
         for row, request in enumerate(sampling):
             params = request.params
@@ -197,7 +201,7 @@ class RequestSampler:
             if leaves and (params.temperature or params.changes_logits):
                 apart.append(row)
             if params.logprobs is not None:
-                telling.append(row)
+                logprob_rows.append(row)
         streams = [self._stream(sampling[row]) for row in drawing]
         return _StepTerms(
             sampling,
@@ -208,7 +212,7 @@ class RequestSampler:
             np.isin(drawing, apart),
             row_terms(staying, self._vocab_size) if has_graphs else None,
             self._apart(apart, sampling) if apart else None,
-            _Telling(telling, sampling, self._device) if telling else None,
+            _LogprobRows(logprob_rows, sampling, self._device) if logprob_rows else None,
         )
 
     def _apart(self, rows: Sequence[int], sampling: Sequence[Request]) -> "_Apart":
@@ -237,14 +241,14 @@ class _StepTerms:
 
     Attributes:
         sampling: the requests.
-        has_graphs: whether rows are drawn as was recorded, if they can be.
-        drawing: those that draw.
+        has_graphs: whether there are captured draws.
+        drawing: the requests that draw.
         drawing_rows: their rows.
         streams: where their numbers start.
-        is_apart: which of them are drawn apart.
-        captured: of those that are drawn as was recorded; None: none is.
-        apart: the other rows that draw or are changed; None: there are none.
-        telling: who is told how likely a token was; None: none.
+        is_apart: which of them no graph draws.
+        captured: terms of the rows that a graph draws; None: there are none.
+        apart: all other rows that draw or are changed; None: there are none.
+        logprob_rows: rows that ask for log-probabilities; None: there are none.
     """
 
     sampling: tuple[Request, ...]
@@ -255,17 +259,17 @@ class _StepTerms:
     is_apart: NDArray[np.bool_]
     captured: RowTerms | None
     apart: "_Apart | None"
-    telling: "_Telling | None"
+    logprob_rows: "_LogprobRows | None"
 
 
 @dataclass(frozen=True, slots=True)
 class _Apart:
-    """The rows of a step that are not drawn as was recorded; nothing is done for the others.
+    """The rows of a step that no graph draws; the other rows cost nothing here.
 
     Attributes:
         rows: int64 [num_apart], of the logits; None: all.
-        draws: how those of them draw that do; None: none does.
-        changes: to the logits of some of them; None: to none.
+        draws: the terms of those that draw; None: none does.
+        changes: to their logits; None: there are none.
     """
 
     rows: Tensor | None
@@ -280,13 +284,13 @@ class _Apart:
         newest: Callable[[], Mapping[int, int | None]],
         passes: Passes,
     ) -> tuple[Tensor, Tensor]:
-        """What is told of each row's largest logit, and its token. O(num_apart * vocab_size).
+        """The largest logit and the token of each row. O(num_apart * vocab_size).
 
         Args:
             logits: of all rows of the step.
-            most_likely: of these.
+            most_likely: of all rows of the step.
             numbers: of the rows that draw here.
-            newest: as `RequestSampler.draw` takes it.
+            newest: see `RequestSampler.draw`.
             passes: over the logits.
         """
         best, tokens = likely = self._of(most_likely[0]), self._of(most_likely[1])
@@ -302,11 +306,11 @@ class _Apart:
         return best, tokens
 
     def put(self, whole: Tensor, own: Tensor) -> Tensor:
-        """What all rows have, with what these have."""
+        """The values of all rows, with those of these rows replaced."""
         return own if self.rows is None else whole.to(own.dtype).index_put((self.rows,), own)
 
     def count(self, tokens: Tensor) -> None:
-        """Count what was drawn for all rows of the step. O(num_apart)."""
+        """Count the tokens of all rows of the step. O(num_apart)."""
         if self.changes is not None:
             self.changes.count(self._of(tokens))
 
@@ -315,14 +319,14 @@ class _Apart:
 
 
 class _Changes:
-    """What is done to the logits of some rows before a token is chosen.
+    """The changes to the logits of some rows before a token is chosen.
 
     Args:
         rows: of the logits.
         sampling: the requests of all rows.
         counts: of their tokens.
-        grammars: that they follow.
-        device: where the logits are.
+        grammars: of their structured outputs.
+        device: of the logits.
     """
 
     def __init__(
@@ -369,7 +373,7 @@ class _Changes:
         most_likely: tuple[Tensor, Tensor],
         newest: Callable[[], Mapping[int, int | None]],
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Other logits in these rows, float32, and what is largest then; O(rows * vocab_size)."""
+        """The changed logits, float32, and the largest of each row. O(rows * vocab_size)."""
         some = logits.float() if self._is_all else logits[self._rows].float()
         if some is logits:
             some = logits.clone()
@@ -395,7 +399,7 @@ class _Changes:
         )
 
     def count(self, tokens: Tensor) -> None:
-        """Count what was drawn. O(rows)."""
+        """Count the drawn tokens. O(rows)."""
         if self._counting:
             self._counts.add(self._counting, tokens[self._own_rows])
 
@@ -403,16 +407,16 @@ class _Changes:
 def penalised(
     logits: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
 ) -> Tensor:
-    """Logits less likely where there are tokens already. O(rows * vocab_size).
+    """Logits with penalties for tokens that occur already. O(rows * vocab_size).
 
     Args:
         logits: float32 [num_rows, vocab_size].
-        counts: int32 [num_rows, vocab_size]: how often the output has each token, and 2**24 more
-            if the prompt has it.
-        repetition: float32 [num_rows, 1], for what prompt or output have (Keskar et al. 2019,
-            arXiv:1909.05858).
-        presence: float32 [num_rows, 1], for what the output has.
-        frequency: float32 [num_rows, 1], for each time that the output has it.
+        counts: int32 [num_rows, vocab_size]: how often the output has each token, plus 2**24 if
+            the prompt has it.
+        repetition: float32 [num_rows, 1], divides positive and multiplies negative logits of tokens
+            in prompt or output (Keskar et al. 2019, arXiv:1909.05858).
+        presence: float32 [num_rows, 1], subtracted once for tokens in the output.
+        frequency: float32 [num_rows, 1], subtracted for each occurrence in the output.
     """
     own = counts & (_IN_PROMPT - 1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -420,11 +424,11 @@ def penalised(
 
 
 def masked(logits: Tensor, words: Tensor) -> Tensor:
-    """Logits of what may come next, -inf for the rest. O(rows * vocab_size).
+    """Logits of the allowed tokens, -inf for all others. O(rows * vocab_size).
 
     Args:
         logits: [num_rows, vocab_size].
-        words: int32 [num_rows, vocab_size / 32 rounded up], a bit a token, the lowest first.
+        words: int32 [num_rows, vocab_size / 32 rounded up], a bit per token, the lowest first.
     """
     bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
     may_come = (bits & 1).view(len(words), -1)[:, : logits.shape[1]]
@@ -432,18 +436,18 @@ def masked(logits: Tensor, words: Tensor) -> Tensor:
 
 
 class _TokenCounts:
-    """How often each request has had each token, for those whose logits depend on it."""
+    """How often each request has each token, for requests whose logits depend on it."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._table = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
-        self._slots: dict[int, int] = {}  # the row of each request
-        self._counted: dict[int, int] = {}  # and its tokens
+        self._slots: dict[int, int] = {}  # row of each request
+        self._counted: dict[int, int] = {}  # its tokens counted so far
         self._free: list[int] = []
 
     def of(self, requests: Sequence[Request]) -> Tensor:
-        """As `penalised` takes them: int32 [requests, vocab_size].
+        """The counts as `penalised` takes them: int32 [requests, vocab_size].
 
-        O(requests * vocab_size), and O(tokens) of one that is new.
+        O(requests * vocab_size), and O(tokens) for a new request.
         """
         for request in requests:
             if self._counted.get(request.request_id) != request.num_tokens:
@@ -451,7 +455,7 @@ class _TokenCounts:
         return self._table[self._rows(requests)]
 
     def add(self, requests: Sequence[Request], tokens: Tensor) -> None:
-        """Count a further token of each; `of` has told of them before. O(requests)."""
+        """Count one more token of each request that `of` was called for. O(requests)."""
         slots = self._rows(requests)
         ones = torch.ones_like(tokens, dtype=torch.int32)
         self._table.index_put_((slots, tokens), ones, accumulate=True)
@@ -459,7 +463,7 @@ class _TokenCounts:
             self._counted[request.request_id] += 1
 
     def discard(self, request: Request) -> None:
-        """Give the row of a request back, if it has one. O(1)."""
+        """Free the row of a request, if it has one. O(1)."""
         slot = self._slots.pop(request.request_id, None)
         if slot is not None:
             del self._counted[request.request_id]
@@ -469,9 +473,9 @@ class _TokenCounts:
         return index_of([self._slots[r.request_id] for r in requests], self._table.device)
 
     def _bring(self, request: Request) -> None:
-        """Count what a request has; it has read all of it."""
+        """Count all tokens of a request; all of them have been read."""
         if request.is_expecting:
-            raise RequestStateError(f"{request!r}: its last token was drawn and not counted")
+            raise RequestStateError(f"{request!r}: its last token was drawn but not counted")
         number = request.request_id
         if number not in self._slots:
             if not self._free:
@@ -490,13 +494,13 @@ class _TokenCounts:
         self._table = torch.cat([self._table, self._table.new_zeros(added, self._table.shape[1])])
 
 
-class _Telling:
-    """Which rows are told how likely their tokens were.
+class _LogprobRows:
+    """The rows that ask for log-probabilities.
 
     Args:
         rows: of the logits.
         sampling: the requests of all rows.
-        device: where the logits are.
+        device: of the logits.
     """
 
     def __init__(
@@ -506,23 +510,18 @@ class _Telling:
         self._counts = tuple([sampling[row].params.logprobs or 0 for row in rows])
         self._index = index_of(rows, device)
 
-    def tell(self, logits: Tensor, tokens: Tensor) -> "_Told":
-        """How likely the tokens were. O(rows * vocab_size)."""
-        values, ids = log_probabilities(logits[self._index], tokens[self._index], max(self._counts))
-        return _Told(self._rows, self._counts, values, ids)
+    def compute(self, logits: Tensor, tokens: Tensor) -> "_StepLogprobs":
+        """The log-probabilities. O(rows * vocab_size)."""
+        values, ids = _log_probabilities(
+            logits[self._index], tokens[self._index], max(self._counts)
+        )
+        return _StepLogprobs(self._rows, self._counts, values, ids)
 
 
-def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
-    """How likely tokens were, and the most likely ones. O(num_rows * vocab_size).
+def _log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens and of the `num_tops` most likely ones; ids of those.
 
-    Args:
-        logits: [num_rows, vocab_size], as the model gave them.
-        tokens: int64 [num_rows].
-        num_tops: how many of the most likely are wanted; all, if there are no more.
-
-    Returns:
-        float32 [num_rows, 1 + num_tops], of the token and of the most likely ones in their order;
-        and which those are: int64 [num_rows, num_tops].
+    float32 [num_rows, 1 + num_tops] and int64 [num_rows, num_tops]. O(num_rows * vocab_size).
     """
     logits = logits.float()
     tops, ids = logits.topk(min(num_tops, logits.shape[-1]), dim=-1)
@@ -531,14 +530,14 @@ def log_probabilities(logits: Tensor, tokens: Tensor, num_tops: int) -> tuple[Te
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """How likely the tokens of some rows were: what `log_probabilities` returns of them.
+class _StepLogprobs:
+    """Log-probabilities of some rows: the result of `_log_probabilities`.
 
     Attributes:
         rows: of the step.
-        counts: how many of the most likely each of them asks for.
-        values: float32 [num_told, 1 + at least as many].
-        ids: int64 [num_told, as many].
+        counts: how many of the most likely each row asks for.
+        values: float32 [num_rows, 1 + the largest count].
+        ids: int64 [num_rows, the largest count].
     """
 
     rows: tuple[int, ...]
@@ -546,11 +545,11 @@ class _Told:
     values: Tensor
     ids: Tensor
 
-    def to_host(self) -> "_Told":
-        """The same on the way to the host. O(bytes)."""
-        return _Told(self.rows, self.counts, _to_host(self.values), _to_host(self.ids))
+    def to_host(self) -> "_StepLogprobs":
+        """A copy on its way to the host. O(bytes)."""
+        return _StepLogprobs(self.rows, self.counts, _to_host(self.values), _to_host(self.ids))
 
-    def chances(self) -> dict[int, Chance]:
+    def logprobs(self) -> dict[int, TokenLogprobs]:
         """By row. O(values)."""
         lists = zip(self.rows, self.counts, self.values.tolist(), self.ids.tolist(), strict=True)
         return {

@@ -1,23 +1,19 @@
-"""From logits to tokens: cuts by thresholds, and a draw at one number a row.
+"""From logits to tokens: cuts by thresholds, then a draw at one random number per row.
 
 Decides: which token follows. With a temperature T, a token lies `z = (largest logit - logit) / T`
-below the most likely one, and weighs exp(-z). A row is cut to its top_k, then to the smallest set
-of most likely tokens that reaches top_p of what top_k left (Holtzman et al. 2020,
-arXiv:1904.09751), then to what weighs at least min_p of the most likely: the order in which
-Transformers cuts. Each cut is a threshold on z, so tokens of equal logits stay or go together, and
-the vocabulary is never sorted: top_k takes the k largest, top_p alone two histograms of the
-weights, the second inside one bin of the first, which finds its threshold to 2**-17. Then the
-distribution is inverted, over the tokens by their ids, at one number.
+below the most likely one, and weighs exp(-z) (`passes.py`). A row is cut to its top_k, then to the
+smallest set of most likely tokens that reaches top_p of what top_k left (Holtzman et al. 2020,
+arXiv:1904.09751), then to the tokens that weigh at least min_p of the most likely one: the order in
+which Transformers cuts. Each cut is a threshold on z, so tokens with equal logits stay or go
+together, and the vocabulary is never sorted. Then the distribution, ordered by token id, is
+inverted at one number.
 
-Weights are integers, 2**35 for the most likely token, so what weighs less than 2**-35 of that is
-never drawn, and sums of weights are exact in float64, in whatever order they are taken.
+The number is the `index`-th of SplitMix64 (Steele et al. 2014) from where the request's numbers
+start, so it needs no earlier state; a hash of the seed gives the start.
 
-The number is the n-th of SplitMix64 (Steele et al. 2014) from where the request starts, so it needs
-no state from before; where that is, a hash of its seed says.
-
-Invariants: a row's token depends on its own logits, parameters, seed and index alone, so neither
-the batch it is in nor a preemption changes it. Shapes depend on no value, and nothing waits for the
-device but reading what was drawn.
+Invariants: the token of a row depends only on its logits, parameters, seed and index, so neither
+the batch nor a preemption changes it. Shapes depend on no value, and nothing waits for the device
+until the result is read.
 
 Does not know: requests, text, where the logits come from (`request_sampler.py` changes them).
 """
@@ -41,12 +37,12 @@ from model.sample.passes import PLAIN, Passes, distances_of, weights_of
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How one row is drawn from.
+    """How one row is drawn.
 
     Attributes:
         params: temperature, top_k, top_p and min_p.
-        stream: 64 bits, where the request's numbers start.
-        index: the number of the token in its request's output, from 0.
+        stream: 64 bits, where the numbers of the request start.
+        index: the number of the token in the output of its request, from 0.
     """
 
     params: SamplingParams
@@ -54,22 +50,22 @@ class Draw:
     index: int
 
     def uniform(self) -> float:
-        """A number in [0, 1) that depends on `stream` and `index` alone. O(1)."""
+        """A number in [0, 1) that depends only on `stream` and `index`. O(1)."""
         return float(uniforms(np.array([self.stream], np.uint64), np.array([self.index]))[0])
 
 
 def stream_of(seed: int | None, engine_seed: int, request_id: int, sample: int = 0) -> int:
-    """Where a request's numbers start: 64 bits. O(1).
+    """Where the numbers of a request start: 64 bits. O(1).
 
-    By its own seed and which sample it is, or by the engine's seed and its id; a hash, so that
-    requests whose seeds are close have nothing in common.
+    A hash of its own seed and the number of the sample, or of the engine's seed and the id of the
+    request. Hashing makes requests with close seeds independent.
     """
     parts = (0, seed, sample) if seed is not None else (1, engine_seed, request_id)
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())
 
 
 def uniforms(streams: NDArray[np.uint64], indexes: NDArray[np.int64]) -> NDArray[np.float64]:
-    """For each stream its number `index`, in [0, 1): what SplitMix64 gives there. O(streams)."""
+    """For each stream the number at its index, in [0, 1), by SplitMix64. O(streams)."""
     mixed = streams + (indexes.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -80,13 +76,13 @@ def uniforms(streams: NDArray[np.uint64], indexes: NDArray[np.int64]) -> NDArray
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Rows among those that draw which are cut by rank or by mass.
+    """Rows that are cut by rank or by mass.
 
     Attributes:
-        rows: int64 [num_cut], which of those that draw; None: all.
+        rows: int64 [num_cut], indices into the rows that draw; None: all.
         top_p: float64 [num_cut, 1].
-        top_k: int64 [num_cut, 1]; 0: there is none.
-        most: the largest top_k, or a little more; 0: there is none, they are cut by mass alone.
+        top_k: int64 [num_cut, 1]; 0: none.
+        most: at least the largest top_k; 0: the rows are cut by mass alone.
     """
 
     rows: Tensor | None
@@ -97,12 +93,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class DrawTerms:
-    """How the rows of a step draw: columns on the device, a place for each row that draws.
+    """How the rows of a step draw: columns on the device, an entry for each row that draws.
 
     Attributes:
         rows: int64 [num_draws], which rows of the logits; None: all.
-        sharpness: float32 [num_draws, 1], one over the temperature.
-        reach: float32 [num_draws, 1], how far below the most likely a token may lie by min_p.
+        sharpness: float32 [num_draws, 1], 1 / temperature.
+        reach: float32 [num_draws, 1], the largest distance from the most likely token (min_p).
         cuts: of these rows.
     """
 
@@ -123,10 +119,10 @@ def draw_terms(
 
     Args:
         rows: of the logits, in order.
-        params: of each of these, none greedy.
+        params: of each of these rows, none greedy.
         num_rows: of the logits.
         vocab_size: of the logits.
-        device: where they are.
+        device: of the logits.
     """
     ranked: list[int] = []
     nuclear: list[int] = []
@@ -157,20 +153,20 @@ def draw_terms(
 
 
 def sharpness_of(params: SamplingParams) -> float:
-    """One over a temperature above 0. O(1)."""
+    """1 / temperature, for a temperature above 0. O(1)."""
     return min(max(1 / params.temperature, 1e-30), 1e30)
 
 
 def reach_of(params: SamplingParams) -> float:
-    """How far below the most likely a token may lie by min_p. O(1)."""
+    """The largest distance from the most likely token that min_p allows. O(1)."""
     return -math.log(params.min_p) if params.min_p else math.inf
 
 
 def sample(logits: Tensor, draws: Sequence[Draw | None]) -> list[int]:
-    """Choose one token a row and wait for it; None: the most likely one. O(num_rows * vocab_size).
+    """Choose one token per row and wait for it; None: the most likely. O(num_rows * vocab_size).
 
     Raises:
-        NumericalError: a row holds NaN, +inf or nothing but -inf.
+        NumericalError: a row holds NaN, +inf or only -inf.
     """
     num_rows, vocab_size = logits.shape
     if not draws:
@@ -200,19 +196,19 @@ def choose(
     numbers: Tensor,
     passes: Passes = PLAIN,
 ) -> Tensor:
-    """The tokens of all rows: those that draw draw, the others have their most likely one.
+    """The tokens of all rows: drawn for the rows of `terms`, the most likely for all others.
 
     O(num_draws * vocab_size).
 
     Args:
         logits: [num_rows, vocab_size].
-        most_likely: of these, as `Passes` finds it.
+        most_likely: of the logits, see `Passes`.
         terms: how rows draw.
         numbers: float64 [num_draws, 1], in [0, 1).
         passes: over the logits.
 
     Returns:
-        int64 [num_rows]; anything where a row's largest is not finite.
+        int64 [num_rows]; undefined for a row whose largest logit is not finite.
     """
     best, tokens = most_likely
     rows = terms.rows
@@ -224,7 +220,7 @@ def choose(
 
 
 def furthest(logits: Tensor, best: Tensor, terms: DrawTerms, passes: Passes = PLAIN) -> Tensor:
-    """How far below the most likely a token may lie and be drawn: float32 [num_draws, 1].
+    """The largest distance of a token that may be drawn: float32 [num_draws, 1].
 
     O(num_draws * vocab_size).
 
@@ -251,7 +247,7 @@ def furthest(logits: Tensor, best: Tensor, terms: DrawTerms, passes: Passes = PL
 
 @functools.cache
 def passes_for(device_type: str) -> Passes:
-    """Those of a device: kernels on a GPU, which are loaded when they are first asked for."""
+    """The passes for a type of device: on a GPU its kernels, imported on first use."""
     if device_type != "cuda":
         return PLAIN
     passes: Passes = model.sample.draw_kernels.GpuPasses()
@@ -259,7 +255,7 @@ def passes_for(device_type: str) -> Passes:
 
 
 def _ranked_reach(tops: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Tensor:
-    """How far the last token lies that top_k, then top_p leave: [num_rows, 1]; inf without one."""
+    """The distance of the last token that top_k, then top_p leave: [num_rows, 1]; or inf."""
     distances = distances_of(tops, best, sharpness)
     ranks = torch.arange(cut.most, device=tops.device)
     weights = weights_of(distances).double().masked_fill(ranks >= cut.top_k, 0.0)
@@ -272,7 +268,7 @@ def _ranked_reach(tops: Tensor, best: Tensor, sharpness: Tensor, cut: Cut) -> Te
 def column(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """One number a row: [num_rows, 1]; on its way when this returns. O(num_rows)."""
+    """One number per row: [num_rows, 1]; the copy may still run on return. O(num_rows)."""
     made = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").unsqueeze(-1)
     return made.to(device, non_blocking=True)
 

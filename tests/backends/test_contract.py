@@ -52,12 +52,12 @@ def numba():
         ("block_table", _ints(1, 2), r"shape \[2, any\]"),
         ("block_table", _ints(1, 2, 3).reshape(3, 1), r"shape \[2, any\]"),
         ("slot_mapping", _ints(1, 2, 3, 4), "torch.int64"),
-        ("slot_mapping", [1, 2, 3, 4], "a tensor, came list"),
+        ("slot_mapping", [1, 2, 3, 4], "a tensor, got list"),
         ("seq_lens", torch.empty(2, dtype=torch.int32, device="meta"), "device meta"),
-        ("shared_prefix", SharedPrefix(0, 3, 1), r"sequences of 0 .. 1, came 0 .. 2"),
+        ("shared_prefix", SharedPrefix(0, 3, 1), r"sequences of 0 .. 1, got 0 .. 2"),
         ("shared_prefix", SharedPrefix(-1, 2, 1), r"sequences of 0 .. 1"),
         ("shared_prefix", SharedPrefix(1, 0, 1), r"sequences of 0 .. 1"),
-        ("shared_prefix", SharedPrefix(0, 2, 5), r"a num_tokens of 1 .. 4, came 5"),
+        ("shared_prefix", SharedPrefix(0, 2, 5), r"a num_tokens of 1 .. 4, got 5"),
         ("shared_prefix", SharedPrefix(0, 2, 0), r"a num_tokens of 1 .. 4"),
         ("max_query_len", -1, "at least 0"),
         ("max_seq_len", -1, "at least 0"),
@@ -133,7 +133,7 @@ BAD_ATTENTION += [
     (QUANTISED | {"v_scale": torch.ones(3)}, "cache.v_scale", r"shape \[1\] or \[2\]"),
     (QUANTISED | {"v_scale": torch.ones(1, 2)}, "cache.v_scale", r"shape \[any\]"),
     (QUANTISED | {"k_scale": torch.ones(2).double()}, "cache.k_scale", "torch.float32"),
-    (QUANTISED | {"k_scale": 1.0}, "cache.k_scale", "a tensor, came float"),
+    (QUANTISED | {"k_scale": 1.0}, "cache.k_scale", "a tensor, got float"),
     (QUANTISED | {"k_scale": torch.ones(2, device="meta")}, "cache.k_scale", "device cpu"),
     (QUANTISED | {"k_scale": torch.tensor([1.0, 0.0])}, "cache.k_scale[1]", "above 0"),
     (QUANTISED | {"v_scale": torch.tensor([math.nan])}, "cache.v_scale[0]", "finite"),
@@ -151,7 +151,7 @@ BAD_VALUES = [
     (_batch(seq_lens=_ints(6, 3)), r"batch.seq_lens\[0\]"),
     (_batch(block_table=torch.tensor([[1, 5], [3, 0]]).int()), r"batch.block_table\[0\]"),
     (_batch(block_table=torch.tensor([[1, 2], [-1, 0]]).int()), r"batch.block_table\[1\]"),
-    (_batch(shared_prefix=SharedPrefix(0, 2, 1)), "batch.shared_prefix.*came 0"),
+    (_batch(shared_prefix=SharedPrefix(0, 2, 1)), "batch.shared_prefix.*got 0"),
     (
         _batch(seq_lens=_ints(5, 5), shared_prefix=SharedPrefix(0, 2, 2), block_table=TABLE),
         "batch.shared_prefix.*different ones",
@@ -209,7 +209,7 @@ def test_a_layout_makes_the_cache_that_it_is_the_layout_of():
 
 def test_what_a_backend_cannot_do_is_unsupported_not_wrong(numba):
     doubles = {"k": torch.zeros(5, 4, 2, 8).double(), "v": torch.zeros(5, 4, 2, 8).double()}
-    with pytest.raises(UnsupportedError, match=r"torch.float32.*came torch.float64"):
+    with pytest.raises(UnsupportedError, match=r"torch.float32.*got torch.float64"):
         _attend(numba, **doubles)
     limited = HonestBackend()
 
@@ -226,7 +226,7 @@ def test_what_a_backend_cannot_do_is_unsupported_not_wrong(numba):
 
     allow(max_head_dim=4, features=frozenset(), max_latent_dim=0)
     refuses("head_dim of at most 4")
-    refuses("has no latents")
+    refuses("does not support latents")
     allow(max_head_dim=8, max_group_size=2)
     refuses("at most 2 query heads")
     allow(max_group_size=3)

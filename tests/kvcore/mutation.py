@@ -88,7 +88,7 @@ AREAS = (  # a file belongs to the first that matches
             "manager capabilities decode_step unknown_tokens step load bad_transfers",
             "machines pool_properties",
             "block free_queue groups namespace pool content_tree idle_blocks deadlines",
-            "peaks pool_map hostile invariants tokens slots short_ways look_ups",
+            "peaks pool_map hostile invariants tokens slots look_ups",
             "block_hash inexpressible determinism",
             "cost",
             "faults",

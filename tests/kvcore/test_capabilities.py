@@ -567,7 +567,7 @@ def test_buffers_too_small_for_a_step_are_untouched():
     with pytest.raises(kvcore.InvalidArgumentError, match="slot_mapping: wanted room for 1"):
         kv.write_step([seq], tables, array("q"), row_stride=2)
     full = filled(kv, [3] * 4)
-    with pytest.raises(kvcore.NotReservedError, match="no room for its next token"):
+    with pytest.raises(kvcore.NotReservedError, match="no block for its next token"):
         kv.write_step([full], tables, slots, row_stride=2)
     assert list(tables) == [-1] * 4
     assert list(slots) == [-1]

@@ -17,6 +17,7 @@ import pytest
 
 import kvcore
 from kvcore.eviction.idle_blocks import IdleBlocks, _still
+from tests.kvcore.pools import published
 
 HOME = str(Path(kvcore.__file__).parent)
 SMALL, LARGE = 512, 512 + 6 * 600  # the same remainder when they are filled
@@ -488,3 +489,129 @@ def test_a_prefaulted_pool_gives_the_same_ids():
         told.append((filled(kv, 50, first=7).block_table, kv.stats()))
         assert len(kv.pool._made) == (40 if prefault else 21)
     assert told[0] == told[1]
+
+
+# A call in the usual case takes a short path. Beside it a long path handles every case, so a bug
+# that never takes the short one breaks nothing: the number of kvcore's functions that run shows it.
+
+
+def calls_made(call, *args):
+    """How many functions of kvcore a call runs."""
+    count = 0
+
+    def note(frame, event, _):
+        nonlocal count
+        code = frame.f_code
+        is_ours = event == "call" and code.co_filename.startswith(HOME)
+        count += is_ours and not code.co_name.startswith("<")  # comprehensions
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call(*args)
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@source_build
+def test_taking_and_releasing_blocks_makes_few_calls(pool):
+    pool.release(pool.take(3))
+    assert calls_made(pool.take, 1) == 1
+    assert calls_made(pool.release, pool.take(1)) == 1
+    assert calls_made(pool.release, pool.take(3)) <= 7
+    assert calls_made(pool.release, published(pool, 1, 2)[::-1]) <= 9
+
+
+@source_build
+@pytest.mark.parametrize("num_others", [0, 2, 3])
+def test_an_eviction_tail_first_makes_few_calls(pool, num_others):
+    """Alone below the root the last block takes the root along."""
+    for other in range(num_others):
+        published(pool, 10 + other)
+    pool.release(published(pool, 1, 2, 3)[::-1])
+    pool.take(pool.num_free_blocks - 3)
+    calls = [calls_made(pool.take, 1) for _ in range(3)]
+    assert max(calls[:2]) <= 10
+    assert calls[2] <= (10 if num_others else 12)
+    assert pool.num_evicted_blocks == 3
+
+
+LAYOUTS = {
+    "full": None,
+    "and a window": [kvcore.FullAttention(), kvcore.SlidingWindow(40)],
+    "and two, uneven": [
+        kvcore.FullAttention(),
+        kvcore.SlidingWindow(40, 8),
+        kvcore.ChunkedLocal(48, 12),
+    ],
+}
+
+
+@source_build
+def test_a_request_of_one_layer_group_makes_few_calls():
+    kv = kvcore.KVCacheManager(32, 4)
+    tokens = kvcore.pack(range(10))
+    seq = kv.open(tokens)
+    kv.reserve(seq, 10)
+    assert [calls_made(kv.reserve, seq, count) for count in (12, 11, 0)] == [5, 1, 1]
+    assert calls_made(kv.commit, seq, 10) <= 10
+    assert calls_made(kv.reserve, seq, 6) <= 13
+    assert calls_made(kv.open, tokens) <= 13
+
+
+@source_build
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_decode_step_only_counts_where_no_block_is_full(layout):
+    kv = kvcore.KVCacheManager(32, 4, groups=LAYOUTS[layout])
+    seqs = [kv.open([number]) for number in range(3)]
+    for seq in seqs:
+        kv.reserve(seq, 1)
+    kv.decode_step(seqs, [1, 2, 3])
+    calls = [calls_made(kv.decode_step, seqs, [1, 2, 3]) for _ in range(4)]
+    assert calls[:2] + calls[3:] == [4, 4, 4]
+    assert layout != "full" or calls[2] <= 47
+
+
+@source_build
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_chunk_that_fills_no_block_is_counted_from_the_second_on(layout):
+    kv = kvcore.KVCacheManager(64, 4, groups=LAYOUTS[layout])
+    seq = kv.open([1, 2, 3])
+    kv.reserve(seq, 3)
+    assert [calls_made(kv.commit, seq, 1) for _ in range(3)][1:] == [1, 1]
+
+
+@source_build
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_verb_only_counts_between_changes(layout):
+    """For each request alone, for a whole step, and for a step ahead of the known tokens."""
+    kv = kvcore.KVCacheManager(256, 4, groups=LAYOUTS[layout])
+    seqs = [kv.open([number]) for number in range(3)]
+    for seq in seqs:
+        kv.reserve(seq, 1)
+
+    def one_by_one():
+        for seq in seqs:
+            kv.commit(seq, 1)
+            kv.append(seq, 5)
+            kv.reserve(seq, 1)
+
+    def ahead():
+        kv.step(seqs, [1, 1, 1], None)
+        kv.resolve_step(seqs, [1, 2, 3])
+
+    def two_calls():
+        kv.commit_step(seqs, [1, 1, 1])
+        for seq in seqs:
+            kv.append(seq, 5)
+        kv.reserve_step(seqs, [1, 1, 1])
+
+    for call, few in [
+        (one_by_one, 9),
+        (lambda: kv.step(seqs, [1, 1, 1], [1, 2, 3]), 11),
+        (ahead, 17),
+        (two_calls, 11),
+    ]:
+        calls = [calls_made(call) for _ in range(12)]
+        assert sum(count <= few for count in calls) >= 5, calls

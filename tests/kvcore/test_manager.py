@@ -373,7 +373,7 @@ def test_a_commit_without_room_is_named_with_the_room_there_is():
     kv = kvcore.KVCacheManager(9, 4)
     seq = kv.open(range(9))
     kv.reserve(seq, 8)
-    with pytest.raises(kvcore.NotReservedError, match="9 tokens computed, room for 8"):
+    with pytest.raises(kvcore.NotReservedError, match="9 tokens computed, blocks reserved for 8"):
         kv.commit(seq, 9)
     assert seq.num_computed_tokens == 0
     kv.commit(seq, 8)

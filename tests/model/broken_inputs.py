@@ -198,12 +198,12 @@ WEIGHTS = (
     ),
     Broken(
         "model.safetensors is empty",
-        "is no whole safetensors file",
+        "is not a whole safetensors file",
         write("model.safetensors", b""),
     ),
     Broken(
         "model.safetensors is cut off in its header",
-        "is no whole safetensors file",
+        "is not a whole safetensors file",
         cut("model.safetensors", 1000),
     ),
     Broken(
@@ -213,7 +213,7 @@ WEIGHTS = (
     ),
     Broken(
         "model.safetensors is garbage",
-        "is no whole safetensors file",
+        "is not a whole safetensors file",
         write("model.safetensors", b"\xff" * 5000),
     ),
     Broken("no weights", "no file named model.safetensors", remove("model.safetensors")),
@@ -282,9 +282,11 @@ FILES = (
         "config.json is not JSON",
         write("config.json", "[" * 100_000),
     ),
-    Broken("no config.json", "config.json is not there", remove("config.json")),
-    Broken("config.json is a folder", "config.json is no file", folder_for("config.json")),
-    Broken("tokenizer.json is a folder", "tokenizer.json is no file", folder_for("tokenizer.json")),
+    Broken("no config.json", "config.json is missing", remove("config.json")),
+    Broken("config.json is a folder", "config.json is not a file", folder_for("config.json")),
+    Broken(
+        "tokenizer.json is a folder", "tokenizer.json is not a file", folder_for("tokenizer.json")
+    ),
     Broken(
         "the index names a file of 5,000 characters",
         f"{INDEX}: 'xxx",

@@ -288,7 +288,7 @@ def test_a_size_out_of_range_is_refused_by_name(field, value):
 
 
 def test_more_memory_than_there_is_is_refused_with_the_bytes():
-    with pytest.raises(InvalidArgumentError, match=r"num_blocks: .* blocks of .* GiB can be had"):
+    with pytest.raises(InvalidArgumentError, match=r"num_blocks: .* blocks of .* GiB are free"):
         make(num_blocks=2**31 - 1, block_size=2**20)
 
 

@@ -284,7 +284,7 @@ def test_the_kernels_of_a_draw_give_on_a_gpu_what_operators_give():
     assert check("cuda", 60, GpuPasses()) > 200
 
 
-def test_the_kernel_of_small_products_gives_on_a_gpu_what_operators_give():
+def test_the_kernels_of_few_rows_give_on_a_gpu_what_operators_give():
     dtypes, kinds = (torch.float16, torch.bfloat16), few_rows_check.IN_LAYERS
     assert few_rows_check.check("cuda", dtypes, kinds=kinds) == 48
     assert few_rows_check.check_heads("cuda", dtypes) == 24

@@ -63,7 +63,8 @@ def install(
 
     Args:
         model: a model of Transformers.
-        namespace: with whom its prompts share; None for nobody, not even each other.
+        namespace: its prompts share blocks within it; None: they share none, not even with each
+            other.
         backend: whose attention runs over the blocks: "numba" on a CPU, "triton" on a GPU, "auto",
             or one that is registered; None: the model's own attention.
 
@@ -198,7 +199,7 @@ class _Tables(Mapping[str, list[int]]):
         return range(first, first + self.pages)
 
     def first_of(self, block_id: int) -> int:
-        """The first of them; the null block is their trash, which nobody writes."""
+        """The first of them; the null block is their trash, which is never written."""
         return self.first + block_id * self.pages if block_id else 0
 
     def __iter__(self) -> Iterator[str]:

@@ -93,7 +93,7 @@ class PagedPool:
         Args:
             input_ids: [rows, columns].
             attention_mask: 0 for padding, 1 for tokens; none says that there is no padding.
-            namespace: with whom the batch shares; None for nobody.
+            namespace: the batch shares blocks within it; None: it shares none.
 
         Raises:
             InvalidArgumentError: shapes differ, or padding does not stand on the left.
@@ -349,7 +349,7 @@ class PagedCache(Cache):
                 )
 
     def _settle(self) -> None:
-        """Commit what is written: nobody crops it any more without copying; O(blocks filled).
+        """Commit the written KV: from now on a crop copies; O(blocks filled).
 
         Raises:
             OutOfBlocksError: no room for rows to become several; nothing has changed.
@@ -451,7 +451,7 @@ class PagedCache(Cache):
         self._select(kept.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Have every row so many times."""
+        """Repeat every row."""
         self._settle()
         self._choose([row for row in range(len(self._rows)) for _ in range(repeats)])
 

@@ -122,8 +122,8 @@ class Settings:
             its length says.
         max_model_len: tokens.
         enable_caching: look prefixes up, and keep them.
-        watermark_blocks: so many stay free when a request is admitted beside others.
-        event_hashes: how contents are called in events; None: no events.
+        watermark_blocks: blocks that stay free when a request is admitted beside others.
+        event_hashes: the hash function of KV events; None: no events.
         keep_fresh: note which blocks are handed out, for those who clear them.
         bytes_of: how embeddings become bytes.
         new_stats: makes an empty count of look-ups; None: nothing is counted.
@@ -519,7 +519,7 @@ class Manager:
         )
 
     def _grow(self, seq: KVSequence, room: int, spare: int) -> Blocks | None:
-        """Make room for so many tokens in all; None: not so many blocks are free."""
+        """Reserve blocks for the first tokens; None: too few blocks are free."""
         if spare:
             missing = self.kv.num_missing_blocks(seq, max(0, room - seq.num_computed_tokens))
             if missing + spare > self.kv.num_free_blocks:

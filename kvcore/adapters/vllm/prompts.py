@@ -62,7 +62,7 @@ class Prompt:
 
     Attributes:
         packed: its known tokens.
-        namespace: with whom it shares; None: with nobody.
+        namespace: it shares blocks within it; None: it shares none.
         items: what is not tokens.
     """
 

@@ -291,7 +291,7 @@ HOSTILE_STEPS = {
         lambda kv, a, b: ([a, b], []),
         lambda kv, a, b: ([a, b], [5, 3, 0]),
     ],
-    "NotReservedError: counts: .* room for 8 tokens .* got 9": [
+    "NotReservedError: counts: .* blocks for 8 tokens .* got 9": [
         lambda kv, a, b: ([a, b], [9, 3]),
     ],
     "InvalidArgumentError: seqs: wanted each once": [lambda kv, a, b: ([a, a], [1, 1])],

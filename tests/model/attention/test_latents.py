@@ -123,7 +123,7 @@ def test_deepseeks_latents_are_what_is_cached_and_the_tokens_are_the_same_withou
 
 
 class Limited:
-    """Numba, with latents of up to so many numbers."""
+    """Numba, with a largest latent."""
 
     def __init__(self, most):
         self._inner = backends.get_backend("numba")

@@ -15,7 +15,7 @@ ROWS = st.lists(
 
 
 def table_of(rows):
-    """Each row: so many blocks of one beginning, then its own."""
+    """Each row: a number of shared blocks, then its own."""
     lists = [[*range(100, 100 + begin), *own] for begin, own in rows]
     table = np.full((len(rows), 148), 7, dtype=np.int32)  # behind the ends all are alike
     for row, blocks in enumerate(lists):

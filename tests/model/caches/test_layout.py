@@ -24,7 +24,7 @@ def layers(*windows):
 
 
 def pattern(num_layers, every, window=512):
-    """Window layers, but every so many-th sees all."""
+    """Window layers, but one in each `every` layers sees all."""
     return layers(*[None if n % every == 0 else window for n in range(1, num_layers + 1)])
 
 

@@ -40,7 +40,7 @@ class Told:
 
 
 @pytest.mark.parametrize("architecture", TRACED)
-def test_a_network_with_small_products_gives_what_it_gave(architecture):
+def test_a_network_with_fused_products_gives_what_it_gave(architecture):
     traced = trace_network(switched(build(architecture, 3)), CPU)
     told = Told()
     few = TracedNetwork(fuse_few_rows(traced.module, told.kernels, least=0), traced.terms)

@@ -203,7 +203,7 @@ class GivesOtherBits(Planted):
 
 
 def test_a_kernel_that_gives_other_bits_each_time_is_found():
-    with pytest.raises(SanitizerError, match="other bits when it was called again"):
+    with pytest.raises(SanitizerError, match="different bits when it was called again"):
         tokens(make(backend=GivesOtherBits()))
 
 
@@ -269,7 +269,7 @@ def test_a_batch_costs_few_runs_of_attention():
     alone = _Owners(tuple((row, row + 1) for row in range(64)), {n: 1 << n for n in range(64)})
     assert len(alone.kept()) == 12
     shared = _Owners(alone.rows, alone.of | {64: (1 << 64) - 1, 65: (1 << 40) - 1})
-    assert len(shared.kept()) == 13  # all share a block: there is nobody to ask
+    assert len(shared.kept()) == 13  # all share a block: no other sequence is left
 
 
 ON_A_GPU = [

@@ -1,4 +1,4 @@
-"""What is prepared before the cache has its size is gone on with, and not prepared again."""
+"""The warm-up before the first request: each part is done once, also when it starts early."""
 
 import pytest
 import torch
@@ -37,18 +37,18 @@ def prepared(network, config=CONFIG):
     return prepare_network(network, config, torch.zeros(4, dtype=torch.int64), 100).how
 
 
-def test_what_has_begun_is_gone_on_with(done):
+def test_what_is_compiled_before_the_cache_is_allocated_is_not_compiled_again(done):
     network = network_of("qwen3", 1)
     assert compile_network(network, CONFIG) == compile_network(network, CONFIG) == "traced"
     network.free()
     network.allocate(40, 16)
     assert prepared(network) == "traced"
     assert sorted(done) == ["trace", "warm_up", "warm_up_draws"]
-    assert prepared(network) == "traced"  # and from the beginning, whoever asks again
+    assert prepared(network) == "traced"  # another call starts from the beginning
     assert sorted(done) == 2 * ["trace"] + 2 * ["warm_up"] + 2 * ["warm_up_draws"]
 
 
-def test_why_a_network_runs_as_it_is_is_told_by_whoever_goes_on(done):
+def test_the_reason_for_eager_mode_is_reported_by_later_calls(done):
     network = network_of("gpt_oss", 1)
     why = compile_network(network, CONFIG)
     assert why.startswith("eager (")

@@ -97,8 +97,8 @@ def test_cached_chunked_and_preempted_at_once_changes_no_token(architecture, swa
 ARRIVALS = st.tuples(
     st.integers(0, 3),  # which prompt
     st.sampled_from([0, 0, -1, 1]),  # its priority
-    st.sampled_from([1, 1, 2]),  # how many samples
-    st.sampled_from([None, None, None, 0, 5]),  # aborted after so many tokens
+    st.sampled_from([1, 1, 2]),  # number of samples
+    st.sampled_from([None, None, None, 0, 5]),  # tokens before an abort
     st.integers(0, 4),  # steps until the next arrives
 )
 

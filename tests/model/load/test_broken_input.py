@@ -166,7 +166,7 @@ def test_what_is_finished_when_a_signal_comes_is_printed(checkpoint, tmp_path, n
 
 
 class Signals:
-    """Stands in for `stopping`: asked for an end when so many texts are finished."""
+    """Stands in for `stopping`: asked for an end after a number of finished texts."""
 
     def __init__(self, engine_steps):
         self.number = None

@@ -45,7 +45,7 @@ def test_a_file_is_no_model(tmp_path):
 
 
 def test_a_folder_without_a_configuration_is_no_model(tmp_path):
-    with pytest.raises(ModelNotFoundError, match=r"config\.json is not there"):
+    with pytest.raises(ModelNotFoundError, match=r"config\.json is missing"):
         load_model(str(tmp_path), CPU)
 
 
@@ -90,11 +90,11 @@ def test_an_architecture_that_cannot_run_is_refused_by_name(folder_of, config, m
 
 
 def run_offline(code, home, **environment):
-    """Run code in a process whose hub is a port on which nobody answers."""
-    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home), "NO_PROXY": "*"}
+    """Run code in a process whose hub is a port without a server."""
+    unreachable = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(home), "NO_PROXY": "*"}
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, **nobody, **environment},
+        env={**os.environ, **unreachable, **environment},
         capture_output=True,
         text=True,
         check=True,
@@ -126,7 +126,7 @@ def test_without_a_hub_a_cached_id_loads_and_another_is_refused_after_one_questi
     assert "not cached here, and http://127.0.0.1:9 cannot be reached: " in error
 
 
-def test_told_to_be_offline_it_asks_nobody(tmp_path):
+def test_in_offline_mode_no_hub_is_asked(tmp_path):
     code = (
         "import torch\n"
         "from model.load import loader\n"

@@ -284,7 +284,7 @@ def test_a_layer_that_passes_nothing_on_is_refused():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"position_bias": STATES}, "Layer: its attention is given position_bias, which"),
+        ({"position_bias": STATES}, "Layer: its attention gets position_bias, which"),
         ({"is_causal": False}, "Layer: wanted causal attention, it is bidirectional"),
         ({"dropout": 0.1}, "Layer: wanted a network in evaluation, got dropout=0.1"),
     ],

@@ -82,7 +82,7 @@ def test_a_process_that_fails_by_itself_says_why_and_the_others_only_end(mind, c
     assert capsys.readouterr().err == ""
 
 
-def test_a_process_that_was_let_go_ends_nobody_and_tells_that_it_ends(mind, capsys):
+def test_a_disarmed_watchdog_ends_no_process_and_says_that_its_own_ends(mind, capsys):
     minded = mind(1, grace_s=_S)
     minded.watchdog.disarm()
     minded.watchdog.disarm()

@@ -129,7 +129,7 @@ arrivals = st.lists(
         asked,
         st.integers(0, 4),  # steps before it comes
         st.integers(1, 2),  # samples
-        st.sampled_from([None, None, None, 2, 5]),  # aborted after so many steps
+        st.sampled_from([None, None, None, 2, 5]),  # steps before an abort
     ),
     min_size=1,
     max_size=5,

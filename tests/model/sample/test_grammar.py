@@ -402,7 +402,7 @@ def test_a_planted_bug_is_caught(plant, monkeypatch, is_late):  # noqa: F811
         check_parses(hunted, {"num_blocks": 60}, 2)
 
 
-def test_a_grammar_that_takes_long_to_compile_holds_up_nobody_else(monkeypatch):
+def test_a_grammar_that_takes_long_to_compile_delays_no_other_request(monkeypatch):
     engine = make()
     with_grammar = SamplingParams(max_tokens=5, grammar=Grammar.choice(["ab", "cd"]))
     is_over, source = threading.Event(), grammar_compiler._source

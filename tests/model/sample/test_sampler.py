@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from model import SamplingParams
 from model.errors import NumericalError
-from model.sample import sampler
+from model.sample import passes, sampler
 from model.sample.sampler import Draw, sample
 from tests.model import sampling_checks as checks
 
@@ -46,7 +46,7 @@ def test_a_large_vocabulary_is_worked_on_in_pieces_that_do_not_show(how, monkeyp
     logits = torch.randn(5, 30_000, generator=torch.Generator().manual_seed(3)) * 2
     draws = [Draw(SamplingParams(temperature=0.6, **how), 5, row) for row in range(5)]
     whole = sample(logits, draws)
-    monkeypatch.setattr(sampler, "_PIECE", 70_000)
+    monkeypatch.setattr(passes, "_PIECE", 70_000)
     assert sample(logits, draws) == whole
 
 

@@ -136,15 +136,15 @@ def numbers_by_the_row(monkeypatch):
     )
 
 
-def tells_of_what_was_changed(monkeypatch):
-    tell = request_sampler._Telling.tell
+def gives_logprobs_of_changed_logits(monkeypatch):
+    compute = request_sampler._LogprobRows.compute
     monkeypatch.setattr(
-        request_sampler._Telling,
-        "tell",
+        request_sampler._LogprobRows,
+        "compute",
         lambda self, logits, tokens: (
-            tell(self, logits - logits.mean(), tokens)
+            compute(self, logits - logits.mean(), tokens)
             if len(logits) == 1
-            else tell(self, logits * 2, tokens)
+            else compute(self, logits * 2, tokens)
         ),
     )
 
@@ -170,7 +170,7 @@ def draws_by_the_terms_of_the_step_before(monkeypatch):
         (penalises_twice, penalties),
         (keeps_the_counts_of_a_row_that_was_given_back, company),
         (numbers_by_the_row, company),
-        (tells_of_what_was_changed, company),
+        (gives_logprobs_of_changed_logits, company),
         (draws_by_the_terms_of_the_step_before, company),
     ],
 )

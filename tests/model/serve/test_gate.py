@@ -103,7 +103,6 @@ def test_an_empty_key_is_never_the_key_even_where_a_configuration_has_one(monkey
     [
         (parse_args, ["--draft-tokens", "4"],
          "--draft-tokens: has no effect without --drafts or --draft-model"),
-        (parse_args, ["--kv-scales", "one"], "--kv-scales: .* --kv-dtype fp8"),
         (parse_args, ["--tls-certfile", "a"], "--tls-certfile: .* --tls-keyfile"),
         (parse_args, ["--tls-keyfile", "a"], "--tls-keyfile: .* --tls-certfile"),
         (parse_args, ["--kv-replay", "a"], "--kv-replay: .* --kv-events"),
