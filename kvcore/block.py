@@ -165,10 +165,10 @@ class PendingRelease:
     cache hit could use their content.
     """
 
-    __slots__ = ("content", "empty", "last_event", "named", "num_empty", "passing")
+    __slots__ = ("content", "empty", "last_event", "num_empty", "passing", "released")
 
-    def __init__(self, named: list[Block], num_empty: int, last_event: int) -> None:
-        self.named = named
+    def __init__(self, released: list[Block], num_empty: int, last_event: int) -> None:
+        self.released = released
         self.num_empty = num_empty
         self.last_event = last_event
         self.content: list[Block] = []

@@ -583,15 +583,15 @@ class BlockPool:
                 block.group = 0
 
     def _let_go(
-        self, named: list[Block], losing: Sequence[Block] = (), *, is_own: bool = False
+        self, released: list[Block], losing: Sequence[Block] = (), *, is_own: bool = False
     ) -> PendingRelease:
-        """Remove a holder from each block, or from none: the part that can fail. O(len(named)).
+        """Remove a holder from each block, or from none: the part that can fail. O(len(released)).
 
         `_let_leave` completes it and `_take_back` undoes it. Blocks in `losing`, and blocks that no
         hit can use, lose their content. `is_own`: the blocks are known to belong to this pool.
         """
-        pending = PendingRelease(named, len(self.empty_blocks), self.last_event)
-        freed = self._uncount(named, is_own=is_own)
+        pending = PendingRelease(released, len(self.empty_blocks), self.last_event)
+        freed = self._uncount(released, is_own=is_own)
         try:
             pending.content = [block for block in freed if block.node is not None]
             if pending.content and (self.is_uneven or losing):
@@ -633,7 +633,7 @@ class BlockPool:
         del self.empty_blocks[pending.num_empty :]
         if self._log is not None:
             self._log.take_back(pending.last_event)
-        hold_again(pending.named)
+        hold_again(pending.released)
 
     def _lose(self, blocks: Sequence[Block]) -> None:
         """Remove the content of blocks from the tree; the events are recorded. Cannot fail."""
@@ -644,10 +644,10 @@ class BlockPool:
         if self._log is not None:
             self._log.trim()
 
-    def _uncount(self, named: list[Block], *, is_own: bool) -> list[Block]:
+    def _uncount(self, released: list[Block], *, is_own: bool) -> list[Block]:
         """Remove a holder from each block, or from none; return the freed blocks."""
         made = self._made
-        waiting = iter(named)
+        waiting = iter(released)
         try:
             if is_own:  # the same loop without the ownership check, a quarter of the time
                 for block in waiting:
@@ -655,26 +655,26 @@ class BlockPool:
                         break
                     block.ref_count = 0
                 else:
-                    return named
+                    return released
             else:
                 for block in waiting:
                     if block.ref_count != 1 or made[block.block_id] is not block:
                         break
                     block.ref_count = 0
                 else:
-                    return named
+                    return released
         except (AttributeError, IndexError, TypeError):
             pass  # not a block of this pool
-        hold_again(named[: -1 - len(list(waiting))])
-        return self._uncount_shared(named)
+        hold_again(released[: -1 - len(list(waiting))])
+        return self._uncount_shared(released)
 
-    def _uncount_shared(self, named: list[Block]) -> list[Block]:
+    def _uncount_shared(self, released: list[Block]) -> list[Block]:
         """Do what `_uncount` does for blocks that may have several holders or be given twice."""
-        self._check_own(named)
+        self._check_own(released)
         freed: list[Block] = []
-        for index, block in enumerate(named):
+        for index, block in enumerate(released):
             if block.ref_count == 0:
-                hold_again(named[:index])
+                hold_again(released[:index])
                 raise DoubleFreeError(
                     f"release: block {block.block_id} is released more often than it is held"
                 )

@@ -32,6 +32,7 @@ from model.control.scheduler import Scheduler
 from model.control.step import SchedulerStats, Step
 from model.control.submission import Prompt, Submission
 from model.errors import InvalidArgumentError, ModelError, NumericalError, StalledError
+from model.forward.batch_invariant import BatchInvariantNetwork
 from model.forward.draft_model import DraftModel
 from model.forward.network import PagedNetwork
 from model.forward.quantised import quantise
@@ -86,6 +87,8 @@ class Engine:
         caches_of: "Engine | None" = None,
     ) -> None:
         self.config = config or EngineConfig()
+        if self.config.batch_invariant:
+            self.config = dataclasses.replace(self.config, eager=True)
         self._backend = backend
         self._sanitizer = SanitizedBackend(backend) if self.config.sanitize else None
         if caches_of is None:
@@ -282,8 +285,8 @@ class Engine:
         """Queue a submission: a request for each sample. O(samples * prompt).
 
         Raises:
-            InvalidArgumentError: an empty prompt, a token that the model does not have, or
-                something else than a namespace or retentions.
+            InvalidArgumentError: an empty prompt, a token that the model does not have, items
+                outside the prompt, or something else than a namespace or retentions.
             RequestTooLongError: it could never finish here; nothing has changed.
         """
         prompt, params = asked.prompt, asked.params
@@ -305,6 +308,7 @@ class Engine:
                 sample=number,
                 namespace=asked.namespace,
                 retain=asked.retain,
+                items=asked.items,
             )
             self._check_tokens("prompt", request.tokens)
             self._scheduler.add(request)
@@ -388,7 +392,12 @@ class Engine:
         else:
             self._unread = None
             outputs += self._accept(launched)
-        if previous is None and step.is_empty and self._scheduler.has_unfinished:
+        if (
+            not step.chunks
+            and previous is None
+            and step.is_empty
+            and self._scheduler.has_unfinished
+        ):
             raise StalledError(
                 "step: requests are waiting, and none of them can be admitted or run"
             )
@@ -568,7 +577,8 @@ class Engine:
 
 def _network(model: LoadedModel, backend: backends.Backend, config: EngineConfig) -> PagedNetwork:
     """The network, and what its caches will store."""
-    network = PagedNetwork(model, backend)
+    kind = BatchInvariantNetwork if config.batch_invariant else PagedNetwork
+    network = kind(model, backend)
     if config.kv_dtype == "fp8":
         quantise(network, block_size=config.block_size, vocab_size=network.vocab_size)
     return network

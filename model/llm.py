@@ -22,7 +22,7 @@ from model.control.config import EngineConfig
 from model.control.params import SamplingParams
 from model.control.request import Request, SampledToken
 from model.control.settings import check_settings
-from model.control.submission import Submission
+from model.control.submission import Submission, salted
 from model.engine import Engine
 from model.errors import InvalidArgumentError
 
@@ -123,6 +123,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         num_samples: int = 1,
+        cache_salt: str = "",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Continue prompts; what came of each, in their order.
@@ -131,6 +132,7 @@ class LLM:
             prompts: a text, or several texts or lists of token ids.
             sampling_params: of all of them, or one for each; None: greedy, with the default length.
             num_samples: how often each is continued.
+            cache_salt: cached prefixes are shared only between prompts of the same salt.
             use_tqdm: whether a bar is drawn, where stderr is a terminal.
 
         Raises:
@@ -149,7 +151,10 @@ class LLM:
         tokens: dict[int, list[SampledToken]] = {}
         try:
             for prompt, one in zip(each, every, strict=True):
-                groups.append(engine.submit(Submission(prompt, one, num_samples=num_samples)))
+                asked = Submission(
+                    prompt, one, num_samples=num_samples, namespace=salted(cache_salt)
+                )
+                groups.append(engine.submit(asked))
             texts = {r.request_id: [] for group in groups for r in group}
             tokens = {number: [] for number in texts}
             with bar("generated", len(texts), is_wanted=use_tqdm) as advance:
@@ -207,6 +212,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         num_samples: int = 1,
+        cache_salt: str = "",
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, by the model's chat template; as `generate`."""
@@ -217,5 +223,6 @@ class LLM:
             [encode(chat) for chat in chats],  # type: ignore[arg-type]  # one kind or the other
             sampling_params,
             num_samples=num_samples,
+            cache_salt=cache_salt,
             use_tqdm=use_tqdm,
         )

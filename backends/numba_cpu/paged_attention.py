@@ -186,9 +186,11 @@ def paged_attention(
     table, num_tokens, sinks = batch.block_table, batch.slot_mapping.shape[0], terms.sinks
     k_cache, v_cache, k_scale, v_scale = cache.k, cache.v, cache.k_scale, cache.v_scale
     signature = (
-        sign(query), sign(k_cache), sign(v_cache), sign(out), sign(sinks), sign(k_scale),
-        sign(v_scale), num_tokens, batch.seq_lens.device, terms.batch_invariant,
-    )  # fmt: skip
+        sign(query, k_cache, v_cache, out, sinks, k_scale, v_scale),
+        num_tokens,
+        batch.seq_lens.device,
+        terms.batch_invariant,
+    )
     plan = plans.find(signature)
     if plan is None or batch.max_seq_len > table.shape[1] * plan.sizes[0]:
         check_paged_attention(backend, query, cache, batch, terms, out)

@@ -43,10 +43,14 @@ class Plans(Generic[_P]):
         self._plans[signature] = plan
 
 
-def sign(tensor: Tensor | None) -> Hashable:
-    """All of a tensor that argument checks and plans look at: everything but values and address."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, Tensor):
-        return type(tensor).__name__  # type: ignore[unreachable]  # a caller's mistake
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def sign(*tensors: Tensor | None) -> Hashable:
+    """What argument checks and plans look at: everything of tensors but values and addresses."""
+    signs: list[Hashable] = []
+    for tensor in tensors:
+        if tensor is None:
+            signs.append(None)
+        elif not isinstance(tensor, Tensor):
+            signs.append(type(tensor).__name__)  # type: ignore[unreachable]  # a caller's mistake
+        else:
+            signs.append((tensor.shape, tensor.stride(), tensor.dtype, tensor.device))
+    return tuple(signs)

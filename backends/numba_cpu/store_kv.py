@@ -181,10 +181,7 @@ def store_kv(
     Raises:
         InvalidArgumentError: a shape, dtype, device or slot breaks the contract; nothing written.
     """
-    signature = (
-        sign(key), sign(value), sign(cache.k), sign(cache.v), sign(slot_mapping),
-        sign(cache.k_scale), sign(cache.v_scale),
-    )  # fmt: skip
+    signature = sign(key, value, cache.k, cache.v, slot_mapping, cache.k_scale, cache.v_scale)
     plan = plans.find(signature)
     if plan is None:
         check_store_kv(backend, key, value, cache, slot_mapping)

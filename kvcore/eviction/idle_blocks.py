@@ -74,7 +74,7 @@ class IdleBlocks:
             self.set_terms(block, merged)
 
     def set_terms(self, block: Block, merged: tuple[RetentionTerm, ...]) -> None:
-        """Keep a held block for what `merged` has told; there is room. Cannot fail. O(1)."""
+        """Set the merged terms of a held block; there is room. Cannot fail. O(1)."""
         old = self.kept.get(block.block_id, ())
         if old != merged:
             self._drop_deadlines(block, old, merged)

@@ -73,19 +73,19 @@ def cut(pool: BlockPool, seq: KVSequence, num_tokens: int) -> None:
     """Keep a sequence's first `num_tokens` tokens, and the blocks that they need. O(released)."""
     computed = computed_after_cut(seq, num_tokens)
     kept = num_tokens if computed == min(num_tokens, seq.num_computed_tokens) else computed
-    told = min(num_tokens, len(seq.packed))
-    items = cut_items(seq.items, told)
+    num_known = min(num_tokens, len(seq.packed))
+    items = cut_items(seq.items, num_known)
     seq.packed.append(0)  # an exported buffer view raises here
     seq.packed.pop()
     pool.give_back(leaving(seq, kept))
     cut_tables(seq, kept)
-    del seq.packed[told:]
-    seq.num_unknown_tokens = num_tokens - told
+    del seq.packed[num_known:]
+    seq.num_unknown_tokens = num_tokens - num_known
     seq.items = items
     pool.num_computed_tokens -= seq.num_computed_tokens - computed
     seq.num_computed_tokens = computed
     seq.num_cached_tokens = min(seq.num_cached_tokens, computed)
-    seq.cut_hashes(told)
+    seq.cut_hashes(num_known)
 
 
 def tail_first(runs: Sequence[tuple[int, int, list[Block]]]) -> list[Block]:

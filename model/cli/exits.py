@@ -1,8 +1,7 @@
 """How a process of the command line ends: its exit code, and the one line that says why.
 
-Decides: what SIGINT, SIGTERM and SIGHUP do. They end the process at once, with one line; where the
-body said that it can stop by itself (`stopping`), the first one only asks it to, so that nothing
-finished is lost, and the second ends it.
+Decides: exit codes, and that a signal ends the process at once, with one line, unless the body
+handles signals itself (`signals.stopping`).
 
 Invariants: 1 is never given here, so that it can only mean what the run says it means; stdout is
 flushed before the code is chosen, so an output that could not be written is never a success; a bug
@@ -17,7 +16,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from types import FrameType
@@ -25,6 +23,7 @@ from typing import NoReturn
 
 from model.cli.progress import say
 from model.cli.settings import flag_name
+from model.cli.signals import end_by, word
 from model.control.config import EngineConfig
 from model.control.settings import settings_of
 from model.errors import ModelError, RankLostError
@@ -32,7 +31,6 @@ from model.errors import ModelError, RankLostError
 BAD_INPUT = 2
 FAILED = 3
 READER_GONE = 141
-_WORDS = {"SIGINT": "interrupted", "SIGTERM": "terminated", "SIGHUP": "hung up"}
 _MAX_LINE = 2000
 _MAX_REASON = 300
 _OURS = ("__main__", "backends", "kvcore", "model")
@@ -56,20 +54,6 @@ class Stopped(KeyboardInterrupt):  # as what it is made of, it is no error
         self.report = report
 
 
-class Asked:
-    """Whether a signal has asked for an end.
-
-    Attributes:
-        number: of the signal; None: it has not.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-
-    def __bool__(self) -> bool:
-        return self.number is not None
-
-
 @contextlib.contextmanager
 def exits() -> Iterator[None]:
     """Run the body; an exception that leaves it becomes an exit code and a line on stderr.
@@ -84,10 +68,10 @@ def exits() -> Iterator[None]:
         _say(f"error: {in_flags(str(error))}")
         code = BAD_INPUT
     except Stopped as error:
-        _say(f"{_word(error.number)}: {error.report}")
+        _say(f"{word(error.number)}: {error.report}")
         code = _code(error.number)
     except KeyboardInterrupt:
-        _say(_word(signal.SIGINT))
+        _say(word(signal.SIGINT))
         code = _code(signal.SIGINT)
     except BrokenPipeError:
         _drop_output()
@@ -116,9 +100,7 @@ def leaves() -> Iterator[None]:
     effect. For the same reason a signal unwinds nothing; an exception raised in the middle of
     loading a C++ library would abort the process.
     """
-    for number in _signals():
-        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job, nohup
-            signal.signal(number, _end)
+    end_by(_end)
     code: object = 0
     try:
         with exits():
@@ -126,38 +108,6 @@ def leaves() -> Iterator[None]:
     except SystemExit as ending:
         code = ending.code
     _leave(code if isinstance(code, int) else 0)
-
-
-@contextlib.contextmanager
-def stopping() -> Iterator[Asked]:
-    """Let the body stop by itself: the first signal asks it to, the next one does as before.
-
-    Yields:
-        What to look at between two pieces of work.
-    """
-    asked = Asked()
-    if threading.current_thread() is not threading.main_thread():  # only that one sets handlers
-        yield asked
-        return
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        earlier = before[signal.Signals(number)]
-        if asked.number is None:
-            asked.number = number
-        elif callable(earlier):
-            earlier(number, frame)
-        else:
-            raise KeyboardInterrupt
-
-    before = {number: signal.getsignal(number) for number in _signals()}
-    heeded = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in heeded:
-        signal.signal(number, ask)
-    try:
-        yield asked
-    finally:
-        for number in heeded:
-            signal.signal(number, before[number])
 
 
 def in_flags(message: str) -> str:
@@ -168,7 +118,7 @@ def in_flags(message: str) -> str:
 
 def _end(number: int, _: FrameType | None) -> None:
     """What a signal does: one line, and the process is gone."""
-    _say(_word(number))
+    _say(word(number))
     _leave(_code(number))
 
 
@@ -179,15 +129,6 @@ def _leave(code: int) -> NoReturn:
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 stream.flush()
     os._exit(code)
-
-
-def _signals() -> list[signal.Signals]:
-    """The signals that ask for an end, as far as this system has them."""
-    return [signal.Signals[name] for name in _WORDS if hasattr(signal, name)]
-
-
-def _word(number: int) -> str:
-    return _WORDS[signal.Signals(number).name]
 
 
 def _code(number: int) -> int:

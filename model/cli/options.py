@@ -92,6 +92,10 @@ class SampleOptions:
         most=1_000_000,
         flag="",
     )
+    cache_salt: str = setting(
+        "",
+        help="prefix caching: share cached prefixes only with prompts of the same salt",
+    )
     retain: tuple[Retained, ...] = setting(
         (),
         help="prompt tokens to keep in the prefix cache longer than others: START:STOP, then "

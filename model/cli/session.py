@@ -19,17 +19,18 @@ import backends
 from model.caches.memory import show_bytes
 from model.cli.args import Options
 from model.cli.bars import bar
-from model.cli.exits import FAILED, Asked, Stopped, stopping
+from model.cli.exits import FAILED, Stopped
 from model.cli.files import OutputFile
 from model.cli.progress import say, telling
 from model.cli.prompts import PromptSpec
 from model.cli.report import document, measure, table
+from model.cli.signals import StopRequest, stopping
 from model.cli.start import input_errors, start, warm_up
 from model.cli.step_table import StepStats, step_table, summarize_steps
 from model.cli.verify import Mismatch, find_mismatch
 from model.cli.writer import StreamWriter, show
 from model.control.request import FinishReason, Request, SampledToken
-from model.control.submission import Submission
+from model.control.submission import Submission, salted
 from model.engine import Engine
 from model.errors import InvalidArgumentError, RankLostError, UsageError
 from model.forward.ranges import DeviceRanges
@@ -225,6 +226,7 @@ def _queue(
                     spec.params,
                     num_samples=spec.samples.n,
                     priority=spec.samples.priority,
+                    namespace=salted(spec.samples.cache_salt),
                     retain=[one.retention for one in spec.samples.retain],
                 )
             )
@@ -247,7 +249,7 @@ def _generate(
     engine: Engine,
     specs: Sequence[PromptSpec],
     requests: Sequence[Request],
-    asked: Asked,
+    asked: StopRequest,
 ) -> _Generated:
     """Step until all have ended, a signal asks for an end, or a step fails."""
     texts: dict[int, str] = {request.request_id: "" for request in requests}
@@ -294,7 +296,7 @@ def _end(engine: Engine, fault: BaseException | None, *, is_verified: bool) -> N
 
 
 def _verified(
-    model: LoadedModel, requests: Sequence[Request], asked: Asked
+    model: LoadedModel, requests: Sequence[Request], asked: StopRequest
 ) -> list[Mismatch] | None:
     """Compare with the dense network; None: a signal ended it early."""
     mismatches = _compared(model, requests, asked)
@@ -317,7 +319,7 @@ def _verified(
 
 
 def _compared(
-    model: LoadedModel, requests: Sequence[Request], asked: Asked
+    model: LoadedModel, requests: Sequence[Request], asked: StopRequest
 ) -> list[Mismatch] | None:
     """Name the first difference of each request."""
     mismatches = []

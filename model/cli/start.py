@@ -18,8 +18,8 @@ from transformers.utils import logging as transformers_logging
 
 import backends
 import kvcore
-from model.cli.exits import stopping
 from model.cli.options import ModelOptions
+from model.cli.signals import stopping
 from model.control.config import EngineConfig
 from model.engine import Engine
 from model.errors import ModelNotFoundError, UnsupportedModelError, UsageError

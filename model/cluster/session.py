@@ -14,10 +14,8 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import ray
@@ -26,6 +24,7 @@ from ray.serve.config import HTTPOptions
 
 from model.cli.exits import Stopped
 from model.cli.progress import say
+from model.cli.signals import StopRequest
 from model.cluster.app import app_of, process_needs
 from model.cluster.config import ClusterOptions
 from model.cluster.replica import REFUSED
@@ -35,7 +34,6 @@ from model.serve.listener import address_of, listen
 _APP = "kvcore"
 _LOOK_S = 0.2
 _CONNECT_S = 5.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STORE_BYTES = 256 << 20  # messages between processes are small
 
 
@@ -47,28 +45,6 @@ class NotStartedError(OSError):
     """Ray or a deployment does not start, for a reason other than the input. Exit code 3."""
 
 
-class Asked:
-    """Whether a signal has asked for the end; a second signal has its previous effect."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-
-    def heed(self) -> None:
-        """Handle the signals; again after a library has installed its own handlers. O(1)."""
-        for number in _SIGNALS:
-            signal.signal(number, self._ask)
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for a signal, at most `timeout_s`; return whether one has come."""
-        return self._event.wait(timeout_s)
-
-    def _ask(self, _number: int, _frame: FrameType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._event.set()
-
-
 def run(options: ClusterOptions) -> int:
     """Serve until a signal ends it; the exit code.
 
@@ -77,8 +53,8 @@ def run(options: ClusterOptions) -> int:
         NotStartedError: Ray does not start them.
         Stopped: a signal came before they were ready.
     """
-    asked = Asked()
-    asked.heed()
+    asked = StopRequest()
+    asked.handle()
     with serving(options, asked) as address:
         say(f"{address}: ready")
         asked.wait()
@@ -87,7 +63,7 @@ def run(options: ClusterOptions) -> int:
 
 
 @contextlib.contextmanager
-def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
+def serving(options: ClusterOptions, asked: StopRequest) -> Iterator[str]:
     """Start replicas and yield their address; at the end of the block they drain and stop.
 
     Args:
@@ -107,7 +83,7 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     _start_ray(options.cluster.address)
-    asked.heed()  # Ray has installed its own handlers
+    asked.handle()  # Ray has installed its own handlers
     try:
         _check_resources(options)
         tls = {
@@ -123,7 +99,7 @@ def serving(options: ClusterOptions, asked: Asked) -> Iterator[str]:
                     [serve.RunTarget(app_of(options), name=_APP)],
                     wait_for_applications_running=False,
                 )
-            asked.heed()
+            asked.handle()
             _wait_until_ready(asked, options.cluster.start_timeout_s)
         yield address
     finally:
@@ -193,7 +169,7 @@ def _check_resources(options: ClusterOptions) -> None:
             )
 
 
-def _wait_until_ready(asked: Asked, timeout_s: float) -> None:
+def _wait_until_ready(asked: StopRequest, timeout_s: float) -> None:
     """Wait until the replicas are ready, and at most `timeout_s` for Ray's proxy."""
     end_s = time.monotonic() + timeout_s
     while not asked.wait(_LOOK_S):

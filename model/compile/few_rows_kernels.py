@@ -39,9 +39,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _WHOLE = 4096
-"""Numbers of a row of the weight that are read at once, at most."""
+"""The longest row of a weight that is read at once."""
 _MANY = 4096
-"""Rows of a weight from where on larger parts still make a program for every place."""
+"""The least rows of a weight for larger tiles: there are still enough programs for a GPU."""
 
 
 def _jit(function: Any) -> Any:  # noqa: ANN401  # Triton has no types
@@ -55,7 +55,7 @@ def _at_once(
     WIDTH: tl.constexpr, COUNT: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr,
     STEP: tl.constexpr, OVERLAPS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """All of the weight's rows is read before x is waited for."""
+    """Read whole rows of the weight before waiting for x."""
     lane = tl.arange(0, STEP)[None, None, :]
     inside = lane < WIDTH
     read = tl.load(weight + start + lane, mask=inside, other=0.0)
@@ -85,7 +85,7 @@ def _in_steps(
     GATED: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """STEP numbers of each of the weight's rows after the other, STAGES of them on their way."""
+    """Read rows of the weight in steps of STEP numbers, with STAGES steps in flight."""
     if OVERLAPS:
         gdc_launch_dependents()
         gdc_wait()
@@ -159,7 +159,7 @@ def _multiply(
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is cut: see the kernel."""
+    """How a product is divided: see the kernel."""
 
     tile: int
     step: int
@@ -168,7 +168,7 @@ class Cut:
 
 
 def _cut_of(width: int, count: int, *, is_gated: bool) -> Cut:
-    """How a weight of `count` rows so wide is read, as was measured on an H200. O(1)."""
+    """How a weight of `count` rows of `width` numbers is read, as measured on an H200. O(1)."""
     whole = triton.next_power_of_2(width)
     if whole > _WHOLE:
         return Cut(tile=4 if is_gated else 8, step=512, stages=4, warps=4)
@@ -192,18 +192,18 @@ def multiply(
     cut: Cut | None = None,
     overlapping: bool | None = None,
 ) -> Tensor:
-    """A product of few rows, as the module says: [1, num_rows, count]. One launch.
+    """A product of few rows, see the module: [1, num_rows, count]. One launch.
 
     Args:
-        x: 2 or 4 rows, one after the other in any shape.
-        weight: [count, width], without gaps; of both halves if gated.
+        x: 2 or 4 contiguous rows, in any shape.
+        weight: [count, width], contiguous; both halves if gated.
         bias: [count].
-        scale: [width]: rows are normed and multiplied by this; None: they are as they are.
+        scale: [width]: rows are normed and multiplied by it; None: no norm.
         eps: of the norm.
-        residual: [1, num_rows, count], what the product is added to.
+        residual: [1, num_rows, count], added to the product.
         is_gated: whether the first half of the product gates the second.
-        cut: of the weight; None: what is best.
-        overlapping: None: where the device can.
+        cut: of the weight; None: the best one.
+        overlapping: whether the kernel starts early; None: where the device can.
     """
     width, count = weight.shape[1], weight.shape[0] // (2 if is_gated else 1)
     rows = x.numel() // width
@@ -289,20 +289,20 @@ def rotate(
     *,
     overlapping: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of each token, as the module says: [num_tokens, heads, dim].
+    """Queries, keys and values of each token, see the module: [num_tokens, heads, dim].
 
     One launch; values are a view of the product.
 
     Args:
-        product: [1, num_tokens, numbers], without gaps.
+        product: [1, num_tokens, numbers], contiguous.
         cos: [1, num_tokens, dim].
-        sin: likewise.
-        q_scale: [dim], of the norm; None: there is none, nor for keys.
+        sin: [1, num_tokens, dim].
+        q_scale: [dim], of the norm; None: no norm of queries and keys.
         k_scale: [dim].
         eps: of the norm.
         num_q_heads: heads of queries.
         num_kv_heads: heads of keys, and of values.
-        overlapping: None: where the device can.
+        overlapping: whether the kernel starts early; None: where the device can.
     """
     num_tokens, dim = product.shape[1], cos.shape[-1]
     heads = num_q_heads + num_kv_heads
@@ -323,5 +323,5 @@ def attend_rotated(
     layer: int,
     *given: Any,  # noqa: ANN401  # those of `rotate`
 ) -> Tensor:
-    """Attention of a layer over what `rotate` gives: [num_tokens, num_q_heads, dim]."""
+    """Attention of a layer over the results of `rotate`: [num_tokens, num_q_heads, dim]."""
     return call(layer, *rotate(*given))

@@ -48,15 +48,16 @@ class Admission:
 
     def plan(self, request: Request) -> kvcore.Plan:
         """What a start would find in the cache, load and take, token by token. O(its tokens)."""
-        tokens, namespace = request.tokens, self._namespace(request)
+        tokens, items = request.tokens, request.items
+        namespace = self._namespace(request)
         copy = request.host_copy
         if copy is None:
-            return self._kv.plan(tokens, namespace=namespace, chunk=1)
+            return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1)
         stored = copy.num_tokens
-        plan = self._kv.plan(tokens, namespace=namespace, chunk=1, num_external=stored)
+        plan = self._kv.plan(tokens, namespace=namespace, items=items, chunk=1, num_external=stored)
         if self._is_of_use(copy, plan.num_cached_tokens):
             return plan
-        return self._kv.plan(tokens, namespace=namespace, chunk=1)
+        return self._kv.plan(tokens, namespace=namespace, items=items, chunk=1)
 
     def _is_of_use(self, copy: HostCopy, num_cached_tokens: int) -> bool:
         """Whether a copy reaches down to what is found, and further than that. O(1)."""
@@ -146,6 +147,7 @@ class Admission:
         sequence = self._kv.open(
             request.tokens,
             namespace=self._namespace(request),
+            items=request.items,
             retain=request.retain,
             resumed=request.num_preemptions > 0,
         )

@@ -141,6 +141,12 @@ class EngineConfig(StepLimits):
         "was never written, or a block of another request); implies --eager; steps take two to "
         "four times as long on a CPU, longer on a GPU",
     )
+    batch_invariant: bool = setting(
+        False,
+        help="deterministic inference: the output of a request does not depend on other requests, "
+        "chunked prefill or prefix cache hits (batch invariance); on a CPU only; slow; implies "
+        "--eager",
+    )
     async_scheduling: bool | None = setting(
         None,
         help="schedule and launch a step before the tokens of the previous one are read "
@@ -210,6 +216,10 @@ class EngineConfig(StepLimits):
                 f"async_scheduling: cannot be combined with {source}: draft tokens are proposed "
                 "from "
                 "the tokens of the previous step"
+            )
+        if self.batch_invariant and self.compile:
+            raise InvalidArgumentError(
+                "batch_invariant: cannot be combined with compile; give one of them"
             )
         if self.sanitize and self.compile:
             raise InvalidArgumentError(

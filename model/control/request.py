@@ -92,6 +92,7 @@ class Request:
         sample: the number of this sample of its prompt, from 0.
         namespace: with whom it shares what it computes.
         retain: which ranges of its tokens stay in the cache longer than others.
+        items: multimodal items of its prompt; a cached prefix is shared only with equal ones.
         order: what the scheduler sorts by, the lower the sooner; given by `Scheduler.add`.
         max_total_tokens: the most tokens it can come to, its prompt included.
         sequence: its blocks and its tokens while RUNNING, otherwise None.
@@ -103,8 +104,8 @@ class Request:
         error: what ended it with `FinishReason.ERROR`; None: nothing has.
 
     Raises:
-        InvalidArgumentError: an empty prompt, a token id that is not one, no namespace, or
-            something else among the retentions.
+        InvalidArgumentError: an empty prompt, a token id that is not one, no namespace, something
+            else among the retentions, or items that overlap or leave the prompt.
     """
 
     __slots__ = (
@@ -117,6 +118,7 @@ class Request:
         "error",
         "host_copy",
         "is_long",
+        "items",
         "leader",
         "load",
         "max_total_tokens",
@@ -145,6 +147,7 @@ class Request:
         sample: int = 0,
         namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE,
         retain: Sequence[kvcore.Retention] = (),
+        items: Sequence[kvcore.MultimodalItem] = (),
     ) -> None:
         if len(prompt_tokens) == 0:
             raise InvalidArgumentError("prompt: wanted at least one token, got none")
@@ -161,6 +164,7 @@ class Request:
         self.leader = leader
         self.sample = sample
         self.namespace = _checked(namespace)
+        self.items = _checked_items(items, len(prompt_tokens))
         self.retain = tuple(retain)
         for one in self.retain:
             if type(one) is not kvcore.Retention:
@@ -361,6 +365,22 @@ def _checked(namespace: object) -> kvcore.Namespace:
             f"got {namespace.weight_epoch}"
         )
     return namespace
+
+
+def _checked_items(
+    items: Sequence[kvcore.MultimodalItem], num_tokens: int
+) -> tuple[kvcore.MultimodalItem, ...]:
+    end = 0
+    for item in items:
+        if type(item) is not kvcore.MultimodalItem:
+            raise InvalidArgumentError(f"items: wanted kvcore.MultimodalItem, got {shown(item)}")
+        if item.start < end or item.start + item.length > num_tokens:
+            raise InvalidArgumentError(
+                f"items: wanted them in order, apart and inside the {num_tokens} tokens of the "
+                f"prompt, got one at {item.start} of {item.length}"
+            )
+        end = item.start + item.length
+    return tuple(items)
 
 
 def _packed(tokens: Sequence[int]) -> array[int]:

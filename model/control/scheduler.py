@@ -139,8 +139,8 @@ class Scheduler:
         if leader is not None and not (
             request.is_led
             and self._unfinished.get(leader.request_id) is leader
-            and (leader.tokens, leader.priority, leader.namespace)
-            == (request.tokens, request.priority, request.namespace)
+            and (leader.tokens, leader.priority, leader.namespace, leader.items)
+            == (request.tokens, request.priority, request.namespace, request.items)
         ):
             raise InvalidArgumentError(
                 f"leader: wanted an unfinished request of the same prompt, priority and namespace "
@@ -151,7 +151,7 @@ class Scheduler:
         self._num_added += 1
         request.order = (number + request.priority * self.config.priority_span, number)
         self._unfinished[request.request_id] = request
-        self._keeps_time |= any(wish.max_steps for wish in request.retain)
+        self._keeps_time |= any(one.max_steps for one in request.retain)
         if leader is not None:
             self._followers.setdefault(leader.request_id, []).append(request)
         self._enqueue(request)
@@ -404,7 +404,7 @@ class Scheduler:
         return any(
             other.order < request.order
             and other.is_long == self._admission.is_long(request)
-            and other.namespace == request.namespace
+            and (other.namespace, other.items) == (request.namespace, request.items)
             and other.num_computed_tokens < end
             and other.tokens[:end] == prefix
             for other in self._running

@@ -20,6 +20,19 @@ from model.errors import InvalidArgumentError, InvalidSettingError
 
 Prompt = str | Sequence[int]
 
+
+def salted(cache_salt: str) -> kvcore.Namespace:
+    """The namespace of a cache salt; that of no salt is the default one. O(salt).
+
+    Raises:
+        InvalidArgumentError: UTF-8 cannot encode it.
+    """
+    try:
+        return kvcore.Namespace(salt=cache_salt.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError("cache_salt: wanted text that UTF-8 can encode") from error
+
+
 _RETAINED = re.compile(r"(\d{1,18}):(\d{0,18})(?:@(\d{1,10}))?(?:/(\d{1,18}))?", re.ASCII)
 _END = 2**62  # no text is longer
 
@@ -72,9 +85,11 @@ class Submission:
         priority: lower numbers run first.
         namespace: requests share cached prefixes only within a namespace.
         retain: ranges of its tokens to keep in the prefix cache longer than others.
+        items: multimodal items that its tokens stand for (images, audio), in order. They are part
+            of the prefix cache identity only: the runner computes the embeddings of tokens.
 
     Raises:
-        InvalidArgumentError: fewer than one sample.
+        InvalidArgumentError: fewer than one sample, or a LoRA adapter.
     """
 
     prompt: Prompt
@@ -84,7 +99,13 @@ class Submission:
     priority: int = 0
     namespace: kvcore.Namespace = kvcore.DEFAULT_NAMESPACE
     retain: Sequence[kvcore.Retention] = ()
+    items: Sequence[kvcore.MultimodalItem] = ()
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
             raise InvalidArgumentError(f"num_samples: wanted at least 1, got {self.num_samples}")
+        if getattr(self.namespace, "lora_name", None) is not None:
+            raise InvalidArgumentError(
+                "namespace: LoRA adapters are not applied by this engine, so lora_name must be "
+                "None; merge the adapter into the model, or use a cache salt to separate prefixes"
+            )

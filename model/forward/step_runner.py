@@ -168,7 +168,8 @@ class StepRunner:
         """
         if self._sanitizer is not None:
             self._sanitizer.begin_transfers(step, self._network.caches)
-        self._mover.transfer(step.stores, step.loads)
+        if step.stores or step.loads:
+            self._mover.transfer(step.stores, step.loads)
         if not step.chunks:
             return Flight((), self._sampler.draw(torch.empty(0), ()))
         self._builders.append(self._builders.pop(0))

@@ -143,7 +143,7 @@ def free_bytes(networks: Sequence[PagedNetwork], config: EngineConfig) -> int | 
     peak_bytes = 0
     if config.num_blocks is None and config.kv_memory_bytes is None:
         try:
-            for each in networks:  # all before the first is measured: what is compiled stays
+            for each in networks:  # all first: compiled code takes memory
                 each.allocate(1, config.block_size)
                 compile_network(each, config)
             peak_bytes = max([_peak_bytes(each, config) for each in networks])

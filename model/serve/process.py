@@ -1,7 +1,7 @@
 """The server as a process: its loop, its signals, its end.
 
-Decides: that the first SIGTERM or SIGINT drains (no new requests, those that run may end) and the
-second ends the process at once; and that a model which does not load ends it too.
+Decides: that the first stop signal drains the server (no new requests, running ones may end), the
+second ends the process at once, and a model that does not load ends it too.
 
 Does not know: how requests are answered.
 """
@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
 import ssl
 import sys
@@ -25,6 +24,7 @@ import uvicorn
 from model.async_engine import AsyncEngine, EngineState
 from model.cli.files import OutputFile
 from model.cli.progress import say
+from model.cli.signals import stopping
 from model.errors import RankLostError, UsageError, visible
 from model.serve.app import create_app
 from model.serve.args import ServeOptions
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _LAST_BYTES_S = 2
 _KEEP_ALIVE_S = 75
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> int:
@@ -108,22 +107,23 @@ class Server(uvicorn.Server):
 async def _run(
     server: uvicorn.Server, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
 ) -> None:
-    began_s = time.monotonic()
-    asked = _asked()
-    engine.start()
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        await _first_of(engine.ready(), asked.wait(), serving)
-        if engine.health.state is not EngineState.STARTING:
-            say(f"{address_of(listener, config)}: ready in {time.monotonic() - began_s:.1f} s")
-            await _first_of(asked.wait(), serving, _rank_lost(engine))
-            say(f"draining: waiting for {engine.num_open} running requests")
-            num_cut = await engine.drain(config.drain_timeout_s)
-            say(f"drained: {num_cut} requests were aborted")
-            _check_ranks(await engine.ended())
-    finally:
-        server.should_exit = True
-        await serving
+    began_s, loop, asked = time.monotonic(), asyncio.get_running_loop(), asyncio.Event()
+    with stopping(lambda: loop.call_soon_threadsafe(asked.set)):
+        engine.start()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            await _first_of(engine.ready(), asked.wait(), serving)
+            if engine.health.state is not EngineState.STARTING:
+                took_s = time.monotonic() - began_s
+                say(f"{address_of(listener, config)}: ready in {took_s:.1f} s")
+                await _first_of(asked.wait(), serving, _rank_lost(engine))
+                say(f"draining: waiting for {engine.num_open} running requests")
+                num_cut = await engine.drain(config.drain_timeout_s)
+                say(f"drained: {num_cut} requests were aborted")
+                _check_ranks(await engine.ended())
+        finally:
+            server.should_exit = True
+            await serving
 
 
 async def _rank_lost(engine: AsyncEngine) -> None:
@@ -146,23 +146,6 @@ async def _first_of(*works: "Awaitable[object]") -> None:
             task.cancel()
     for task in done:
         task.result()
-
-
-def _asked() -> asyncio.Event:
-    """What the first signal sets; the next one does as it did before."""
-    loop = asyncio.get_running_loop()
-    asked = asyncio.Event()
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-
-    def ask() -> None:
-        for each, handler in before.items():
-            loop.remove_signal_handler(each)
-            signal.signal(each, handler)
-        asked.set()
-
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, ask)
-    return asked
 
 
 @contextlib.contextmanager

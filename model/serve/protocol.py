@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validat
 import kvcore
 from model.control.grammar import Grammar
 from model.control.params import SamplingParams
-from model.control.submission import Prompt, Retained, Submission
+from model.control.submission import Prompt, Retained, Submission, salted
 from model.errors import InvalidArgumentError
 from model.serve.bounds import Text, check_sizes, checked_prompt, with_one_stranger
 from model.serve.errors import ApiError
@@ -181,7 +181,7 @@ class GenerationRequest(_Strict):
     @property
     def namespace(self) -> kvcore.Namespace:
         """Requests of the same namespace share cached blocks. O(salt)."""
-        return kvcore.Namespace(salt=(self.cache_salt or "").encode())
+        return salted(self.cache_salt or "")
 
     @property
     def retentions(self) -> tuple[kvcore.Retention, ...]:

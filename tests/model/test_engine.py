@@ -1,10 +1,14 @@
 """The engine on a small random network and the reference backend."""
 
 import functools
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+import kvcore
 from model import (
     EngineConfig,
     FinishReason,
@@ -14,13 +18,17 @@ from model import (
     StalledError,
     Submission,
 )
+from model.cli.start import start
+from model.control.submission import salted
 from model.engine import Engine
 from model.errors import UnsupportedModelError
 from model.forward import warm_up
 from model.sample.request_sampler import Drawn
+from model.tiny import CHECKPOINT_DIR
 from tests.model.networks import build, greedy_and_margin
 from tests.model.reference import ReferenceBackend
 
+MOST_FILES, MOST_CALLS = 26, 225
 SEED = 25  # the greedy choices of the prompts below are clear: the first test checks it
 PROMPT = "a prompt of some length, "
 
@@ -394,3 +402,69 @@ def test_a_backend_without_the_models_dtype_is_refused_by_name():
         UnsupportedModelError, match=r"backend reference: layer 0 is torch\.float16"
     ):
         Engine(half, ReferenceBackend(), EngineConfig(num_blocks=4))
+
+
+def calls_of(engine):
+    """The Python calls of our own code in one step: (file, function) -> how many."""
+    calls, root = Counter(), Path(__file__).parents[2]
+    ours = tuple(f"{root / package}/" for package in ("model", "kvcore", "backends"))
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(ours):
+            calls[frame.f_code.co_filename, frame.f_code.co_name] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        engine.step()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+def test_a_decode_step_takes_few_files_and_calls(is_late, capsys):
+    """What a reader follows, and what the host pays, for one token of two requests on a CPU."""
+    model, backend = start(str(CHECKPOINT_DIR), "numba", "float32")
+    config = EngineConfig(num_blocks=64, async_scheduling=is_late, compile=True)
+    engine = Engine(model, backend, config)
+    engine.prepare()
+    for first in (1, 2):
+        engine.add_request([first] * 20, SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(6):  # to where no block begins
+        engine.step()
+    calls = calls_of(engine)
+    num_files = len({file for file, _ in calls})
+    with capsys.disabled():
+        sys.stdout.write(
+            f"\none decode step: {num_files} files, {calls.total()} calls of Python functions\n"
+        )
+    assert num_files <= MOST_FILES
+    assert calls.total() <= MOST_CALLS
+
+
+def test_prompts_share_a_cached_prefix_only_with_equal_items_salts_and_no_adapter():
+    engine, tokens = make(), list(range(1, 26))
+    image, other = (
+        kvcore.MultimodalItem(b"an image", 4, 8),
+        kvcore.MultimodalItem(b"another one", 4, 8),
+    )
+
+    def hits(items=(), salt=""):
+        [request] = engine.submit(
+            Submission(tokens, greedy(2), items=items, namespace=salted(salt))
+        )
+        while not request.is_finished:
+            engine.step()
+        return request.num_cached_tokens
+
+    assert [hits(), hits()] == [0, 24]
+    assert [hits([image]), hits([image])] == [4, 24]  # what is before the image is the same text
+    assert [hits([other]), hits([other]), hits([image])] == [4, 24, 24]
+    assert [hits(salt="a"), hits(salt="a"), hits(salt="b")] == [0, 24, 0]
+    for wrong in ([other, image], [kvcore.MultimodalItem(b"x", 20, 6)], [b"x"]):
+        with pytest.raises(InvalidArgumentError, match=r"^items: wanted"):
+            hits(wrong)
+    with pytest.raises(InvalidArgumentError, match="cache_salt: wanted text"):
+        salted("\ud800")
+    with pytest.raises(InvalidArgumentError, match="LoRA adapters are not applied"):
+        Submission(tokens, namespace=kvcore.Namespace(lora_name="adapter"))

@@ -195,7 +195,7 @@ def test_a_prompt_that_says_nothing_is_one_error(argv, message):
     [
         ('{"prompt": "a"', r"jsonl line 2: not JSON: .* at column 15"),
         ('["a"]', "line 2: wanted an object with a prompt, got list"),
-        ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, frequency_penalty, "),
+        ('{"text": "a"}', "line 2: unknown field 'text'; known: prompt, cache_salt, "),
         ('{"max_tokens": 3}', "line 2: wanted a prompt that is not empty, got None"),
         ('{"prompt": 3}', "line 2: wanted a prompt that is not empty, got 3"),
         ('{"prompt": "a", "top_p": "x"}', "line 2: top_p has no effect"),

@@ -191,7 +191,7 @@ class TakesTheBlocksOfOneGroupForThoseOfAnother(Scheduler):
 
 
 class GoesOnWithTheKeysOfAShortText(Scheduler):
-    def _begin_again(self):
+    def _restart_long(self):
         pass
 
 
@@ -301,9 +301,9 @@ class ForksWhatTheLeaderExpects(Scheduler):
 
 
 class KeepsTheRoomOfDraftsThatDidNotHold(Scheduler):
-    def _follow(self, expecting, further):
+    def _accept_drafts(self, expecting, further):
         kv, self._kv = self._kv, _Without(self._kv, "truncate")
-        super()._follow(expecting, further)
+        super()._accept_drafts(expecting, further)
         self._kv = kv
 
 
@@ -347,7 +347,7 @@ class DraftsPastTheEdge(Scheduler):
 class ForgetsTheDraftsThatHeld(Scheduler):
     """What was drawn behind them joins, and is never computed."""
 
-    def _follow(self, expecting, further):
+    def _accept_drafts(self, expecting, further):
         for request in expecting:
             if request.sequence is not None:
                 self._kv.extend(request.sequence, further.get(request.request_id, ()))

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from model.cli import exits as exits_module
 from model.cli import prompts, session
 from model.cli.exits import exits
 from model.cli.session import execute
+from model.cli.signals import StopRequest
 from model.engine import Engine
 from model.errors import UsageError, visible
 from model.load import loader
@@ -204,7 +204,7 @@ def test_an_interrupted_run_prints_finished_texts_and_no_others(
 
 
 def test_a_signal_while_it_verifies_leaves_what_was_generated(checkpoint, capsys, monkeypatch):
-    asked = exits_module.Asked()
+    asked = StopRequest()
 
     @contextlib.contextmanager
     def stopping():

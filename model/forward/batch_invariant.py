@@ -1,0 +1,131 @@
+"""Batch-invariant mode: the output of a request does not depend on the others in its batch.
+
+vLLM calls it batch invariance, SGLang deterministic inference (He et al. 2025, "Defeating
+nondeterminism in LLM inference"). Sampling is per request already; what depends on the batch are
+attention kernels that split work by its size, and matrix products, whose libraries sum in another
+order for another number of rows.
+
+Decides: attention runs in its batch-invariant mode with each token as a query of its own, and
+every linear layer computes its rows one by one, as if each token were alone.
+
+Invariants: a row's bits depend on its token and the tokens before it alone: not on other requests,
+and not on chunked prefill, prefix cache hits, preemption or draft tokens of its own. Products of
+other kinds that mix rows in one call (grouped experts) are refused.
+
+Does not know: what a step computes, sampling.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+import backends
+from model.attention.batch import StepTensors
+from model.errors import UnsupportedModelError
+from model.forward.network import PagedNetwork
+from model.load.loader import LoadedModel
+
+_MIXED = frozenset({"bmm", "baddbmm", "_grouped_mm", "grouped_mm"})
+
+
+class BatchInvariantNetwork(PagedNetwork):
+    """A network whose rows do not depend on each other's number.
+
+    Raises:
+        UnsupportedModelError: the backend has no batch-invariant attention, or this is a GPU.
+    """
+
+    def __init__(self, model: LoadedModel, backend: backends.Backend) -> None:
+        if backend.device.type != "cpu":
+            raise UnsupportedModelError(
+                "batch_invariant: matrix products are batch-invariant on a CPU only; use "
+                "--backend numba, or leave --batch-invariant out"
+            )
+        if "batch_invariant" not in backend.capabilities.features:
+            raise UnsupportedModelError(
+                f"batch_invariant: backend {backend.name} has no batch-invariant attention"
+            )
+        super().__init__(model, BatchInvariantBackend(backend))  # type: ignore[arg-type]
+
+    def logits(self, step: StepTensors, *, backend: backends.Backend | None = None) -> Tensor:
+        """As `PagedNetwork.logits`; a linear layer takes as many products as it has rows."""
+        with _RowByRow():
+            return super().logits(step, backend=backend)
+
+
+class BatchInvariantBackend:
+    """A backend whose attention is always asked to be batch-invariant."""
+
+    def __init__(self, inner: backends.Backend) -> None:
+        self._inner = inner
+        self.capabilities = replace(inner.capabilities, shared_prefix_worth=None)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        cache: backends.KVCache,
+        batch: backends.PagedBatch,
+        terms: backends.AttentionTerms,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """As `Backend.paged_attention`."""
+        terms = replace(terms, batch_invariant=True)
+        batch = _token_by_token(batch)
+        return self._inner.paged_attention(query, cache, batch, terms, out=out)
+
+
+def _token_by_token(batch: backends.PagedBatch) -> backends.PagedBatch:
+    """The same rows, each query token a sequence that ends with it. O(tokens * blocks)."""
+    if batch.max_query_len == 1:
+        return batch
+    counts = batch.query_start_loc.diff()
+    owners = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    starts = torch.arange(len(owners) + 1, dtype=torch.int32)
+    behind = batch.query_start_loc[1:][owners] - starts[:-1]  # rows of its sequence from it on
+    return replace(
+        batch,
+        query_start_loc=starts,
+        seq_lens=batch.seq_lens[owners] - behind + 1,
+        block_table=batch.block_table[owners],
+        max_query_len=1,
+        shared_prefix=None,
+    )
+
+
+class _RowByRow(TorchFunctionMode):
+    """Computes every linear layer row by row."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        del types
+        if func is functional.linear:
+            return _linear(*args, **(kwargs or {}))  # type: ignore[arg-type]
+        if getattr(func, "__name__", "") in _MIXED:
+            raise UnsupportedModelError(
+                f"batch_invariant: this model computes rows of several tokens in one "
+                f"{func.__name__}; leave --batch-invariant out"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    flat = rows.reshape(-1, rows.shape[-1])
+    out = flat.new_empty((flat.shape[0], weight.shape[0]))
+    for row, into in zip(flat, out, strict=True):
+        torch.mv(weight, row, out=into)
+    if bias is not None:
+        out += bias
+    return out.reshape(*rows.shape[:-1], weight.shape[0])

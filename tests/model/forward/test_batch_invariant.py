@@ -1,0 +1,63 @@
+"""Batch-invariant mode: bit by bit what a request gives alone, whoever runs beside it."""
+
+import pytest
+import torch
+
+import backends
+from model import EngineConfig, InvalidArgumentError, SamplingParams
+from model.engine import Engine
+from model.errors import UnsupportedModelError
+from model.forward.batch_invariant import _RowByRow
+from tests.model.networks import build
+from tests.model.reference import ReferenceBackend
+
+PROMPTS = ["a prompt of some length, ", "short", "a prompt of another length, and its end", "x"]
+PARAMS = [
+    SamplingParams(max_tokens=8, logprobs=3, ignore_eos=True, temperature=0.8, seed=number)
+    for number in range(len(PROMPTS))
+]
+
+
+def engine_of(architecture="qwen3", **fields):
+    config = EngineConfig(num_blocks=90, block_size=4, batch_invariant=True, **fields)
+    return Engine(build(architecture, 25), backends.get_backend("numba"), config)
+
+
+def outputs(engine, numbers):
+    done = engine.generate([PROMPTS[n] for n in numbers], [PARAMS[n] for n in numbers])
+    return {n: one.tokens for n, one in zip(numbers, done, strict=True)}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("budget", [2048, 16])
+def test_a_request_gives_the_same_bits_alone_and_in_any_batch(architecture, budget):
+    """Tokens and log-probabilities; also where prompts are computed in chunks, and found again."""
+    engine = engine_of(architecture, max_num_batched_tokens=budget)
+    engine.prepare()
+    alone = {n: outputs(engine_of(architecture), [n])[n] for n in range(len(PROMPTS))}
+    for numbers in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0], [1, 1, 1, 2]):
+        assert outputs(engine, numbers) == {n: alone[n] for n in numbers}
+
+
+def test_without_it_the_check_has_something_to_find():
+    """Rows of one product do depend on their number here, or the mode would prove nothing."""
+    torch.manual_seed(0)
+    layer, rows = torch.nn.Linear(512, 512), torch.randn(40, 512)
+    with torch.inference_mode():
+        together = layer(rows)
+        single = torch.cat([layer(row[None]) for row in rows])
+        with _RowByRow():
+            assert torch.equal(layer(rows), torch.cat([layer(row[None]) for row in rows]))
+            assert torch.allclose(layer(rows), together, atol=1e-5)
+    if torch.equal(together, single):
+        pytest.skip("this library of matrix products happens to be batch-invariant")
+
+
+def test_what_cannot_be_batch_invariant_is_refused():
+    with pytest.raises(InvalidArgumentError, match="batch_invariant: cannot be combined with comp"):
+        EngineConfig(batch_invariant=True, compile=True)
+    config = EngineConfig(num_blocks=60, batch_invariant=True)
+    with pytest.raises(UnsupportedModelError, match="backend reference has no batch-invariant"):
+        Engine(build("qwen3", 25), ReferenceBackend(), config)
+    with _RowByRow(), pytest.raises(UnsupportedModelError, match="in one bmm"):
+        torch.bmm(torch.ones(1, 2, 2), torch.ones(1, 2, 2))
