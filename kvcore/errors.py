@@ -78,7 +78,7 @@ class InvariantError(KVCoreError):
     """A property of the allocator does not hold: a bug in kvcore, or memory was overwritten.
 
     Attributes:
-        prop: the number of the property, "P1" to "P30", as docs/invariants.md lists them.
+        prop: the number of the property, "P1" to "P30", as docs/reference/properties.md lists them.
     """
 
     def __init__(self, prop: str, message: str) -> None:

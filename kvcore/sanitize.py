@@ -12,7 +12,7 @@ given to a kernel are those of the sequence. A block's slots count as never writ
 at which another sequence, or another place of a sequence, has it.
 
 It does not know what a kernel really does: `take_fresh` returns the blocks to poison, and the owner
-of the memory checks the result, as docs/embedding.md describes.
+of the memory checks the result, as docs/how-to/find-a-wrong-access.md describes.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ class StepRecorder:
         self._pool = _PoolRecording(self._kv, self._schedule, decode)
 
     def pool_document(self) -> dict[str, object] | None:
-        """What was recorded of the pool, as docs/viewing.md spells it; None if nothing was.
+        """What was recorded of the pool (docs/reference/trace-format.md); None if nothing was.
 
         O(what was kept of it).
         """

@@ -1,4 +1,4 @@
-"""Hypothesis profiles, which docs/testing.md describes, and one fixture for every test.
+"""Hypothesis profiles (docs/explanation/how-we-test.md), and one fixture for every test.
 
 The fixture keeps the collector away from what was imported.
 """

@@ -30,7 +30,7 @@ def line(row: Row) -> str:
 
 
 def as_json(rows: Sequence[Row], *, quick: bool) -> dict[str, object]:
-    """Return everything as plain values for `json.dumps`; docs/performance.md names the keys."""
+    """Return plain values for `json.dumps`; docs/how-to/benchmark.md names the keys."""
     return {
         "kvcore": kvcore.__version__,
         "build": build(),

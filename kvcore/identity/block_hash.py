@@ -6,8 +6,8 @@
 Prefix cache hits never use block hashes. They are derived for KV events, storage tiers and
 routers, and only on request. Integers are little-endian: 1 byte for the size of a hash, 4 bytes
 for a number of tokens or a token. Items are encoded as in `identity/multimodal.py`; text has none.
-H is xxh3-128, or sha256 where a hash leaves the trust domain. docs/block-keys.md specifies it byte
-for byte.
+H is xxh3-128, or sha256 where a hash leaves the trust domain. docs/reference/block-hashes.md
+specifies it byte for byte.
 """
 
 from __future__ import annotations

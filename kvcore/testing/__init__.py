@@ -3,8 +3,8 @@
 An adapter maps eight verbs to the calls of another engine's allocator, and says what it promises
 (`Allocator`, `Promise`). State machines then drive it beside a ghost of the GPU's memory and check,
 from outside, that no block is handed out twice, that every hit is the request's own prefix, that
-nothing leaks, and the other properties of docs/invariants.md that can be seen so. It needs
-Hypothesis (`pip install 'kvcore[testing]'`); nothing else of kvcore imports it.
+nothing leaks, and the other properties of docs/reference/properties.md that can be seen so. It
+needs Hypothesis (`pip install 'kvcore[testing]'`); nothing else of kvcore imports it.
 """
 
 try:

@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 nothing found, 1 found, 2 wrong command or adapter, 3 only known.",
     )
     add = parser.add_argument
-    add("adapter", metavar="MODULE:FACTORY", help="makes an adapter: docs/testing-yours.md")
+    add("adapter", metavar="MODULE:FACTORY", help="makes an adapter")
     add("--profile", choices=PROFILES, default="default", help="how much a round does")
     add("--seconds", type=_positive, default=0.0, help="rounds until then; else one")
     add("--seed", type=int, default=0, help="of the first round; the next has the next")

@@ -63,7 +63,7 @@ class BrokenError(kvcore.KVCoreError, AssertionError):
 
 
 class PropertyError(BrokenError):
-    """A property of docs/invariants.md does not hold.
+    """A property of docs/reference/properties.md does not hold.
 
     Attributes:
         prop: its number, such as "P7".

@@ -2,7 +2,8 @@
 
 A `Publisher` publishes the KV events of a manager; routers that read vLLM's events can read them
 without a change. A `Subscriber` follows any number of publishers, of kvcore or of other engines,
-and returns the longest prefix of a prompt that each of them has. docs/events.md shows both.
+and returns the longest prefix of a prompt that each of them has. docs/how-to/kv-events.md shows
+both.
 
 Needs pyzmq and msgspec (`pip install 'kvcore[events]'`). Nothing else of kvcore imports it.
 """

@@ -50,7 +50,7 @@ MARK_ITEMS: Final = b"KVI1"
 """An extra key that begins so has, after it, the encoded items that reach into the block."""
 
 _DEFAULT_KEY: Final = encode_namespace(DEFAULT_NAMESPACE)
-_ITEM_HEAD: Final = struct.Struct("<IQIBI")  # docs/block-keys.md: what stands before its content
+_ITEM_HEAD: Final = struct.Struct("<IQIBI")  # before its content: block-hashes.md
 
 
 class Encoder:

@@ -1,7 +1,8 @@
 """What a pool and its requests look like, frame by frame: for the page that shows them.
 
-Decides: the frames, live and recorded alike; docs/viewing.md spells them. A frame says what has
-changed since the one before it. The first one, and every one with `is_whole`, begins from nothing.
+Decides: the frames, live and recorded alike; docs/reference/trace-format.md spells them. A
+frame says what has changed since the one before it. The first one, and every one with `is_whole`,
+begins from nothing.
 
 Invariants: frames in order give, at each of them, the tables of the running requests as they were;
 which free blocks hold content is exact where `looks_closely`, and otherwise presumed of a block
@@ -94,7 +95,7 @@ class Frame:
         return size + sum([len(runs) for _, runs in self.tables.values()])
 
     def document(self) -> dict[str, object]:
-        """As docs/viewing.md has it, for JSON; what is empty is left out. O(size)."""
+        """As the page on the trace format has it, for JSON; what is empty is left out. O(size)."""
         begun = [part for n, b in self.begun.items() for part in (n, b.num_prompt_tokens, b.sample)]
         tables = [
             [number, group, first, runs.tolist()]

@@ -7,7 +7,7 @@ operations; that KV heads are replicated if there are fewer than ranks. The sche
 
 On GPUs of one host that can read each other's memory, a small sum is one kernel on the network's
 own stream; a collective of NCCL, on a stream of its own, takes 1.2 to 1.6 times as long
-(docs/scaling.md).
+(docs/reference/measured.md).
 
 Invariants: every rank computes the same logits, to the bit, because it receives the same sums; an
 unknown style or size is refused, never guessed.

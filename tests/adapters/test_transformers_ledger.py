@@ -1,4 +1,4 @@
-"""Transformers' own ledger of blocks under the machines: what docs/engines.md says of it."""
+"""Transformers' own ledger of blocks under the machines, as other-engines.md says."""
 
 import io
 

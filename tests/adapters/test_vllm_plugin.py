@@ -6,7 +6,7 @@ python -m pytest -o addopts= -o filterwarnings= tests/adapters/test_vllm_plugin.
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed: docs/adapters.md says how to run these")
+pytest.importorskip("vllm", reason="vLLM is not installed: see docs/how-to/vllm.md")
 
 import random
 from inspect import signature
@@ -75,7 +75,7 @@ def test_who_gives_way_in_the_pass_that_scheduled_it_hits_what_was_never_compute
     init_none_hash(sha256)
     monkeypatch.setattr(module, "KVCacheManager", PLUGIN.own_manager)
     hits = tokens_hit_after_giving_way(get_request_block_hasher(16, sha256))
-    assert hits == 112  # 96 were computed, so kvcore leaves such engines alone: docs/engines.md
+    assert hits == 112  # 96 were computed, so such engines are left alone: other-engines.md
 
 
 def tokens_hit_after_giving_way(hasher):

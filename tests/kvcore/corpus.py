@@ -2,27 +2,14 @@
 
 A row is a bug that was reported against a KV-block allocator, a prefix cache or a paged scheduler:
 what went wrong, in our words, and the public threads. Beside it stand the planted bugs that
-re-create it (`sabotage`, by their `rows`) and the tests that try to express it and cannot.
-
-    python -m tests.kvcore.corpus > docs/corpus.md
+re-create it (`sabotage`, by their `rows`) and the tests that try to express it and cannot. The site
+shows the table in docs/reference/corpus.md.
 """
 
-import sys
 from dataclasses import dataclass
 
 from tests.kvcore.corpus_rows import ROWS
 from tests.kvcore.sabotage import SABOTAGES
-
-HEAD = """# The corpus: real bugs, and what they meet here
-
-Bugs that engines have had in their KV-block allocators, prefix caches and paged schedulers, each
-with the public thread that tells of it. A **planted** bug re-creates one in our own code: `pytest
-tests/kvcore/test_sabotage.py` wants each found, by one of the properties beside it
-([invariants.md](invariants.md)). A **test** tries to say the bug in our interface and shows why it
-cannot be said.
-
-This page is printed by `python -m tests.kvcore.corpus`; a test compares.
-"""
 
 
 @dataclass(frozen=True)
@@ -49,12 +36,10 @@ def counts():
 
 
 def page():
-    """Return docs/corpus.md."""
+    """Return the table, in Markdown."""
     mutants, tests, reasons = counts()
-    told = f"{mutants} are planted, {tests} are tried by a test, {reasons} concern no allocator"
     lines = [
-        HEAD,
-        f"{len(ROWS)} rows: {told}.",
+        f"{len(ROWS)} bugs: {mutants} planted, {tests} tried by a test, {reasons} of no allocator.",
         "",
         "| | what went wrong | where | what it meets here |",
         "|---|---|---|---|",
@@ -73,7 +58,3 @@ def page():
 
 def _in_order(properties):
     return sorted(properties, key=lambda name: int(name[1:]))
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

@@ -1,38 +1,11 @@
 """Groups, forks, leases, items, events, steps by example: small pools, ids by hand."""
 
-import re
 from array import array
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvcore
-
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text(encoding="utf-8")
-EXAMPLES = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
-CAPABILITIES = {
-    "groups": ["FullAttention(block_size=8)", "SlidingWindow(", "ChunkedLocal("],
-    "fork, copy on write, truncate": [".fork(", "CopyOrder(", ".truncate("],
-    "drafts and lookahead": [".extend(", ".commit(seq, 1)"],
-    "leases": [".lease(", "max_steps=", ".leases.end(", ".fail_load(", "num_deferred_blocks"],
-    "planning": [".plan(", "fits_above("],
-    "retention": ["Retention(", '"pin"', ".tick("],
-    "identity": ["Namespace(salt=", "lora_version=", "Item(", "namespace=None", ".reset()"],
-    "events and snapshot": ["BlocksRemoved", "AllCleared", ".snapshot()", "fold("],
-    "statistics": [".stats()", "resumed=True", "num_slots", ".lifetimes."],
-    "step batch": [".reserve_step(", ".commit_step(", ".write_step(", "row_stride="],
-    "whole step": [".step(", "num_joining=", "num_reserved=", ".decode_step("],
-    "told later": [".expect(", ".resolve(", ".resolve_step(", "start="],
-    "determinism": ["ranks"],
-}
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_capability_has_an_example_on_the_page(capability):
-    """That the examples print what they show is a test of all pages."""
-    for call in CAPABILITIES[capability]:
-        assert call in EXAMPLES, call
 
 
 def filled(kv, tokens, **options):

@@ -1,4 +1,4 @@
-"""docs/invariants.md: every property, function, test, rule and planted bug that it names exists."""
+"""The page on properties: every function, test, rule and planted bug that it names exists."""
 
 import ast
 import functools
@@ -12,7 +12,7 @@ from tests.kvcore import machines
 from tests.kvcore.sabotage import SABOTAGES
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "invariants.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "reference" / "properties.md").read_text(encoding="utf-8")
 PROPERTIES, RULES = PAGE.split("## The rules of the machine")
 ROWS = {
     cells[1]: cells[2:6]

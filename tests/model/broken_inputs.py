@@ -1,7 +1,6 @@
 """Broken input to the command line, as data: what is wrong with it, and what a user reads then.
 
-`python -m tests.model.broken_inputs` prints docs/bad-input.md. `test_broken_input.py` makes every
-case and runs it; nothing may end in a traceback, or run and answer wrongly.
+The site shows the table on the page of errors. `test_broken_input.py` makes every case and runs it;
 """
 
 import json
@@ -571,67 +570,3 @@ MORE_FIELDS = (
     "partial_rotary_factor",
     "x",
 )
-
-PAGE = Path(__file__).parents[2] / "docs" / "bad-input.md"
-
-_HEAD = """\
-# Broken input
-
-Whatever is wrong with a model's files, a flag or a prompt, `python -m model.run` says it in one
-line on stderr that names the file and the field, and ends with an exit code that tells what kind of
-end it was. A traceback is a bug of ours, and says so. (A tokenizer.json that makes the Rust of the
-tokenizers library fail has that library's own lines before ours.) Control characters in names and
-texts are written as escapes, such as `\\x1b`, so a terminal does not act on them.
-
-Every command of `model` has these exit codes:
-
-| exit code | meaning |
-|---|---|
-| 0 | done |
-| 1 | `--verify` found a difference, and nothing else |
-| 2 | bad input: a flag, a file, an environment variable, or a library that cannot be imported |
-| 3 | it failed otherwise: a full disk, no memory, logits that are no numbers, a lost rank, a bug |
-| 129 | hung up (SIGHUP) |
-| 130 | interrupted with Ctrl-C (SIGINT) |
-| 141 | the reader of stdout went away |
-| 143 | terminated (SIGTERM) |
-
-**Nothing finished is lost.** The first SIGINT, SIGTERM or SIGHUP ends the run after the step under
-way: finished texts are printed, `--json` prints its document (unfinished requests have the reason
-`aborted`, and the text so far), `--trace` is written, and the last line counts what is finished. A
-second signal ends the process at once, and an older trace stays as it was. A request whose logits
-are no numbers ends alone, with the reason `error`; the others go on. The same holds for a request
-whose grammar grows beyond the library's limits, or takes longer than `--grammar-token-s` and
-`--grammar-request-s` allow. A grammar that no text matches, or that cannot be compiled, is refused
-before anything runs.
-
-**A flag does something or is refused.** A flag that has no effect without another one, such as
-`--draft-tokens` without `--drafts`, is an error that names both.
-
-**Weights are all there, or it is an error.** Tensors that are missing, too many, of another shape
-or quantised are named; tied weights need to be stored once. The headers of weight files are read
-before their content, so a config.json that describes a network larger than its weights takes no
-memory.
-
-Every row is made and run by the tests (`pytest tests/model/load/test_broken_input.py`), and this
-page is printed from their table (`python -m tests.model.broken_inputs`). Besides, every field of a
-config.json is given {values} values, one at a time: each is refused in one line, or runs and gives
-the tokens of `generate` (`pytest -m walk tests/model/load/test_broken_input.py`).
-"""
-
-
-def page():
-    """docs/bad-input.md."""
-    parts = [_HEAD.replace("{values}", str(len(VALUES)))]
-    for title, cases in GROUPS:
-        parts.append(f"\n## {title}\n\n| what is wrong | code | the line has |\n|---|---|---|\n")
-        parts += [f"| {_cell(c.what)} | {c.code} | `{_cell(c.says)}` |\n" for c in cases]
-    return "".join(parts)
-
-
-def _cell(text):
-    return text.replace("|", "\\|").strip()
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

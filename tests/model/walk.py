@@ -2,7 +2,7 @@
 
 Each case runs in a forked process with a limit of time and of memory. `python -m tests.model.walk`
 prints an outcome a line, for the configurations that are named or for all; with `--write` it stores
-what all came to in `architectures.json`, and writes the tables of docs/architectures.md.
+what all came to in `architectures.json`, which docs/reference/architectures.md shows.
 """
 
 import argparse
@@ -33,7 +33,6 @@ from tests.model.prompts import NUM_TOKENS, prompts
 from tests.model.tiny_configs import cases, lowered, make_config
 
 DATA = Path(__file__).with_name("architectures.json")
-PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 TABLES = "## Served"
 SECONDS = 120
 MEMORY_BYTES = 8 << 30
@@ -175,14 +174,12 @@ def stored_for() -> str:
 
 
 def store(found: dict[tuple[str, str], str]) -> None:
-    """Store outcomes, and write the page's tables."""
+    """Store outcomes; docs/reference/architectures.md shows them."""
     rows = [[*case, outcome] for case, outcome in sorted(found.items())]
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     version = json.dumps(transformers.__version__)
     text = f'{{"transformers": {version}, "outcomes": [\n{lines}\n]}}\n'
     DATA.write_text(text, encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(page[: page.index(TABLES)] + tables(found), encoding="utf-8")
 
 
 def tables(found: dict[tuple[str, str], str]) -> str:

@@ -3,7 +3,7 @@
 `install(model)` has kvcore look after the cache of `generate_batch`, Transformers' continuous
 batching. `PagedPool(model, num_blocks=...)` gives plain `generate` a `Cache` over kvcore's blocks,
 that shares prompts between calls and beams. Both need torch and Transformers, nothing else of ours.
-docs/adapters.md shows them.
+docs/how-to/transformers.md shows them.
 """
 
 import transformers

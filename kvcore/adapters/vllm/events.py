@@ -24,7 +24,7 @@ from kvcore import (
     decode_namespace,
 )
 
-_ITEM_HEAD: Final = struct.Struct("<IQIBI")  # docs/block-keys.md: what stands before its content
+_ITEM_HEAD: Final = struct.Struct("<IQIBI")  # before its content: block-hashes.md
 _MEDIUM: Final = "GPU"
 
 

@@ -1,4 +1,4 @@
-// Frames, live or recorded, as docs/viewing.md spells them: checked, applied, kept, found again.
+// Frames, live or recorded, as docs/reference/trace-format.md spells them: checked, applied, kept, found again.
 // Nothing here draws. What comes from outside is checked before anything of it is used.
 
 export class BadTrace extends Error {}

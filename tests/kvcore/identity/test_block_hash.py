@@ -1,4 +1,4 @@
-"""docs/block-keys.md is exact: its vectors, computed again from its rules, and by kvcore."""
+"""The page on block hashes is exact: its vectors, computed from its rules and by kvcore."""
 
 import hashlib
 import re
@@ -10,7 +10,8 @@ import xxhash
 
 import kvcore
 
-PAGE = (Path(__file__).parents[3] / "docs" / "block-keys.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "reference" / "block-hashes.md").read_text(encoding="utf-8")
 VECTORS = re.findall(
     r"### (.+?)\n\n- namespace: `(.+?)`\n- tokens: `(.+?)`\n- items: (.+?)\n\n```\n(.+?)```",
     PAGE,
@@ -53,7 +54,7 @@ def by_the_page(namespace, tokens, items, digest):
 @pytest.mark.parametrize("vector", VECTORS, ids=[title for title, *_ in VECTORS])
 def test_a_vector_of_the_page_is_what_the_rules_and_kvcore_give(vector):
     _, namespace_text, token_text, item_text, block = vector
-    scope = {"Namespace": kvcore.Namespace, "Item": kvcore.MultimodalItem}
+    scope = {"Namespace": kvcore.Namespace, "MultimodalItem": kvcore.MultimodalItem}
     namespace = eval(namespace_text, scope)  # noqa: S307  # our own page
     tokens = [int(token) for token in token_text.split()]
     items = () if item_text == "none" else (eval(item_text.strip("`"), scope),)  # noqa: S307

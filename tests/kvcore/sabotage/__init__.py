@@ -1,7 +1,7 @@
 """Allocators with one bug each, every bug one that an engine has shipped, or might.
 
-The rows beside them are those of the corpus of real bugs (docs/corpus.md), the properties P1 to P27
-those of docs/invariants.md: a machine that does not catch them proves nothing.
+The rows beside them are those of the corpus of real bugs (docs/reference/corpus.md), the
+properties those of docs/reference/properties.md: a machine that does not catch them proves nothing.
 """
 
 from tests.kvcore.sabotage import (

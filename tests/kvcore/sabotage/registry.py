@@ -1,6 +1,6 @@
 """How a planted bug is registered: what it breaks, who must notice, which real bugs it re-creates.
 
-`rows` are rows of the corpus of real bugs (docs/corpus.md).
+`rows` are rows of the corpus of real bugs (docs/reference/corpus.md).
 """
 
 import inspect

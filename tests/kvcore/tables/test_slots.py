@@ -186,7 +186,7 @@ def test_rows_that_cannot_be_meant_are_refused(opened, tables, stride, message):
 
 
 def step_of_prompts(groups=None):
-    """The two prompts of docs/embedding.md, with room, as their first step finds them."""
+    """The two prompts of the tutorial, with room, as their first step finds them."""
     kv = kvcore.KVCacheManager(num_blocks=32, block_size=4, groups=groups)
     running = [kv.open([1, 2, 3, 4, 5]), kv.open([1, 2, 9])]
     kv.reserve_step(running, [5, 3])

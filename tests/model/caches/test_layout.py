@@ -44,7 +44,7 @@ def test_known_networks_have_few_groups_and_little_waste(num_layers, every, dept
 
 
 def test_a_long_text_in_gemma_3_takes_a_sixth_of_what_layers_without_windows_would_take():
-    """The numbers of docs/running.md: Gemma 3 1B in bfloat16, 32,768 tokens, blocks of 16."""
+    """The numbers of the page on hybrid models: Gemma 3 1B, 32,768 tokens, blocks of 16."""
     every = range(1, 27)
     shapes = [LayerShape(1, 256, torch.bfloat16, 512 if n % 6 else None) for n in every]
     layout = plan_layout(shapes)

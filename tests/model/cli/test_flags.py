@@ -1,4 +1,4 @@
-"""Flags are made from declared settings: their names, values, errors, help and page."""
+"""Flags are made from declared settings: their names, values, errors and help."""
 
 import dataclasses
 from typing import Literal
@@ -7,11 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.bench.args import bench_flags
 from model.bench.workloads import SHAPES, Workload
+from model.cli.args import run_flags
 from model.cli.settings import Flags
+from model.cluster.args import cluster_flags
 from model.control.settings import check_settings, setting, settings_of
 from model.errors import UsageError
-from tests.model import flags_page
+from model.serve.args import serve_flags
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +122,7 @@ def test_help_is_what_was_declared(capsys):
     assert "--secret" not in out
 
 
-COMMANDS = [made for page in flags_page.PAGES.values() for made in page]
+COMMANDS = [run_flags(), bench_flags(), serve_flags(), cluster_flags()]
 
 
 @pytest.mark.parametrize("made", COMMANDS, ids=lambda made: made.prog)
@@ -132,13 +135,6 @@ def test_every_declared_setting_of_a_command_is_a_flag_once(made):
         assert one.default is None or one.allows(one.default), one.name
         assert one.help, one.name
         assert not one.help.endswith("."), one.name
-
-
-@pytest.mark.parametrize("name", flags_page.PAGES)
-def test_a_page_of_flags_is_printed_from_the_declarations(name):
-    text = (flags_page.DOCS / name).read_text(encoding="utf-8")
-    assert flags_page.BEGIN in text
-    assert text == flags_page.printed(text, flags_page.PAGES[name])
 
 
 def test_a_workload_that_can_be_named_has_a_shape():

@@ -22,7 +22,7 @@ from model.engine import Engine
 from model.errors import UsageError, visible
 from model.load import loader
 from tests.model import broken_inputs
-from tests.model.broken_inputs import CONFIG, GROUPS, MORE_FIELDS, PAGE, VALUES, Broken
+from tests.model.broken_inputs import CONFIG, GROUPS, MORE_FIELDS, VALUES, Broken
 
 ROOT = Path(__file__).parents[3]
 USUAL = ("--backend", "numba", "--block-size", "4", "--max-tokens", "4")
@@ -88,10 +88,6 @@ def test_a_case_that_is_not_broken_or_says_something_else_would_be_found(outcome
     other = Broken("an unknown flag", "something else", argv=("--nonsense",))
     with pytest.raises(AssertionError):
         test_broken_input_is_one_line_that_says_what_is_wrong(outcome, other)
-
-
-def test_the_page_is_printed_from_the_table():
-    assert PAGE.read_text(encoding="utf-8") == broken_inputs.page()
 
 
 def fields_of(checkpoint):

@@ -61,11 +61,6 @@ def test_nothing_runs_and_answers_wrongly_and_what_is_refused_is_one_line():
         assert "\n" not in found
 
 
-def test_the_page_is_made_of_what_the_walk_has_found():
-    page = walk.PAGE.read_text(encoding="utf-8")
-    assert page[page.index(walk.TABLES) :] == walk.tables(walk.stored())
-
-
 # Planted: classes that run and answer wrongly, were it not for what is checked beforehand.
 
 

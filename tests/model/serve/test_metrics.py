@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from model.serve import metrics
 from model.serve.metrics import Metrics
 
-DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
+DASHBOARD = Path(__file__).parents[3] / "docs" / "reference" / "grafana.json"
 VLLMS = {  # under `vllm:` there
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc",
     "prefix_cache_queries_total", "prefix_cache_hits_total", "num_preemptions_total",

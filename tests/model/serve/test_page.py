@@ -7,14 +7,14 @@ import pytest
 
 from model.serve.protocol import ChatRequest, CompletionRequest
 
-PAGE = (Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "serve.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_an_example_runs(served, capsys, number):
     source = EXAMPLES[number].replace("http://localhost:8000", served.url)
-    exec(compile(source, "serving.md", "exec"), {})  # noqa: S102  # our own page
+    exec(compile(source, "serve.md", "exec"), {})  # noqa: S102  # our own page
     assert len(capsys.readouterr().out) > 8
 
 
