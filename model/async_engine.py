@@ -6,13 +6,12 @@ loop in one call. An engine that computes takes the interpreter back before the 
 and again, so after a first token or an end it waits a moment for the loop to take them. And what a
 fault costs: the requests it meets, and no more if the engine still computes a token afterwards.
 
-Text is made on the loop's side, when it is taken, so no step waits for it. So it is there that a
-stop string is found; the request is aborted then, and what the engine has drawn for it meanwhile is
-dropped: tokens and text are those that the engine alone would give.
+The loop makes the text when it is taken, so no step waits for it. A stop string is found there; the
+request is aborted, and tokens sampled since are dropped: the output is that of the engine alone.
 
 Invariants: one thread touches the engine; everything else here belongs to the loop. A refusal is
-raised before the first token. A stream that is closed, or dropped by its reader, has its
-blocks back before the next step begins. Every stream ends: with its last token, or by an error.
+raised before the first token. The blocks of a stream that is closed, or dropped by its reader, are
+free before the next step. Every stream ends: with its last token, or by an error.
 
 Does not know: HTTP, what a client is.
 """

@@ -7,18 +7,16 @@ as in Sarathi-Serve, Agrawal et al. 2024, arXiv:2403.02310), and to waiting requ
 taken chunk by chunk, so that a window group never holds more than a window and a chunk.
 
 Where a running request finds no block, the last in order is preempted (recomputation or swapping,
-as in vLLM, Kwon et al. 2023, arXiv:2309.06180; `admission.py` has the rule); so is one that runs
-although a waiting one comes before it and would fit then.
+as in vLLM, Kwon et al. 2023, arXiv:2309.06180; `admission.py` has the rule); so is a running one
+that comes after a waiting one which would fit then.
 
 A step reads in this order: `schedule` plans it and takes its blocks; `advance` commits what it
-computes, once it is on its way to the device; `accept` takes its tokens. They may be read one step
-late, after the next `schedule` at the latest; `update` is `advance` and `accept` at once. Until
-then every request that samples expects a token. Nothing is committed that holds one: a token is
-committed when it is computed, a step after it was sampled. What was planned meanwhile for a request
-that ends by a stop token is dropped.
+computes, once it is on its way to the device; `accept` takes its tokens, after the next `schedule`
+at the latest; `update` is `advance` and `accept` at once. Until then every request that samples
+expects a token, which is committed when it is computed, a step after it was sampled. What was
+planned meanwhile for a request that ends by a stop token is dropped.
 
-Further samples of a prompt start by a fork when it is computed; without room for one, it waits its
-turn like any other request and draws the same token then.
+Further samples of a prompt start by a fork when it is computed. One without room waits its turn.
 
 Invariants:
 - what `add` accepts ends, whatever comes after it, unless blocks of the pool are held from outside;

@@ -228,7 +228,9 @@ def test_samples_that_fork_on_a_gpu_draw_what_they_draw_alone():
 @pytest.mark.parametrize("rows", [0, 3])
 def test_what_was_sent_is_done_when_it_is_read_even_if_nothing_was_drawn(rows):
     logits = torch.zeros(rows, 10, device="cuda")
-    chooser = RequestSampler(10, logits.device, 0, Grammars(lambda: None, 10, frozenset()))
+    chooser = RequestSampler(
+        10, logits.device, 0, Grammars(lambda: None, 10, frozenset(), EngineConfig())
+    )
     requests = tuple(Request(number, [1], SamplingParams()) for number in range(rows))
     chooser.draw(logits, requests).read()  # what is loaded or allocated first may wait
     torch.cuda._sleep(1_000_000_000)

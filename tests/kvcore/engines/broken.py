@@ -438,7 +438,7 @@ class takes_a_token_that_was_cut_for_one_more(DictionaryAllocator):
 
     def tell(self, request, token):
         if request.unknown:
-            super().resolve(request, token)
+            super().tell(request, token)
         else:
             self.append(request, token)
 
