@@ -114,6 +114,7 @@ PATIENCE = 5  # times what a round takes, and
 SECONDS = 20  # seconds of CPU besides, because a busy machine is slower
 GIGABYTES = 4
 FEW = 30  # fewer mutants than that give no verdict
+MANY = 8  # more files than that are not scored, where those that changed are asked for
 
 hypothesis.settings.register_profile(
     "mutation",
@@ -354,11 +355,16 @@ def main():
     files = [path.resolve() for path in options.files]
     if options.changed:
         files = changed_since(options.changed)
+        if len(files) > MANY:  # the tests of each have to be run without a mutant first
+            tell(f"{len(files)} files have changed; {MANY} of them are scored")
+            files = random.Random(0).sample(files, MANY)
     files = files or ([] if options.changed else files_of(DEFAULT))
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # those of others take longer than a round
     own = [tuple(options.tests)] if options.tests else None
     number, percent = score({path: own or rounds_for(path) for path in files}, options)
-    if number >= FEW and percent < options.minimum:
+    if number < FEW:
+        tell(f"fewer than {FEW} mutants: no verdict")
+    elif percent < options.minimum:
         raise SystemExit(f"wanted a score of {options.minimum:g} % at least")
 
 
