@@ -146,7 +146,7 @@ def test_the_registry_reads_what_packages_install():
 
 
 def test_the_plug_in_of_the_documentation_is_found_and_conforms(tmp_path):
-    text = (ROOT / "docs" / "backends.md").read_text()
+    text = (ROOT / "docs" / "how-to" / "add-a-backend.md").read_text()
     config = re.search(r"```toml\n(.*?)```", text, re.DOTALL).group(1)
     points = tomllib.loads(config)["project"]["entry-points"][registry.ENTRY_POINT_GROUP]
     code = re.search(r"```python\n(# kvcore_example.py.*?)```", text, re.DOTALL).group(1)

@@ -1,7 +1,6 @@
 """Publishers and subscribers over real sockets: what arrives, what is refused, what is left."""
 
 import contextlib
-import doctest
 import io
 import re
 import subprocess
@@ -597,16 +596,6 @@ def test_the_command_refuses_an_address_that_is_none():
     assert done.returncode == 2
     assert "endpoint: wanted" in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_every_example_of_the_page_prints_what_it_shows():
-    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
-    session = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
-    test = doctest.DocTestParser().get_doctest(session, {}, "events", "events.md", 0)
-    report = []
-    result = doctest.DocTestRunner().run(test, out=report.append)
-    assert result.failed == 0, "".join(report)
-    assert result.attempted > 12
 
 
 def test_nothing_of_it_is_imported_with_kvcore():
