@@ -27,7 +27,7 @@ class loads_keep_too_few_blocks_of_a_window(kvcore.KVCacheManager):
         return lease
 
 
-@sabotage(machines.ManagerMachine, "P30", layouts=("full", *WINDOWS))
+@sabotage(machines.ManagerMachine, "P30", "P6", layouts=("full", *WINDOWS))
 class loads_are_found_before_they_arrive(kvcore.KVCacheManager):
     def begin_load(self, seq, num_tokens, **options):
         lease = super().begin_load(seq, num_tokens, **options)

@@ -113,7 +113,7 @@ def test_however_steps_look_each_request_has_its_own_factors(
 def test_where_generate_does_not_compute_again_a_text_that_would_grow_is_refused():
     model, _ = clear_case("LlamaConfig", "longrope", (24, 70))
     engine = engine_of(model)
-    with pytest.raises(RequestTooLongError, match=r"beyond 40 tokens .* a max_tokens of 6"):
+    with pytest.raises(RequestTooLongError, match=r"beyond 40 tokens .* max_tokens=6"):
         engine.add_request(TEXT[:35], SamplingParams(max_tokens=7))
     engine.generate([TEXT[:35]], SamplingParams(max_tokens=6))
 

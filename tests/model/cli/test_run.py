@@ -209,7 +209,10 @@ def test_a_prompt_from_standard_input_is_continued(call):
         (["--temperature", "nan"], "--temperature: wanted a"),
         (["--max-num-seqs", "0"], "--max-num-seqs: wanted an integer of at least 1"),
         (["--num-blocks", str(2**31 - 1)], "blocks of 4 tokens take"),
-        (["--kv-memory-bytes", "1K"], "two blocks of 4 tokens take 4.0 KiB, and 1.0 KiB are for"),
+        (
+            ["--kv-memory-bytes", "1K"],
+            "two blocks of 4 tokens take 4.0 KiB, the cache has 1.0 KiB",
+        ),
         (["--kv-memory-bytes", "900T"], "--kv-memory-bytes: wanted at most"),
         (["--kv-memory-fraction", "1e-9"], "--kv-memory-fraction: two blocks"),
         (["--verify", "--seed", "1"], "remove --seed"),

@@ -71,7 +71,10 @@ def session(played):
     sys.modules.pop("model.cluster.app", None)
     made = played("model.cluster.session", {**RAY, "model.cluster.replica": ["REFUSED"]})
     made.REFUSED = "refused: "
-    before = {number: signal.getsignal(number) for number in made._SIGNALS}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     yield made
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -90,7 +93,7 @@ def outcome(session, capsys):
     """Starts replicas and ends them: the exit code, and the last line on stderr."""
 
     def run(*flags):
-        asked = session.Asked()
+        asked = session.StopRequest()
 
         def serve():
             with session.serving(parse_args(["--port", "0", *flags]), asked) as address:

@@ -60,7 +60,7 @@ def twin(ranks, *, is_checked=True, **sizes):
 
 
 def state(engine):
-    return engine.kv.stats(), [run.names for run in engine.kv.snapshot().stored]
+    return engine.kv.stats(), [run.block_hashes for run in engine.kv.snapshot().stored]
 
 
 def lead(tape, steps=60):

@@ -1,8 +1,10 @@
 """A server that ends by a signal while it loads, or by a lost rank, logs nothing of it."""
 
 import asyncio
+import contextlib
 import logging
 import threading
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
@@ -18,12 +20,18 @@ from model.serve.listener import listen
 
 
 def run(engine, monkeypatch, client=None):
-    """Run a server until it ends; a client may talk to its engine, and `asked` ends it."""
+    """Run a server until it ends; a client may talk to its engine, and `asked.set()` ends it."""
     config = ServeConfig(port=0)
+    asked = SimpleNamespace()
+
+    @contextlib.contextmanager
+    def stopping(notify):
+        asked.set = notify
+        yield
+
+    monkeypatch.setattr(process, "stopping", stopping)
 
     async def main():
-        asked = asyncio.Event()
-        monkeypatch.setattr(process, "_asked", lambda: asked)
         server = process.Server(
             uvicorn.Config(create_app(engine, config), lifespan="on", log_config=None)
         )
