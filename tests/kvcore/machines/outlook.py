@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 import kvcore
+import kvcore.pool
 from tests.kvcore.machines.checks import SEQUENCES
 from tests.kvcore.machines.requests import IMAGES, NAMESPACES, PROMPTS, SALTS, lowered, with_image
 from tests.kvcore.machines.steps import StepRules
 from tests.kvcore.views import expect
 
+IS_COMPILED = not kvcore.pool.__file__.endswith(".py")  # such objects cannot be copied
 CHUNKS = st.none() | st.integers(1, 9)
 
 
@@ -76,6 +78,8 @@ class OutlookRules(StepRules):
         before = self.view()
         said = self.kv.num_missing_blocks(real, more, chunk=chunk, num_external=external)
         expect("P4", self.view(), before, "state after a question")
+        if IS_COMPILED:
+            return
         kv, seq = copied((self.kv, real))
         free = kv.num_free_blocks
         taken = most_taken(kv, seq, total, chunk, external, free)
@@ -99,6 +103,8 @@ class OutlookRules(StepRules):
         before = self.view()
         plan = self.kv.plan(tokens, **about, chunk=chunk, num_external=external)
         expect("P4", self.view(), before, "state after a plan")
+        if IS_COMPILED:
+            return
         kv = copied(self.kv)
         free = kv.num_free_blocks
         seq = kv.open(tokens, **about)

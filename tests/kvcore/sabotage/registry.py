@@ -116,15 +116,22 @@ def patched(original, *properties, rows=(), layouts=("full",)):
 
 def edited(name, original, old, new, *properties):
     """Register a function of kvcore, a part of whose source is replaced, as a bug of steps."""
-    source = textwrap.dedent(inspect.getsource(original))
-    assert source.count(old) == 1, f"{name}: {original.__name__} has {source.count(old)} {old!r}"
-    made = {}
-    code = compile(source.replace(old, new), inspect.getsourcefile(original), "exec")
-    exec(code, vars(sys.modules[original.__module__]), made)  # noqa: S102  # with its own globals
     SABOTAGES[name] = Sabotage(
         kvcore.KVCacheManager,
         machines.ManagerMachine,
         frozenset(properties),
         (),
-        edits=((original, made[original.__name__]),),
+        edits=((original, _with_edit(name, original, old, new)),),
     )
+
+
+def _with_edit(name, original, old, new):
+    """The function with its source replaced; the function itself where that is compiled."""
+    if not inspect.isfunction(original):
+        return original
+    source = textwrap.dedent(inspect.getsource(original))
+    assert source.count(old) == 1, f"{name}: {original.__name__} has {source.count(old)} {old!r}"
+    made = {}
+    code = compile(source.replace(old, new), inspect.getsourcefile(original), "exec")
+    exec(code, vars(sys.modules[original.__module__]), made)  # noqa: S102  # with its own globals
+    return made[original.__name__]
