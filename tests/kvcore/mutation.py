@@ -6,7 +6,7 @@ What differs in annotations or in `@final` alone is no mutant: nothing evaluates
 
     python -m tests.kvcore.mutation kvcore/pool.py
     python -m tests.kvcore.mutation --sample 20
-    python -m tests.kvcore.mutation --changed main --minutes 4 --minimum 75
+    python -m tests.kvcore.mutation --changed main --minutes 3 --minimum 75
 
 The second scores every file of kvcore and of model/control by twenty of its mutants; without a
 sample all of them are tried. The third takes the files that differ from a revision, one mutant of
