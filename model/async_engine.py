@@ -285,7 +285,7 @@ class AsyncEngine:
 
         def submit_them(engine: Engine) -> list[Request]:
             requests = engine.submit_all(every)
-            compiled.clear()  # nobody had forgotten them, so the engine did not compile
+            compiled.clear()  # kept alive until here, so the engine did not compile them again
             return requests
 
         self._num_arriving += count

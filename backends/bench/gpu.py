@@ -121,7 +121,7 @@ def bench_gpu(backend: Backend, *, quick: bool) -> list[Row]:
 
 
 def _without_sharing(backend: Backend, case: DecodeCase) -> float:
-    """Microseconds of the same step where nobody says what is shared."""
+    """Microseconds of the same step without its shared prefix."""
     steps = []
     for _ in range(buffer_sets(case.kv_bytes)):
         query, cache, batch = case.inputs(backend.device)

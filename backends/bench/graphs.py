@@ -31,7 +31,7 @@ def time_graph(case: str, steps: Sequence[Callable[[], object]], size: int) -> R
 
 
 def _replay(graph: torch.cuda.CUDAGraph, count: int) -> float:
-    """Microseconds that so many replays take."""
+    """Microseconds that the replays take."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     for _ in range(count):

@@ -23,7 +23,7 @@ PREFILL = (
     DecodeCase(16, 256, new=256),
     DecodeCase(4, 512, others=((64, 512),), what="a mixed step: decode 4 x 512, 64 tokens of 512"),
 )
-CALLS = 50  # of a few microseconds of the GPU each, or of so many that the host is ahead of it
+CALLS = 50  # of a few microseconds of the GPU each, or enough of them that the host runs ahead
 ROUNDS = 41
 
 

@@ -52,7 +52,7 @@ class DecodeCase:
     """Of a quantised cache; None: `dtype`."""
     shared: int = 0
     value_dim: int = 0
-    """Above 0: over latents of `head_dim` numbers, the first so many of which are values."""
+    """Above 0: over latents of `head_dim` numbers, the first of which are values."""
     others: tuple[tuple[int, int], ...] = ()
     """(query tokens, length) of further sequences."""
     what: str = ""
@@ -128,7 +128,7 @@ class DecodeCase:
 
 
 def ragged(count: int, low: int, high: int, middle: int, seed: int = 1) -> DecodeCase:
-    """Decode of so many lengths as chats have them: most around `middle`, few much longer."""
+    """Decode of `count` lengths as in chats: most around `middle`, few much longer."""
     draw = random.Random(seed)  # noqa: S311 - lengths, not secrets
     lengths: list[int] = []
     while len(lengths) < count:

@@ -54,7 +54,7 @@ def _store_step(backend: Backend, tokens: int, kind: torch.dtype) -> Callable[[]
 
 
 def _copy_us(device: torch.device, size: int) -> float:
-    """Microseconds of an elementwise copy that reads and writes so many bytes in all."""
+    """Microseconds of an elementwise copy that reads and writes this number of bytes in all."""
     steps = []
     for _ in range(buffer_sets(size)):
         source = torch.randn(size // 4, device=device).bfloat16()

@@ -1,8 +1,8 @@
-"""Prefill on a GPU: each case beside the matrix ceiling, and beside whoever else is installed.
+"""Prefill on a GPU: each case beside the matrix ceiling and other installed libraries.
 
 Others are the plug-in backends that can run here, on the same tensors, and where the queries are
 the whole context torch's own attention over contiguous K and V: its FlashAttention-2 kernel and
-cuDNN's. Whoever refuses a case is left out of its row.
+cuDNN's. A library that refuses a case is left out of its row.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Attention cases: ragged batches as data, and their tensors, poisoned wherever nobody may look.
+"""Attention cases: ragged batches as data, and their tensors, poisoned where none may read.
 
 A case's values depend on its seed alone; where its blocks lie depends on a second seed, so that a
 case can be laid out twice with equal content. Poison: NaN in every slot that no query sees, in the
@@ -46,7 +46,7 @@ class AttentionCase:
     scales: str = "none"
     """Of a quantised cache: none; tensor (one a cache); head (one a KV head)."""
     value_dim: int = 0
-    """Above 0: a cache of latents whose first so many numbers are values; one KV head."""
+    """Above 0: a cache of latents whose first `value_dim` numbers are values; one KV head."""
     shared: int = 0
     """Positions at the start, whole blocks of them, that all sequences share before their query
     tokens, and the batch says so."""
@@ -194,7 +194,7 @@ def _stored_contents(
 ) -> tuple[Tensor, list[tuple[Tensor, ...]], Tensor | None]:
     """The contents as the cache holds them: of a quantised one as bytes, of latents the keys alone.
 
-    The last case's are kept, because a case is laid out more than once; nobody writes to them.
+    The last case's are kept, because a case is laid out more than once; they are read-only.
     """
     query, keys, sinks = contents(case)
     pairs = [pair[: len(case.layout.row_bytes)] for pair in keys]

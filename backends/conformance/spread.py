@@ -2,7 +2,7 @@
 
 The n-th case has the n-th size of each list, going round. Lists whose lengths have no common factor
 meet in all pairs within the product of two lengths, so 99 cases stand for 1.5 million. What goes
-with them (company, features, dtype) changes every so many cases.
+with them (company, features, dtype) changes every few cases.
 """
 
 from collections.abc import Iterator

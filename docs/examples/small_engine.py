@@ -157,7 +157,7 @@ class KvcoreBlocks:
 
 
 class SmallEngine:
-    """Continuous batching: whoever fits runs; who came last gives way where there is no room."""
+    """Continuous batching: requests that fit run; the latest is preempted when blocks run out."""
 
     def __init__(self, blocks, device, max_running=4):
         self.blocks, self.device, self.max_running = blocks, device, max_running
@@ -277,7 +277,7 @@ class AheadEngine(StepEngine):
         sampled = self.forward(todo)  # sent: the device goes on with its own tokens
         self.end_leases()  # the step before is over: this one was sent behind it
         for request, token in zip(running, sampled, strict=True):
-            if self.join(request, token):  # by its length: nobody has read the token
+            if self.join(request, token):  # by its length: the token is not read yet
                 index = self.running.index(request)
                 del self.running[index], todo[index]
                 self.leases.append(self.kv.lease(request.seq, "step"))

@@ -85,7 +85,7 @@ class WasteOptions:
     block_sizes: tuple[int, ...] = setting(
         (8, 16, 32, 64, 128, 256), help="on these block sizes, and on rows", least=1, unit="list"
     )
-    rows: int = setting(32, help="in the memory of so many rows for the longest request", least=1)
+    rows: int = setting(32, help="memory: the number of rows of the longest request", least=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 Decides: what a fair turn of each is. Both get whole prompts at once and generate exactly the tokens
 that are asked for, with the attention that the network came with.
 
-- `generate`: groups of so many requests in their order, prompts padded on the left. A group runs
+- `generate`: groups of `batch` requests in their order, prompts padded on the left. A group runs
   until its longest request ends; only the tokens that were asked for are counted.
 - `generate_batch`: Transformers' continuous batching, through the manager that it is made of,
   which alone takes a length for each request. The manager is made and warmed before the clock

@@ -14,7 +14,7 @@ _STARTED = time.monotonic()
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started; where nobody says since this file was read.
+    """Seconds since this process was started; if that is unknown, since this file was read.
 
     Reads two small files.
     """

@@ -1,7 +1,7 @@
 """Requests sent to an engine when they are due, and the times at which their tokens come.
 
 Decides: when a request is sent (at once, at a rate, or when what it follows has been answered, and
-never more than so many in flight), and what counts as its arrival: the moment it was due and had
+with a limit of requests in flight), and what counts as its arrival: the moment it was due and had
 room, however late the engine took it.
 
 Invariants: one thread; every request gets exactly the tokens it asks for; nothing is left in the

@@ -6,9 +6,9 @@ then a few tokens are tried: a grammar that no text matches, or whose first mask
 library's limits or the budget of a token, is an error of the request.
 
 Invariants: a grammar is compiled once, and a refusal is remembered like a success, as long as it is
-among the last `_MOST_COMPILED`; of a refusal nothing is kept but its reason. A grammar that nobody
+among the last `_MOST_COMPILED`; of a refusal only the reason is kept. A grammar that no request
 waits for any more is not begun. Threads that compile have more stack than the trial had, so what
-the trial survives is survived here.
+passes the trial cannot overflow it here.
 
 Does not know: requests, steps, logits.
 """
@@ -110,7 +110,7 @@ class GrammarCompiler:
         asked: Future[Compiled] = Future()
         with self._lock:
             work, made = self._known.get(grammar), self._alive.get(grammar)
-            if work is None and made is not None:  # forgotten here, but somebody has it
+            if work is None and made is not None:  # forgotten here, but still in use
                 asked.set_result(made)
                 return asked
             if work is None:
