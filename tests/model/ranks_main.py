@@ -125,7 +125,7 @@ def serve(stage: str) -> None:
         elif stage == "engine":
             Engine.__init__ = leave_then(None)
         else:
-            Engine.step = leave_then(Engine.step)
+            Engine._run_step = leave_then(Engine._run_step)
     sys.argv = ["model.serve", "--tp", "2", "--port", "0", "--num-blocks", "40"]
     runpy.run_module("model.serve", run_name="__main__")
 

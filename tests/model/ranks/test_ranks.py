@@ -238,8 +238,8 @@ def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(stage):
         )
         for rank in range(2)
     )
-    with server, other:
-        lines = []
+    lines = []
+    try:
         for line in server.stderr:
             lines.append(line.rstrip())
             address, colon, _ = lines[-1].partition(": ready")
@@ -250,6 +250,10 @@ def test_a_server_that_loses_a_rank_says_so_in_one_line_and_ends(stage):
                 assert _GONE.format(1) in answer.json()["error"]["message"]
         assert server.wait() == 3
         assert other.wait() == 9
+    finally:
+        for process in (server, other):
+            with process:
+                process.kill()
     assert lines[0].endswith("model/tiny")
     assert [line for line in lines if "processes that share" in line] == [
         f"error: {_GONE.format(1)}"
