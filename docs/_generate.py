@@ -176,7 +176,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def write_pages(folder: Path) -> None:
-    """Write every part below a folder; a part that is the same is left as it is."""
+    """Write every part below a folder; an unchanged part is not rewritten."""
     folder.mkdir(exist_ok=True)
     for name, make in PAGES.items():
         path, text = folder / name, make().rstrip() + "\n"
