@@ -68,7 +68,7 @@ def settings() -> str:
 
 
 def metrics() -> str:
-    """Every metric: whatever a call in the modules of metrics names and describes."""
+    """Every metric that a call in the modules of metrics names and describes."""
     rows = []
     for path in METRICS:
         if (ROOT / path).exists():

@@ -662,7 +662,7 @@ class AsyncEngine:
 
 
 class _LoopGoneError(Exception):
-    """There is no one left to work for."""
+    """The engine has no client left."""
 
 
 def _cannot_wait(output: Output) -> bool:

@@ -25,7 +25,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 import kvcore
-from kvcore.adapters import vllm as adapter
+from kvcore.adapters.vllm import plugin as adapter
 from kvcore.adapters.vllm.events import Speller
 from kvcore.adapters.vllm.manager import Manager, Settings
 from tests.adapters import vllm_world
