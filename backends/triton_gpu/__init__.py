@@ -1,24 +1,26 @@
 """The GPU backend: Triton kernels for CUDA devices, or for CPU tensors in Triton's interpreter.
 
-Importing this imports no triton; `load` does, and says what is missing where it cannot run.
+Importing this package does not import triton; `load` does, and reports what is missing.
 
-Every kernel's file says at its top what it computes, how its data lies, its grid and the bytes that
-it moves. To read them, from the simplest on:
+Every kernel's file states the formula, the layout, the grid and the bytes moved. A reading order:
 
-- `slot_mapping`, `store_kv`, `copy_blocks`: what moves without computing; `e4m3` is how a quantised
-  element is written and read, `soft_cap` the base of all exponentials.
-- `prefill`: attention of many query tokens in its plain form, one loop over tiles of keys with a
-  running maximum and sum. All other attention here is that loop, cut differently.
-- `decode`: single query tokens. `splits` is the plan that cuts long sequences, `chunk` the walk
-  over the keys of a part, `merge` the sum of the parts; `cascade` reads a shared prefix once.
-- `latent`: attention over latents (MLA), in its plain form; `hopper_latent` with warps of different
-  work.
-- `hopper_prefill`: prefill with warps of different work. `prefill_order` is the list of items,
-  `hopper_items` who takes which, `hopper_load` the warp that loads, `hopper_consume` those that
-  multiply.
-- `paged_attention` chooses among them; `place` and `launch` are how a call becomes a launch,
-  `warm_up` meets every variant before the first request, `ahead` compiles them in processes of
-  their own, `backend` is the face.
+- `slot_mapping`, `store_kv`, `copy_blocks`: kernels that move data without computing; `e4m3` writes
+  and reads quantised elements.
+- `softmax` and `soft_cap`: the online softmax, the masks and the soft cap of every attention
+  kernel; `layer`: the compile-time values that these kernels share.
+- `prefill`: attention of many query tokens in its plain form, one loop over tiles of keys. All
+  other attention here is the same loop, cut differently.
+- `decode`: attention of few query tokens (split-KV). `splits` plans how long sequences are cut,
+  `chunk` walks over the keys of a part, `merge` adds the parts up; `cascade` reads a shared prefix
+  once.
+- `latent`: attention over latents (MLA) in its plain form; `hopper_latent`: the same with
+  specialised warps.
+- `hopper_prefill`: prefill with specialised warps. `prefill_order` makes the list of items,
+  `hopper_items` distributes it, `hopper_load` is the warp that loads, `hopper_consume` the warps
+  that multiply.
+- `paged_attention` chooses among them. `place` and `launch` turn a call into a launch; `warm_up`
+  compiles every variant before the first request, `ahead` in parallel processes; `backend` is the
+  public class.
 """
 
 import importlib

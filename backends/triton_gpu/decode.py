@@ -30,18 +30,23 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import merge as merging
-from backends.triton_gpu.cascade import NOBODY, WHOLE, Shared, load_shared
+from backends.triton_gpu.cascade import NOT_SHARED, Shared, load_shared
 from backends.triton_gpu.chunk import walk_chunk
-from backends.triton_gpu.e4m3 import scale_step
-from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.e4m3 import load_scale
+from backends.triton_gpu.launch import Launch, launcher
+from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
-from backends.triton_gpu.soft_cap import LOG2E
+from backends.triton_gpu.softmax import add_sink, load_sinks
 from backends.triton_gpu.splits import (
     MORE_PROGRAMS,
     PROGRAMS_A_MULTIPROCESSOR,
+    Cut,
+    Lengths,
     alike_grid,
     count_tiles,
     find_part,
+    keys_of_split,
+    load_seq,
     plan_grid,
 )
 
@@ -52,54 +57,30 @@ FEW_SEQS = 16
 
 
 @device_function
-def _write(
-    result: tl.tensor, lse: tl.tensor, out: tl.tensor, out_at: tl.tensor, partial: tl.tensor,
-    row: tl.tensor, rows: tl.tensor, live: tl.tensor, final: tl.tensor,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-) -> None:  # fmt: skip
-    """The rows' results: final, or for the merge."""
-    dim = tl.arange(0, WIDTH)
-    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
-    if final:
-        to = out + out_at[:, None] + dim[None, :]
-        tl.store(to, result.to(out.dtype.element_ty), mask=mask)
-    else:
-        tl.store(partial + row[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
-        tl.store(partial + rows * HEAD_DIM + row, lse, mask=live)
-
-
-@device_function
 def _find_rows(
     query_len: tl.tensor, slices: tl.tensor, q_stride: tl.tensor, o_stride: tl.tensor,
-    Q_HEAD: tl.constexpr, O_HEAD: tl.constexpr, GROUP: tl.constexpr, ROW_ALIGN: tl.constexpr,
-    ROWS: tl.constexpr, MANY: tl.constexpr,
+    FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """(KV head, query head, query token, whether it is there, where in query, in out) of rows."""
+    LAYER: tl.constexpr = FORM.layer
+    GROUP: tl.constexpr = LAYER.group
+    ROWS: tl.constexpr = FORM.rows
     SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
-    if MANY:
+    ROW_ALIGN: tl.constexpr = FORM.row_align
+    if FORM.many:
         kv_head = tl.program_id(0) // slices
         row = tl.program_id(0) % slices * ROWS + tl.arange(0, ROWS)
         token, head = row // GROUP, kv_head * GROUP + row % GROUP
         live = token < query_len
-        q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + head * Q_HEAD
-        o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + head * O_HEAD
+        q_row = tl.multiple_of(token * q_stride, [ROW_ALIGN]) + head * LAYER.q_head
+        o_row = tl.multiple_of(token * o_stride, [ROW_ALIGN]) + head * LAYER.o_head
     else:
         kv_head = tl.program_id(0) // SLICES
         member = tl.program_id(0) % SLICES * ROWS + tl.arange(0, ROWS)
         token, head = member * 0, kv_head * GROUP + member
         live = member < GROUP
-        q_row, o_row = head * Q_HEAD, head * O_HEAD
+        q_row, o_row = head * LAYER.q_head, head * LAYER.o_head
     return kv_head, head, token, live, q_row, o_row
-
-
-@device_function
-def _add_sink(
-    sink: tl.tensor, highest: tl.tensor, total: tl.tensor, sums: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One more logit a row, in the denominator alone."""
-    top = tl.maximum(highest, sink)
-    rescale = tl.exp2(highest - top)
-    return top, total * rescale + tl.exp2(sink - top), sums * rescale[None, :]
 
 
 @launcher(
@@ -111,126 +92,108 @@ def _add_sink(
 )  # fmt: skip
 def _attend_chunk(
     query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
-    k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], bytes if E4M3
+    k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], bytes if e4m3
     v_cache: tl.tensor,  # likewise
     out: tl.tensor,  # like query
-    sinks: tl.tensor,  # [num_q_heads], read if HAS_SINKS
+    sinks: tl.tensor,  # [num_q_heads], read if has_sinks
     partial: tl.tensor,  # float32 [parts, most, num_q_heads, head_dim], then without head_dim
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
-    shared_now: tl.tensor,  # int32 [3], read if HAS_SHARED: these sequences start at a tile
-    k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
+    shared_now: tl.tensor,  # int32 [3], read if has_shared: these sequences start at a tile
+    k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if there is one
     v_scale: tl.tensor,  # likewise
     q_stride: tl.tensor,  # from token to token
     o_stride: tl.tensor,
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
-    slices: tl.tensor,  # programs that a KV head's rows take, used if MANY
-    most: tl.tensor,  # query tokens of a sequence that this kernel takes; 1 unless MANY
-    window: tl.tensor,  # used if HAS_WINDOW
+    slices: tl.tensor,  # programs that a KV head's rows take, used if many
+    most: tl.tensor,  # query tokens of a sequence that this kernel takes; 1 unless many
     target: tl.tensor,  # see splits
+    window: tl.tensor,  # used if has_window
     scale: tl.tensor,  # float
-    soft_cap: tl.tensor,  # float, used if HAS_CAP
-    Q_HEAD: tl.constexpr,  # from head to head
-    O_HEAD: tl.constexpr,
-    K_STRIDES: tl.constexpr,  # block, offset, head
-    V_STRIDES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,  # query heads
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    MANY: tl.constexpr,
-    ROW_ALIGN: tl.constexpr,  # elements that divide all strides of query and out
-    ALIGN: tl.constexpr,  # likewise of the caches
-    WARPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,  # head_dim as a power of two
-    VECTOR: tl.constexpr,  # see splits
-    ALIKE: tl.constexpr,
-    E4M3: tl.constexpr,
-    NATIVE: tl.constexpr,
-    K_SCALE: tl.constexpr,  # from head to head, -1: there is none
-    V_SCALE: tl.constexpr,
-    CHAINED: tl.constexpr,
-    WHOLE: tl.constexpr,
+    soft_cap: tl.tensor,  # float, used if has_cap
+    FORM: tl.constexpr,
 ) -> None:
-    TILE: tl.constexpr = WARPS * 16
-    if CHAINED:
+    LAYER: tl.constexpr = FORM.layer
+    CUT: tl.constexpr = FORM.cut
+    ROW_ALIGN: tl.constexpr = FORM.row_align
+    if FORM.chained:
         gdc_launch_dependents()
     item = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    shared = load_shared(shared_now, num_seqs, HAS_SHARED, WHOLE)
-    here = tl.arange(0, VECTOR or 1)
-    s, split, splits = find_part(
-        query_start_loc, seq_lens, num_seqs, item, target, most, window, shared, here,
-        HAS_WINDOW, HAS_SHARED, TILE, VECTOR, ALIKE,
-    )  # fmt: skip
+    shared = load_shared(shared_now, num_seqs, CUT.has_shared)
+    lengths = Lengths(query_start_loc, seq_lens, num_seqs, most, window, target, shared)
+    s, split, splits = find_part(item, tl.arange(0, CUT.vector or 1), lengths, CUT)
     if s >= num_seqs:
         return
-    start = tl.load(query_start_loc + s)
-    query_len = tl.load(query_start_loc + s + 1) - start
-    length = tl.load(seq_lens + s)
-    seen, tiles = count_tiles(
-        s, query_len, length, most, window, shared, HAS_WINDOW, HAS_SHARED, TILE
-    )
+    start, query_len, length = load_seq(lengths, s)
+    seen, tiles = count_tiles(s, query_len, length, lengths, CUT)
     kv_head, head, token, live, q_row, o_row = _find_rows(
-        query_len, slices, q_stride, o_stride, Q_HEAD, O_HEAD, GROUP, ROW_ALIGN, ROWS, MANY
+        query_len, slices, q_stride, o_stride, FORM
     )
-    if MANY:  # a slice of rows that the sequence does not have
-        tiles = tl.where(tl.program_id(0) % slices * ROWS // GROUP < query_len, tiles, 0)
+    if FORM.many:  # a slice of rows that the sequence does not have
+        tiles = tl.where(tl.program_id(0) % slices * FORM.rows // LAYER.group < query_len, tiles, 0)
     if tiles == 0:
         return
-    begin = (seen // TILE + split * tiles // splits) * TILE
-    end = tl.minimum((seen // TILE + (split + 1) * tiles // splits) * TILE, length)
-    dim = tl.arange(0, WIDTH)
+    begin, end = keys_of_split(seen, length, tiles, split, splits, CUT)
+    dim = tl.arange(0, LAYER.width)
+    mask = live[:, None] & (dim < LAYER.head_dim)[None, :]
     q_at = tl.multiple_of(start.to(tl.int64) * q_stride, ROW_ALIGN)
-    at = q_at + q_row[:, None] + dim[None, :]
-    q = tl.load(query + at, mask=live[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
-    if E4M3:
+    q = tl.load(query + (q_at + q_row[:, None] + dim[None, :]), mask=mask, other=0.0)
+    if LAYER.e4m3:
         q = q.to(tl.float16)
-    if K_SCALE >= 0:
-        scale *= tl.load(k_scale + kv_head * K_SCALE)
+    scale *= load_scale(k_scale, kv_head, LAYER.k_scale)
     highest, total, sums = walk_chunk(
-        q, k_cache + kv_head * K_STRIDES[2], v_cache + kv_head * V_STRIDES[2],
+        q, k_cache + kv_head * LAYER.k_strides[2], v_cache + kv_head * LAYER.v_strides[2],
         tables + s.to(tl.int64) * table_stride, begin, end, seen,
-        length - query_len + 1 + token, window, scale, soft_cap,
-        K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM, HAS_CAP, HAS_WINDOW, ALIGN,
-        WARPS, ROWS, WIDTH, E4M3, NATIVE, MANY,
+        length - query_len + token, window, scale, soft_cap,
+        LAYER, FORM.warps, FORM.rows, FORM.many,
     )  # fmt: skip
-    if V_SCALE >= 0:
-        sums *= tl.load(v_scale + kv_head * V_SCALE)
-    if HAS_SINKS:  # in the first part alone
-        sink = tl.load(sinks + head, mask=live & (split == 0), other=float("-inf"))
-        highest, total, sums = _add_sink(sink.to(tl.float32) * LOG2E, highest, total, sums)
+    sums *= load_scale(v_scale, kv_head, LAYER.v_scale)
+    if LAYER.has_sinks:  # in the first part alone
+        sink = load_sinks(sinks, head, live & (split == 0))
+        highest, total, rescale = add_sink(sink, highest, total)
+        sums = sums * rescale[None, :]
     final = splits == 1
-    if HAS_SHARED:
+    if CUT.has_shared:
         final = final & ((s < shared[0]) | (s >= shared[1]))
     share = tl.where(total > 0, total, 1.0)  # a row of several may see nothing of this part
-    items = tl.num_programs(1) * tl.num_programs(2)
-    _write(
-        tl.permute(sums / share[None, :], (1, 0)), highest + tl.log2(total), out,
-        tl.multiple_of(start.to(tl.int64) * o_stride, ROW_ALIGN) + o_row, partial,
-        (item * most + token) * NUM_HEADS + head, items * most * NUM_HEADS, live, final,
-        HEAD_DIM, WIDTH,
-    )  # fmt: skip
+    result = tl.permute(sums / share[None, :], (1, 0))
+    if final:
+        to = out + (tl.multiple_of(start.to(tl.int64) * o_stride, ROW_ALIGN) + o_row)[:, None]
+        tl.store(to + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
+    else:
+        row = (item * most + token) * LAYER.num_heads + head
+        rows = tl.num_programs(1) * tl.num_programs(2) * most * LAYER.num_heads
+        at = partial + row[:, None] * LAYER.head_dim
+        tl.store(at + dim[None, :], result, mask=mask)
+        tl.store(partial + rows * LAYER.head_dim + row, highest + tl.log2(total), mask=live)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the kernel is compiled for."""
+
+    layer: Layer
+    cut: Cut
+    many: bool
+    """Sequences may have several query tokens."""
+    row_align: int
+    """Elements that divide all strides of query and out."""
+    warps: int
+    rows: int
+    chained: bool
+    """The next kernel may be launched before this one has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All of decode's launches but tensors and numbers of this call."""
+    """All of decode's launches except tensors and numbers of this call."""
 
-    variant: Variant
-    grid: tuple[int, int, int]
+    launch: Launch
     parts_size: int
     """float32 numbers that the parts need."""
-    numbers: tuple[int, ...]
-    """Those that come first: strides, num_seqs, slices, most."""
-    target: int
-    merge: merging.Plan | None
+    merge: Launch | None
 
 
 def plan_decode(
@@ -242,53 +205,41 @@ def plan_decode(
     terms: AttentionTerms,
     *,
     most: int = 1,
-    shared: Shared = NOBODY,
+    shared: Shared = NOT_SHARED,
 ) -> Plan:
     """How to decode this batch's sequences of up to `most` query tokens, and others of its shape.
 
     Arguments have been checked.
     """
     num_heads, head_dim = query.shape[1:]
-    num_kv_heads, e4m3 = cache.k.shape[2], cache.k.dtype == torch.float8_e4m3fn
-    group = num_heads // num_kv_heads
-    rows = rows_a_program(group, head_dim, many=most > 1)
+    layer = layer_of(place, query, cache, out, terms)
+    rows = rows_a_program(layer.group, head_dim, many=most > 1)
     warps = warps_a_program(head_dim, cache.k.element_size())
-    slices = ceil_div(most * group, rows)
-    programs = num_kv_heads * slices
+    slices = ceil_div(most * layer.group, rows)
+    programs = num_heads // layer.group * slices
     if terms.batch_invariant:
         grid = alike_grid(batch.num_seqs, batch.max_seq_len)
     else:
-        each = MORE_PROGRAMS if e4m3 or most > 1 else PROGRAMS_A_MULTIPROCESSOR
+        each = MORE_PROGRAMS if layer.e4m3 or most > 1 else PROGRAMS_A_MULTIPROCESSOR
         grid = plan_grid(place, out.device, batch.num_seqs, programs, each=each)
-    (q_stride, q_head, _), (o_stride, o_head, _) = query.stride(), out.stride()
-    k_strides, v_strides = cache.k.stride()[:3], cache.v.stride()[:3]
-    constants = (
-        q_head, o_head, k_strides, v_strides, cache.k.shape[1], num_heads, group, head_dim,
-        terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
-        shared.chunks > 0, most > 1, math.gcd(16, q_stride, q_head, o_stride, o_head),
-        math.gcd(16, *k_strides, *v_strides), warps, rows, max(16, power_of_two(head_dim)),
-        grid.vector, grid.alike, e4m3, place.has_e4m3(out.device),
-        scale_step(cache.k_scale), scale_step(cache.v_scale), place.can_chain(out.device), WHOLE,
-    )  # fmt: skip
+    cut = Cut(16 * warps, grid.vector, grid.alike, layer.has_window, shared.chunks > 0)
+    row_align = math.gcd(16, *query.stride()[:2], *out.stride()[:2])
+    form = Form(layer, cut, most > 1, row_align, warps, rows, place.can_chain(out.device))
     sinks_dtype = None if terms.sinks is None else terms.sinks.dtype
     variant = _attend_chunk.variant(
-        place, out.device, (query.dtype, cache.k.dtype, sinks_dtype), constants,
-        num_warps=warps, num_stages=stages_a_program(grid.vector, e4m3=e4m3),
+        place, out.device, (query.dtype, cache.k.dtype, sinks_dtype), (form,),
+        num_warps=warps, num_stages=stages_a_program(grid.vector, e4m3=layer.e4m3),
     )  # fmt: skip
-    return Plan(
-        variant,
-        (programs, *grid.shape),
-        grid.items * most * num_heads * (head_dim + 1) if grid.splits else 0,
-        (
-            q_stride, o_stride, batch.num_seqs, batch.block_table.stride(0),
-            slices, most,
-        ),
-        grid.target,
-        merging.plan_merge(
-            place, batch, out, grid,
-            group=group, most=most, window=terms.window, tile=16 * warps, shared=shared,
-        ) if grid.splits else None,
+    merge = None
+    if grid.splits:
+        merge = merging.plan_merge(place, batch, out, grid, cut, layer.group, most, shared)
+    numbers = (
+        query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0),
+        slices, most, grid.target,
     )  # fmt: skip
+    launch = Launch(variant, (programs, *grid.shape), numbers)
+    size = grid.items * most * num_heads * (head_dim + 1) if grid.splits else 0
+    return Plan(launch, size, merge)
 
 
 def decode(
@@ -298,7 +249,7 @@ def decode(
     batch: PagedBatch,
     out: Tensor,
     terms: AttentionTerms,
-    shared: Shared = NOBODY,
+    shared: Shared = NOT_SHARED,
 ) -> None:
     """Write the rows of the sequences that the plan is for.
 
@@ -314,8 +265,7 @@ def decode(
         lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
     window = 0 if terms.window is None else min(terms.window, batch.max_seq_len + 1)
-    numbers = (*plan.numbers, window, plan.target, float(terms.scale), terms.soft_cap or 1.0)
-    plan.variant.launch(plan.grid, tensors, numbers)
+    plan.launch.run(tensors, window, float(terms.scale), terms.soft_cap or 1.0)
     if plan.merge is not None:
         merging.merge(plan.merge, partial, batch, out, window, shared)
 

@@ -19,6 +19,14 @@ def scale_step(scale: Tensor | None) -> int:
 
 
 @device_function
+def load_scale(scales: tl.tensor, kv_head: tl.tensor, STEP: tl.constexpr) -> tl.tensor:
+    """A KV head's scale; 1 where there is none (see `scale_step`)."""
+    if STEP >= 0:
+        return tl.load(scales + kv_head * STEP)
+    return 1.0
+
+
+@device_function
 def widen(stored: tl.tensor, NATIVE: tl.constexpr) -> tl.tensor:
     """float16 values of bytes."""
     if NATIVE:

@@ -41,15 +41,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from backends.triton_gpu.hopper_items import (
     GROUPS,
     HALF,
-    count_items,
-    count_tiles,
+    count_work,
     find_span,
     gluon_function,
     read_item,
 )
 from backends.triton_gpu.hopper_merge import merge_items
-from backends.triton_gpu.hopper_store import finish
+from backends.triton_gpu.hopper_store import State, finish
 from backends.triton_gpu.soft_cap import LOG2E
+from backends.triton_gpu.softmax import add_tile, is_visible
 
 
 @gluon_function
@@ -62,89 +62,79 @@ def _reciprocal(x: gl.tensor) -> gl.tensor:
 
 @gluon_function
 def _soften(
-    logits: gl.tensor, highest: gl.tensor, total: gl.tensor, last: gl.tensor,
-    scale: gl.tensor, look: gl.tensor,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr, E4M3: gl.constexpr,
+    logits: gl.tensor, highest: gl.tensor, total: gl.tensor, last: gl.tensor, scale: gl.tensor,
+    given: gl.tensor, FORM: gl.constexpr, MASKED: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """(weights, highest logits in base 2, totals, what earlier sums are multiplied by).
 
-    A row sees the columns up to its `last`; if E4M3 it has a `scale` of its own.
+    A row sees the columns up to its `last`; over an e4m3 cache it has a `scale` of its own.
     """
-    soft_cap, window = look
     factor = scale * LOG2E
-    if HAS_CAP:
-        by = scale / soft_cap * (2 * LOG2E)
-        above = gl.exp2(logits * (by[:, None] if E4M3 else by)) + 1
-        logits = 1 - 2 * _reciprocal(above)  # tanh, within 3e-7: see above
-        factor = highest * 0 + soft_cap * LOG2E if E4M3 else soft_cap * LOG2E
+    if FORM.has_cap:
+        by = scale / given.soft_cap * (2 * LOG2E)
+        if FORM.e4m3:
+            by = by[:, None]
+        logits = 1 - 2 * _reciprocal(gl.exp2(logits * by) + 1)  # tanh, within 3e-7: see above
+        factor = given.soft_cap * LOG2E
     if MASKED:
         column = gl.arange(0, logits.shape[1], gl.SliceLayout(0, logits.type.layout))[None, :]
-        seen = column <= last[:, None]
-        if HAS_WINDOW:
-            seen = seen & (column > last[:, None] - window)
-        logits = gl.where(seen, logits, float("-inf"))
-    now = gl.maximum(highest, gl.max(logits, 1) * factor)
-    weights = gl.exp2(logits * (factor[:, None] if E4M3 else factor) - now[:, None])
-    rescale = gl.exp2(highest - now)
-    return weights, now, total * rescale + gl.sum(weights, 1), rescale
+        visible = is_visible(column, last[:, None], given.window, FORM.has_window)
+        logits = gl.where(visible, logits, float("-inf"))
+    return add_tile(logits, highest, total, 1, factor)
 
 
 @gluon_function
 def _multiply_keys(
-    rows: gl.tensor, slot: gl.tensor, ring: gl.tensor, j: gl.tensor, there: gl.tensor
+    rows: gl.tensor, slot: gl.tensor, k: gl.tensor, j: gl.tensor, there: gl.tensor
 ) -> gl.tensor:
     """Issue the product of the rows with the j-th tile of keys, once it is there; no wait for it.
 
     Unless it is `there` to come: then with what the memory holds.
     """
-    q_tiles, q_tails = rows[:2]
-    k_tiles, k_tails, k_full = ring[:3]
-    DEPTH: gl.constexpr = k_tiles.shape[0]
-    TILE: gl.constexpr = k_tiles.shape[1]
-    PARTS: gl.constexpr = q_tails.shape[0] // q_tiles.shape[0]
-    TAIL: gl.constexpr = q_tails.shape[3] if q_tails.shape[3] < q_tiles.shape[3] else 0
-    STEP: gl.constexpr = 256 // k_tiles.dtype.primitive_bitwidth
+    DEPTH: gl.constexpr = k.tiles.shape[0]
+    TILE: gl.constexpr = k.tiles.shape[1]
+    PARTS: gl.constexpr = rows.tails.shape[0] // rows.tiles.shape[0]
+    TAIL: gl.constexpr = rows.tails.shape[3] if rows.tails.shape[3] < rows.tiles.shape[3] else 0
+    STEP: gl.constexpr = 256 // k.tiles.dtype.primitive_bitwidth
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, STEP])
-    mbarrier.wait(k_full.index(j % DEPTH), j // DEPTH & 1, pred=there)
-    keys = k_tiles.index(j % DEPTH).reshape([TILE, k_tiles.shape[3]]).permute((1, 0))
+    mbarrier.wait(k.full.index(j % DEPTH), j // DEPTH & 1, pred=there)
+    keys = k.tiles.index(j % DEPTH).reshape([TILE, k.tiles.shape[3]]).permute((1, 0))
     blank = gl.full([HALF, TILE], 0.0, gl.float32, LOGITS)
-    if k_tiles.dtype != q_tiles.dtype:
+    if k.tiles.dtype != rows.tiles.dtype:
         logits = blank
         for part in gl.static_range(PARTS):
-            q = q_tails.index(slot * PARTS + part).reshape([HALF, q_tails.shape[3]])
+            q = rows.tails.index(slot * PARTS + part).reshape([HALF, rows.tails.shape[3]])
             logits = warpgroup_mma(q, keys, logits, use_acc=part > 0, is_async=True)
     else:
-        q = q_tiles.index(slot).reshape([HALF, q_tiles.shape[3]])
+        q = rows.tiles.index(slot).reshape([HALF, rows.tiles.shape[3]])
         logits = warpgroup_mma(q, keys, blank, use_acc=False, is_async=True)
         if TAIL > 0:
-            q = q_tails.index(slot).reshape([HALF, TAIL])
-            keys = k_tails.index(j % DEPTH).reshape([TILE, TAIL]).permute((1, 0))
+            q = rows.tails.index(slot).reshape([HALF, TAIL])
+            keys = k.tails.index(j % DEPTH).reshape([TILE, TAIL]).permute((1, 0))
             logits = warpgroup_mma(q, keys, logits, is_async=True)
     return logits
 
 
 @gluon_function
-def _multiply_values(
-    weights: gl.tensor, sums: gl.tensor, extra: gl.tensor, ring: gl.tensor, j: gl.tensor
-) -> tuple[gl.tensor, gl.tensor]:
+def _multiply_values(state: gl.tensor, v: gl.tensor, j: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
     """Issue the product of the weights, rounded, with the j-th tile of values; no wait for it."""
-    v_tiles, v_tails = ring[4:6]
-    TILE: gl.constexpr = v_tiles.shape[1]
-    TAIL: gl.constexpr = v_tails.shape[3]
-    at = j % v_tiles.shape[0]
-    p = gl.convert_layout(weights.to(v_tiles.dtype), gl.DotOperandLayout(0, sums.type.layout, 2))
-    values = v_tiles.index(at).reshape([TILE, v_tiles.shape[3]])
-    sums = warpgroup_mma(p, values, sums, is_async=True)
-    if v_tiles.shape[3] > TAIL:
+    TILE: gl.constexpr = v.tiles.shape[1]
+    TAIL: gl.constexpr = v.tails.shape[3]
+    sums, extra, at = state.sums, state.extra, j % v.tiles.shape[0]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, sums.type.layout, 2)
+    p = gl.convert_layout(state.weights.to(v.tiles.dtype), LEFT)
+    tile = v.tiles.index(at).reshape([TILE, v.tiles.shape[3]])
+    sums = warpgroup_mma(p, tile, sums, is_async=True)
+    if v.tiles.shape[3] > TAIL:
         p = gl.convert_layout(p, gl.DotOperandLayout(0, extra.type.layout, 2))
-        extra = warpgroup_mma(p, v_tails.index(at).reshape([TILE, TAIL]), extra, is_async=True)
+        extra = warpgroup_mma(p, v.tails.index(at).reshape([TILE, TAIL]), extra, is_async=True)
     return sums, extra
 
 
 @gluon_function
-def _wait(sums: gl.tensor, extra: gl.tensor, ring: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
+def _wait(sums: gl.tensor, extra: gl.tensor, v: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
     """Until all products are done."""
-    if ring[5].shape[3] < ring[4].shape[3]:
+    if v.tails.shape[3] < v.tiles.shape[3]:
         sums, extra = warpgroup_mma_wait(0, deps=[sums, extra])
     else:
         sums = warpgroup_mma_wait(0, deps=[sums])
@@ -153,10 +143,10 @@ def _wait(sums: gl.tensor, extra: gl.tensor, ring: gl.tensor) -> tuple[gl.tensor
 
 @gluon_function
 def _wait_for_logits(
-    logits: gl.tensor, sums: gl.tensor, extra: gl.tensor, ring: gl.tensor
+    logits: gl.tensor, sums: gl.tensor, extra: gl.tensor, v: gl.tensor
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
     """Until q.k is done, p.v being issued after it."""
-    if ring[5].shape[3] < ring[4].shape[3]:
+    if v.tails.shape[3] < v.tiles.shape[3]:
         logits, sums, extra = warpgroup_mma_wait(2, deps=[logits, sums, extra])
     else:
         logits, sums = warpgroup_mma_wait(1, deps=[logits, sums])
@@ -171,17 +161,16 @@ def _divide_rows(rows: gl.tensor, slot: gl.tensor, scale: gl.tensor) -> gl.tenso
     away has four less, or eight in all with its sign, so that two make up a bfloat16 exactly, as
     long as they are not below 2^-18 of the row's largest.
     """
-    q_tiles, parts = rows[:2]
-    PARTS: gl.constexpr = parts.shape[0] // q_tiles.shape[0]
-    WIDTH: gl.constexpr = q_tiles.shape[3]
+    PARTS: gl.constexpr = rows.tails.shape[0] // rows.tiles.shape[0]
+    WIDTH: gl.constexpr = rows.tiles.shape[3]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    q = q_tiles.index(slot).reshape([HALF, WIDTH]).load(WIDE).to(gl.float32)
+    q = rows.tiles.index(slot).reshape([HALF, WIDTH]).load(WIDE).to(gl.float32)
     largest = gl.maximum(gl.max(gl.abs(q), 1), 1e-30)
     up = gl.exp2(gl.floor(gl.log2(256.0 / largest)))
     q = q * up[:, None]
     for part in gl.static_range(PARTS):
         small = q.to(gl.float8e4nv)
-        parts.index(slot * PARTS + part).reshape([HALF, WIDTH]).store(small)
+        rows.tails.index(slot * PARTS + part).reshape([HALF, WIDTH]).store(small)
         q -= small.to(gl.float32)
     fence_async_shared()
     return scale / up
@@ -189,68 +178,60 @@ def _divide_rows(rows: gl.tensor, slot: gl.tensor, scale: gl.tensor) -> gl.tenso
 
 @gluon_function
 def _walk(
-    rows: gl.tensor, slot: gl.tensor, weights: gl.tensor, sums: gl.tensor, extra: gl.tensor,
-    highest: gl.tensor, total: gl.tensor,
-    ring: gl.tensor, j: gl.tensor, last: gl.tensor, steps: gl.tensor,
-    scale: gl.tensor, look: gl.tensor,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, MASKED: gl.constexpr,
-    E4M3: gl.constexpr,
-) -> tuple[gl.tensor, ...]:  # fmt: skip
-    """Take so many more tiles, downwards: (weights, sums, extra, highest, total, j, last).
+    state: gl.tensor, rows: gl.tensor, slot: gl.tensor, rings: gl.tensor, j: gl.tensor,
+    last: gl.tensor, steps: gl.tensor, scale: gl.tensor, given: gl.tensor,
+    FORM: gl.constexpr, MASKED: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
+    """Take `steps` more tiles, downwards: (state, j, last).
 
     Each step is the softmax of tile j while the values of tile j - 1 are multiplied. The values of
     tile j - 1 have landed; those of tile j have at the end of the step. A row sees the columns of
     the tile before the first step up to `last`.
     """
-    k_tiles, _, _, k_empty, v_tiles, v_tails, v_full, v_empty = ring
-    DEPTH: gl.constexpr = v_tiles.shape[0]
+    k, v = rings.k, rings.v
+    DEPTH: gl.constexpr = v.tiles.shape[0]
     nothing = gl.num_programs(1) - 1  # 0, which the compiler does not know
     for _ in range(steps):
-        last += k_tiles.shape[1]
-        logits = _multiply_keys(rows, slot + j * nothing, ring, j, there=True)
-        sums, extra = _multiply_values(weights, sums, extra, ring, j - 1)
-        logits, sums, extra = _wait_for_logits(logits, sums, extra, ring)
-        mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
+        last += k.tiles.shape[1]
+        logits = _multiply_keys(rows, slot + j * nothing, k, j, there=True)
+        sums, extra = _multiply_values(state, v, j - 1)
+        logits, sums, extra = _wait_for_logits(logits, sums, extra, v)
+        mbarrier.arrive(k.empty.index(j % k.tiles.shape[0]), count=1)
         weights, highest, total, rescale = _soften(
-            logits, highest, total, last, scale, look, HAS_CAP, HAS_WINDOW, MASKED, E4M3
+            logits, state.highest, state.total, last, scale, given, FORM, MASKED
         )
-        mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
-        sums, extra = _wait(sums, extra, ring)
-        mbarrier.arrive(v_empty.index((j - 1) % DEPTH), count=1)
+        mbarrier.wait(v.full.index(j % DEPTH), j // DEPTH & 1)
+        sums, extra = _wait(sums, extra, v)
+        mbarrier.arrive(v.empty.index((j - 1) % DEPTH), count=1)
         sums = sums * gl.convert_layout(rescale, gl.SliceLayout(1, sums.type.layout))[:, None]
-        if v_tails.shape[3] < v_tiles.shape[3]:
+        if v.tails.shape[3] < v.tiles.shape[3]:
             rescale = gl.convert_layout(rescale, gl.SliceLayout(1, extra.type.layout))
             extra = extra * rescale[:, None]
+        state = State(weights, sums, extra, highest, total)
         j += 1
-    return weights, sums, extra, highest, total, j, last
+    return state, j, last
 
 
 @gluon_function
 def _attend_item(
-    logits: gl.tensor, highest: gl.tensor, total: gl.tensor,
-    rows: gl.tensor, slot: gl.tensor, ring: gl.tensor,
-    j: gl.tensor, item: gl.tensor, scale: gl.tensor, look: gl.tensor,
-    PACK: gl.constexpr, TOKENS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
-    E4M3: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
-    """An item from its first logits to its last weights: (weights, sums, extra, highest, .., j)."""
-    k_tiles, _, _, _, v_tiles, v_tails, v_full, _ = ring
-    tokens, position, piece, pieces = item[2], item[3], item[7], item[8]
-    DEPTH: gl.constexpr = v_tiles.shape[0]
-    TILE: gl.constexpr = k_tiles.shape[1]
-    WIDTH: gl.constexpr = v_tiles.shape[3]
-    TAIL: gl.constexpr = v_tails.shape[3]
+    logits: gl.tensor, highest: gl.tensor, total: gl.tensor, rows: gl.tensor, slot: gl.tensor,
+    rings: gl.tensor, j: gl.tensor, item: gl.tensor, scale: gl.tensor, given: gl.tensor,
+    FORM: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    """An item from its first logits to its last weights: (state, j)."""
+    v = rings.v
+    DEPTH: gl.constexpr = v.tiles.shape[0]
+    TILE: gl.constexpr = FORM.shape.tile
+    WIDTH: gl.constexpr = v.tiles.shape[3]
+    TAIL: gl.constexpr = v.tails.shape[3]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     EXTRA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, logits.type.layout)
-    begin, end, whole_begin, whole_end = find_span(
-        position, tokens, piece, pieces, look[1], TILE, HAS_WINDOW, SPLIT
-    )
-    token = GROUP_ID * (TOKENS // GROUPS) + gl.arange(0, HALF, ROW) // PACK
-    last = position + token - (end - 1) * TILE
+    begin, end, whole_begin, whole_end = find_span(item, given.window, FORM)
+    token = GROUP_ID * (FORM.tokens // GROUPS) + gl.arange(0, HALF, ROW) // FORM.pack
+    last = item.position + token - (end - 1) * TILE
     weights, highest, total, _ = _soften(
-        logits, highest, total, last, scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3
+        logits, highest, total, last, scale, given, FORM, MASKED=True
     )
     sums = gl.full([HALF, WIDTH], 0.0, gl.float32, SUMS)
     extra = total
@@ -258,39 +239,37 @@ def _attend_item(
         extra = gl.full([HALF, TAIL], 0.0, gl.float32, EXTRA)
     else:
         extra = gl.full([HALF], 0.0, gl.float32, ROW)
-    mbarrier.wait(v_full.index(j % DEPTH), j // DEPTH & 1)
+    state = State(weights, sums, extra, highest, total)
+    mbarrier.wait(v.full.index(j % DEPTH), j // DEPTH & 1)
     j += 1
-    weights, sums, extra, highest, total, j, last = _walk(
-        rows, slot, weights, sums, extra, highest, total, ring, j, last, end - 1 - whole_end,
-        scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3,
+    state, j, last = _walk(
+        state, rows, slot, rings, j, last, end - 1 - whole_end, scale, given, FORM, MASKED=True
+    )
+    state, j, last = _walk(
+        state, rows, slot, rings, j, last, whole_end - whole_begin, scale, given, FORM,
+        MASKED=False,
     )  # fmt: skip
-    weights, sums, extra, highest, total, j, last = _walk(
-        rows, slot, weights, sums, extra, highest, total, ring, j, last, whole_end - whole_begin,
-        scale, look, HAS_CAP, HAS_WINDOW, MASKED=False, E4M3=E4M3,
-    )  # fmt: skip
-    if HAS_WINDOW:
-        weights, sums, extra, highest, total, j, last = _walk(
-            rows, slot, weights, sums, extra, highest, total, ring, j, last, whole_begin - begin,
-            scale, look, HAS_CAP, HAS_WINDOW, MASKED=True, E4M3=E4M3,
+    if FORM.has_window:
+        state, j, last = _walk(
+            state, rows, slot, rings, j, last, whole_begin - begin, scale, given, FORM,
+            MASKED=True,
         )  # fmt: skip
-    return weights, sums, extra, highest, total, j
+    return state, j
 
 
 @gluon_function
 def _start_rows(
-    sinks: gl.tensor, item: gl.tensor, ROW: gl.constexpr, PACK: gl.constexpr,
-    HAS_SINKS: gl.constexpr, SPLIT: gl.constexpr,
-) -> tuple[gl.tensor, gl.tensor]:  # fmt: skip
+    sinks: gl.tensor, item: gl.tensor, ROW: gl.constexpr, FORM: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
     """(highest logits, totals) before the first key: a sink is one more, in the first piece."""
-    part, piece = item[6], item[7]
     highest = gl.full([HALF], -1e30, gl.float32, ROW)
     total = gl.full([HALF], 0.0, gl.float32, ROW)
-    if HAS_SINKS:
-        sink = gl.load(sinks + part * PACK + gl.arange(0, HALF, ROW) % PACK)
+    if FORM.has_sinks:
+        sink = gl.load(sinks + item.part * FORM.pack + gl.arange(0, HALF, ROW) % FORM.pack)
         sink = sink.to(gl.float32) * LOG2E
-        if SPLIT:
-            highest = gl.where(piece == 0, sink, highest)
-            total += gl.where(piece == 0, 1.0, 0.0)
+        if FORM.split:
+            highest = gl.where(item.piece == 0, sink, highest)
+            total += gl.where(item.piece == 0, 1.0, 0.0)
         else:
             highest = sink
             total += 1.0
@@ -299,207 +278,131 @@ def _start_rows(
 
 @gluon_function
 def _consume_ahead(
-    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
-    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    PLANNED: gl.constexpr, GROUP_ID: gl.constexpr,
-) -> None:  # fmt: skip
+    given: gl.tensor, rows: gl.tensor, rings: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr
+) -> None:
     """A group's rows of every item of this program, the next item's begun before the last ends."""
-    query_start_loc, seq_lens, work = given[2:5]
-    sinks, scale, soft_cap, window = given[6:10]
-    q_tiles, _, q_full, q_empty = rows
-    k_tiles, _, _, k_empty, v_tiles, _, _, v_empty = ring
-    look = (soft_cap, window)
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
-    K_DEPTH: gl.constexpr = k_tiles.shape[0]
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[1], 16])
+    k, v = rings.k, rings.v
+    BUFFERS: gl.constexpr = FORM.shape.buffers
+    K_DEPTH: gl.constexpr = k.tiles.shape[0]
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.tiles.shape[1], 16])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    tiles, pieces = count_tiles(
-        query_start_loc, seq_lens, work, window, SLICES, TOKENS, k_tiles.shape[1],
-        HAS_WINDOW, PLANNED, SPLIT=False,
-    )  # fmt: skip
-    items = count_items(tiles * SLICES)
-    j = tiles * 0
-    mbarrier.wait(q_full.index(0), 0, pred=items > 0)
-    logits = _multiply_keys(rows, j + GROUP_ID, ring, j, items > 0)
+    work = count_work(given, FORM)
+    items, j = work.items, work.tiles * 0
+    mbarrier.wait(rows.full.index(0), 0, pred=items > 0)
+    logits = _multiply_keys(rows, j + GROUP_ID, k, j, items > 0)
     logits = warpgroup_mma_wait(0, deps=[logits])
-    mbarrier.arrive(k_empty.index(0), count=1, pred=items > 0)
-    item = read_item(
-        j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-    )
+    mbarrier.arrive(k.empty.index(0), count=1, pred=items > 0)
+    item = read_item(j, work, given, FORM)
     for n in range(items):
-        ahead = read_item(
-            n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-        )
+        ahead = read_item(n + 1, work, given, FORM)
         slot = n % BUFFERS * GROUPS + GROUP_ID
-        highest, total = _start_rows(sinks, item, ROW, PACK, HAS_SINKS, SPLIT=False)
-        weights, sums, extra, highest, total, j = _attend_item(
-            logits, highest, total, rows, slot, ring, j, item, scale, look,
-            PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT=False, GROUP_ID=GROUP_ID,
-            E4M3=False,
-        )  # fmt: skip
+        highest, total = _start_rows(given.sinks, item, ROW, FORM)
+        state, j = _attend_item(
+            logits, highest, total, rows, slot, rings, j, item, given.scale, given, FORM, GROUP_ID
+        )
         m, more = n + 1, n + 1 < items
-        mbarrier.wait(q_full.index(m % BUFFERS), m // BUFFERS & 1, pred=more)
-        logits = _multiply_keys(rows, m % BUFFERS * GROUPS + GROUP_ID, ring, j, more)
-        sums, extra = _multiply_values(weights, sums, extra, ring, j - 1)
-        logits, sums, extra = _wait_for_logits(logits, sums, extra, ring)
-        sums, extra = _wait(sums, extra, ring)
-        mbarrier.arrive(k_empty.index(j % K_DEPTH), count=1, pred=more)
-        mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
-        finish(
-            sums, extra, highest, total, rows, slot, ring, given, item, 1.0,
-            PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, SPLIT=False,
-            GROUP_ID=GROUP_ID,
-        )  # fmt: skip
-        mbarrier.arrive(q_empty.index(n % BUFFERS), count=1)
+        mbarrier.wait(rows.full.index(m % BUFFERS), m // BUFFERS & 1, pred=more)
+        logits = _multiply_keys(rows, m % BUFFERS * GROUPS + GROUP_ID, k, j, more)
+        sums, extra = _multiply_values(state, v, j - 1)
+        logits, sums, extra = _wait_for_logits(logits, sums, extra, v)
+        sums, extra = _wait(sums, extra, v)
+        mbarrier.arrive(k.empty.index(j % K_DEPTH), count=1, pred=more)
+        mbarrier.arrive(v.empty.index((j - 1) % v.tiles.shape[0]), count=1)
+        state = State(state.weights, sums, extra, state.highest, state.total)
+        finish(state, rows, slot, v, given, item, 1.0, FORM, GROUP_ID)
+        mbarrier.arrive(rows.empty.index(n % BUFFERS), count=1)
         item = ahead
 
 
 @gluon_function
 def _take(
     n: gl.tensor, j: gl.tensor, item: gl.tensor, given: gl.tensor, rows: gl.tensor,
-    ring: gl.tensor, look: gl.tensor,
-    PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
+    rings: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """One item or piece from its first product to its store; the next tile's number."""
-    sinks, scale, _, _, k_scale, v_scale = given[6:]
-    q_tiles, _, q_full, _ = rows
-    k_tiles, _, _, k_empty, v_tiles, _, _, v_empty = ring
-    E4M3: gl.constexpr = k_tiles.dtype != q_tiles.dtype
-    STEP: gl.constexpr = 256 // k_tiles.dtype.primitive_bitwidth
-    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_tiles.shape[1], STEP])
+    k, v, scale = rings.k, rings.v, given.scale
+    STEP: gl.constexpr = 256 // k.tiles.dtype.primitive_bitwidth
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k.tiles.shape[1], STEP])
     ROW: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    kv_head = item[6] * PACK // GROUP
+    kv_head = item.part * FORM.pack // FORM.group
     slot = n * 0 + GROUP_ID
     by = scale * 0 + 1.0
-    if V_SCALE >= 0:
-        by = gl.load(v_scale + kv_head * V_SCALE)
-    if K_SCALE >= 0:
-        scale *= gl.load(k_scale + kv_head * K_SCALE)
-    mbarrier.wait(q_full.index(0), n & 1)
-    if E4M3:
+    if FORM.v_scale >= 0:
+        by = gl.load(given.v_scale + kv_head * FORM.v_scale)
+    if FORM.k_scale >= 0:
+        scale *= gl.load(given.k_scale + kv_head * FORM.k_scale)
+    mbarrier.wait(rows.full.index(0), n & 1)
+    if FORM.e4m3:
         scale = gl.convert_layout(_divide_rows(rows, slot, scale), ROW)
-    logits = _multiply_keys(rows, slot, ring, j, there=True)
+    logits = _multiply_keys(rows, slot, k, j, there=True)
     logits = warpgroup_mma_wait(0, deps=[logits])
-    mbarrier.arrive(k_empty.index(j % k_tiles.shape[0]), count=1)
-    highest, total = _start_rows(sinks, item, ROW, PACK, HAS_SINKS, SPLIT)
-    weights, sums, extra, highest, total, j = _attend_item(
-        logits, highest, total, rows, slot, ring, j, item, scale, look,
-        PACK, TOKENS, HAS_CAP, HAS_WINDOW, SPLIT, GROUP_ID, E4M3,
-    )  # fmt: skip
-    sums, extra = _multiply_values(weights, sums, extra, ring, j - 1)
-    sums, extra = _wait(sums, extra, ring)
-    mbarrier.arrive(v_empty.index((j - 1) % v_tiles.shape[0]), count=1)
-    finish(
-        sums, extra, highest, total, rows, slot, ring, given, item, by,
-        PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE, SPLIT, GROUP_ID,
-    )  # fmt: skip
+    mbarrier.arrive(k.empty.index(j % k.tiles.shape[0]), count=1)
+    highest, total = _start_rows(given.sinks, item, ROW, FORM)
+    state, j = _attend_item(
+        logits, highest, total, rows, slot, rings, j, item, scale, given, FORM, GROUP_ID
+    )
+    sums, extra = _multiply_values(state, v, j - 1)
+    sums, extra = _wait(sums, extra, v)
+    mbarrier.arrive(v.empty.index((j - 1) % v.tiles.shape[0]), count=1)
+    state = State(state.weights, sums, extra, state.highest, state.total)
+    finish(state, rows, slot, v, given, item, by, FORM, GROUP_ID)
     return j
 
 
 @gluon_function
 def _consume_each(
-    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
-    SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
-) -> None:  # fmt: skip
+    given: gl.tensor, rows: gl.tensor, rings: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr
+) -> None:
     """A group's rows of every item of this program, one item after the other.
 
-    If SPLIT, where items are few and may be pieces, groups whose rows an item does not have pass it
-    by, and leave the matrix unit to the others.
+    If items are split, few and maybe pieces, groups whose rows an item does not have pass it by,
+    and leave the matrix unit to the others.
     """
-    query_start_loc, seq_lens, work = given[2:5]
-    soft_cap, window = given[8:10]
-    q_full, q_empty = rows[2:]
-    look = (soft_cap, window)
-    TILE: gl.constexpr = ring[0].shape[1]
-    tiles, pieces = count_tiles(
-        query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
-    )
-    items = count_items(tiles * SLICES)
-    j = tiles * 0
+    work = count_work(given, FORM)
+    j = work.tiles * 0
     ahead = given  # until one is read
-    if SPLIT and PLANNED:
-        ahead = read_item(
-            j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-        )
-    for n in range(items):
-        if SPLIT and PLANNED:
+    if FORM.split and FORM.planned:
+        ahead = read_item(j, work, given, FORM)
+    for n in range(work.items):
+        if FORM.split and FORM.planned:
             item = ahead
-            ahead = read_item(
-                n + 1, items, tiles, pieces, query_start_loc, seq_lens, work,
-                SLICES, TOKENS, PLANNED,
-            )  # fmt: skip
+            ahead = read_item(n + 1, work, given, FORM)
         else:
-            item = read_item(
-                n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-            )
-        if SPLIT:
-            if item[2] > GROUP_ID * (TOKENS // GROUPS):
-                j = _take(
-                    n, j, item, given, rows, ring, look,
-                    PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                    HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID,
-                )  # fmt: skip
+            item = read_item(n, work, given, FORM)
+        if FORM.split:
+            if item.tokens > GROUP_ID * (FORM.tokens // GROUPS):
+                j = _take(n, j, item, given, rows, rings, FORM, GROUP_ID)
             else:
-                span = find_span(
-                    item[3], item[2], item[7], item[8], window, TILE, HAS_WINDOW, SPLIT
-                )
-                mbarrier.wait(q_full.index(0), n & 1)
-                j = _pass_by(ring, j, span[1] - span[0])
+                begin, end, _, _ = find_span(item, given.window, FORM)
+                mbarrier.wait(rows.full.index(0), n & 1)
+                j = _pass_by(rings, j, end - begin)
         else:
-            j = _take(
-                n, j, item, given, rows, ring, look,
-                PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, SPLIT, GROUP_ID,
-            )  # fmt: skip
-        mbarrier.arrive(q_empty.index(0), count=1)
-    if SPLIT:
-        merge_items(
-            given, items, tiles, pieces, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            PLANNED, GROUP_ID,
-        )  # fmt: skip
+            j = _take(n, j, item, given, rows, rings, FORM, GROUP_ID)
+        mbarrier.arrive(rows.empty.index(0), count=1)
+    if FORM.split:
+        merge_items(given, work, FORM, GROUP_ID)
 
 
 @gluon_function
-def _pass_by(ring: gl.tensor, j: gl.tensor, steps: gl.tensor) -> gl.tensor:
-    """Let so many tiles go unread; the next one's number."""
-    k_tiles, _, k_full, k_empty, v_tiles, _, v_full, v_empty = ring
+def _pass_by(rings: gl.tensor, j: gl.tensor, steps: gl.tensor) -> gl.tensor:
+    """Skip `steps` tiles; the number of the next one."""
+    k, v = rings.k, rings.v
     for _ in range(steps):
-        k_at, v_at = j % k_tiles.shape[0], j % v_tiles.shape[0]
-        mbarrier.wait(k_full.index(k_at), j // k_tiles.shape[0] & 1)
-        mbarrier.arrive(k_empty.index(k_at), count=1)
-        mbarrier.wait(v_full.index(v_at), j // v_tiles.shape[0] & 1)
-        mbarrier.arrive(v_empty.index(v_at), count=1)
+        k_at, v_at = j % k.tiles.shape[0], j % v.tiles.shape[0]
+        mbarrier.wait(k.full.index(k_at), j // k.tiles.shape[0] & 1)
+        mbarrier.arrive(k.empty.index(k_at), count=1)
+        mbarrier.wait(v.full.index(v_at), j // v.tiles.shape[0] & 1)
+        mbarrier.arrive(v.empty.index(v_at), count=1)
         j += 1
     return j
 
 
 @gluon_function
 def consume(
-    given: gl.tensor, rows: gl.tensor, ring: gl.tensor,
-    SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    HEAD_DIM: gl.constexpr, TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    K_SCALE: gl.constexpr, V_SCALE: gl.constexpr,
-    PLANNED: gl.constexpr, SPLIT: gl.constexpr, GROUP_ID: gl.constexpr,
-) -> None:  # fmt: skip
+    given: gl.tensor, rows: gl.tensor, rings: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr
+) -> None:
     """A group's rows of every item of this program, in order."""
-    if rows[0].shape[0] > GROUPS:
-        _consume_ahead(
-            given, rows, ring, SLICES, PACK, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            HAS_CAP, HAS_WINDOW, HAS_SINKS, PLANNED, GROUP_ID,
-        )  # fmt: skip
+    if FORM.shape.buffers > 1:
+        _consume_ahead(given, rows, rings, FORM, GROUP_ID)
     else:
-        _consume_each(
-            given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-            HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE, PLANNED, SPLIT, GROUP_ID,
-        )  # fmt: skip
+        _consume_each(given, rows, rings, FORM, GROUP_ID)

@@ -15,6 +15,9 @@ Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row
 cut. Error and order as in `latent`.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -27,26 +30,90 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from backends.contract import KVCache
-from backends.triton_gpu.hopper_items import gluon_function
+from backends.triton_gpu.hopper_items import allocate_barriers, gluon_function
 from backends.triton_gpu.launch import launcher
+from backends.triton_gpu.layer import Layer
 from backends.triton_gpu.place import Place
-from backends.triton_gpu.soft_cap import LOG2E, base2_logits
-from backends.triton_gpu.splits import count_tiles, find_part
+from backends.triton_gpu.soft_cap import base2_logits
+from backends.triton_gpu.softmax import add_sink, add_tile, is_within, load_sinks, raise_highest
+from backends.triton_gpu.splits import (
+    Cut,
+    Lengths,
+    count_tiles,
+    find_part,
+    keys_of_split,
+    load_seq,
+)
 
 TILE = 64
 REST = 64
 WARPS = 4
+MOST_ROWS_OF_ONE_GROUP = 16
 CONSUMER_REGISTERS = 200
 LOADER_REGISTERS = 96
+
+
+class _Tiles(NamedTuple):
+    """Shared memory that warps hand each other: two tiles of latents, cut where the values end."""
+
+    latents: gl.tensor
+    """Their values."""
+    rest: gl.tensor
+    weights: gl.tensor
+    """A tile's, of each group."""
+    full: gl.tensor
+    empty: gl.tensor
+    ready: gl.tensor
+    """That a group's queries are there."""
+    done: gl.tensor
+    """That the second group's result is there, of rows that both share."""
+    ends: gl.tensor
+    """The maximum and the total of that result."""
+
+
+class _Keys(NamedTuple):
+    """What a program attends: the keys begin .. end - 1, with rows from this token on."""
+
+    begin: gl.tensor
+    end: gl.tensor
+    token: gl.tensor
+    length: gl.tensor
+    """Of the sequence, as the next."""
+    query_len: gl.tensor
+    window: gl.tensor
+    scale: gl.tensor
+    soft_cap: gl.tensor
+
+
+class _Rows(NamedTuple):
+    """Where a program's rows come from and go to."""
+
+    query: gl.tensor
+    q_stride: gl.tensor
+    sinks: gl.tensor
+    out: gl.tensor
+    partial: gl.tensor
+    head: gl.tensor
+    """The first."""
+    start: gl.tensor
+    """The sequence's first row."""
+    o_stride: gl.tensor
+    place: gl.tensor
+    """Of the part's first row in `partial`."""
+    rows: gl.tensor
+    """In `partial`."""
+    is_first: gl.tensor
+    is_final: gl.tensor
 
 
 @gluon_function
 def _load_tiles(
     cache: gl.tensor, table: gl.tensor, begin: gl.tensor, end: gl.tensor,
     c_tiles: gl.tensor, r_tiles: gl.tensor, full: gl.tensor, empty: gl.tensor,
-    STRIDES: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    LAYER: gl.constexpr,
 ) -> None:  # fmt: skip
     """Copy the tiles that hold the keys begin .. end - 1, each into the other buffer."""
+    BLOCK_SIZE: gl.constexpr = LAYER.block_size
     TILE: gl.constexpr = c_tiles.shape[1]
     VALUES: gl.constexpr = c_tiles.shape[2]
     REST: gl.constexpr = r_tiles.shape[2]
@@ -60,13 +127,13 @@ def _load_tiles(
     for i in range((end - first + TILE - 1) // TILE):
         buffer = i % 2
         key = first + i * TILE + lane
-        live = (key >= begin) & (key < end)
+        live = is_within(key, begin, end, HAS_BEGIN=True)
         block = gl.load(table + key // BLOCK_SIZE, mask=live, other=0).to(gl.int64)
-        at = block * STRIDES[0] + key % BLOCK_SIZE * STRIDES[1]
+        at = block * LAYER.k_strides[0] + key % BLOCK_SIZE * LAYER.k_strides[1]
         rest_key = first + i * TILE + rest_lane
-        rest_live = (rest_key >= begin) & (rest_key < end)
+        rest_live = is_within(rest_key, begin, end, HAS_BEGIN=True)
         block = gl.load(table + rest_key // BLOCK_SIZE, mask=rest_live, other=0).to(gl.int64)
-        rest_at = block * STRIDES[0] + (rest_key % BLOCK_SIZE * STRIDES[1] + VALUES)
+        rest_at = block * LAYER.k_strides[0] + (rest_key % BLOCK_SIZE * LAYER.k_strides[1] + VALUES)
         mbarrier.wait(empty.index(buffer), (i // 2 & 1) ^ 1)
         async_copy.async_copy_global_to_shared(
             c_tiles.index(buffer), cache + at[:, None] + dim, mask=live[:, None]
@@ -79,202 +146,155 @@ def _load_tiles(
 
 @gluon_function
 def _walk(
-    q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
-    full: gl.tensor, empty: gl.tensor, begin: gl.tensor, end: gl.tensor, limit: gl.tensor,
-    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, SHARED: gl.constexpr, GROUP_ID: gl.constexpr,
+    q: gl.tensor, q_rest: gl.tensor, tiles: gl.tensor, keys: gl.tensor, limit: gl.tensor,
+    FORM: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor]:  # fmt: skip
     """Each row's highest logit (base 2), total weight, and weighted sum of values [VALUES, ROWS].
 
-    Of every tile if SHARED, else of those in the group's own buffer.
+    Of every tile if groups have rows of their own, else of those in the group's own buffer.
     """
-    TILE: gl.constexpr = c_tiles.shape[1]
-    VALUES: gl.constexpr = c_tiles.shape[2]
+    LAYER: gl.constexpr = FORM.layer
+    TILE: gl.constexpr = tiles.latents.shape[1]
+    VALUES: gl.constexpr = tiles.latents.shape[2]
     ROWS: gl.constexpr = q.shape[0]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     lane = gl.arange(0, TILE, gl.SliceLayout(1, LAYOUT))
     highest = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, LAYOUT))
     totals = gl.full([TILE, ROWS], 0.0, gl.float32, LAYOUT)
     sums = gl.full([VALUES, ROWS], 0.0, gl.float32, LAYOUT)
-    p_tile = p_tiles.index(GROUP_ID)
-    first = begin // TILE * TILE
-    FROM: gl.constexpr = 0 if SHARED else GROUP_ID
-    for i in range(FROM, (end - first + TILE - 1) // TILE, 1 if SHARED else 2):
-        buffer = i % 2 if SHARED else GROUP_ID
-        c, r = c_tiles.index(buffer), r_tiles.index(buffer)
-        mbarrier.wait(full.index(buffer), i // 2 & 1)
+    p_tile = tiles.weights.index(GROUP_ID)
+    first = keys.begin // TILE * TILE
+    low, high = keys.begin, gl.minimum(limit, keys.end)[None, :]
+    if LAYER.has_window:
+        low = gl.maximum(limit - keys.window, low)[None, :]
+    FROM: gl.constexpr = 0 if FORM.shared else GROUP_ID
+    for i in range(FROM, (keys.end - first + TILE - 1) // TILE, 1 if FORM.shared else 2):
+        buffer = i % 2 if FORM.shared else GROUP_ID
+        c, r = tiles.latents.index(buffer), tiles.rest.index(buffer)
+        mbarrier.wait(tiles.full.index(buffer), i // 2 & 1)
         fence_async_shared()
         blank = gl.full([TILE, ROWS], 0.0, gl.float32, LAYOUT)
         logits = warpgroup_mma(c, q.permute((1, 0)), blank, use_acc=False, is_async=True)
         logits = warpgroup_mma(r, q_rest.permute((1, 0)), logits, is_async=True)
         logits = warpgroup_mma_wait(0, deps=[logits])
-        logits = base2_logits(logits, scale, soft_cap, HAS_CAP)
+        logits = base2_logits(logits, keys.scale, keys.soft_cap, LAYER.has_cap)
         key = (first + i * TILE + lane)[:, None]
-        live = (key >= begin) & (key < gl.minimum(limit, end)[None, :])
-        if HAS_WINDOW:
-            live = live & (key >= (limit - window)[None, :])
+        live = is_within(key, low, high, HAS_BEGIN=True)
         logits = gl.where(live, logits, float("-inf"))
-        now = gl.maximum(highest, gl.max(logits, 0))
-        p = gl.exp2(logits - now[None, :])
-        rescale = gl.exp2(highest - now)[None, :]
-        totals = totals * rescale + p
-        highest = now
-        p_tile.store(p.to(c_tiles.dtype))
+        p, highest, totals, rescale = add_tile(logits, highest, totals, 0)
+        p_tile.store(p.to(p_tile.dtype))
         fence_async_shared()
-        sums = warpgroup_mma(c.permute((1, 0)), p_tile, sums * rescale, is_async=True)
+        sums = warpgroup_mma(c.permute((1, 0)), p_tile, sums * rescale[None, :], is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        mbarrier.arrive(empty.index(buffer), count=1)
+        mbarrier.arrive(tiles.empty.index(buffer), count=1)
     return highest, gl.sum(totals, 0), sums
 
 
 @gluon_function
 def _limits(
-    token: gl.tensor, length: gl.tensor, query_len: gl.tensor, ROWS: gl.constexpr,
-    HEADS: gl.constexpr, OFFSET: gl.constexpr,
-) -> gl.tensor:  # fmt: skip
+    keys: gl.tensor, ROWS: gl.constexpr, HEADS: gl.constexpr, OFFSET: gl.constexpr
+) -> gl.tensor:
     """How many keys each row sees from the first on; a group's rows start at OFFSET."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     row = OFFSET + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
-    return length - query_len + 1 + token + row // HEADS
+    return keys.length - keys.query_len + 1 + keys.token + row // HEADS
 
 
 @gluon_function
 def _help(
-    q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
-    full: gl.tensor, empty: gl.tensor, ready: gl.tensor, done: gl.tensor, ends: gl.tensor,
-    begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
-    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
-    HEADS: gl.constexpr, HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr,
-) -> None:  # fmt: skip
+    q: gl.tensor, q_rest: gl.tensor, tiles: gl.tensor, keys: gl.tensor, FORM: gl.constexpr
+) -> None:
     """The second group of two that share rows: its tiles, left in its buffer for the first."""
     ROWS: gl.constexpr = q.shape[0]
-    VALUES: gl.constexpr = c_tiles.shape[2]
+    VALUES: gl.constexpr = tiles.latents.shape[2]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    limit = _limits(token, length, query_len, ROWS, HEADS, 0)
-    mbarrier.wait(ready.index(0), 0)
-    highest, total, sums = _walk(
-        q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, begin, end, limit, window,
-        scale, soft_cap, HAS_CAP, HAS_WINDOW, SHARED=False, GROUP_ID=1,
-    )  # fmt: skip
-    c_tiles.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN).store(sums)  # noqa: SLF001
-    ends.index(0).store(highest)
-    ends.index(1).store(total)
-    mbarrier.arrive(done.index(0), count=1)
+    limit = _limits(keys, ROWS, FORM.heads, 0)
+    mbarrier.wait(tiles.ready.index(0), 0)
+    highest, total, sums = _walk(q, q_rest, tiles, keys, limit, FORM, GROUP_ID=1)
+    tiles.latents.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN).store(sums)  # noqa: SLF001
+    tiles.ends.index(0).store(highest)
+    tiles.ends.index(1).store(total)
+    mbarrier.arrive(tiles.done.index(0), count=1)
 
 
 @gluon_function
 def _load_queries(
-    query: gl.tensor, q: gl.tensor, start: gl.tensor, token: gl.tensor, head: gl.tensor,
-    query_len: gl.tensor, q_stride: gl.tensor, offset: gl.tensor,
-    Q_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, OFFSET: gl.constexpr,
+    rows: gl.tensor, keys: gl.tensor, q: gl.tensor, offset: gl.tensor,
+    FORM: gl.constexpr, OFFSET: gl.constexpr,
 ) -> None:  # fmt: skip
     """A part of a group's rows, from number `offset` on, into shared memory; zeros elsewhere."""
+    LAYER: gl.constexpr = FORM.layer
     ROWS: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = OFFSET + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    token += row // HEADS
-    head += row % HEADS
-    live = (token < query_len) & (head < NUM_HEADS)
-    at = (start + token).to(gl.int64) * q_stride + (head * Q_HEAD + offset)
-    rows = gl.load(query + at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
-    q.store(rows)
+    token = keys.token + row // FORM.heads
+    head = rows.head + row % FORM.heads
+    live = (token < keys.query_len) & (head < LAYER.num_heads)
+    at = (rows.start + token).to(gl.int64) * rows.q_stride + (head * LAYER.q_head + offset)
+    numbers = gl.load(rows.query + at[:, None] + dim[None, :], mask=live[:, None], other=0.0)
+    q.store(numbers)
 
 
 @gluon_function
 def _attend(
-    q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
-    full: gl.tensor, empty: gl.tensor, ready: gl.tensor, done: gl.tensor, ends: gl.tensor,
-    begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
-    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
-    query: gl.tensor, q_stride: gl.tensor, sinks: gl.tensor, out: gl.tensor, partial: gl.tensor,
-    head: gl.tensor, start: gl.tensor, o_stride: gl.tensor, place: gl.tensor, rows: gl.tensor,
-    is_first: gl.tensor, is_final: gl.tensor,
-    Q_HEAD: gl.constexpr, O_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    SHARED: gl.constexpr, GROUP_ID: gl.constexpr,
+    q: gl.tensor, q_rest: gl.tensor, tiles: gl.tensor, keys: gl.tensor, rows: gl.tensor,
+    FORM: gl.constexpr, GROUP_ID: gl.constexpr,
 ) -> None:  # fmt: skip
     """A group's queries, its tiles, and the result; that of both groups where they share rows."""
+    LAYER: gl.constexpr = FORM.layer
     ROWS: gl.constexpr = q.shape[0]
-    VALUES: gl.constexpr = c_tiles.shape[2]
+    VALUES: gl.constexpr = tiles.latents.shape[2]
     OFFSET: gl.constexpr = GROUP_ID * ROWS
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    limit = _limits(token, length, query_len, ROWS, HEADS, OFFSET)
-    _load_queries(
-        query, q, start, token, head, query_len, q_stride, 0, Q_HEAD, NUM_HEADS, HEADS, OFFSET
-    )
-    _load_queries(
-        query, q_rest, start, token, head, query_len, q_stride, VALUES, Q_HEAD, NUM_HEADS, HEADS,
-        OFFSET,
-    )  # fmt: skip
+    limit = _limits(keys, ROWS, FORM.heads, OFFSET)
+    _load_queries(rows, keys, q, 0, FORM, OFFSET)
+    _load_queries(rows, keys, q_rest, VALUES, FORM, OFFSET)
     fence_async_shared()
-    mbarrier.arrive(ready.index(GROUP_ID), count=1)
-    mbarrier.wait(ready.index(GROUP_ID), 0)
-    highest, total, sums = _walk(
-        q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, begin, end, limit, window,
-        scale, soft_cap, HAS_CAP, HAS_WINDOW, SHARED, GROUP_ID,
-    )  # fmt: skip
-    if not SHARED:
-        mbarrier.wait(done.index(0), 0)
-        others = c_tiles.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN)  # noqa: SLF001
-        other_highest = ends.index(0).load(highest.type.layout)
-        top = gl.maximum(highest, other_highest)
-        own, other = gl.exp2(highest - top), gl.exp2(other_highest - top)
-        total = total * own + ends.index(1).load(highest.type.layout) * other
+    mbarrier.arrive(tiles.ready.index(GROUP_ID), count=1)
+    mbarrier.wait(tiles.ready.index(GROUP_ID), 0)
+    highest, total, sums = _walk(q, q_rest, tiles, keys, limit, FORM, GROUP_ID)
+    if not FORM.shared:
+        mbarrier.wait(tiles.done.index(0), 0)
+        others = tiles.latents.index(1)._reinterpret(gl.float32, [VALUES, ROWS], PLAIN)  # noqa: SLF001
+        other_highest = tiles.ends.index(0).load(highest.type.layout)
+        top, own = raise_highest(highest, other_highest)
+        other = gl.exp2(other_highest - top)
+        total = total * own + tiles.ends.index(1).load(highest.type.layout) * other
         sums = sums * own[None, :] + others.load(sums.type.layout) * other[None, :]
         highest = top
     row = OFFSET + gl.arange(0, ROWS, highest.type.layout)
-    head += row % HEADS
-    token += row // HEADS
-    live = (token < query_len) & (head < NUM_HEADS)
-    if HAS_SINKS:
-        sink = gl.load(sinks + head, mask=live & is_first, other=float("-inf")).to(gl.float32)
-        top = gl.maximum(highest, sink * LOG2E)
-        rescale = gl.exp2(highest - top)
-        total = total * rescale + gl.exp2(sink * LOG2E - top)
+    head = rows.head + row % FORM.heads
+    token = keys.token + row // FORM.heads
+    live = (token < keys.query_len) & (head < LAYER.num_heads)
+    if LAYER.has_sinks:
+        sink = load_sinks(rows.sinks, head, live & rows.is_first)
+        highest, total, rescale = add_sink(sink, highest, total)
         sums = sums * rescale[None, :]
-        highest = top
     result = sums * (1.0 / gl.where(total > 0, total, 1.0))[None, :]  # none may be seen of a part
     dim = gl.arange(0, VALUES, gl.SliceLayout(1, sums.type.layout))[:, None]
     mask = gl.expand_dims(live, 0) & (dim < VALUES)
-    if is_final:
-        to = (start + token).to(gl.int64) * o_stride + head * O_HEAD
-        gl.store(out + to[None, :] + dim, result.to(out.dtype.element_ty), mask=mask)
+    if rows.is_final:
+        to = (rows.start + token).to(gl.int64) * rows.o_stride + head * LAYER.o_head
+        to = rows.out + to[None, :] + dim
+        gl.store(to, result.to(rows.out.dtype.element_ty), mask=mask)
     else:
-        at = place + token * NUM_HEADS + head
-        gl.store(partial + at[None, :] * VALUES + dim, result, mask=mask)
-        gl.store(partial + rows * VALUES + at, highest + gl.log2(total), mask=live)
+        at = rows.place + token * LAYER.num_heads + head
+        gl.store(rows.partial + at[None, :] * VALUES + dim, result, mask=mask)
+        gl.store(rows.partial + rows.rows * VALUES + at, highest + gl.log2(total), mask=live)
 
 
 @gluon_function
 def _attend_or_help(
-    q: gl.tensor, q_rest: gl.tensor, c_tiles: gl.tensor, r_tiles: gl.tensor, p_tiles: gl.tensor,
-    full: gl.tensor, empty: gl.tensor, ready: gl.tensor, done: gl.tensor, ends: gl.tensor,
-    begin: gl.tensor, end: gl.tensor, token: gl.tensor, length: gl.tensor, query_len: gl.tensor,
-    window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
-    query: gl.tensor, q_stride: gl.tensor, sinks: gl.tensor, out: gl.tensor, partial: gl.tensor,
-    head: gl.tensor, start: gl.tensor, o_stride: gl.tensor, place: gl.tensor, rows: gl.tensor,
-    is_first: gl.tensor, is_final: gl.tensor,
-    Q_HEAD: gl.constexpr, O_HEAD: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SINKS: gl.constexpr,
-    SHARED: gl.constexpr,
+    q: gl.tensor, q_rest: gl.tensor, tiles: gl.tensor, keys: gl.tensor, rows: gl.tensor,
+    FORM: gl.constexpr,
 ) -> None:  # fmt: skip
     """The second group, with rows of its own or with those of the first."""
-    if SHARED:
-        _attend(
-            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, ready, done,
-            ends, begin, end, token, length, query_len, window, scale, soft_cap,
-            query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
-            is_first, is_final,
-            Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, SHARED, 1,
-        )  # fmt: skip
+    if FORM.shared:
+        _attend(q, q_rest, tiles, keys, rows, FORM, 1)
     else:
-        _help(
-            q, q_rest, c_tiles, r_tiles, p_tiles, full, empty, ready, done,
-            ends, begin, end, token, length, query_len, window, scale, soft_cap,
-            HEADS, HAS_CAP, HAS_WINDOW,
-        )  # fmt: skip
+        _help(q, q_rest, tiles, keys, FORM)
 
 
 @gluon_function
@@ -289,14 +309,6 @@ def _allocate(
     return values, gl.allocate_shared_memory(dtype, [COUNT, ROWS, REST], SECOND)
 
 
-@gluon_function
-def _barrier(COUNT: gl.constexpr, SLOTS: gl.constexpr) -> gl.tensor:
-    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(barriers.index(slot), count=COUNT)
-    return barriers
-
-
 @launcher(
     integers=("q_stride", "o_stride", "num_seqs", "table_stride", "most", "window", "target"),
     indices=("query_start_loc", "seq_lens", "tables", "scales"),
@@ -304,105 +316,82 @@ def _barrier(COUNT: gl.constexpr, SLOTS: gl.constexpr) -> gl.tensor:
     in_gluon=True,
 )
 def attend_rows(
-    query: gl.tensor,  # as in latent._attend_part, all of them
-    cache: gl.tensor,
-    out: gl.tensor,
-    sinks: gl.tensor,
-    partial: gl.tensor,
-    query_start_loc: gl.tensor,
-    seq_lens: gl.tensor,
-    tables: gl.tensor,
+    query: gl.tensor, cache: gl.tensor, out: gl.tensor, sinks: gl.tensor, partial: gl.tensor,
+    query_start_loc: gl.tensor, seq_lens: gl.tensor, tables: gl.tensor,
     scales: gl.tensor,  # noqa: ARG001  # of quantised caches, which this kernel does not take
-    q_stride: gl.tensor,
-    o_stride: gl.tensor,
-    num_seqs: gl.tensor,
-    table_stride: gl.tensor,
-    most: gl.tensor,
-    window: gl.tensor,
-    target: gl.tensor,
-    scale: gl.tensor,
-    soft_cap: gl.tensor,
-    Q_HEAD: gl.constexpr,
-    O_HEAD: gl.constexpr,
-    STRIDES: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    NUM_HEADS: gl.constexpr,
-    VALUE_DIM: gl.constexpr,
-    REST_DIM: gl.constexpr,
-    HAS_CAP: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    TILE: gl.constexpr,
-    ROWS: gl.constexpr,
-    HEADS: gl.constexpr,
-    VECTOR: gl.constexpr,
-    ALIKE: gl.constexpr,
-    CHAINED: gl.constexpr,
-    SHARED: gl.constexpr,  # each group has half of the rows; otherwise half of the tiles
-    REGISTERS: gl.constexpr,
-    LOADER_REGISTERS: gl.constexpr,
-) -> None:
-    """Attend a part of a sequence with a slice of its rows."""
-    SLICES: gl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    q_stride: gl.tensor, o_stride: gl.tensor, num_seqs: gl.tensor, table_stride: gl.tensor,
+    most: gl.tensor, target: gl.tensor, window: gl.tensor, scale: gl.tensor, soft_cap: gl.tensor,
+    FORM: gl.constexpr,
+) -> None:  # fmt: skip
+    """Attend a part of a sequence with a slice of its rows; parameters as in `latent`."""
+    LAYER: gl.constexpr = FORM.layer
+    CUT: gl.constexpr = FORM.cut
+    SLICES: gl.constexpr = (LAYER.num_heads + FORM.heads - 1) // FORM.heads
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    if CHAINED:
+    if FORM.chained:
         gdc_launch_dependents()
         gdc_wait()
     item = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
-    nobody, here = (0, 0, 0), gl.arange(0, VECTOR or 1, LANES)
-    s, split, splits = find_part(
-        query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
-        HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
-    )  # fmt: skip
+    lengths = Lengths(query_start_loc, seq_lens, num_seqs, most, window, target, 0)
+    here = gl.arange(0, CUT.vector or 1, LANES)
+    s, split, splits = find_part(item, here, lengths, CUT)
     if s >= num_seqs:
         return
-    start = gl.load(query_start_loc + s)
-    query_len = gl.load(query_start_loc + s + 1) - start
-    length = gl.load(seq_lens + s)
-    seen, tiles = count_tiles(
-        s, query_len, length, most, window, nobody, HAS_WINDOW, HAS_SHARED=False, TILE=TILE
-    )
-    token = gl.program_id(0) // SLICES * (ROWS // HEADS)
-    if (tiles == 0) | (token >= query_len):
+    start, query_len, length = load_seq(lengths, s)
+    seen, total_tiles = count_tiles(s, query_len, length, lengths, CUT)
+    token = gl.program_id(0) // SLICES * (FORM.rows // FORM.heads)
+    if (total_tiles == 0) | (token >= query_len):
         return
-    first = seen // TILE
-    begin = gl.maximum((first + split * tiles // splits) * TILE, seen)
-    end = gl.minimum((first + (split + 1) * tiles // splits) * TILE, length)
-    head = gl.program_id(0) % SLICES * HEADS
+    begin, end = keys_of_split(seen, length, total_tiles, split, splits, CUT)
+    begin = gl.maximum(begin, seen)
+    head = gl.program_id(0) % SLICES * FORM.heads
     dtype: gl.constexpr = cache.dtype.element_ty
-    GROUPS: gl.constexpr = 2 if SHARED else 1
-    OWN: gl.constexpr = ROWS // GROUPS
+    GROUPS: gl.constexpr = 2 if FORM.shared else 1
+    OWN: gl.constexpr = FORM.rows // GROUPS
+    TILE: gl.constexpr = CUT.tile
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, OWN], dtype)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q, q_rest = _allocate(dtype, GROUPS, OWN, VALUE_DIM, REST_DIM)
-    c_tiles, r_tiles = _allocate(dtype, 2, TILE, VALUE_DIM, REST_DIM)
+    q, q_rest = _allocate(dtype, GROUPS, OWN, LAYER.head_dim, LAYER.rest_dim)
+    c_tiles, r_tiles = _allocate(dtype, 2, TILE, LAYER.head_dim, LAYER.rest_dim)
     p_tiles = gl.allocate_shared_memory(dtype, [2, TILE, OWN], WEIGHTS)
     ends = gl.allocate_shared_memory(gl.float32, [2, OWN], PLAIN)
-    full, empty, ready = _barrier(128, 2), _barrier(GROUPS, 2), _barrier(1, 2)
-    done = ready if SHARED else _barrier(1, 1)  # nobody waits for it who has rows of its own
+    full, empty = allocate_barriers(2, 128), allocate_barriers(2, GROUPS)
+    ready = allocate_barriers(2, 1)
+    done = ready if FORM.shared else allocate_barriers(1, 1)  # unused by rows of one group
     fence_async_shared()
-    rows = gl.num_programs(1) * gl.num_programs(2) * most * NUM_HEADS
     table = tables + s.to(gl.int64) * table_stride
-    place, first_split, final = item * most * NUM_HEADS, split == 0, splits == 1
+    num_rows = gl.num_programs(1) * gl.num_programs(2) * most * LAYER.num_heads
+    tiles = _Tiles(c_tiles, r_tiles, p_tiles, full, empty, ready, done, ends)
+    keys = _Keys(begin, end, token, length, query_len, window, scale, soft_cap)
+    rows = _Rows(
+        query, q_stride, sinks, out, partial, head, start, o_stride,
+        item * most * LAYER.num_heads, num_rows, split == 0, splits == 1,
+    )  # fmt: skip
     gl.warp_specialize([
-        (_attend, (
-            q.index(0), q_rest.index(0), c_tiles, r_tiles, p_tiles, full, empty, ready, done,
-            ends, begin, end, token, length, query_len, window, scale, soft_cap,
-            query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
-            first_split, final,
-            Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, SHARED, 0,
-        )),
-        (_attend_or_help, (
-            q.index(GROUPS - 1), q_rest.index(GROUPS - 1), c_tiles, r_tiles, p_tiles, full, empty,
-            ready, done, ends, begin, end, token, length, query_len, window, scale, soft_cap,
-            query, q_stride, sinks, out, partial, head, start, o_stride, place, rows,
-            first_split, final,
-            Q_HEAD, O_HEAD, NUM_HEADS, HEADS, HAS_CAP, HAS_WINDOW, HAS_SINKS, SHARED,
-        )),
-        (_load_tiles, (
-            cache, table, begin, end, c_tiles, r_tiles, full, empty, STRIDES, BLOCK_SIZE,
-        )),
-    ], [4, 4], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+        (_attend, (q.index(0), q_rest.index(0), tiles, keys, rows, FORM, 0)),
+        (_attend_or_help, (q.index(GROUPS - 1), q_rest.index(GROUPS - 1), tiles, keys, rows, FORM)),
+        (_load_tiles, (cache, table, begin, end, c_tiles, r_tiles, full, empty, LAYER)),
+    ], [4, 4], [FORM.consumer_registers, FORM.loader_registers])  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the kernel is compiled for."""
+
+    layer: Layer
+    cut: Cut
+    rows: int
+    heads: int
+    """A program."""
+    chained: bool
+    """The next kernel may be launched before this one has ended."""
+    consumer_registers: int = CONSUMER_REGISTERS
+    loader_registers: int = LOADER_REGISTERS
+
+    @property
+    def shared(self) -> bool:
+        """Each group has half of the rows; otherwise half of the tiles."""
+        return self.rows > MOST_ROWS_OF_ONE_GROUP
 
 
 def can_attend(place: Place, query: Tensor, cache: KVCache) -> bool:

@@ -18,9 +18,7 @@ Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row
 cut. Error: at most what `backends.oracle` allows. Deterministic; blocks may lie in any order.
 """
 
-import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton.language as tl
@@ -30,18 +28,23 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import hopper_latent
 from backends.triton_gpu import merge as merging
-from backends.triton_gpu.cascade import NOBODY
-from backends.triton_gpu.e4m3 import scale_step, widen
-from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.cascade import NOT_SHARED
+from backends.triton_gpu.e4m3 import load_scale, widen
+from backends.triton_gpu.launch import Launch, Variant, launcher
+from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
-from backends.triton_gpu.soft_cap import LOG2E, base2_logits
+from backends.triton_gpu.soft_cap import base2_logits
+from backends.triton_gpu.softmax import add_sink, add_tile, is_visible, is_within, load_sinks
 from backends.triton_gpu.splits import (
     MAX_PLANNED,
-    Grid,
+    Cut,
+    Lengths,
     alike_grid,
     count_tiles,
     find_part,
+    keys_of_split,
+    load_seq,
     plan_grid,
 )
 
@@ -57,105 +60,87 @@ PROGRAMS_A_MULTIPROCESSOR = 1
 @device_function
 def _walk(
     q: tl.tensor, q_rest: tl.tensor, cache: tl.tensor, table: tl.tensor,
-    begin: tl.tensor, end: tl.tensor, limit: tl.tensor, window: tl.tensor,
-    scale: tl.tensor, soft_cap: tl.tensor,
-    STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, ALIGN: tl.constexpr,
-    TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
-    E4M3: tl.constexpr, NATIVE: tl.constexpr,
+    begin: tl.tensor, end: tl.tensor, last: tl.tensor, window: tl.tensor,
+    scale: tl.tensor, soft_cap: tl.tensor, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Each row's highest logit (base 2), total weight, and weighted sum of values [WIDTH, ROWS].
 
-    A row sees the keys begin .. end - 1 that are before its `limit`, and within its window.
+    A row sees the keys begin .. end - 1 that come up to its `last`, and within its window.
     """
+    LAYER: tl.constexpr = FORM.layer
+    BLOCK_SIZE: tl.constexpr = LAYER.block_size
+    TILE: tl.constexpr = FORM.tile
+    ROWS: tl.constexpr = FORM.rows
+    WIDTH: tl.constexpr = LAYER.width
+    ALIGN: tl.constexpr = LAYER.align
     highest = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([WIDTH, ROWS], tl.float32)
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, WIDTH)[None, :]
-    rest = tl.arange(0, REST)[None, :]
+    rest = tl.arange(0, FORM.rest)[None, :]
     tile_start = begin // TILE * TILE
     key = tile_start + lane
-    inside = (key >= begin) & (key < end)
+    inside = is_within(key, begin, end, HAS_BEGIN=True)
     block_id = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0)
     for tile in range(tile_start, end, TILE):
         key = tile + lane
-        inside = (key >= begin) & (key < end)
-        at = block_id.to(tl.int64) * STRIDES[0] + key % BLOCK_SIZE * STRIDES[1]
+        inside = is_within(key, begin, end, HAS_BEGIN=True)
+        at = block_id.to(tl.int64) * LAYER.k_strides[0] + key % BLOCK_SIZE * LAYER.k_strides[1]
         at = tl.multiple_of(at, ALIGN)[:, None]
-        c = tl.load(cache + at + dim, mask=inside[:, None] & (dim < VALUE_DIM), other=0.0)
+        c = tl.load(cache + at + dim, mask=inside[:, None] & (dim < LAYER.head_dim), other=0.0)
         c_rest = c
-        if REST_DIM:
-            mask = inside[:, None] & (rest < REST_DIM)
-            c_rest = tl.load(cache + at + (VALUE_DIM + rest), mask=mask, other=0.0)
+        if LAYER.rest_dim:
+            mask = inside[:, None] & (rest < LAYER.rest_dim)
+            c_rest = tl.load(cache + at + (LAYER.head_dim + rest), mask=mask, other=0.0)
         ahead = key + TILE
-        block_id = tl.load(
-            table + ahead // BLOCK_SIZE, mask=(ahead >= begin) & (ahead < end), other=0
-        )
-        if E4M3:
-            c = widen(c, NATIVE).to(q.dtype)
+        is_next = is_within(ahead, begin, end, HAS_BEGIN=True)
+        block_id = tl.load(table + ahead // BLOCK_SIZE, mask=is_next, other=0)
+        if LAYER.e4m3:
+            c = widen(c, LAYER.native).to(q.dtype)
         logits = tl.dot(c, q, input_precision="ieee")
-        if REST_DIM:
-            if E4M3:
-                c_rest = widen(c_rest, NATIVE).to(q.dtype)
+        if LAYER.rest_dim:
+            if LAYER.e4m3:
+                c_rest = widen(c_rest, LAYER.native).to(q.dtype)
             logits = tl.dot(c_rest, q_rest, logits, input_precision="ieee")
-        logits = base2_logits(logits, scale, soft_cap, HAS_CAP)
-        live = inside[:, None] & (key[:, None] < limit[None, :])
-        if HAS_WINDOW:
-            live = live & (key[:, None] >= limit[None, :] - window)
-        logits = tl.where(live, logits, float("-inf"))
-        now = tl.maximum(highest, tl.max(logits, 0))
-        p = tl.exp2(logits - now[None, :])
-        rescale = tl.exp2(highest - now)
-        total = total * rescale + tl.sum(p, 0)
+        logits = base2_logits(logits, scale, soft_cap, LAYER.has_cap)
+        visible = is_visible(key[:, None], last[None, :], window, LAYER.has_window)
+        logits = tl.where(inside[:, None] & visible, logits, float("-inf"))
+        p, highest, total, rescale = add_tile(logits, highest, total, 0)
         sums = sums * rescale[None, :]
         sums = tl.dot(tl.trans(c), p.to(c.dtype), sums, input_precision="ieee")
-        highest = now
     return highest, total, sums
 
 
 @device_function
 def _attend_rows(
     query: tl.tensor, q_at: tl.tensor, cache: tl.tensor, table: tl.tensor, sinks: tl.tensor,
-    scales: tl.tensor, head: tl.tensor, live: tl.tensor, sinking: tl.tensor,
-    begin: tl.tensor, end: tl.tensor, limit: tl.tensor, window: tl.tensor,
-    scale: tl.tensor, soft_cap: tl.tensor,
-    STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr, VALUE_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr, ALIGN: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, REST: tl.constexpr, E4M3: tl.constexpr, NATIVE: tl.constexpr,
-    SCALE: tl.constexpr,
+    scales: tl.tensor, head: tl.tensor, live: tl.tensor, has_sink: tl.tensor,
+    begin: tl.tensor, end: tl.tensor, last: tl.tensor, window: tl.tensor,
+    scale: tl.tensor, soft_cap: tl.tensor, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """Results of the rows [WIDTH, ROWS], and the logarithms (base 2) of their weights."""
-    dim = tl.arange(0, WIDTH)[:, None]
-    rest = tl.arange(0, REST)[:, None]
+    """Results of the rows [WIDTH, ROWS], and the logarithms (base 2) of their totals."""
+    LAYER: tl.constexpr = FORM.layer
+    dim = tl.arange(0, LAYER.width)[:, None]
+    rest = tl.arange(0, FORM.rest)[:, None]
     q_at = q_at[None, :]
-    q = tl.load(query + q_at + dim, mask=live[None, :] & (dim < VALUE_DIM), other=0.0)
+    q = tl.load(query + q_at + dim, mask=live[None, :] & (dim < LAYER.head_dim), other=0.0)
     q_rest = q
-    if REST_DIM:
-        mask = live[None, :] & (rest < REST_DIM)
-        q_rest = tl.load(query + q_at + (VALUE_DIM + rest), mask=mask, other=0.0)
-    if E4M3 and query.dtype.element_ty == tl.bfloat16:
+    if LAYER.rest_dim:
+        mask = live[None, :] & (rest < LAYER.rest_dim)
+        q_rest = tl.load(query + q_at + (LAYER.head_dim + rest), mask=mask, other=0.0)
+    if LAYER.e4m3 and query.dtype.element_ty == tl.bfloat16:
         q = q.to(tl.float16)  # whose fraction holds what the cache holds
         q_rest = q_rest.to(tl.float16)
-    each = scale
-    if SCALE >= 0:
-        each = tl.load(scales)
-        scale *= each
+    each = load_scale(scales, 0, LAYER.k_scale)
     highest, total, sums = _walk(
-        q, q_rest, cache, table, begin, end, limit, window, scale, soft_cap,
-        STRIDES, BLOCK_SIZE, VALUE_DIM, REST_DIM, HAS_CAP, HAS_WINDOW, ALIGN,
-        TILE, ROWS, WIDTH, REST, E4M3, NATIVE,
-    )  # fmt: skip
-    if SCALE >= 0:
-        sums *= each
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=sinking, other=float("-inf")).to(tl.float32)
-        top = tl.maximum(highest, sink * LOG2E)
-        rescale = tl.exp2(highest - top)
-        total = total * rescale + tl.exp2(sink * LOG2E - top)
+        q, q_rest, cache, table, begin, end, last, window, scale * each, soft_cap, FORM
+    )
+    sums *= each
+    if LAYER.has_sinks:
+        sink = load_sinks(sinks, head, has_sink)
+        highest, total, rescale = add_sink(sink, highest, total)
         sums *= rescale[None, :]
-        highest = top
     share = tl.where(total > 0, total, 1.0)  # a row may see nothing of a part
     return sums / share[None, :], highest + tl.log2(total)
 
@@ -167,92 +152,60 @@ def _attend_rows(
 )
 def _attend_part(
     query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
-    cache: tl.tensor,  # [num_blocks, block_size, 1, head_dim], bytes if E4M3
+    cache: tl.tensor,  # [num_blocks, block_size, 1, head_dim], bytes if e4m3
     out: tl.tensor,  # [num_tokens, num_q_heads, value_dim]
-    sinks: tl.tensor,  # [num_q_heads], read if HAS_SINKS
+    sinks: tl.tensor,  # [num_q_heads], read if has_sinks
     partial: tl.tensor,  # float32 [parts, most, num_q_heads, value_dim], then without value_dim
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
-    scales: tl.tensor,  # float32 [1], read if SCALE >= 0
+    scales: tl.tensor,  # float32 [1], read if there is one
     q_stride: tl.tensor,  # from token to token
     o_stride: tl.tensor,
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
     most: tl.tensor,  # query tokens of a sequence that this kernel takes
-    window: tl.tensor,  # used if HAS_WINDOW
     target: tl.tensor,  # see splits
+    window: tl.tensor,  # used if has_window
     scale: tl.tensor,  # float
-    soft_cap: tl.tensor,  # float, used if HAS_CAP
-    Q_HEAD: tl.constexpr,  # from head to head
-    O_HEAD: tl.constexpr,
-    STRIDES: tl.constexpr,  # of the cache: block, offset
-    BLOCK_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr,  # of a row: what is no value
-    HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    ALIGN: tl.constexpr,  # elements that divide the cache's strides
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,  # a program
-    WIDTH: tl.constexpr,  # value_dim as a power of two
-    REST: tl.constexpr,  # likewise the rest
-    VECTOR: tl.constexpr,  # see splits
-    ALIKE: tl.constexpr,
-    E4M3: tl.constexpr,
-    NATIVE: tl.constexpr,
-    SCALE: tl.constexpr,  # -1: there is none
-    CHAINED: tl.constexpr,
+    soft_cap: tl.tensor,  # float, used if has_cap
+    FORM: tl.constexpr,
 ) -> None:
-    TOKENS: tl.constexpr = ROWS // HEADS
-    SLICES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    if CHAINED:
+    LAYER: tl.constexpr = FORM.layer
+    CUT: tl.constexpr = FORM.cut
+    HEADS: tl.constexpr = FORM.heads
+    if FORM.chained:
         gdc_launch_dependents()
     item = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    nobody = (0, 0, 0)
-    here = tl.arange(0, VECTOR or 1)
-    s, split, splits = find_part(
-        query_start_loc, seq_lens, num_seqs, item, target, most, window, nobody, here,
-        HAS_WINDOW, HAS_SHARED=False, TILE=TILE, VECTOR=VECTOR, ALIKE=ALIKE,
-    )  # fmt: skip
+    lengths = Lengths(query_start_loc, seq_lens, num_seqs, most, window, target, 0)
+    s, split, splits = find_part(item, tl.arange(0, CUT.vector or 1), lengths, CUT)
     if s >= num_seqs:
         return
-    start = tl.load(query_start_loc + s)
-    query_len = tl.load(query_start_loc + s + 1) - start
-    length = tl.load(seq_lens + s)
-    seen, tiles = count_tiles(
-        s, query_len, length, most, window, nobody, HAS_WINDOW, HAS_SHARED=False, TILE=TILE
-    )
-    token = tl.program_id(0) // SLICES * TOKENS
+    start, query_len, length = load_seq(lengths, s)
+    seen, tiles = count_tiles(s, query_len, length, lengths, CUT)
+    token = tl.program_id(0) // FORM.slices * FORM.tokens
     if (tiles == 0) | (token >= query_len):
         return
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, FORM.rows)
     token += row // HEADS
-    head = tl.program_id(0) % SLICES * HEADS + row % HEADS
-    live = (token < query_len) & (head < NUM_HEADS)
-    first = seen // TILE
+    head = tl.program_id(0) % FORM.slices * HEADS + row % HEADS
+    live = (token < query_len) & (head < LAYER.num_heads)
+    begin, end = keys_of_split(seen, length, tiles, split, splits, CUT)
     result, lse = _attend_rows(
-        query, (start + token).to(tl.int64) * q_stride + head * Q_HEAD, cache,
+        query, (start + token).to(tl.int64) * q_stride + head * LAYER.q_head, cache,
         tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, live & (split == 0),
-        tl.maximum((first + split * tiles // splits) * TILE, seen),
-        tl.minimum((first + (split + 1) * tiles // splits) * TILE, length),
-        length - query_len + 1 + token, window, scale, soft_cap,
-        STRIDES, BLOCK_SIZE, VALUE_DIM, REST_DIM, HAS_CAP, HAS_WINDOW, HAS_SINKS, ALIGN,
-        TILE, ROWS, WIDTH, REST, E4M3, NATIVE, SCALE,
+        tl.maximum(begin, seen), end, length - query_len + token, window, scale, soft_cap, FORM,
     )  # fmt: skip
-    dim = tl.arange(0, WIDTH)[:, None]
-    mask = live[None, :] & (dim < VALUE_DIM)
+    dim = tl.arange(0, LAYER.width)[:, None]
+    mask = live[None, :] & (dim < LAYER.head_dim)
     if splits == 1:
-        to = (start + token).to(tl.int64) * o_stride + head * O_HEAD
+        to = (start + token).to(tl.int64) * o_stride + head * LAYER.o_head
         tl.store(out + to[None, :] + dim, result.to(out.dtype.element_ty), mask=mask)
     else:
-        rows = tl.num_programs(1) * tl.num_programs(2) * most * NUM_HEADS
-        at = (item * most + token) * NUM_HEADS + head
-        tl.store(partial + at[None, :] * VALUE_DIM + dim, result, mask=mask)
-        tl.store(partial + rows * VALUE_DIM + at, lse, mask=live)
+        rows = tl.num_programs(1) * tl.num_programs(2) * most * LAYER.num_heads
+        at = (item * most + token) * LAYER.num_heads + head
+        tl.store(partial + at[None, :] * LAYER.head_dim + dim, result, mask=mask)
+        tl.store(partial + rows * LAYER.head_dim + at, lse, mask=live)
 
 
 @launcher(
@@ -261,67 +214,37 @@ def _attend_part(
     pointers=("query", "cache", "out", "sinks"),
 )
 def _attend_tile(
-    query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
-    cache: tl.tensor,  # [num_blocks, block_size, 1, head_dim], bytes if E4M3
-    out: tl.tensor,  # [num_tokens, num_q_heads, value_dim]
-    sinks: tl.tensor,  # [num_q_heads], read if HAS_SINKS
-    query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
-    seq_lens: tl.tensor,  # int32 [num_seqs]
-    tables: tl.tensor,  # int32 [num_seqs, max_blocks]
-    scales: tl.tensor,  # float32 [1], read if SCALE >= 0
-    q_stride: tl.tensor,  # from token to token
-    o_stride: tl.tensor,
-    num_seqs: tl.tensor,
-    table_stride: tl.tensor,
+    query: tl.tensor, cache: tl.tensor, out: tl.tensor, sinks: tl.tensor,
+    query_start_loc: tl.tensor, seq_lens: tl.tensor, tables: tl.tensor, scales: tl.tensor,
+    q_stride: tl.tensor, o_stride: tl.tensor, num_seqs: tl.tensor, table_stride: tl.tensor,
     shortest: tl.tensor,  # query tokens; sequences with fewer are left alone
-    window: tl.tensor,  # used if HAS_WINDOW
-    scale: tl.tensor,  # float
-    soft_cap: tl.tensor,  # float, used if HAS_CAP
-    Q_HEAD: tl.constexpr,  # from head to head
-    O_HEAD: tl.constexpr,
-    STRIDES: tl.constexpr,  # of the cache: block, offset
-    BLOCK_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    REST_DIM: tl.constexpr,  # of a row: what is no value
-    HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    ALIGN: tl.constexpr,  # elements that divide the cache's strides
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEADS: tl.constexpr,  # a program
-    WIDTH: tl.constexpr,  # value_dim as a power of two
-    REST: tl.constexpr,  # likewise the rest
-    E4M3: tl.constexpr,
-    NATIVE: tl.constexpr,
-    SCALE: tl.constexpr,  # -1: there is none
-) -> None:
-    TOKENS: tl.constexpr = ROWS // HEADS
+    window: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, FORM: tl.constexpr,
+) -> None:  # fmt: skip
+    """Attend a tile of tokens; the parameters are those of `_attend_part`."""
+    LAYER: tl.constexpr = FORM.layer
+    HEADS: tl.constexpr = FORM.heads
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     s, start, query_len, first, token_start = find_tile(
-        query_start_loc, seq_lens, num_seqs, tile, TOKENS
+        query_start_loc, seq_lens, num_seqs, tile, FORM.tokens
     )
     if (query_len < shortest) | (token_start >= query_len):
         return
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, FORM.rows)
     token = token_start + row // HEADS
     head = tl.program_id(0) * HEADS + row % HEADS
-    live = (token < query_len) & (head < NUM_HEADS)
+    live = (token < query_len) & (head < LAYER.num_heads)
     seen = first * 0
-    if HAS_WINDOW:
+    if LAYER.has_window:
         seen = tl.maximum(first + token_start - window + 1, 0)
     result, _ = _attend_rows(
-        query, (start + token).to(tl.int64) * q_stride + head * Q_HEAD, cache,
+        query, (start + token).to(tl.int64) * q_stride + head * LAYER.q_head, cache,
         tables + s.to(tl.int64) * table_stride, sinks, scales, head, live, live,
-        seen, first + tl.minimum(token_start + TOKENS, query_len), first + token + 1, window,
-        scale, soft_cap,
-        STRIDES, BLOCK_SIZE, VALUE_DIM, REST_DIM, HAS_CAP, HAS_WINDOW, HAS_SINKS, ALIGN,
-        TILE, ROWS, WIDTH, REST, E4M3, NATIVE, SCALE,
+        seen, first + tl.minimum(token_start + FORM.tokens, query_len), first + token, window,
+        scale, soft_cap, FORM,
     )  # fmt: skip
-    dim = tl.arange(0, WIDTH)[:, None]
-    to = (start + token).to(tl.int64) * o_stride + head * O_HEAD
-    mask = live[None, :] & (dim < VALUE_DIM)
+    dim = tl.arange(0, LAYER.width)[:, None]
+    to = (start + token).to(tl.int64) * o_stride + head * LAYER.o_head
+    mask = live[None, :] & (dim < LAYER.head_dim)
     tl.store(out + to[None, :] + dim, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -333,16 +256,11 @@ class Plan:
     """Positions that a row of the block table has entries for."""
     most: int
     """Query tokens of a sequence whose keys may be cut; 0: none."""
-    part: Variant
-    part_grid: tuple[int, int, int]
+    part: Launch
     parts_size: int
     """float32 numbers that the parts need."""
-    target: int
-    merge: merging.Plan | None
-    tile: Variant
-    tile_grid: tuple[int, int, int]
-    numbers: tuple[int, int, int, int]
-    """Strides of queries and output, num_seqs, stride of the tables."""
+    merge: Launch | None
+    tile: Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +276,39 @@ class Shape:
     stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the portable kernels are compiled for."""
+
+    layer: Layer
+    tile: int
+    """Keys."""
+    rows: int
+    heads: int
+    """A program."""
+    cut: Cut | None
+    """Of parts; None: of tiles of tokens."""
+    chained: bool
+    """The next kernel may be launched before this one has ended."""
+
+    @property
+    def rest(self) -> int:
+        """`rest_dim` as a power of two that matrix instructions take."""
+        return max(16, power_of_two(self.layer.rest_dim))
+
+    @property
+    def tokens(self) -> int:
+        """A program."""
+        return self.rows // self.heads
+
+    @property
+    def slices(self) -> int:
+        """Programs that share the heads of a token."""
+        return ceil_div(self.layer.num_heads, self.heads)
+
+
 def shape_for(num_heads: int, tokens: int, row_bytes: int, itemsize: int, room: int) -> Shape:
-    """Tiles such that two of them, and the rows, fit in so many bytes of shared memory.
+    """Tiles such that two of them, and the rows, fit in `room` bytes of shared memory.
 
     Matrix instructions of Hopper take 64 keys; of other GPUs, and of float32, fewer do.
     """
@@ -412,87 +361,54 @@ def plan_latents(
     else:
         each = PROGRAMS_A_MULTIPROCESSOR
         grid = plan_grid(place, out.device, batch.num_seqs, programs, each=each)
+    layer = layer_of(place, query, cache, out, terms)
+    cut = Cut(part.tile, grid.vector, grid.alike, layer.has_window)
     merge = None
     if grid.splits and most:
-        merge = merging.plan_merge(
-            place, batch, out, grid,
-            group=num_heads, most=most, window=terms.window, tile=part.tile, shared=NOBODY,
-        )  # fmt: skip
-    tokens = tile.rows // tile.heads
+        merge = merging.plan_merge(place, batch, out, grid, cut, num_heads, most, NOT_SHARED)
+    if cut.vector == 16:  # with a vector of half a warp the compiler spills in the walk
+        cut = replace(cut, vector=32)
+    part_variant = _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper)
+    tile_variant = _variant(place, query, cache, terms, layer, tile, None, on_hopper=False)
+    strides = (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0))
+    tiles = batch.num_tokens // (tile.rows // tile.heads) + batch.num_seqs
     return Plan(
         batch.block_table.shape[1] * block_size, most,
-        _variant(place, query, cache, out, terms, part, grid, on_hopper=on_hopper),
-        (programs, *grid.shape),
-        grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, grid.target, merge,
-        _variant(place, query, cache, out, terms, tile, None, on_hopper=False),
-        (ceil_div(num_heads, tile.heads), batch.num_tokens // tokens + batch.num_seqs, 1),
-        (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0)),
+        Launch(part_variant, (programs, *grid.shape), (*strides, most, grid.target)),
+        grid.items * most * num_heads * (value_dim + 1) if grid.splits else 0, merge,
+        Launch(tile_variant, (ceil_div(num_heads, tile.heads), tiles, 1), (*strides, most + 1)),
     )  # fmt: skip
-
-
-def plan_vector(length: int) -> int:
-    """A planning vector's length here: one of half a warp makes the compiler spill in the walk."""
-    return 32 if length == 16 else length
-
-
-def _constants(
-    query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
-) -> tuple[Hashable, ...]:
-    """The compile-time values that all kernels here begin with."""
-    value_dim = cache.v.shape[3]
-    return (
-        query.stride(1), out.stride(1), cache.k.stride()[:2], cache.k.shape[1], query.shape[1],
-        value_dim, query.shape[2] - value_dim, terms.soft_cap is not None,
-        terms.window is not None, terms.sinks is not None,
-    )  # fmt: skip
-
-
-def _dtypes(query: Tensor, cache: KVCache, terms: AttentionTerms) -> tuple[torch.dtype | None, ...]:
-    return query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype
-
-
-def _tiles(place: Place, cache: KVCache, shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the portable kernels are told of tiles, and of a quantised cache."""
-    value_dim, rest = cache.v.shape[3], cache.k.shape[3] - cache.v.shape[3]
-    sizes = (
-        math.gcd(16, *cache.k.stride()[:2], value_dim), shape.tile, shape.rows, shape.heads,
-        max(16, power_of_two(value_dim)), max(16, power_of_two(rest)),
-    )  # fmt: skip
-    is_quantised = cache.k.dtype == torch.float8_e4m3fn
-    return sizes, (is_quantised, place.has_e4m3(cache.k.device), scale_step(cache.k_scale))
 
 
 def _variant(
     place: Place,
     query: Tensor,
     cache: KVCache,
-    out: Tensor,
     terms: AttentionTerms,
+    layer: Layer,
     shape: Shape,
-    grid: Grid | None,
+    cut: Cut | None,
     *,
     on_hopper: bool,
 ) -> Variant:
-    """The kernel for parts that are planned so; without a plan the one for tiles."""
-    device, dtypes = out.device, _dtypes(query, cache, terms)
-    constants = _constants(query, cache, out, terms)
-    plan = (0, False) if grid is None else (plan_vector(grid.vector), grid.alike)
-    chained = grid is not None and place.can_chain(device)
+    """The kernel for parts that are cut so; without a cut the one for tiles."""
+    device = query.device
+    dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
+    if cut is None:
+        form = Form(layer, shape.tile, shape.rows, shape.heads, None, chained=False)
+        options = {"num_warps": shape.warps, "num_stages": shape.stages}
+        return _attend_tile.variant(place, device, dtypes, (form,), **options)
+    chained = place.can_chain(device)
     if on_hopper:
-        is_shared = shape.rows > FEW_ROWS
-        own = (shape.tile, shape.rows, shape.heads, *plan, chained, is_shared)
-        registers = (hopper_latent.CONSUMER_REGISTERS, hopper_latent.LOADER_REGISTERS)
+        few = hopper_latent.Form(layer, cut, shape.rows, shape.heads, chained)
         return hopper_latent.attend_rows.variant(
-            place, device, dtypes, (*constants, *own, *registers),
-            num_warps=shape.warps, **({"launch_pdl": True} if chained else {}),
+            place, device, dtypes, (few,), num_warps=shape.warps,
+            **({"launch_pdl": True} if chained else {}),
         )  # fmt: skip
-    sizes, quantised = _tiles(place, cache, shape)
-    options = {"num_warps": shape.warps, "num_stages": shape.stages}
-    if grid is None:
-        constants = (*constants, *sizes, *quantised)
-        return _attend_tile.variant(place, device, dtypes, constants, **options)
-    constants = (*constants, *sizes, *plan, *quantised, chained)
-    return _attend_part.variant(place, device, dtypes, constants, **options)
+    form = Form(layer, shape.tile, shape.rows, shape.heads, cut, chained)
+    return _attend_part.variant(
+        place, device, dtypes, (form,), num_warps=shape.warps, num_stages=shape.stages
+    )
 
 
 def attend_latents(
@@ -506,16 +422,8 @@ def attend_latents(
     logits = (float(terms.scale), terms.soft_cap or 1.0)
     if plan.most:
         partial = torch.empty(plan.parts_size, dtype=torch.float32, device=out.device)
-        plan.part.launch(
-            plan.part_grid,
-            (query, cache.k, out, sinks, partial, *where, scales),
-            (*plan.numbers, plan.most, window, plan.target, *logits),
-        )
+        plan.part.run((query, cache.k, out, sinks, partial, *where, scales), window, *logits)
         if plan.merge is not None:
-            merging.merge(plan.merge, partial, batch, out, window, NOBODY)
+            merging.merge(plan.merge, partial, batch, out, window, NOT_SHARED)
     if batch.max_query_len > plan.most:
-        plan.tile.launch(
-            plan.tile_grid,
-            (query, cache.k, out, sinks, *where, scales),
-            (*plan.numbers, plan.most + 1, window, *logits),
-        )
+        plan.tile.run((query, cache.k, out, sinks, *where, scales), window, *logits)

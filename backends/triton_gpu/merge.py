@@ -13,23 +13,18 @@ Bytes moved: each part read once. The sum's order is the chunks', so that it is 
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.cascade import (
-    KEYS_A_CHUNK,
-    MOST_CHUNKS,
-    WHOLE,
-    Shared,
-    keys_a_part,
-    load_shared,
-)
-from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.cascade import MOST_CHUNKS, Shared, keys_a_part, load_shared
+from backends.triton_gpu.launch import Launch, launcher
 from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
-from backends.triton_gpu.splits import Grid, find_parts
+from backends.triton_gpu.softmax import add_tile
+from backends.triton_gpu.splits import Cut, Grid, Lengths, find_parts
 
 WARPS = 2
 MANY_WARPS = 4
@@ -52,87 +47,89 @@ AT_ONCE = 2048
 """Numbers of a part that a program loads together, of such rows."""
 
 
+class _Part(NamedTuple):
+    """A part of each row, in the order of their numbers, and the rows' log-sum-exps."""
+
+    sums: tl.tensor
+    """float32 [parts, rows, head_dim]."""
+    lses: tl.tensor
+    """[parts, rows]."""
+    first: tl.tensor
+    """The number of a row's first part."""
+    count: tl.tensor
+    step: tl.tensor
+    """From one part of a row to the next."""
+    rows: tl.tensor
+
+
 @device_function
 def _add_parts(
-    parts: tl.tensor, lses: tl.tensor, first: tl.tensor, count: tl.tensor, step: tl.tensor,
-    row: tl.tensor, rows: tl.tensor, piece: tl.tensor,
-    highest: tl.tensor, total: tl.tensor, sums: tl.tensor,
-    HEAD_DIM: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr,
+    part: tl.tensor, row: tl.tensor, piece: tl.tensor,
+    highest: tl.tensor, total: tl.tensor, sums: tl.tensor, FORM: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Add a row's parts, `step` apart, to (highest, total, sums): WIDTH numbers from `piece` on."""
-    dim = piece + tl.arange(0, WIDTH)
-    for begin in range(0, count, STEP):
+    """Add a row's parts to (highest, total, sums), from the number `piece` on."""
+    STEP: tl.constexpr = FORM.step
+    dim = piece + tl.arange(0, FORM.width)
+    for begin in range(0, part.count, STEP):
         index = begin + tl.arange(0, STEP)
-        entry = (first + index * step) * rows + row
-        live = index < count
-        mask = live[:, None] & (dim < HEAD_DIM)[None, :]
-        part = tl.load(parts + entry[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-        lse = tl.load(lses + entry, mask=live, other=float("-inf"))
-        now = tl.maximum(highest, tl.max(lse, 0))
-        weight = tl.exp2(lse - now)
-        rescale = tl.exp2(highest - now)
-        sums = sums * rescale + tl.sum(part * weight[:, None], 0)
-        total = total * rescale + tl.sum(weight, 0)
-        highest = now
+        entry = (part.first + index * part.step) * part.rows + row
+        live = index < part.count
+        mask = live[:, None] & (dim < FORM.head_dim)[None, :]
+        at = part.sums + entry[:, None] * FORM.head_dim + dim[None, :]
+        each = tl.load(at, mask=mask, other=0.0)
+        lse = tl.load(part.lses + entry, mask=live, other=float("-inf"))
+        weight, highest, total, rescale = add_tile(lse, highest, total, 0)
+        sums = sums * rescale + tl.sum(each * weight[:, None], 0)
     return highest, total, sums
 
 
 @device_function
 def _merge_many(
-    partial: tl.tensor, lses: tl.tensor, out: tl.tensor, first: tl.tensor, count: tl.tensor,
-    start: tl.tensor, o_stride: tl.tensor, rows: tl.tensor,
-    shared_partial: tl.tensor, sharer: tl.tensor, parts_too: tl.tensor, sharing: tl.tensor,
-    shared_chunks: tl.tensor,
-    O_HEAD: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HAS_SHARED: tl.constexpr, HEADS: tl.constexpr, STEP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    own: tl.tensor, shared: tl.tensor, out: tl.tensor, start: tl.tensor, o_stride: tl.tensor,
+    FORM: tl.constexpr,
 ) -> None:  # fmt: skip
     """A program's piece of its rows, one row after the other."""
+    WIDTH: tl.constexpr = FORM.width
     piece = tl.program_id(2) * WIDTH
     dim = piece + tl.arange(0, WIDTH)
-    shared_lses = shared_partial + shared_chunks * sharing * (NUM_HEADS * HEAD_DIM)
-    for h in range(HEADS):
-        row = tl.program_id(0) * HEADS + h
-        head = row % NUM_HEADS
+    for h in range(FORM.heads):
+        row = tl.program_id(0) * FORM.heads + h
+        head = row % FORM.num_heads
         highest, total, sums = _add_parts(
-            partial, lses, first, count, 1, row, rows, piece,
-            tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32),
-            tl.zeros([WIDTH], tl.float32), HEAD_DIM, STEP, WIDTH,
+            own, row, piece, tl.full([], -1e30, tl.float32), tl.full([], 0.0, tl.float32),
+            tl.zeros([WIDTH], tl.float32), FORM,
         )  # fmt: skip
-        if HAS_SHARED:
-            highest, total, sums = _add_parts(
-                shared_partial, shared_lses, sharer, parts_too, sharing, head, NUM_HEADS, piece,
-                highest, total, sums, HEAD_DIM, STEP, WIDTH,
-            )  # fmt: skip
-        to = out + (start + row // NUM_HEADS).to(tl.int64) * o_stride + head * O_HEAD + dim
-        tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+        if FORM.cut.has_shared:
+            highest, total, sums = _add_parts(shared, head, piece, highest, total, sums, FORM)
+        to = out + (start + row // FORM.num_heads).to(tl.int64) * o_stride
+        to += head * FORM.o_head + dim
+        tl.store(to, (sums / total).to(out.dtype.element_ty), mask=dim < FORM.head_dim)
 
 
 @device_function
 def _merge_few(
-    partial: tl.tensor, lses: tl.tensor, out: tl.tensor, first: tl.tensor, count: tl.tensor,
-    start: tl.tensor, o_stride: tl.tensor, rows: tl.tensor,
-    O_HEAD: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr,
-    WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
-) -> None:  # fmt: skip
+    own: tl.tensor, out: tl.tensor, start: tl.tensor, o_stride: tl.tensor, FORM: tl.constexpr
+) -> None:
     """All rows of a program whose sequence has at most FEWEST_PARTS, all parts loaded at once."""
+    HEADS: tl.constexpr = FORM.heads
     part = tl.arange(0, FEWEST_PARTS)
-    dim = tl.arange(0, WIDTH)
-    for base in range(0, HEADS, TOGETHER):
-        h = base + tl.arange(0, TOGETHER)
+    dim = tl.arange(0, FORM.whole_width)
+    for base in range(0, HEADS, FORM.together):
+        h = base + tl.arange(0, FORM.together)
         row = tl.program_id(0) * HEADS + h
-        entry = (first + part)[None, :] * rows + row[:, None]
-        there = (h < HEADS)[:, None] & (part < count)[None, :]
-        lse = tl.load(lses + entry, mask=there, other=float("-inf"))
-        mask = there[:, :, None] & (dim < HEAD_DIM)[None, None, :]
-        at = partial + entry[:, :, None] * HEAD_DIM + dim[None, None, :]
+        entry = (own.first + part)[None, :] * own.rows + row[:, None]
+        there = (h < HEADS)[:, None] & (part < own.count)[None, :]
+        lse = tl.load(own.lses + entry, mask=there, other=float("-inf"))
+        mask = there[:, :, None] & (dim < FORM.head_dim)[None, None, :]
+        at = own.sums + entry[:, :, None] * FORM.head_dim + dim[None, None, :]
         parts = tl.load(at, mask=mask, other=0.0)
         top = tl.where(h < HEADS, tl.max(lse, 1), 0.0)
         weight = tl.exp2(lse - top[:, None])
         total = tl.where(h < HEADS, tl.sum(weight, 1), 1.0)
         sums = tl.sum(parts * weight[:, :, None], 1) / total[:, None]
-        to = (start + row // NUM_HEADS).to(tl.int64) * o_stride + row % NUM_HEADS * O_HEAD
-        mask = (h < HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+        to = (start + row // FORM.num_heads).to(tl.int64) * o_stride
+        to += row % FORM.num_heads * FORM.o_head
+        mask = (h < HEADS)[:, None] & (dim < FORM.head_dim)[None, :]
         tl.store(out + to[:, None] + dim[None, :], sums.to(out.dtype.element_ty), mask=mask)
 
 
@@ -145,90 +142,82 @@ def _merge_few(
 )  # fmt: skip
 def _merge_parts(
     partial: tl.tensor,  # float32 [parts, most, num_q_heads, head_dim], then without head_dim
-    shared_partial: tl.tensor,  # likewise [shared_chunks * sharing, ...], read if HAS_SHARED
+    shared_partial: tl.tensor,  # likewise [shared_chunks * sharing, ...], read if has_shared
     out: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
-    shared_now: tl.tensor,  # int32 [3], read if HAS_SHARED
+    shared_now: tl.tensor,  # int32 [3], read if has_shared
     o_stride: tl.tensor,  # from token to token
     num_seqs: tl.tensor,
     most: tl.tensor,  # query tokens of a sequence that decode takes
     items: tl.tensor,  # parts at most, of all sequences
-    window: tl.tensor,
     target: tl.tensor,
-    sharing: tl.tensor,  # sequences at most; used if HAS_SHARED, as the next
+    sharing: tl.tensor,  # sequences at most; used if has_shared, as the next
     shared_chunks: tl.tensor,  # at most
-    O_HEAD: tl.constexpr,  # from head to head
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    MANY: tl.constexpr,  # query tokens of a sequence, otherwise one
-    TILE: tl.constexpr,
-    VECTOR: tl.constexpr,
-    ALIKE: tl.constexpr,
-    HEADS: tl.constexpr,  # a program
-    STEP: tl.constexpr,  # parts loaded at once
-    WIDTH: tl.constexpr,  # numbers of a row that a program merges
-    WHOLE_WIDTH: tl.constexpr,  # head_dim as a power of two
-    TOGETHER: tl.constexpr,  # rows that are merged together, of few parts
-    CHAINED: tl.constexpr,
-    KEYS: tl.constexpr,  # a part of what is shared, as the next two
-    PREFIX_TILE: tl.constexpr,
-    WHOLE: tl.constexpr,
+    window: tl.tensor,
+    FORM: tl.constexpr,
 ) -> None:
+    CUT: tl.constexpr = FORM.cut
+    ROW: tl.constexpr = FORM.num_heads * FORM.head_dim
     s = tl.program_id(1)
     start = tl.load(query_start_loc + s)
-    shared = load_shared(shared_now, num_seqs, HAS_SHARED, WHOLE)
+    shared = load_shared(shared_now, num_seqs, CUT.has_shared)
     query_len = tl.load(query_start_loc + s + 1) - start
-    first, count = find_parts(
-        query_start_loc, seq_lens, s, num_seqs, target, most, window, shared,
-        HAS_WINDOW, HAS_SHARED, TILE, VECTOR, ALIKE,
-    )  # fmt: skip
+    lengths = Lengths(query_start_loc, seq_lens, num_seqs, most, window, target, shared)
+    first, count = find_parts(s, lengths, CUT)
     parts_too = 0
-    if HAS_SHARED:
-        keys = keys_a_part(shared[2], shared_chunks, KEYS, PREFIX_TILE)
+    if CUT.has_shared:
+        keys = keys_a_part(shared[2], shared_chunks, FORM.prefix_tile)
         inside = (s >= shared[0]) & (s < shared[1])
         parts_too = tl.where(inside, (shared[2] + keys - 1) // keys, 0)
-    if CHAINED:
+    if FORM.chained:
         gdc_launch_dependents()
         gdc_wait()
     if (count == 0) | (count + parts_too == 1):
         return
-    if tl.program_id(0) * HEADS // NUM_HEADS >= query_len:
+    if tl.program_id(0) * FORM.heads // FORM.num_heads >= query_len:
         return
-    rows = NUM_HEADS  # known to the compiler, unless MANY
-    if MANY:
-        rows = most * NUM_HEADS
-    lses = partial + items * rows * HEAD_DIM
-    if HAS_SHARED:
-        _merge_many(
-            partial, lses, out, first, count, start, o_stride, rows,
-            shared_partial, s - shared[0], parts_too, sharing, shared_chunks,
-            O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, STEP, WIDTH,
-        )  # fmt: skip
+    rows = FORM.num_heads  # known to the compiler, unless many
+    if FORM.many:
+        rows = most * FORM.num_heads
+    own = _Part(partial, partial + items * rows * FORM.head_dim, first, count, 1, rows)
+    too = own
+    if CUT.has_shared:
+        lses = shared_partial + shared_chunks * sharing * ROW
+        sharer = s - shared[0]
+        too = _Part(shared_partial, lses, sharer, parts_too, sharing, FORM.num_heads)
+        _merge_many(own, too, out, start, o_stride, FORM)
     elif count > FEWEST_PARTS:
-        _merge_many(
-            partial, lses, out, first, count, start, o_stride, rows,
-            shared_partial, s, parts_too, sharing, shared_chunks,
-            O_HEAD, NUM_HEADS, HEAD_DIM, HAS_SHARED, HEADS, STEP, WIDTH,
-        )  # fmt: skip
+        _merge_many(own, too, out, start, o_stride, FORM)
     elif tl.program_id(2) == 0:
-        _merge_few(
-            partial, lses, out, first, count, start, o_stride, rows,
-            O_HEAD, NUM_HEADS, HEAD_DIM, HEADS, WHOLE_WIDTH, TOGETHER,
-        )  # fmt: skip
+        _merge_few(own, out, start, o_stride, FORM)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All of a launch but the tensors."""
+class Form:
+    """What the kernel is compiled for."""
 
-    variant: Variant
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-    """Those that come first: the output's stride, num_seqs, most, items."""
-    target: int
+    cut: Cut
+    o_head: int
+    """From one head of the output to the next."""
+    num_heads: int
+    head_dim: int
+    many: bool
+    """Sequences may have several query tokens."""
+    heads: int
+    """A program."""
+    step: int
+    """Parts that are loaded at once."""
+    width: int
+    """Numbers of a row that a program merges."""
+    whole_width: int
+    """`head_dim` as a power of two."""
+    together: int
+    """Rows of few parts that are merged together."""
+    chained: bool
+    """This kernel may be launched before the one before it has ended."""
+    prefix_tile: int
+    """Keys, of which a part of a shared prefix is a multiple."""
 
 
 def plan_merge(
@@ -236,14 +225,12 @@ def plan_merge(
     batch: PagedBatch,
     out: Tensor,
     grid: Grid,
-    *,
+    cut: Cut,
     group: int,
     most: int,
-    window: int | None,
-    tile: int,
     shared: Shared,
-) -> Plan:
-    """How the sequences in several parts are merged; a tile is as many keys as in `decode`."""
+) -> Launch:
+    """How to merge sequences that `decode` or `latent` has cut so."""
     num_heads, head_dim = out.shape[1:]
     parts = power_of_two(max(grid.most, MOST_CHUNKS if shared.chunks else 1))
     width = power_of_two(head_dim)
@@ -261,18 +248,17 @@ def plan_merge(
     whole = power_of_two(head_dim)
     together = min(power_of_two(heads), max(1, AT_ONCE // whole))
     chained = place.can_chain(out.device)
-    constants = (
-        out.stride(1), num_heads, head_dim, window is not None, shared.chunks > 0, most > 1, tile,
-        grid.vector, grid.alike, heads, step, width, whole,
-        together, chained, KEYS_A_CHUNK, shared.tile, WHOLE,
+    form = Form(
+        cut, out.stride(1), num_heads, head_dim, most > 1, heads, step, width, whole, together,
+        chained, shared.tile,
     )  # fmt: skip
     options = {"launch_pdl": True} if chained else {}
     variant = _merge_parts.variant(
-        place, out.device, (out.dtype,), constants, num_warps=warps, **options
+        place, out.device, (out.dtype,), (form,), num_warps=warps, **options
     )
-    numbers = (out.stride(0), batch.num_seqs, most, grid.items)
+    counts = (batch.num_seqs, most, grid.items, grid.target, shared.num_seqs, shared.chunks)
     shape = (most * num_heads // heads, batch.num_seqs, pieces)
-    return Plan(variant, shape, numbers, grid.target)
+    return Launch(variant, shape, (out.stride(0), *counts))
 
 
 def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> int:
@@ -284,17 +270,13 @@ def heads_a_program(vector: int, num_heads: int, group: int, *, many: bool) -> i
 
 
 def merge(
-    plan: Plan, partial: Tensor, batch: PagedBatch, out: Tensor, window: int, shared: Shared
+    plan: Launch, partial: Tensor, batch: PagedBatch, out: Tensor, window: int, shared: Shared
 ) -> None:
     """Write the rows of the sequences in several parts."""
     parts_too = partial if shared.partial is None else shared.partial
     now = batch.seq_lens if shared.now is None else shared.now
     tensors = (partial, parts_too, out, batch.query_start_loc, batch.seq_lens, now)
-    numbers = (
-        *plan.numbers, window, plan.target,
-        shared.num_seqs, shared.chunks,
-    )  # fmt: skip
-    plan.variant.launch(plan.grid, tensors, numbers)
+    plan.run(tensors, window)
 
 
 def parts_at_once(most: int, width: int, warps: int) -> int:

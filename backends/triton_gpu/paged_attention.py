@@ -1,22 +1,21 @@
-"""Attention over the paged cache on a GPU: which kernel takes which sequence.
+"""Attention over the paged cache on a GPU: chooses the kernel for each sequence.
 
-Sequences with one query token go to `decode`, which splits long ones over programs, the
-others to `prefill`; a batch none of whose sequences has more than a few (`longest_decoded`) is
-decode's whole. A batch of decode alone or of one sequence is told by what the host knows,
-max_query_len and num_seqs, and launches one of the two; any other batch launches both, and each
-leaves the other's rows alone. float32, which decode's products have no matrix instruction for, is
-prefill's whatever its query length, and is never split. A prefix that the batch says is shared is
-read by `cascade` where that pays. Formulas, layouts and grids stand in the files.
+Sequences with one query token go to `decode`, which splits long ones over programs, and all others
+to `prefill`. If no sequence of the batch has more than a few query tokens (`longest_decoded`),
+decode takes the whole batch. The host chooses by max_query_len and num_seqs: a batch of decode
+alone or of one sequence launches one of the two kernels; any other batch launches both, and each
+skips the other's rows. float32 always goes to prefill, because decode has no matrix instruction
+for it, and is never split. `cascade` reads a shared prefix where that pays.
 
-Batch-invariant: decode takes every sequence of one query token, and cuts it by its own length;
-prefill must choose its tiles by what a layer's calls have in common, not by the batch. No cascade.
+Batch-invariant: decode takes every sequence of one query token and cuts it by its own length.
+Prefill chooses its tiles by what all calls of a layer have in common, not by the batch. No cascade.
 
 A cache of latents has kernels of its own (`latent`).
 
 A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
 
-A call whose tensors have the shapes, strides, dtypes and devices of one before is not checked and
-planned again: what is left to look at are numbers.
+A call whose tensors have the shapes, strides, dtypes and devices of an earlier call is not checked
+and planned again; only its numbers are read.
 """
 
 from typing import NamedTuple, cast
@@ -29,8 +28,8 @@ from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
 from backends.triton_gpu import hopper_prefill, latent
 from backends.triton_gpu.cascade import cascade
 from backends.triton_gpu.decode import Plan, decode, plan_decode, rows_a_program
+from backends.triton_gpu.launch import Launch
 from backends.triton_gpu.place import Place, ceil_div, sign
-from backends.triton_gpu.prefill import Plan as PrefillPlan
 from backends.triton_gpu.prefill import plan_prefill, prefill
 from backends.triton_gpu.splits import MAX_PLANNED
 
@@ -95,12 +94,12 @@ def paged_attention(
 
 
 class Known(NamedTuple):
-    """What is known of calls with one signature: they keep the contract, but for their numbers."""
+    """The plan of calls with one signature, whose arguments have been checked."""
 
     room: int
     """Positions that a row of the block table has entries for."""
     decode: Plan | None
-    prefill: PrefillPlan | hopper_prefill.Plan | None
+    prefill: Launch | hopper_prefill.Plan | None
     shortest: int
     """Query tokens of a sequence from which on prefill takes it."""
 
@@ -129,7 +128,7 @@ def plan_attention(
     return Known(room, plan_decode(place, query, cache, batch, out, terms), rest, 2)
 
 
-def cuts_keys(plan: PrefillPlan | hopper_prefill.Plan, batch: PagedBatch) -> bool:
+def cuts_keys(plan: Launch | hopper_prefill.Plan, batch: PagedBatch) -> bool:
     """Whether prefill takes sequences of one query token too, so that decode is not launched.
 
     Where it may cut the keys of a few sequences: it reads those of one token more slowly than

@@ -23,7 +23,6 @@ Deterministic; blocks may lie in any order. Only `block_id * stride` is
 int64. Values are the caller's duty.
 """
 
-import math
 from dataclasses import dataclass
 
 import triton.language as tl
@@ -31,39 +30,25 @@ from torch import Tensor
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
 from backends.triton_gpu import hopper_prefill
-from backends.triton_gpu.e4m3 import scale_step, widen
-from backends.triton_gpu.launch import Variant, launcher
+from backends.triton_gpu.e4m3 import load_scale, widen
+from backends.triton_gpu.launch import Launch, launcher
+from backends.triton_gpu.layer import Layer, layer_of
 from backends.triton_gpu.place import Place, device_function, power_of_two
 from backends.triton_gpu.prefill_order import find_tile
-from backends.triton_gpu.soft_cap import LOG2E, tanh
+from backends.triton_gpu.soft_cap import split_logits
+from backends.triton_gpu.softmax import (
+    add_tile,
+    is_visible,
+    is_within,
+    load_entries,
+    load_sinks,
+    raise_highest,
+)
 
 DEEP = 160 << 10  # bytes of shared memory for three stages of 64 keys
 HUGE = 224 << 10  # of 128
 FEW = 16  # rows of a sequence and KV head that are too few for tiles of 128
 LONG = 1 << 20  # a query length for which tiles are chosen that serve every length
-
-
-@device_function
-def _start_rows(
-    sinks: tl.tensor, head: tl.tensor, live: tl.tensor, ROWS: tl.constexpr, HAS_SINKS: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Running maximum and total of each row before its first key: nothing, or its sink."""
-    highest = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2E
-        highest = tl.maximum(highest, sink)
-        total = tl.exp2(sink - highest)
-    return highest, total
-
-
-@device_function
-def _load_entries(
-    table: tl.tensor, key: tl.tensor, seen: tl.tensor, stop: tl.tensor, BLOCK_SIZE: tl.constexpr
-) -> tl.tensor:
-    """The blocks of these keys; block 0 for keys that are not seen."""
-    live = (key >= seen) & (key < stop)
-    return tl.load(table + key.to(tl.uint32) // BLOCK_SIZE, mask=live, other=0)
 
 
 @device_function
@@ -73,15 +58,16 @@ def _walk_keys(
     begin: tl.tensor, end: tl.tensor,  # of the walk, begin at a tile
     seen: tl.tensor, stop: tl.tensor,  # positions of the keys that some row sees
     scale: tl.tensor, soft_cap: tl.tensor, window: tl.tensor,
-    K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr, NEGATIVE: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, E4M3: tl.constexpr, NATIVE: tl.constexpr, MASKED: tl.constexpr,
-    ALIGN: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    FORM: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """The rows' highest logits, totals of their weights and weighted sums of values."""
-    dim = tl.arange(0, WIDTH)
+    LAYER: tl.constexpr = FORM.layer
+    BLOCK_SIZE: tl.constexpr = LAYER.block_size
+    TILE: tl.constexpr = FORM.tile
+    ALIGN: tl.constexpr = LAYER.align
+    dim = tl.arange(0, LAYER.width)
     lane = tl.arange(0, TILE)
-    block_id = _load_entries(table, begin + lane, seen, stop, BLOCK_SIZE)
+    block_id = load_entries(table, begin + lane, seen, stop, BLOCK_SIZE, HAS_BEGIN=True)
     for tile_start in range(begin, end, TILE):
         key = tile_start + lane
         if TILE % BLOCK_SIZE == 0:
@@ -89,45 +75,28 @@ def _walk_keys(
         else:
             offset = (key.to(tl.uint32) % BLOCK_SIZE).to(tl.int32)
         block = block_id.to(tl.int64)
-        k_at = tl.multiple_of(block * K_STRIDES[0] + offset * K_STRIDES[1], ALIGN)
-        v_at = tl.multiple_of(block * V_STRIDES[0] + offset * V_STRIDES[1], ALIGN)
-        inside = dim < HEAD_DIM
-        live = (key >= seen) & (key < stop)
+        k_at = block * LAYER.k_strides[0] + offset * LAYER.k_strides[1]
+        v_at = block * LAYER.v_strides[0] + offset * LAYER.v_strides[1]
+        k_at = tl.multiple_of(k_at, ALIGN)
+        v_at = tl.multiple_of(v_at, ALIGN)
+        mask = (dim < LAYER.head_dim)[None, :]
+        live = is_within(key, seen, stop, HAS_BEGIN=True)
         if MASKED:
-            k = tl.load(
-                k_cache + k_at[:, None] + dim[None, :],
-                mask=live[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-            v = tl.load(
-                v_cache + v_at[:, None] + dim[None, :],
-                mask=live[:, None] & inside[None, :], other=0.0,
-            )  # fmt: skip
-        else:
-            k = tl.load(k_cache + k_at[:, None] + dim[None, :], mask=inside[None, :], other=0.0)
-            v = tl.load(v_cache + v_at[:, None] + dim[None, :], mask=inside[None, :], other=0.0)
-        block_id = _load_entries(table, key + TILE, seen, stop, BLOCK_SIZE)
-        if E4M3:
-            k = widen(k, NATIVE).to(q.dtype)
-            v = widen(v, NATIVE).to(q.dtype)
+            mask = live[:, None] & mask
+        k = tl.load(k_cache + k_at[:, None] + dim[None, :], mask=mask, other=0.0)
+        v = tl.load(v_cache + v_at[:, None] + dim[None, :], mask=mask, other=0.0)
+        block_id = load_entries(table, key + TILE, seen, stop, BLOCK_SIZE, HAS_BEGIN=True)
+        if LAYER.e4m3:
+            k = widen(k, LAYER.native).to(q.dtype)
+            v = widen(v, LAYER.native).to(q.dtype)
         logits = tl.dot(q, tl.trans(k), input_precision="ieee")
-        factor = tl.maximum(tl.abs(scale), 1e-30) * LOG2E  # above 0, for -inf * 0 is NaN
-        if HAS_CAP:
-            logits = tanh(logits * (scale / soft_cap))
-            factor = soft_cap * LOG2E
-        elif NEGATIVE:
-            logits = -logits
+        logits, factor = split_logits(logits, scale, soft_cap, LAYER.has_cap, FORM.negative)
         if MASKED:
-            visible = live[None, :] & (key[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                visible = visible & (key[None, :] > position[:, None] - window)
-            logits = tl.where(visible, logits, float("-inf"))
-        now = tl.maximum(highest, tl.max(logits, 1) * factor)
-        p = tl.exp2(logits * factor - now[:, None])
-        rescale = tl.exp2(highest - now)
-        total = total * rescale + tl.sum(p, 1)
+            visible = is_visible(key[None, :], position[:, None], window, LAYER.has_window)
+            logits = tl.where(live[None, :] & visible, logits, float("-inf"))
+        p, highest, total, rescale = add_tile(logits, highest, total, 1, factor)
         sums = sums * rescale[:, None]
         sums = tl.dot(p.to(v.dtype), v, sums, input_precision="ieee")
-        highest = now
     return highest, total, sums
 
 
@@ -138,42 +107,29 @@ def _walk_keys(
 )
 def _attend(
     query: tl.tensor,  # [num_tokens, num_q_heads, head_dim]
-    k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], bytes if E4M3
+    k_cache: tl.tensor,  # [num_blocks, block_size, num_kv_heads, head_dim], bytes if e4m3
     v_cache: tl.tensor,  # likewise
     out: tl.tensor,  # like query
     query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
     seq_lens: tl.tensor,  # int32 [num_seqs]
     tables: tl.tensor,  # int32 [num_seqs, max_blocks]
-    sinks: tl.tensor,  # [num_q_heads], read if HAS_SINKS
-    k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
-    v_scale: tl.tensor,  # likewise, V_SCALE
+    sinks: tl.tensor,  # [num_q_heads], read if has_sinks
+    k_scale: tl.tensor,  # float32 [1] or [num_kv_heads], read if there is one
+    v_scale: tl.tensor,  # likewise
     num_seqs: tl.tensor,
     table_stride: tl.tensor,
     scale: tl.tensor,  # float
-    soft_cap: tl.tensor,  # float, used if HAS_CAP
-    window: tl.tensor,  # used if HAS_WINDOW
+    soft_cap: tl.tensor,  # float, used if has_cap
+    window: tl.tensor,  # used if has_window
     shortest: tl.tensor,  # query tokens; sequences with fewer are left alone
-    Q_STRIDES: tl.constexpr,  # token, head
-    K_STRIDES: tl.constexpr,  # block, offset, head
-    V_STRIDES: tl.constexpr,
-    O_STRIDES: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    NEGATIVE: tl.constexpr,  # the scale
-    HAS_CAP: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    E4M3: tl.constexpr,
-    NATIVE: tl.constexpr,
-    K_SCALE: tl.constexpr,  # from head to head, -1: there is none
-    V_SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,  # ROWS // GROUP
-    ALIGN: tl.constexpr,  # elements that divide all strides of the caches
-    TILE: tl.constexpr,  # keys
-    WIDTH: tl.constexpr,  # head_dim as a power of two
+    FORM: tl.constexpr,
 ) -> None:
+    LAYER: tl.constexpr = FORM.layer
+    GROUP: tl.constexpr = LAYER.group
+    ROWS: tl.constexpr = FORM.rows
+    WIDTH: tl.constexpr = LAYER.width
+    TOKENS: tl.constexpr = ROWS // GROUP
+    TILE: tl.constexpr = FORM.tile
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     s, start, query_len, first, token_start = find_tile(
@@ -185,53 +141,59 @@ def _attend(
     token = token_start + row // GROUP
     head = kv_head * GROUP + row % GROUP
     live = (token < query_len) & (row < TOKENS * GROUP)
-    mask = live[:, None] & (dim < HEAD_DIM)[None, :]
-    offsets = (start + token).to(tl.int64) * Q_STRIDES[0] + head * Q_STRIDES[1]
+    mask = live[:, None] & (dim < LAYER.head_dim)[None, :]
+    offsets = (start + token).to(tl.int64) * FORM.q_token + head * LAYER.q_head
     q = tl.load(query + offsets[:, None] + dim[None, :], mask=mask, other=0.0)
     position = first + token
-    if E4M3 and query.dtype.element_ty == tl.bfloat16:
+    if LAYER.e4m3 and query.dtype.element_ty == tl.bfloat16:
         q = q.to(tl.float16)  # whose fraction holds what the cache holds
-    if K_SCALE >= 0:
-        scale *= tl.load(k_scale + kv_head * K_SCALE)
+    scale *= load_scale(k_scale, kv_head, LAYER.k_scale)
 
-    highest, total = _start_rows(sinks, head, live, ROWS, HAS_SINKS)
+    highest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    if LAYER.has_sinks:
+        sink = load_sinks(sinks, head, live)
+        highest, _ = raise_highest(highest, sink)
+        total = tl.exp2(sink - highest)
     stop = first + tl.minimum(token_start + TOKENS, query_len)
     stop = tl.where(token_start < query_len, stop, 0)
     seen = stop * 0
-    if HAS_WINDOW:
+    if LAYER.has_window:
         seen = tl.maximum(first + token_start - window + 1, 0)
     table = tables + s.to(tl.int64) * table_stride
-    k_cache += kv_head * K_STRIDES[2]
-    v_cache += kv_head * V_STRIDES[2]
+    k_cache += kv_head * LAYER.k_strides[2]
+    v_cache += kv_head * LAYER.v_strides[2]
     sums = tl.zeros([ROWS, WIDTH], tl.float32)
     middle = seen // TILE * TILE
-    if not HAS_WINDOW:
+    if not LAYER.has_window:
         middle = tl.minimum(first + token_start + 1, stop) // TILE * TILE
         highest, total, sums = _walk_keys(
             q, highest, total, sums, position, k_cache, v_cache, table, seen, middle, seen, stop,
-            scale, soft_cap, window, K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM,
-            NEGATIVE, HAS_CAP, HAS_WINDOW, E4M3, NATIVE,
-            MASKED=False, ALIGN=ALIGN, TILE=TILE, WIDTH=WIDTH,
+            scale, soft_cap, window, FORM, MASKED=False,
         )  # fmt: skip
     highest, total, sums = _walk_keys(
         q, highest, total, sums, position, k_cache, v_cache, table, middle, stop, seen, stop,
-        scale, soft_cap, window, K_STRIDES, V_STRIDES, BLOCK_SIZE, HEAD_DIM,
-        NEGATIVE, HAS_CAP, HAS_WINDOW, E4M3, NATIVE,
-        MASKED=True, ALIGN=ALIGN, TILE=TILE, WIDTH=WIDTH,
+        scale, soft_cap, window, FORM, MASKED=True,
     )  # fmt: skip
     result = sums / tl.where(live, total, 1.0)[:, None]
-    if V_SCALE >= 0:
-        result *= tl.load(v_scale + kv_head * V_SCALE)
-    offsets = (start + token).to(tl.int64) * O_STRIDES[0] + head * O_STRIDES[1]
+    result *= load_scale(v_scale, kv_head, LAYER.v_scale)
+    offsets = (start + token).to(tl.int64) * FORM.o_token + head * LAYER.o_head
     tl.store(out + offsets[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """All of the portable kernel's launch but tensors and the numbers that calls differ in."""
+class Form:
+    """What the portable kernel is compiled for."""
 
-    variant: Variant
-    grid: tuple[int, int, int]
+    layer: Layer
+    q_token: int
+    """From one token of the queries to the next."""
+    o_token: int
+    negative: bool
+    """The scale."""
+    rows: int
+    tile: int
+    """Keys."""
 
 
 def plan_prefill(
@@ -241,34 +203,27 @@ def plan_prefill(
     batch: PagedBatch,
     out: Tensor,
     terms: AttentionTerms,
-) -> Plan | hopper_prefill.Plan:
+) -> Launch | hopper_prefill.Plan:
     """How to prefill a batch of this shape."""
-    num_kv_heads, head_dim = cache.k.shape[2:]
+    num_kv_heads = cache.k.shape[2]
     group = query.shape[1] // num_kv_heads
     longest = LONG if terms.batch_invariant else batch.max_query_len
     if longest * group > FEW and hopper_prefill.can_attend(place, query, cache, out, terms):
         return hopper_prefill.plan_attend(place, query, cache, batch, out, terms)
-    width = max(16, power_of_two(head_dim))
+    layer = layer_of(place, query, cache, out, terms)
     size, room = query.element_size(), place.shared_bytes(query.device)
-    rows, keys, warps, stages = shape_of_tiles(width * size, size, group, longest, room)
-    tokens = rows // group
-    k_strides, v_strides = cache.k.stride()[:3], cache.v.stride()[:3]
-    constants = (
-        query.stride()[:2], k_strides, v_strides, out.stride()[:2], cache.k.shape[1], group,
-        head_dim, terms.scale < 0, terms.soft_cap is not None, terms.window is not None,
-        terms.sinks is not None, cache.k.element_size() == 1, place.has_e4m3(query.device),
-        scale_step(cache.k_scale), scale_step(cache.v_scale), rows, tokens,
-        math.gcd(16, *k_strides, *v_strides), keys, width,
-    )  # fmt: skip
+    rows, keys, warps, stages = shape_of_tiles(layer.width * size, size, group, longest, room)
+    form = Form(layer, query.stride(0), out.stride(0), terms.scale < 0, rows, keys)
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
     variant = _attend.variant(
-        place, query.device, dtypes, constants, num_warps=warps, num_stages=stages
+        place, query.device, dtypes, (form,), num_warps=warps, num_stages=stages
     )
-    return Plan(variant, (num_kv_heads, batch.num_tokens // tokens + batch.num_seqs, 1))
+    grid = (num_kv_heads, batch.num_tokens // (rows // group) + batch.num_seqs, 1)
+    return Launch(variant, grid, (batch.num_seqs, batch.block_table.stride(0)))
 
 
 def prefill(
-    plan: Plan | hopper_prefill.Plan,
+    plan: Launch | hopper_prefill.Plan,
     query: Tensor,
     cache: KVCache,
     batch: PagedBatch,
@@ -288,12 +243,8 @@ def prefill(
         lens if cache.k_scale is None else cache.k_scale,
         lens if cache.v_scale is None else cache.v_scale,
     )  # fmt: skip
-    numbers = (
-        batch.num_seqs, batch.block_table.stride(0),
-        float(terms.scale), float(terms.soft_cap or 1.0),
-        min(terms.window or 0, batch.max_seq_len + 1), shortest,
-    )  # fmt: skip
-    plan.variant.launch(plan.grid, tensors, numbers)
+    window = min(terms.window or 0, batch.max_seq_len + 1)
+    plan.run(tensors, float(terms.scale), float(terms.soft_cap or 1.0), window, shortest)
 
 
 def shape_of_tiles(

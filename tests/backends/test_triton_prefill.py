@@ -144,12 +144,12 @@ def test_what_the_copy_engine_is_told_is_made_once_for_each_address(monkeypatch)
     box = launch.Box((4, 2, 64), (128, 64, 1), (4, 1, 64), hopper_prefill.layout_of(64, 2))
     first, second = torch.zeros(2, 4, 2, 64, dtype=BF16)
     for tensor in (first, second, first, second):
-        (boxes, kind) = box.told(tensor, "kind")
+        (boxes, kind) = box.arguments(tensor, "kind")
         assert (boxes.base.data_ptr(), kind) == (tensor.data_ptr(), "kind")
     assert len(made) == 2
     memory = torch.zeros(launch.MOST_KEPT + 600, dtype=BF16)
     for i in range(launch.MOST_KEPT + 50):
-        box.told(memory[i : i + 512].view(4, 2, 64), "kind")
+        box.arguments(memory[i : i + 512].view(4, 2, 64), "kind")
     assert len(box.kept) <= launch.MOST_KEPT
 
 
