@@ -14,6 +14,7 @@ sequence; see `pays`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -185,8 +186,7 @@ def _walk_prefix(
     return highest, total, sums
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What the kernel is compiled for."""
 
     layer: Layer

@@ -22,6 +22,7 @@ batch-invariant plan for a given sequence; blocks may lie in any order.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -170,8 +171,7 @@ def _attend_chunk(
         tl.store(partial + rows * LAYER.head_dim + row, highest + tl.log2(total), mask=live)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What the kernel is compiled for."""
 
     layer: Layer

@@ -15,7 +15,6 @@ Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row
 cut. Error and order as in `latent`.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -374,8 +373,7 @@ def attend_rows(
     ], [4, 4], [FORM.consumer_registers, FORM.loader_registers])  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What the kernel is compiled for."""
 
     layer: Layer

@@ -24,6 +24,7 @@ FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,8 +181,7 @@ def _attend(
         ], [4, 1], SHAPE.registers)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """How the kernel is cut for a head_dim."""
 
     width: int
@@ -208,8 +208,7 @@ class Shape:
         return (most, others, others) if self.wideners else (most, others)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What the kernel is compiled for."""
 
     token_stride: int

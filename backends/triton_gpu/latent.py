@@ -18,7 +18,8 @@ Bytes moved: each latent once a slice of rows, plus 8 * value_dim a part and row
 cut. Error: at most what `backends.oracle` allows. Deterministic; blocks may lie in any order.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -276,8 +277,7 @@ class Shape:
     stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What the portable kernels are compiled for."""
 
     layer: Layer
@@ -367,7 +367,7 @@ def plan_latents(
     if grid.splits and most:
         merge = merging.plan_merge(place, batch, out, grid, cut, num_heads, most, NOT_SHARED)
     if cut.vector == 16:  # with a vector of half a warp the compiler spills in the walk
-        cut = replace(cut, vector=32)
+        cut = cut._replace(vector=32)
     part_variant = _variant(place, query, cache, terms, layer, part, cut, on_hopper=on_hopper)
     tile_variant = _variant(place, query, cache, terms, layer, tile, None, on_hopper=False)
     strides = (query.stride(0), out.stride(0), batch.num_seqs, batch.block_table.stride(0))

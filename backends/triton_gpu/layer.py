@@ -1,12 +1,13 @@
 """What the attention kernels are compiled for: how a layer's tensors lie and what it computes.
 
-A kernel takes one compile-time value, a `Form` of its own file, which holds the `Layer`. Kernels
-read the fields as `LAYER.block_size`. A field that stands in a list needs a local constexpr first,
+A kernel takes one compile-time value, a `Form` of its own file, which holds the `Layer`: a tuple
+of numbers with names, which Triton's hooks can write as JSON. Kernels read the fields as
+`LAYER.block_size`. A field that stands in a list needs a local constexpr first,
 because Triton takes no Python number there.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +17,7 @@ from backends.triton_gpu.e4m3 import scale_step
 from backends.triton_gpu.place import Place, power_of_two
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+class Layer(NamedTuple):
     """A layer's compile-time values; of latents there is one KV head, and keys are values."""
 
     q_head: int

@@ -12,7 +12,6 @@ Bytes moved: each part read once. The sum's order is the chunks', so that it is 
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import triton.language as tl
@@ -193,8 +192,7 @@ def _merge_parts(
         _merge_few(own, out, start, o_stride, FORM)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What the kernel is compiled for."""
 
     cut: Cut

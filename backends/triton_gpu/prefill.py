@@ -23,7 +23,7 @@ Deterministic; blocks may lie in any order. Only `block_id * stride` is
 int64. Values are the caller's duty.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton.language as tl
 from torch import Tensor
@@ -181,8 +181,7 @@ def _attend(
     tl.store(out + offsets[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """What the portable kernel is compiled for."""
 
     layer: Layer

@@ -214,8 +214,7 @@ def _rank(
             tl.store(entry + 7, pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """What the kernel is compiled for."""
 
     tokens: int

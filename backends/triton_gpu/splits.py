@@ -77,8 +77,7 @@ class Grid:
         return self.alike or self.vector > 0
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(NamedTuple):
     """What kernels that work the plan out are compiled for."""
 
     tile: int
