@@ -4,23 +4,16 @@ Importing this package does not import triton; `load` does, and reports what is 
 
 Every kernel's file states the formula, the layout, the grid and the bytes moved. A reading order:
 
-- `slot_mapping`, `store_kv`, `copy_blocks`: kernels that move data without computing; `e4m3` writes
-  and reads quantised elements.
-- `softmax` and `soft_cap`: the online softmax, the masks and the soft cap of every attention
-  kernel; `layer`: the compile-time values that these kernels share.
-- `prefill`: attention of many query tokens in its plain form, one loop over tiles of keys. All
-  other attention here is the same loop, cut differently.
-- `decode`: attention of few query tokens (split-KV). `splits` plans how long sequences are cut,
-  `chunk` walks over the keys of a part, `merge` adds the parts up; `cascade` reads a shared prefix
-  once.
-- `latent`: attention over latents (MLA) in its plain form; `hopper_latent`: the same with
-  specialised warps.
-- `hopper_prefill`: prefill with specialised warps. `prefill_order` makes the list of items,
-  `hopper_items` distributes it, `hopper_load` is the warp that loads, `hopper_consume` the warps
-  that multiply.
-- `paged_attention` chooses among them. `place` and `launch` turn a call into a launch; `warm_up`
-  compiles every variant before the first request, `ahead` in parallel processes; `backend` is the
-  public class.
+- `slot_mapping`, `store_kv`, `copy_blocks`: kernels that move data without computing.
+- `shared`: what all kernels share. `place` and `launch` turn a call into a launch; `softmax`,
+  `soft_cap` and `e4m3` are device functions, and `layer` the values they are compiled for.
+- `prefill`: attention of many query tokens, one loop over tiles of keys. All other attention here
+  is the same loop, cut differently.
+- `decode`: attention of few query tokens (split-KV), and of a shared prefix.
+- `hopper`: prefill with specialised warps.
+- `latent`: attention over latents (MLA).
+- `paged_attention` chooses among them. `warm_up` compiles every variant before the first request,
+  `ahead` in parallel processes; `backend` is the public class.
 """
 
 import importlib
@@ -66,8 +59,8 @@ def load() -> "TritonBackend":
     if fault:
         raise BackendUnavailableError("triton", fault, "the backend numba, or triton >= 3.7")
     module = importlib.import_module("backends.triton_gpu.backend")
-    place = importlib.import_module("backends.triton_gpu.place").Place(interpreting=interpreting)
-    backend: TritonBackend = module.TritonBackend(place)
+    place = importlib.import_module("backends.triton_gpu.shared.place")
+    backend: TritonBackend = module.TritonBackend(place.Place(interpreting=interpreting))
     return backend
 
 

@@ -31,7 +31,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from backends.triton_gpu.place import Gpu, Kernel, Place
+from backends.triton_gpu.shared.place import Gpu, Kernel, Place
 
 _COMMAND = "from backends.triton_gpu.ahead import main; main()"
 _BEGUN = b"begun\n"

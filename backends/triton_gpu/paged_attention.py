@@ -1,11 +1,12 @@
 """Attention over the paged cache on a GPU: chooses the kernel for each sequence.
 
 Sequences with one query token go to `decode`, which splits long ones over programs, and all others
-to `prefill`. If no sequence of the batch has more than a few query tokens (`longest_decoded`),
-decode takes the whole batch. The host chooses by max_query_len and num_seqs: a batch of decode
-alone or of one sequence launches one of the two kernels; any other batch launches both, and each
-skips the other's rows. float32 always goes to prefill, because decode has no matrix instruction
-for it, and is never split. `cascade` reads a shared prefix where that pays.
+to prefill: to `hopper` where that can serve the call and there are more than a few rows, else to
+`prefill`. If no sequence of the batch has more than a few query tokens (`longest_decoded`), decode
+takes the whole batch. The host chooses by max_query_len and num_seqs: a batch of decode alone or of
+one sequence launches one of the two kernels; any other batch launches both, and each skips the
+other's rows. float32 always goes to prefill, because decode has no matrix instruction for it, and
+is never split. `cascade` reads a shared prefix where that pays.
 
 Batch-invariant: decode takes every sequence of one query token and cuts it by its own length.
 Prefill chooses its tiles by what all calls of a layer have in common, not by the batch. No cascade.
@@ -25,13 +26,14 @@ from torch import Tensor
 
 from backends.checks import check_paged_attention
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
-from backends.triton_gpu import hopper_prefill, latent
-from backends.triton_gpu.cascade import cascade
-from backends.triton_gpu.decode import Plan, decode, plan_decode, rows_a_program
-from backends.triton_gpu.launch import Launch
-from backends.triton_gpu.place import Place, ceil_div, sign
-from backends.triton_gpu.prefill import plan_prefill, prefill
-from backends.triton_gpu.splits import MAX_PLANNED
+from backends.triton_gpu.decode.cascade import cascade
+from backends.triton_gpu.decode.decode import Plan, decode, plan_decode, rows_a_program
+from backends.triton_gpu.decode.splits import MAX_PLANNED
+from backends.triton_gpu.hopper import prefill as hopper_prefill
+from backends.triton_gpu.latent import latent
+from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.shared.launch import Launch
+from backends.triton_gpu.shared.place import Place, ceil_div, sign
 
 MOST_ROWS = 128
 """Rows of a sequence and KV head that decode takes at most."""
@@ -89,8 +91,24 @@ def paged_attention(
             plan = plan_decode(place, query, cache, batch, out, terms, shared=shared)
             decode(plan, query, cache, batch, out, terms, shared)
     if known.prefill is not None:
-        prefill(known.prefill, query, cache, batch, out, terms, shortest=known.shortest)
+        _prefill(known.prefill, query, cache, batch, out, terms, shortest=known.shortest)
     return out
+
+
+def _prefill(
+    plan: Launch | hopper_prefill.Plan,
+    query: Tensor,
+    cache: KVCache,
+    batch: PagedBatch,
+    out: Tensor,
+    terms: AttentionTerms,
+    *,
+    shortest: int,
+) -> None:
+    if isinstance(plan, hopper_prefill.Plan):
+        hopper_prefill.attend(plan, query, cache, batch, out, terms, shortest=shortest)
+    else:
+        prefill.prefill(plan, query, cache, batch, out, terms, shortest=shortest)
 
 
 class Known(NamedTuple):
@@ -121,7 +139,12 @@ def plan_attention(
     if query.element_size() == 2 and longest <= most:
         plan = plan_decode(place, query, cache, batch, out, terms, most=most)
         return Known(room, plan, None, 0)
-    rest = plan_prefill(place, query, cache, batch, out, terms)
+    rest: Launch | hopper_prefill.Plan
+    rows = (prefill.LONG if terms.batch_invariant else longest) * query.shape[1] // cache.k.shape[2]
+    if rows > prefill.FEW and hopper_prefill.can_attend(place, query, cache, out, terms):
+        rest = hopper_prefill.plan_attend(place, query, cache, batch, out, terms)
+    else:
+        rest = prefill.plan_prefill(place, query, cache, batch, out, terms)
     alone = batch.num_seqs == 1 and not terms.batch_invariant
     if query.element_size() != 2 or alone or (plain and cuts_keys(rest, batch)):
         return Known(room, None, rest, 1)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from backends.checks import check_slot_mapping
 from backends.contract import Backend
-from backends.triton_gpu.launch import Launch, launcher
-from backends.triton_gpu.place import Place, ceil_div, sign
+from backends.triton_gpu.shared.launch import Launch, launcher
+from backends.triton_gpu.shared.place import Place, ceil_div, sign
 
 TILE = 128
 WARPS = 4

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from backends.checks import check_store_kv
 from backends.contract import Backend, KVCache
-from backends.triton_gpu.e4m3 import narrow, scale_step
-from backends.triton_gpu.launch import Launch, launcher
-from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two, sign
+from backends.triton_gpu.shared.e4m3 import narrow, scale_step
+from backends.triton_gpu.shared.launch import Launch, launcher
+from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two, sign
 
 ELEMENTS = 1024
 WARPS = 4

@@ -15,12 +15,14 @@ from functools import partial
 import torch
 
 from backends.contract import AttentionTerms, Backend, LayerCall, PagedBatch, SharedPrefix
-from backends.triton_gpu import ahead, cascade, decode, latent
-from backends.triton_gpu.hopper_prefill import LONG, ROWS, heads_an_item
-from backends.triton_gpu.launch import Variant
+from backends.triton_gpu import ahead
+from backends.triton_gpu.decode import cascade, decode
+from backends.triton_gpu.decode.splits import VECTORS
+from backends.triton_gpu.hopper.prefill import LONG, ROWS, heads_an_item
+from backends.triton_gpu.latent import latent
 from backends.triton_gpu.paged_attention import MOST_ROWS, Known, plan_attention
-from backends.triton_gpu.place import Place
-from backends.triton_gpu.splits import VECTORS
+from backends.triton_gpu.shared.launch import Variant
+from backends.triton_gpu.shared.place import Place
 
 
 def warm_up(

@@ -19,19 +19,13 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from backends.triton_gpu import (
-    cascade,
-    copy_blocks,
-    decode,
-    hopper_latent,
-    latent,
-    merge,
-    slot_mapping,
-    store_kv,
-)
-from backends.triton_gpu.layer import Layer
-from backends.triton_gpu.place import power_of_two
-from backends.triton_gpu.splits import Cut
+from backends.triton_gpu import copy_blocks, slot_mapping, store_kv
+from backends.triton_gpu.decode import cascade, decode, merge
+from backends.triton_gpu.decode.splits import Cut
+from backends.triton_gpu.latent import hopper as hopper_latent
+from backends.triton_gpu.latent import latent
+from backends.triton_gpu.shared.layer import Layer
+from backends.triton_gpu.shared.place import power_of_two
 
 CAPABILITIES = (80, 90)
 SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB

@@ -20,9 +20,11 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from backends.triton_gpu import hopper_prefill, prefill, prefill_order
-from backends.triton_gpu.layer import Layer
-from backends.triton_gpu.place import power_of_two
+from backends.triton_gpu.hopper import prefill as hopper_prefill
+from backends.triton_gpu.prefill import order as prefill_order
+from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.shared.layer import Layer
+from backends.triton_gpu.shared.place import power_of_two
 
 INT32 = (
     "num_seqs", "table_stride", "window", "shortest", "most_items", "programs",

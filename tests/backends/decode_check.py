@@ -20,8 +20,8 @@ import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import build
-from backends.triton_gpu import cascade, splits
-from backends.triton_gpu.splits import Cut, Lengths, find_part, find_parts
+from backends.triton_gpu.decode import cascade, splits
+from backends.triton_gpu.decode.splits import Cut, Lengths, find_part, find_parts
 
 TRITON = backends.get_backend("triton")
 TILE = 32

@@ -22,9 +22,9 @@ from tests.backends.strategies import attention_cases
 
 has_triton = importlib.util.find_spec("triton") is not None
 if has_triton:
-    hopper_prefill = importlib.import_module("backends.triton_gpu.hopper_prefill")
-    launch = importlib.import_module("backends.triton_gpu.launch")
-    place_module = importlib.import_module("backends.triton_gpu.place")
+    hopper_prefill = importlib.import_module("backends.triton_gpu.hopper.prefill")
+    launch = importlib.import_module("backends.triton_gpu.shared.launch")
+    place_module = importlib.import_module("backends.triton_gpu.shared.place")
     Place = place_module.Place
     gpus = importlib.import_module("tests.backends.gpus")
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")

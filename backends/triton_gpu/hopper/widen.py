@@ -10,7 +10,7 @@ written. Keys are not widened.
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from backends.triton_gpu.hopper_items import (
+from backends.triton_gpu.hopper.items import (
     count_work,
     find_live,
     find_span,

@@ -1,7 +1,7 @@
 """The work of each program of Hopper's prefill, and the tiles of keys that an item takes.
 
 An item is a tile of 128 rows: TOKENS query tokens of one sequence times PACK query heads of one KV
-head. Items are numbered in the order of `prefill_order`, query heads fastest. Programs take them
+head. Items are numbered in the order of `prefill/order.py`, query heads fastest. Programs take them
 in rounds, forth (0 1 2 ..) or back (.. 2 1 0) as the Thue-Morse sequence says (forth, back, back,
 forth, then the same four the other way round, ..), which gives each about the same work without
 synchronisation. Taking turns, forth and back, gives the same where lengths fall evenly,
@@ -13,11 +13,11 @@ middle is seen whole by all rows; the ones before it hold the diagonal, and with
 after it hold its edge: only these need a mask.
 
 Where items are too few for the programs and contexts long (SPLIT), an item's tiles are cut into
-pieces of about equal length, each an item of its own that leaves a part to `hopper_merge`. Their
+pieces of about equal length, each an item of its own that leaves a part to `merge`. Their
 number is that of the list, or for one sequence the one of `count_work` that takes the fewest
 steps, as a round of all programs takes as long as its longest item.
 
-A list of work (`prefill_order`) names the tiles; a batch of one sequence does without. Gluon.
+A list of work (`prefill/order.py`) names the tiles; a batch of one sequence does without. Gluon.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +26,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from backends.triton_gpu.prefill_order import (
+from backends.triton_gpu.prefill.order import (
     ENTRY,
     ITEM_STEPS,
     MERGE_STEPS,
@@ -60,7 +60,7 @@ def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
 
 
 class Given(NamedTuple):
-    """Arguments of the kernel that most of its warps read; see `hopper_prefill`."""
+    """Arguments of the kernel that most of its warps read; see `prefill`."""
 
     out: gl.tensor
     partial: gl.tensor

@@ -12,11 +12,11 @@ products, and p.v has a result for each part (`extra` is the smaller one's).
 
 Of an e4m3 cache the keys are multiplied as they are stored, which goes at twice the speed, with q
 as a sum of two e4m3 numbers, which are exactly a bfloat16 (`_divide_rows`). Each row of q is scaled
-by a power of two first. The values come widened (`hopper_widen`).
+by a power of two first. The values come widened (`widen`).
 
 A soft cap is 1 - 2 / (exp(2x) + 1), five instructions per logit. `soft_cap.tanh`, whose relative
 error is as small near 0, takes fourteen and 1.6 times the time of prefill, because issuing
-instructions is what limits this kernel; so caps above `hopper_prefill.MOST_CAP` are not served.
+instructions is what limits this kernel; so caps above `prefill.MOST_CAP` are not served.
 
 Four things here are as they are for the assembler's sake:
 - The wait for the next tile's values stands between the exponentials and the wait for p.v, because
@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from backends.triton_gpu.hopper_items import (
+from backends.triton_gpu.hopper.items import (
     GROUPS,
     HALF,
     count_work,
@@ -46,10 +46,10 @@ from backends.triton_gpu.hopper_items import (
     gluon_function,
     read_item,
 )
-from backends.triton_gpu.hopper_merge import merge_items
-from backends.triton_gpu.hopper_store import State, finish
-from backends.triton_gpu.soft_cap import LOG2E
-from backends.triton_gpu.softmax import add_tile, is_visible
+from backends.triton_gpu.hopper.merge import merge_items
+from backends.triton_gpu.hopper.store import State, finish
+from backends.triton_gpu.shared.soft_cap import LOG2E
+from backends.triton_gpu.shared.softmax import add_tile, is_visible
 
 
 @gluon_function

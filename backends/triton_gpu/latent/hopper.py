@@ -29,19 +29,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from backends.contract import KVCache
-from backends.triton_gpu.hopper_items import allocate_barriers, gluon_function
-from backends.triton_gpu.launch import launcher
-from backends.triton_gpu.layer import Layer
-from backends.triton_gpu.place import Place
-from backends.triton_gpu.soft_cap import base2_logits
-from backends.triton_gpu.softmax import add_sink, add_tile, is_within, load_sinks, raise_highest
-from backends.triton_gpu.splits import (
+from backends.triton_gpu.decode.splits import (
     Cut,
     Lengths,
     count_tiles,
     find_part,
     keys_of_split,
     load_seq,
+)
+from backends.triton_gpu.hopper.items import allocate_barriers, gluon_function
+from backends.triton_gpu.shared.launch import launcher
+from backends.triton_gpu.shared.layer import Layer
+from backends.triton_gpu.shared.place import Place
+from backends.triton_gpu.shared.soft_cap import base2_logits
+from backends.triton_gpu.shared.softmax import (
+    add_sink,
+    add_tile,
+    is_within,
+    load_sinks,
+    raise_highest,
 )
 
 TILE = 64

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from backends.contract import AttentionTerms, KVCache
-from backends.triton_gpu.e4m3 import scale_step
-from backends.triton_gpu.place import Place, power_of_two
+from backends.triton_gpu.shared.e4m3 import scale_step
+from backends.triton_gpu.shared.place import Place, power_of_two
 
 
 class Layer(NamedTuple):

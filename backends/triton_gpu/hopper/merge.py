@@ -11,9 +11,9 @@ until the sign has changed.
 
 from triton.experimental.gluon import language as gl
 
-from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function, read_item
-from backends.triton_gpu.prefill_order import COUNTER
-from backends.triton_gpu.softmax import add_tile
+from backends.triton_gpu.hopper.items import GROUPS, HALF, gluon_function, read_item
+from backends.triton_gpu.prefill.order import COUNTER
+from backends.triton_gpu.shared.softmax import add_tile
 
 _meet = getattr(gl, "barrier", None) or gl.thread_barrier  # as Triton 3.7 and 3.6 call it
 FEW, MANY = gl.constexpr(4), gl.constexpr(16)

@@ -14,7 +14,7 @@ is one tile or two in a sequence and head, however long the sequence.
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from backends.triton_gpu.hopper_items import (
+from backends.triton_gpu.hopper.items import (
     GROUPS,
     count_work,
     find_live,

@@ -30,15 +30,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
-from backends.triton_gpu import merge as merging
-from backends.triton_gpu.cascade import NOT_SHARED, Shared, load_shared
-from backends.triton_gpu.chunk import walk_chunk
-from backends.triton_gpu.e4m3 import load_scale
-from backends.triton_gpu.launch import Launch, launcher
-from backends.triton_gpu.layer import Layer, layer_of
-from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
-from backends.triton_gpu.softmax import add_sink, load_sinks
-from backends.triton_gpu.splits import (
+from backends.triton_gpu.decode import merge as merging
+from backends.triton_gpu.decode.cascade import NOT_SHARED, Shared, load_shared
+from backends.triton_gpu.decode.chunk import walk_chunk
+from backends.triton_gpu.decode.splits import (
     MORE_PROGRAMS,
     PROGRAMS_A_MULTIPROCESSOR,
     Cut,
@@ -50,6 +45,11 @@ from backends.triton_gpu.splits import (
     load_seq,
     plan_grid,
 )
+from backends.triton_gpu.shared.e4m3 import load_scale
+from backends.triton_gpu.shared.launch import Launch, launcher
+from backends.triton_gpu.shared.layer import Layer, layer_of
+from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two
+from backends.triton_gpu.shared.softmax import add_sink, load_sinks
 
 WARPS = 2
 STAGES = 4

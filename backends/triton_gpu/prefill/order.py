@@ -32,8 +32,8 @@ import triton.language as tl
 from torch import Tensor
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.launch import Variant, launcher
-from backends.triton_gpu.place import Place, device_function
+from backends.triton_gpu.shared.launch import Variant, launcher
+from backends.triton_gpu.shared.place import Place, device_function
 
 ENTRY = tl.constexpr(8)
 """int32 a rank in the list of work, and ahead of it."""

@@ -2,7 +2,7 @@
 
 Rows go to `out` by way of the shared memory that q lay in, so that 16 bytes are stored at a time.
 A piece of an item leaves float32 [items, rows of an item, head_dim], divided by its own totals, and
-behind them all the base-2 logarithm of the totals, for `hopper_merge`.
+behind them all the base-2 logarithm of the totals, for `merge`.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function
+from backends.triton_gpu.hopper.items import GROUPS, HALF, gluon_function
 
 
 class State(NamedTuple):

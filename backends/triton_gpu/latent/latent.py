@@ -27,17 +27,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
-from backends.triton_gpu import hopper_latent
-from backends.triton_gpu import merge as merging
-from backends.triton_gpu.cascade import NOT_SHARED
-from backends.triton_gpu.e4m3 import load_scale, widen
-from backends.triton_gpu.launch import Launch, Variant, launcher
-from backends.triton_gpu.layer import Layer, layer_of
-from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
-from backends.triton_gpu.prefill_order import find_tile
-from backends.triton_gpu.soft_cap import base2_logits
-from backends.triton_gpu.softmax import add_sink, add_tile, is_visible, is_within, load_sinks
-from backends.triton_gpu.splits import (
+from backends.triton_gpu.decode import merge as merging
+from backends.triton_gpu.decode.cascade import NOT_SHARED
+from backends.triton_gpu.decode.splits import (
     MAX_PLANNED,
     Cut,
     Lengths,
@@ -48,6 +40,14 @@ from backends.triton_gpu.splits import (
     load_seq,
     plan_grid,
 )
+from backends.triton_gpu.latent import hopper as hopper_latent
+from backends.triton_gpu.prefill.order import find_tile
+from backends.triton_gpu.shared.e4m3 import load_scale, widen
+from backends.triton_gpu.shared.launch import Launch, Variant, launcher
+from backends.triton_gpu.shared.layer import Layer, layer_of
+from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two
+from backends.triton_gpu.shared.soft_cap import base2_logits
+from backends.triton_gpu.shared.softmax import add_sink, add_tile, is_visible, is_within, load_sinks
 
 MOST_ROWS = 1024
 """Rows of a sequence, over all its query tokens, up to which its keys may be cut into parts."""
@@ -324,7 +324,7 @@ def shape_for(num_heads: int, tokens: int, row_bytes: int, itemsize: int, room: 
 
 
 def hopper_shape(num_heads: int, tokens: int) -> Shape:
-    """Of `hopper_latent`'s kernel: the rows that its sums have registers for."""
+    """Of `hopper`'s kernel: the rows that its sums have registers for."""
     rows = next((n for n in HOPPER_ROWS if n >= num_heads * tokens), HOPPER_ROWS[-1])
     heads = min(rows, power_of_two(num_heads))
     return Shape(hopper_latent.TILE, rows, heads, hopper_latent.WARPS, 0)

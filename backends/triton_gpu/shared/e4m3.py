@@ -10,7 +10,7 @@ bits.
 import triton.language as tl
 from torch import Tensor
 
-from backends.triton_gpu.place import device_function
+from backends.triton_gpu.shared.place import device_function
 
 
 def scale_step(scale: Tensor | None) -> int:

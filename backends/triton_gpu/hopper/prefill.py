@@ -3,19 +3,19 @@
     out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
 
-The formula and the results of `prefill`, whose kernel serves what this one cannot (`can_attend`).
-There the softmax waits for one product and holds up the next. Here one warp loads (`hopper_load`)
-and two groups of four multiply and compute exponentials (`hopper_consume`), so that copies, matrix
-unit and exponential unit work at the same time.
+The formula and the results of `prefill/prefill.py`, whose kernel serves what this one cannot
+(`can_attend`). There the softmax waits for one product and holds up the next. Here one warp loads
+(`load`) and two groups of four multiply and compute exponentials (`consume`), so that copies,
+matrix unit and exponential unit work at the same time.
 
 Layout: an item is 128 rows, TOKENS query tokens of one sequence times PACK query heads of one KV
 head, PACK being the largest power of two that divides the group; it walks the tiles of 128 keys
 (64 above head_dim 128) that it sees, last first. In shared memory are rings of tiles of K and of V
 and the rows of two items, 224 KiB at head_dim 128 (`shape_for`). Rows of K, V and Q are padded with
 zeros to 64, 128 or 256 numbers by the copy engine.
-Grid: one program a multiprocessor, which takes items in the order of `hopper_items`. Where a batch
+Grid: one program a multiprocessor, which takes items in the order of `items`. Where a batch
 has too few items for them, the keys of items are cut, and the programs add the parts up at the end
-(`hopper_merge`).
+(`merge`).
 
 Bytes moved: K and V once an item, from L2 mostly. Sums and the softmax are float32; the
 probabilities are rounded to the cache's dtype before they meet V. Error: at most what
@@ -32,9 +32,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
-from backends.triton_gpu.e4m3 import scale_step
-from backends.triton_gpu.hopper_consume import consume
-from backends.triton_gpu.hopper_items import (
+from backends.triton_gpu.hopper.consume import consume
+from backends.triton_gpu.hopper.items import (
     GROUPS,
     HALF,
     Given,
@@ -44,11 +43,12 @@ from backends.triton_gpu.hopper_items import (
     allocate_barriers,
     gluon_function,
 )
-from backends.triton_gpu.hopper_load import load_tiles
-from backends.triton_gpu.hopper_widen import widen_values
-from backends.triton_gpu.launch import Box, Variant, launcher
-from backends.triton_gpu.place import Place, ceil_div
-from backends.triton_gpu.prefill_order import Items, Order, keep_counter, keep_order, plan_order
+from backends.triton_gpu.hopper.load import load_tiles
+from backends.triton_gpu.hopper.widen import widen_values
+from backends.triton_gpu.prefill.order import Items, Order, keep_counter, keep_order, plan_order
+from backends.triton_gpu.shared.e4m3 import scale_step
+from backends.triton_gpu.shared.launch import Box, Variant, launcher
+from backends.triton_gpu.shared.place import Place, ceil_div
 
 ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
@@ -143,7 +143,7 @@ def _attend(
     k_tail: gl.tensor,
     v_tail: gl.tensor,
     out: gl.tensor,  # like query
-    partial: gl.tensor,  # float32, see hopper_store, written if split
+    partial: gl.tensor,  # float32, see store, written if split
     query_start_loc: gl.tensor,  # int32 [num_seqs + 1]
     seq_lens: gl.tensor,  # int32 [num_seqs]
     tables: gl.tensor,  # int32 [num_seqs, max_blocks]
@@ -305,7 +305,7 @@ def items_a_kv_head(group: int, query_len: int) -> int:
 def can_attend(
     place: Place, query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
 ) -> bool:
-    """Whether this path serves the call; `prefill`'s portable kernel serves every other.
+    """Whether this path serves the call; `prefill/prefill.py` serves every other.
 
     It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or, of
     bfloat16 queries, of e4m3; head_dim 40 to 256, of e4m3 to 128, in steps of 16 bytes; block_size

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from backends.triton_gpu.place import Place, ceil_div, device_function
+from backends.triton_gpu.shared.place import Place, ceil_div, device_function
 
 VECTORS = (1, 16, 64, 256, 1024)
 """Lengths of the planning vector: few, because a kernel is compiled for each."""

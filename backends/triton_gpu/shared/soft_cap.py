@@ -12,7 +12,7 @@ Exponentials are powers of two, which GPUs compute in one instruction: exp(x) = 
 
 import triton.language as tl
 
-from backends.triton_gpu.place import device_function
+from backends.triton_gpu.shared.place import device_function
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(8.3)  # tanh differs from 1 by 1e-7 from here on

@@ -33,7 +33,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backends.triton_gpu.place import Kernel, Place
+from backends.triton_gpu.shared.place import Kernel, Place
 
 Number = int | float
 MOST_KEPT = 256

@@ -3,8 +3,7 @@
     out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
 
-Hopper GPUs take `hopper_prefill` where it can (its `can_attend` is the rule) and sequences may have
-more than 16 rows. Everything else, and every other GPU, takes the kernel here.
+The kernel for every GPU. Where `hopper/prefill.py` can serve a call, `paged_attention` takes that.
 
 Layout: a row is one (query token, head of the group); a program holds a tile of rows of one
 sequence and KV head and walks the keys it can see, a tile at a time, by way of the block table:
@@ -19,8 +18,8 @@ softmax's, V's the result.
 
 Bytes moved: K and V once a tile of rows. Sums and the softmax are float32; the probabilities are
 rounded to the cache's dtype before they meet V. Error: at most what `backends.oracle` allows.
-Deterministic; blocks may lie in any order. Only `block_id * stride` is
-int64. Values are the caller's duty.
+Deterministic; blocks may lie in any order. Only `block_id * stride` is int64. Values are the
+caller's duty.
 """
 
 from typing import NamedTuple
@@ -29,14 +28,13 @@ import triton.language as tl
 from torch import Tensor
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
-from backends.triton_gpu import hopper_prefill
-from backends.triton_gpu.e4m3 import load_scale, widen
-from backends.triton_gpu.launch import Launch, launcher
-from backends.triton_gpu.layer import Layer, layer_of
-from backends.triton_gpu.place import Place, device_function, power_of_two
-from backends.triton_gpu.prefill_order import find_tile
-from backends.triton_gpu.soft_cap import split_logits
-from backends.triton_gpu.softmax import (
+from backends.triton_gpu.prefill.order import find_tile
+from backends.triton_gpu.shared.e4m3 import load_scale, widen
+from backends.triton_gpu.shared.launch import Launch, launcher
+from backends.triton_gpu.shared.layer import Layer, layer_of
+from backends.triton_gpu.shared.place import Place, device_function, power_of_two
+from backends.triton_gpu.shared.soft_cap import split_logits
+from backends.triton_gpu.shared.softmax import (
     add_tile,
     is_visible,
     is_within,
@@ -202,13 +200,11 @@ def plan_prefill(
     batch: PagedBatch,
     out: Tensor,
     terms: AttentionTerms,
-) -> Launch | hopper_prefill.Plan:
+) -> Launch:
     """How to prefill a batch of this shape."""
     num_kv_heads = cache.k.shape[2]
     group = query.shape[1] // num_kv_heads
     longest = LONG if terms.batch_invariant else batch.max_query_len
-    if longest * group > FEW and hopper_prefill.can_attend(place, query, cache, out, terms):
-        return hopper_prefill.plan_attend(place, query, cache, batch, out, terms)
     layer = layer_of(place, query, cache, out, terms)
     size, room = query.element_size(), place.shared_bytes(query.device)
     rows, keys, warps, stages = shape_of_tiles(layer.width * size, size, group, longest, room)
@@ -222,7 +218,7 @@ def plan_prefill(
 
 
 def prefill(
-    plan: Launch | hopper_prefill.Plan,
+    plan: Launch,
     query: Tensor,
     cache: KVCache,
     batch: PagedBatch,
@@ -232,9 +228,6 @@ def prefill(
     shortest: int,
 ) -> None:
     """Write the rows of the sequences with `shortest` query tokens or more."""
-    if isinstance(plan, hopper_prefill.Plan):
-        hopper_prefill.attend(plan, query, cache, batch, out, terms, shortest=shortest)
-        return
     lens = batch.seq_lens
     tensors = (
         query, cache.k, cache.v, out, batch.query_start_loc, lens, batch.block_table,

@@ -19,11 +19,11 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.cascade import MOST_CHUNKS, Shared, keys_a_part, load_shared
-from backends.triton_gpu.launch import Launch, launcher
-from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two
-from backends.triton_gpu.softmax import add_tile
-from backends.triton_gpu.splits import Cut, Grid, Lengths, find_parts
+from backends.triton_gpu.decode.cascade import MOST_CHUNKS, Shared, keys_a_part, load_shared
+from backends.triton_gpu.decode.splits import Cut, Grid, Lengths, find_parts
+from backends.triton_gpu.shared.launch import Launch, launcher
+from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two
+from backends.triton_gpu.shared.softmax import add_tile
 
 WARPS = 2
 MANY_WARPS = 4

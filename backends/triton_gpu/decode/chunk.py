@@ -12,10 +12,10 @@ int64.
 
 import triton.language as tl
 
-from backends.triton_gpu.e4m3 import widen
-from backends.triton_gpu.place import device_function
-from backends.triton_gpu.soft_cap import base2_logits
-from backends.triton_gpu.softmax import add_tile, is_visible, is_within, load_entries
+from backends.triton_gpu.shared.e4m3 import widen
+from backends.triton_gpu.shared.place import device_function
+from backends.triton_gpu.shared.soft_cap import base2_logits
+from backends.triton_gpu.shared.softmax import add_tile, is_visible, is_within, load_entries
 
 
 @device_function

@@ -21,13 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch, SharedPrefix
-from backends.triton_gpu.e4m3 import load_scale, widen
-from backends.triton_gpu.launch import launcher
-from backends.triton_gpu.layer import Layer, layer_of
-from backends.triton_gpu.place import Place, ceil_div, device_function
-from backends.triton_gpu.soft_cap import base2_logits
-from backends.triton_gpu.softmax import add_tile
-from backends.triton_gpu.splits import MAX_PLANNED
+from backends.triton_gpu.decode.splits import MAX_PLANNED
+from backends.triton_gpu.shared.e4m3 import load_scale, widen
+from backends.triton_gpu.shared.launch import launcher
+from backends.triton_gpu.shared.layer import Layer, layer_of
+from backends.triton_gpu.shared.place import Place, ceil_div, device_function
+from backends.triton_gpu.shared.soft_cap import base2_logits
+from backends.triton_gpu.shared.softmax import add_tile
 
 ROWS = 64
 WARPS = 4

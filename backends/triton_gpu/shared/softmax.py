@@ -11,8 +11,8 @@ Triton and of Gluon, whatever their layout.
 
 import triton.language as tl
 
-from backends.triton_gpu.place import device_function
-from backends.triton_gpu.soft_cap import LOG2E
+from backends.triton_gpu.shared.place import device_function
+from backends.triton_gpu.shared.soft_cap import LOG2E
 
 
 @device_function
