@@ -40,6 +40,17 @@ BACKENDS_LAYERS = (
     ("bench",),
 )
 
+TRITON_GPU_LAYERS = (
+    ("shared",),
+    ("decode", "prefill"),
+    ("hopper",),
+    ("latent",),
+    ("ahead", "copy_blocks", "paged_attention", "slot_mapping", "store_kv"),
+    ("warm_up",),
+    ("backend",),
+    ("__init__",),
+)
+
 MODEL_LAYERS = (
     ("errors",),
     ("control",),
@@ -60,7 +71,12 @@ MODEL_LAYERS = (
     ("__init__",),
 )
 
-LAYERS = {"kvcore": KVCORE_LAYERS, "backends": BACKENDS_LAYERS, "model": MODEL_LAYERS}
+LAYERS = {
+    "kvcore": KVCORE_LAYERS,
+    "backends": BACKENDS_LAYERS,
+    "backends/triton_gpu": TRITON_GPU_LAYERS,
+    "model": MODEL_LAYERS,
+}
 
 # Which other packages a package may import, by their roots alone.
 MAY_IMPORT = {"kvcore": set(), "backends": set(), "model": {"kvcore", "backends"}}
@@ -144,21 +160,21 @@ def _imports(path, name, source, tree):
 
 
 def _downward(path, name, source, tree):
-    package, _, rest = name.removesuffix(".py").partition("/")
-    rows = {part: row for row, parts in enumerate(LAYERS[package]) for part in parts}
-    own = _part(rows, rest.split("/"))
-    if own is None:
-        yield f"is in no layer: give its folder a row in {package.upper()}_LAYERS"
-        return
-    for imported_name in imported_names(tree):
-        top, *parts = imported_name.split(".")
-        if top != package:
+    for folder in (each for each in LAYERS if name.startswith(f"{each}/")):
+        rows = {part: row for row, parts in enumerate(LAYERS[folder]) for part in parts}
+        own = _part(rows, name.removesuffix(".py").removeprefix(f"{folder}/").split("/"))
+        if own is None:
+            table = f"{folder.rpartition('/')[2].upper()}_LAYERS"
+            yield f"is in no layer: give its folder a row in {table}"
             continue
-        target = _part(rows, parts)
-        if target is None:  # a name of the package itself
-            target = "__init__"
-        if target != own and rows[target] >= rows[own]:
-            yield f"imports {imported_name}: {own} does not stand below {target}"
+        dotted = folder.replace("/", ".")
+        for imported_name in imported_names(tree):
+            if not f"{imported_name}.".startswith(f"{dotted}."):
+                continue
+            # A name of the package itself stands in its __init__.
+            target = _part(rows, imported_name.split(".")[dotted.count(".") + 1 :]) or "__init__"
+            if target != own and rows[target] >= rows[own]:
+                yield f"imports {imported_name}: {own} does not stand below {target}"
 
 
 def _circles(root, package):

@@ -58,6 +58,11 @@ PLANTED = {
         "from backends.numba_cpu import bits",
         "triton_gpu does not stand below numba_cpu",
     ),
+    "decode in what all kernels share": (
+        "backends/triton_gpu/shared/softmax.py",
+        "from backends.triton_gpu.decode import splits",
+        "shared does not stand below decode",
+    ),
     "an import of its own layer": (
         "kvcore/tables/slots.py", "import kvcore.reports", "does not stand below"
     ),

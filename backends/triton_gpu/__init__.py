@@ -1,24 +1,19 @@
 """The GPU backend: Triton kernels for CUDA devices, or for CPU tensors in Triton's interpreter.
 
-Importing this imports no triton; `load` does, and says what is missing where it cannot run.
+Importing this package does not import triton; `load` does, and reports what is missing.
 
-Every kernel's file says at its top what it computes, how its data lies, its grid and the bytes that
-it moves. To read them, from the simplest on:
+Every kernel's file states the formula, the layout, the grid and the bytes moved. A reading order:
 
-- `slot_mapping`, `store_kv`, `copy_blocks`: what moves without computing; `e4m3` is how a quantised
-  element is written and read, `soft_cap` the base of all exponentials.
-- `prefill`: attention of many query tokens in its plain form, one loop over tiles of keys with a
-  running maximum and sum. All other attention here is that loop, cut differently.
-- `decode`: single query tokens. `splits` is the plan that cuts long sequences, `chunk` the walk
-  over the keys of a part, `merge` the sum of the parts; `cascade` reads a shared prefix once.
-- `latent`: attention over latents (MLA), in its plain form; `hopper_latent` with warps of different
-  work.
-- `hopper_prefill`: prefill with warps of different work. `prefill_order` is the list of items,
-  `hopper_items` who takes which, `hopper_load` the warp that loads, `hopper_consume` those that
-  multiply.
-- `paged_attention` chooses among them; `place` and `launch` are how a call becomes a launch,
-  `warm_up` meets every variant before the first request, `ahead` compiles them in processes of
-  their own, `backend` is the face.
+- `slot_mapping`, `store_kv`, `copy_blocks`: kernels that move data without computing.
+- `shared`: what all kernels share. `place` and `launch` turn a call into a launch; `softmax`,
+  `soft_cap` and `e4m3` are device functions, and `layer` the values they are compiled for.
+- `prefill`: attention of many query tokens, one loop over tiles of keys. All other attention here
+  is the same loop, cut differently.
+- `decode`: attention of few query tokens (split-KV), and of a shared prefix.
+- `hopper`: prefill with specialised warps.
+- `latent`: attention over latents (MLA).
+- `paged_attention` chooses among them. `warm_up` compiles every variant before the first request,
+  `ahead` in parallel processes; `backend` is the public class.
 """
 
 import importlib
@@ -64,8 +59,8 @@ def load() -> "TritonBackend":
     if fault:
         raise BackendUnavailableError("triton", fault, "the backend numba, or triton >= 3.7")
     module = importlib.import_module("backends.triton_gpu.backend")
-    place = importlib.import_module("backends.triton_gpu.place").Place(interpreting=interpreting)
-    backend: TritonBackend = module.TritonBackend(place)
+    place = importlib.import_module("backends.triton_gpu.shared.place")
+    backend: TritonBackend = module.TritonBackend(place.Place(interpreting=interpreting))
     return backend
 
 

@@ -6,8 +6,8 @@ Triton once and forks; each of its children makes its share of the caller's call
 without memory, as if on the caller's GPU, which none of them touches: a launch compiles the kernel
 and ends there. What is compiled lies on disk, where Triton finds it when the caller makes the call.
 
-Decides: who compiles what, and how the helper is told and listened to. Invariants: a helper that
-fails, hangs or is missing costs time and nothing else; no process outlives its caller.
+Decides which process compiles what, and how the helper and its caller communicate. Invariants: a
+helper that fails, hangs or is missing costs time and nothing else; no process outlives its caller.
 
 Does not know: which calls there are, what Triton keeps where.
 """
@@ -31,7 +31,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from backends.triton_gpu.place import Gpu, Kernel, Place
+from backends.triton_gpu.shared.place import Gpu, Kernel, Place
 
 _COMMAND = "from backends.triton_gpu.ahead import main; main()"
 _BEGUN = b"begun\n"
@@ -150,7 +150,7 @@ def _start() -> "subprocess.Popen[bytes]":
 
 def main() -> None:
     """Run the helper: a job comes from stdin; each call that is compiled becomes a line."""
-    job: tuple[Gpu, Calls] = pickle.load(sys.stdin.buffer)  # noqa: S301  # whoever started it
+    job: tuple[Gpu, Calls] = pickle.load(sys.stdin.buffer)  # noqa: S301  # from the caller
     gpu, make_calls = job
     triton.runtime.driver.set_active(_Driver(gpu))
     calls = make_calls(_Elsewhere(gpu))
@@ -163,7 +163,7 @@ def main() -> None:
 
 
 def num_children(num_calls: int) -> int:
-    """How many processes share so many calls: as many as cores, where others may start some too."""
+    """Processes that share `num_calls` calls: one a core of this process's share of the machine."""
     said = os.environ.get("LOCAL_WORLD_SIZE", "")  # by torchrun
     neighbours = max(1, int(said)) if said.isdecimal() else 1
     cores = len(os.sched_getaffinity(0)) // neighbours
@@ -176,7 +176,7 @@ def _fork(numbers: Sequence[int], calls: Sequence[Callable[[], object]]) -> int:
         return child
     try:
         for number in numbers:
-            with suppress(Exception):  # whoever makes the call is told
+            with suppress(Exception):  # the caller meets the error itself
                 calls[number]()
                 _say(b"%d\n" % number)
     finally:
@@ -184,7 +184,7 @@ def _fork(numbers: Sequence[int], calls: Sequence[Callable[[], object]]) -> int:
 
 
 def _end_with_caller(children: Sequence[int]) -> None:
-    """End what is left when nobody waits for it: the caller closes its pipe, or is gone."""
+    """End the children when the caller closes its pipe or has ended."""
     while os.read(0, 1):
         pass
     for child in children:

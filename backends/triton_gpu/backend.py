@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from backends.contract import AttentionTerms, Capabilities, KVCache, LayerCall, PagedBatch
-from backends.triton_gpu import cascade
 from backends.triton_gpu.copy_blocks import copy_blocks
+from backends.triton_gpu.decode import cascade
 from backends.triton_gpu.paged_attention import paged_attention
-from backends.triton_gpu.place import Place
+from backends.triton_gpu.shared.place import Place
 from backends.triton_gpu.slot_mapping import compute_slot_mapping
 from backends.triton_gpu.store_kv import store_kv
 from backends.triton_gpu.warm_up import warm_up

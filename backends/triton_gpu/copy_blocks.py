@@ -21,8 +21,8 @@ from torch import Tensor
 
 from backends.checks import check_copy_blocks
 from backends.contract import Backend
-from backends.triton_gpu.launch import launcher
-from backends.triton_gpu.place import Place, ceil_div, power_of_two
+from backends.triton_gpu.shared.launch import launcher
+from backends.triton_gpu.shared.place import Place, ceil_div, power_of_two
 
 PIECE_BYTES = 4096
 WARPS = 4

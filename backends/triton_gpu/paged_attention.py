@@ -1,22 +1,22 @@
-"""Attention over the paged cache on a GPU: which kernel takes which sequence.
+"""Attention over the paged cache on a GPU: chooses the kernel for each sequence.
 
-Sequences with one query token go to `decode`, which splits long ones over programs, the
-others to `prefill`; a batch none of whose sequences has more than a few (`longest_decoded`) is
-decode's whole. A batch of decode alone or of one sequence is told by what the host knows,
-max_query_len and num_seqs, and launches one of the two; any other batch launches both, and each
-leaves the other's rows alone. float32, which decode's products have no matrix instruction for, is
-prefill's whatever its query length, and is never split. A prefix that the batch says is shared is
-read by `cascade` where that pays. Formulas, layouts and grids stand in the files.
+Sequences with one query token go to `decode`, which splits long ones over programs, and all others
+to prefill: to `hopper` where that can serve the call and there are more than a few rows, else to
+`prefill`. If no sequence of the batch has more than a few query tokens (`longest_decoded`), decode
+takes the whole batch. The host chooses by max_query_len and num_seqs: a batch of decode alone or of
+one sequence launches one of the two kernels; any other batch launches both, and each skips the
+other's rows. float32 always goes to prefill, because decode has no matrix instruction for it, and
+is never split. `cascade` reads a shared prefix where that pays.
 
-Batch-invariant: decode takes every sequence of one query token, and cuts it by its own length;
-prefill must choose its tiles by what a layer's calls have in common, not by the batch. No cascade.
+Batch-invariant: decode takes every sequence of one query token and cuts it by its own length.
+Prefill chooses its tiles by what all calls of a layer have in common, not by the batch. No cascade.
 
 A cache of latents has kernels of its own (`latent`).
 
 A quantised cache reaches the kernels as bytes (uint8), with its scales beside it.
 
-A call whose tensors have the shapes, strides, dtypes and devices of one before is not checked and
-planned again: what is left to look at are numbers.
+A call whose tensors have the shapes, strides, dtypes and devices of an earlier call is not checked
+and planned again; only its numbers are read.
 """
 
 from typing import NamedTuple, cast
@@ -26,13 +26,14 @@ from torch import Tensor
 
 from backends.checks import check_paged_attention
 from backends.contract import AttentionTerms, Backend, KVCache, PagedBatch
-from backends.triton_gpu import hopper_prefill, latent
-from backends.triton_gpu.cascade import cascade
-from backends.triton_gpu.decode import Plan, decode, plan_decode, rows_a_program
-from backends.triton_gpu.place import Place, ceil_div, sign
-from backends.triton_gpu.prefill import Plan as PrefillPlan
-from backends.triton_gpu.prefill import plan_prefill, prefill
-from backends.triton_gpu.splits import MAX_PLANNED
+from backends.triton_gpu.decode.cascade import cascade
+from backends.triton_gpu.decode.decode import Plan, decode, plan_decode, rows_a_program
+from backends.triton_gpu.decode.splits import MAX_PLANNED
+from backends.triton_gpu.hopper import prefill as hopper_prefill
+from backends.triton_gpu.latent import latent
+from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.shared.launch import Launch
+from backends.triton_gpu.shared.place import Place, ceil_div, sign
 
 MOST_ROWS = 128
 """Rows of a sequence and KV head that decode takes at most."""
@@ -90,17 +91,33 @@ def paged_attention(
             plan = plan_decode(place, query, cache, batch, out, terms, shared=shared)
             decode(plan, query, cache, batch, out, terms, shared)
     if known.prefill is not None:
-        prefill(known.prefill, query, cache, batch, out, terms, shortest=known.shortest)
+        _prefill(known.prefill, query, cache, batch, out, terms, shortest=known.shortest)
     return out
 
 
+def _prefill(
+    plan: Launch | hopper_prefill.Plan,
+    query: Tensor,
+    cache: KVCache,
+    batch: PagedBatch,
+    out: Tensor,
+    terms: AttentionTerms,
+    *,
+    shortest: int,
+) -> None:
+    if isinstance(plan, hopper_prefill.Plan):
+        hopper_prefill.attend(plan, query, cache, batch, out, terms, shortest=shortest)
+    else:
+        prefill.prefill(plan, query, cache, batch, out, terms, shortest=shortest)
+
+
 class Known(NamedTuple):
-    """What is known of calls with one signature: they keep the contract, but for their numbers."""
+    """The plan of calls with one signature, whose arguments have been checked."""
 
     room: int
     """Positions that a row of the block table has entries for."""
     decode: Plan | None
-    prefill: PrefillPlan | hopper_prefill.Plan | None
+    prefill: Launch | hopper_prefill.Plan | None
     shortest: int
     """Query tokens of a sequence from which on prefill takes it."""
 
@@ -122,14 +139,19 @@ def plan_attention(
     if query.element_size() == 2 and longest <= most:
         plan = plan_decode(place, query, cache, batch, out, terms, most=most)
         return Known(room, plan, None, 0)
-    rest = plan_prefill(place, query, cache, batch, out, terms)
+    rest: Launch | hopper_prefill.Plan
+    rows = (prefill.LONG if terms.batch_invariant else longest) * query.shape[1] // cache.k.shape[2]
+    if rows > prefill.FEW and hopper_prefill.can_attend(place, query, cache, out, terms):
+        rest = hopper_prefill.plan_attend(place, query, cache, batch, out, terms)
+    else:
+        rest = prefill.plan_prefill(place, query, cache, batch, out, terms)
     alone = batch.num_seqs == 1 and not terms.batch_invariant
     if query.element_size() != 2 or alone or (plain and cuts_keys(rest, batch)):
         return Known(room, None, rest, 1)
     return Known(room, plan_decode(place, query, cache, batch, out, terms), rest, 2)
 
 
-def cuts_keys(plan: PrefillPlan | hopper_prefill.Plan, batch: PagedBatch) -> bool:
+def cuts_keys(plan: Launch | hopper_prefill.Plan, batch: PagedBatch) -> bool:
     """Whether prefill takes sequences of one query token too, so that decode is not launched.
 
     Where it may cut the keys of a few sequences: it reads those of one token more slowly than

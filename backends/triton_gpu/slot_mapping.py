@@ -9,15 +9,15 @@ per step of the bisection a query_start_loc, which lies in L1. Exact, in int64. 
 becomes -1. Values are the caller's duty.
 """
 
-from typing import NamedTuple, cast
+from typing import cast
 
 import triton.language as tl
 from torch import Tensor
 
 from backends.checks import check_slot_mapping
 from backends.contract import Backend
-from backends.triton_gpu.launch import Variant, launcher
-from backends.triton_gpu.place import Place, ceil_div, sign
+from backends.triton_gpu.shared.launch import Launch, launcher
+from backends.triton_gpu.shared.place import Place, ceil_div, sign
 
 TILE = 128
 WARPS = 4
@@ -73,22 +73,14 @@ def compute_slot_mapping(
     key = (
         "slots", sign(query_start_loc), sign(seq_lens), sign(block_table), block_size, sign(out)
     )  # fmt: skip
-    plan = cast("_Plan | None", place.plan(key))
+    plan = cast("Launch | None", place.plan(key))
     if plan is None:
         check_slot_mapping(backend, query_start_loc, seq_lens, block_table, block_size, out)
         num_rows, num_seqs = out.shape[0], seq_lens.shape[0]
         variant = _fill.variant(place, out.device, (), (block_size, TILE), num_warps=WARPS)
         numbers = (num_seqs, num_rows, block_table.stride(0), num_seqs.bit_length())
-        plan = _Plan(variant, (ceil_div(num_rows, TILE), 1, 1), numbers)
+        plan = Launch(variant, (ceil_div(num_rows, TILE), 1, 1), numbers)
         place.keep(key, plan)
     if plan.grid[0]:
         tensors = (query_start_loc, seq_lens, block_table, out)
-        plan.variant.launch(plan.grid, tensors, plan.numbers)
-
-
-class _Plan(NamedTuple):
-    """All of a launch but the tensors."""
-
-    variant: Variant
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
+        plan.run(tensors)

@@ -13,7 +13,6 @@ not looked for.
 """
 
 import math
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -22,9 +21,9 @@ from torch import Tensor
 
 from backends.checks import check_store_kv
 from backends.contract import Backend, KVCache
-from backends.triton_gpu.e4m3 import narrow, scale_step
-from backends.triton_gpu.launch import Variant, launcher
-from backends.triton_gpu.place import Place, ceil_div, device_function, power_of_two, sign
+from backends.triton_gpu.shared.e4m3 import narrow, scale_step
+from backends.triton_gpu.shared.launch import Launch, launcher
+from backends.triton_gpu.shared.place import Place, ceil_div, device_function, power_of_two, sign
 
 ELEMENTS = 1024
 WARPS = 4
@@ -124,7 +123,7 @@ def store_kv(
         "store", sign(key), sign(value), sign(cache.k), sign(cache.v), sign(slot_mapping),
         sign(k_scale), sign(v_scale),
     )  # fmt: skip
-    plan = cast("Plan | None", place.plan(signature))
+    plan = cast("Launch | None", place.plan(signature))
     if plan is None:
         check_store_kv(backend, key, value, cache, slot_mapping)
         plan = _plan(place, key, value, cache)
@@ -134,19 +133,10 @@ def store_kv(
         v = slot_mapping if v_scale is None else v_scale
         value = key if value is None else value
         tensors = (key, value, cache.k, cache.v, slot_mapping, k, v)
-        plan.variant.launch(plan.grid, tensors, plan.numbers)
+        plan.run(tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All of a launch but the tensors."""
-
-    variant: Variant
-    grid: tuple[int, int, int]
-    numbers: tuple[int, ...]
-
-
-def _plan(place: Place, key: Tensor, value: Tensor | None, cache: KVCache) -> Plan:
+def _plan(place: Place, key: Tensor, value: Tensor | None, cache: KVCache) -> Launch:
     num_tokens, num_kv_heads, head_dim = key.shape
     is_latent = value is None
     value = key if value is None else value
@@ -164,4 +154,4 @@ def _plan(place: Place, key: Tensor, value: Tensor | None, cache: KVCache) -> Pl
     dtypes = (key.dtype, cache.k.dtype)
     variant = _scatter.variant(place, key.device, dtypes, constants, num_warps=WARPS)
     grid = (ceil_div(num_tokens, tokens), ceil_div(num_kv_heads, heads), 1)
-    return Plan(variant, grid, (key_stride, value_stride, num_tokens))
+    return Launch(variant, grid, (key_stride, value_stride, num_tokens))

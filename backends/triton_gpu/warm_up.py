@@ -15,12 +15,14 @@ from functools import partial
 import torch
 
 from backends.contract import AttentionTerms, Backend, LayerCall, PagedBatch, SharedPrefix
-from backends.triton_gpu import ahead, cascade, decode, latent
-from backends.triton_gpu.hopper_prefill import LONG, ROWS, heads_an_item
-from backends.triton_gpu.launch import Variant
+from backends.triton_gpu import ahead
+from backends.triton_gpu.decode import cascade, decode
+from backends.triton_gpu.decode.splits import VECTORS
+from backends.triton_gpu.hopper.prefill import LONG, ROWS, heads_an_item
+from backends.triton_gpu.latent import latent
 from backends.triton_gpu.paged_attention import MOST_ROWS, Known, plan_attention
-from backends.triton_gpu.place import Place
-from backends.triton_gpu.splits import VECTORS
+from backends.triton_gpu.shared.launch import Variant
+from backends.triton_gpu.shared.place import Place
 
 
 def warm_up(
@@ -123,7 +125,7 @@ def variants_asked(
     if isinstance(plan, Known):
         return {*_variants(plan.decode), *_variants(plan.prefill)}
     few = (plan.part, plan.merge) if plan.most else ()
-    return {*_variants(few), *([plan.tile] if batch.max_query_len > plan.most else [])}
+    return {*_variants(few), *_variants(plan.tile if batch.max_query_len > plan.most else ())}
 
 
 def _variants(plan: object) -> Iterator[Variant]:
@@ -159,7 +161,7 @@ def _idle(
         return torch.zeros(shape, dtype=torch.int32, device=device)
 
     slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
-    table = zeros(num_seqs, max(cascade.WHOLE, max_seq_len))
+    table = zeros(num_seqs, max(cascade.WHOLE.value, max_seq_len))
     return PagedBatch(zeros(num_seqs + 1), zeros(num_seqs), table, slots, query_len, max_seq_len)
 
 
@@ -189,7 +191,7 @@ def _share(place: Place, layer: LayerCall, batch: PagedBatch) -> None:
         return
     query = _queries(layer, batch)
     out = torch.empty_like(query)
-    prefix = SharedPrefix(0, batch.num_seqs, cascade.WHOLE)
+    prefix = SharedPrefix(0, batch.num_seqs, cascade.WHOLE.value)
     shared = cascade.attend_prefix(place, query, cache, batch, terms, prefix)
     plan = decode.plan_decode(place, query, cache, batch, out, terms, shared=shared)
     decode.decode(plan, query, cache, batch, out, terms, shared)

@@ -23,7 +23,7 @@ def compile_ahead(cases):
 
 
 def _run(case):
-    from backends.triton_gpu import cascade  # noqa: PLC0415 - where there is a GPU alone
+    from backends.triton_gpu.decode import cascade  # noqa: PLC0415 - where there is a GPU alone
 
     backend = backends.get_backend("triton")
     cascade.WORTH_BYTES = cascade.WORTH_BYTES_A_SEQUENCE = cascade.FEWEST = 0

@@ -8,7 +8,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from backends.triton_gpu import ahead, place
+from backends.triton_gpu import ahead
+from backends.triton_gpu.shared import place
 from tests.backends.gpus import H100
 
 _PATIENCE_S = 30

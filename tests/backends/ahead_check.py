@@ -3,6 +3,7 @@
 For a GPU that need not be here. A program of its own, because it tells Triton of that GPU.
 """
 
+import json
 import sys
 from functools import partial
 
@@ -35,10 +36,16 @@ def main():
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
     made = calls(ahead._Elsewhere(H100))
     assert numbers == list(range(len(made))), numbers
+    written = []
+    triton.knobs.runtime.jit_post_compile_hook = lambda **what: written.append(what["compile"])
     for call in made:
         call()
+    triton.knobs.runtime.jit_post_compile_hook = None
     assert len(found) > len(made), found
     assert all(found), found
+    names = {json.loads(each["specialization_data"])["name"] for each in written}
+    assert len(written) == len(found), (len(written), len(found))  # a hook serialises each
+    assert any(name.endswith("decode._attend_chunk") for name in names), names
     job(torch.float32)(ahead._Elsewhere(H100))[-1]()  # which nobody has compiled
     assert not found[-1]
     sys.stdout.write("all is found\n")

@@ -19,16 +19,13 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from backends.triton_gpu import (
-    cascade,
-    copy_blocks,
-    decode,
-    hopper_latent,
-    latent,
-    merge,
-    slot_mapping,
-    store_kv,
-)
+from backends.triton_gpu import copy_blocks, slot_mapping, store_kv
+from backends.triton_gpu.decode import cascade, decode, merge
+from backends.triton_gpu.decode.splits import Cut
+from backends.triton_gpu.latent import hopper as hopper_latent
+from backends.triton_gpu.latent import latent
+from backends.triton_gpu.shared.layer import Layer
+from backends.triton_gpu.shared.place import power_of_two
 
 CAPABILITIES = (80, 90)
 SHARED_LIMIT = 96 << 10  # bytes: what the smallest supported GPUs have is 99 KiB
@@ -51,9 +48,10 @@ class Made:
         return sum(name.split(".")[: len(names)] == list(names) for name in self.instructions)
 
 
-def make(launcher, capability, element, constants, *, cache=None, source=ASTSource, **options):
+def make(launcher, capability, element, form, *, cache=None, source=ASTSource, **options):
     """Compile a kernel as it is launched: data pointers on 16 bytes, indices anywhere."""
     kernel = launcher.kernel
+    constants = form if isinstance(form, dict) else {"FORM": form}
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -145,28 +143,21 @@ DECODES = (  # of which the older capability takes every third
 def check_decode(case, capability):
     """Decode, its merge and the pass over a shared prefix."""
     head_dim, group = case.head_dim, case.group
-    width = max(16, 1 << (head_dim - 1).bit_length())
     warps = decode.warps_a_program(head_dim, 1 if case.e4m3 else 2)
     strides = (case.block_size * 8 * head_dim, 8 * head_dim, head_dim)
-    plan = {
-        "O_HEAD": head_dim, "NUM_HEADS": 8 * group, "HEAD_DIM": head_dim,
-        "HAS_WINDOW": case.features, "HAS_SHARED": case.shared, "MANY": case.many,
-        "VECTOR": case.vector,
-        "ALIKE": case.alike, "WIDTH": width, "CHAINED": capability >= 90, "WHOLE": cascade.WHOLE,
-    }  # fmt: skip
-    caches = {
-        "Q_HEAD": head_dim, "K_STRIDES": strides, "V_STRIDES": strides,
-        "BLOCK_SIZE": case.block_size, "GROUP": group, "HAS_CAP": case.features,
-        "ALIGN": math.gcd(16, *strides), "E4M3": case.e4m3, "NATIVE": capability >= 89,
-        "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
-    }  # fmt: skip
+    features = (case.features,) * 3
+    scales = (1, 0) if case.e4m3 else (-1, -1)
+    layer = Layer(
+        head_dim, head_dim, strides, strides, case.block_size, 8 * group, group, head_dim, 0,
+        math.gcd(16, *strides), *features, case.e4m3, capability >= 89, *scales,
+    )  # fmt: skip
+    cut = Cut(16 * warps, case.vector, case.alike, case.features, case.shared)
+    chained = capability >= 90
+    rows = decode.rows_a_program(group, head_dim, many=case.many)
     kind = "u8" if case.e4m3 else case.element
-    rows = {
-        "HAS_SINKS": case.features, "ROW_ALIGN": 16, "WARPS": warps,
-        "ROWS": decode.rows_a_program(group, head_dim, many=case.many),
-    }  # fmt: skip
     made = make(
-        decode._attend_chunk, capability, case.element, plan | caches | rows, cache=kind,
+        decode._attend_chunk, capability, case.element,
+        decode.Form(layer, cut, case.many, 16, warps, rows, chained), cache=kind,
         num_warps=warps, num_stages=decode.stages_a_program(case.vector, e4m3=case.e4m3),
     )  # fmt: skip
     bound(made, registers=case.registers, spills=case.spills)
@@ -176,25 +167,22 @@ def check_decode(case, capability):
         copies_16_bytes(made, "LDGSTS")
     assert made.count("HMMA")
     if case.vector or case.alike:
-        parts = {"TILE": 16 * warps, "HEADS": 1 if case.alike else group}
-        parts |= {"KEYS": cascade.KEYS_A_CHUNK, "PREFIX_TILE": cascade.keys_a_tile(head_dim)}
         many = case.vector >= merge.MANY_SEQS or case.shared
-        parts["STEP"] = merge.FEW_PARTS if many else merge.parts_at_once(64, head_dim, merge.WARPS)
-        parts["WHOLE_WIDTH"] = width
-        parts["TOGETHER"] = min(1 << (group - 1).bit_length(), merge.AT_ONCE // width)
+        form = merge.Form(
+            cut, head_dim, 8 * group, head_dim, case.many, 1 if case.alike else group,
+            merge.FEW_PARTS if many else merge.parts_at_once(64, head_dim, merge.WARPS),
+            layer.width, layer.width, min(power_of_two(group), merge.AT_ONCE // layer.width),
+            chained, cascade.keys_a_tile(head_dim),
+        )  # fmt: skip
         made = make(
-            merge._merge_parts, capability, case.element, plan | parts,
+            merge._merge_parts, capability, case.element, form,
             num_warps=merge.MANY_WARPS if case.vector >= merge.MANY_SEQS else merge.WARPS,
         )  # fmt: skip
         bound(made, registers=255, shared=16 << 10)
     if case.shared:
-        parts = {
-            "NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "ROWS": cascade.ROWS,
-            "TILE": cascade.keys_a_tile(head_dim), "WIDTH": width,
-            "KEYS": cascade.KEYS_A_CHUNK, "WHOLE": cascade.WHOLE,
-        }  # fmt: skip
         made = make(
-            cascade._attend_prefix, capability, case.element, caches | parts, cache=kind,
+            cascade._attend_prefix, capability, case.element,
+            cascade.Form(layer, cascade.ROWS, cascade.keys_a_tile(head_dim)), cache=kind,
             num_warps=cascade.WARPS, num_stages=cascade.STAGES,
         )  # fmt: skip
         bound(made, registers=255)
@@ -226,49 +214,41 @@ LATENTS = (
 
 def check_latents(case, capability):
     """Both portable kernels, and on Hopper the one for few rows, whose products are wgmma."""
-    constants = {
-        "Q_HEAD": 576, "O_HEAD": 512, "STRIDES": (576 * case.block_size, 576),
-        "BLOCK_SIZE": case.block_size, "NUM_HEADS": case.heads, "VALUE_DIM": 512, "REST_DIM": 64,
-        "HAS_CAP": case.features, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
-    }  # fmt: skip
-    vector = latent.plan_vector(case.vector)
-    plan = {"VECTOR": vector, "ALIKE": False, "CHAINED": capability >= 90}
-    room = 227 << 10 if capability >= 90 else 163 << 10
+    strides, scale = (576 * case.block_size, 576, 0), 0 if case.e4m3 else -1
+    layer = Layer(
+        576, 512, strides, strides, case.block_size, case.heads, case.heads, 512, 64, 16,
+        *(case.features,) * 3, case.e4m3, capability >= 89, scale, scale,
+    )  # fmt: skip
+    chained = capability >= 90
+    room = 227 << 10 if chained else 163 << 10
     kernels = ((latent._attend_part, 1), (latent._attend_tile, 64))
     for (kernel, tokens), spills in zip(kernels, case.spills, strict=True):
         shape = latent.shape_for(case.heads, tokens, 1152, 2, room)
-        sizes = {
-            "ALIGN": 16, "TILE": shape.tile, "ROWS": shape.rows, "HEADS": shape.heads,
-            "WIDTH": 512, "REST": 64, "E4M3": case.e4m3, "NATIVE": capability >= 89,
-            "SCALE": 0 if case.e4m3 else -1,
-        }  # fmt: skip
-        own = plan if kernel is latent._attend_part else {}
+        cut = Cut(shape.tile, max(32, case.vector) if case.vector else 0, False, case.features)
+        parts = (cut, chained) if kernel is latent._attend_part else (None, False)
         made = make(
-            kernel, capability, case.element, constants | sizes | own,
+            kernel, capability, case.element,
+            latent.Form(layer, shape.tile, shape.rows, shape.heads, *parts),
             cache="u8" if case.e4m3 else None, num_warps=shape.warps, num_stages=shape.stages,
         )  # fmt: skip
         assert made.count("HGMMA" if capability >= 90 else "HMMA")
         bound(made, registers=255, shared=room, spills=spills if capability >= 90 else 80)
     if capability >= 90 and not case.e4m3:
-        check_hopper_latents(case, constants | plan, room)
+        check_hopper_latents(case, layer, room)
 
 
-def check_hopper_latents(case, constants, room):
+def check_hopper_latents(case, layer, room):
     """The kernel for few query tokens, whose rows one group has, or both."""
     shape = latent.hopper_shape(case.heads, 1)
-    sizes = {
-        "TILE": shape.tile, "ROWS": shape.rows, "HEADS": shape.heads,
-        "SHARED": shape.rows > latent.FEW_ROWS,
-        "REGISTERS": hopper_latent.CONSUMER_REGISTERS,
-        "LOADER_REGISTERS": hopper_latent.LOADER_REGISTERS,
-    }  # fmt: skip
+    cut = Cut(shape.tile, max(32, case.vector) if case.vector else 0, False, case.features)
+    form = hopper_latent.Form(layer, cut, shape.rows, shape.heads, chained=True)
     made = make(
-        hopper_latent.attend_rows, 90, case.element, constants | sizes,
+        hopper_latent.attend_rows, 90, case.element, form,
         source=GluonASTSource, num_warps=shape.warps,
     )  # fmt: skip
     copies_16_bytes(made, "LDGSTS")
     assert made.count("HGMMA") == 2 * (36 + 32)  # of both groups: a tile's logits, and sums
-    bound(made, registers=168, shared=room, spills=100 if shape.rows > latent.FEW_ROWS else 8)
+    bound(made, registers=168, shared=room, spills=100 if form.shared else 8)
 
 
 def check_moves(capability):

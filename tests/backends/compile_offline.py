@@ -20,7 +20,11 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from backends.triton_gpu import hopper_prefill, prefill, prefill_order
+from backends.triton_gpu.hopper import prefill as hopper_prefill
+from backends.triton_gpu.prefill import order as prefill_order
+from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.shared.layer import Layer
+from backends.triton_gpu.shared.place import power_of_two
 
 INT32 = (
     "num_seqs", "table_stride", "window", "shortest", "most_items", "programs",
@@ -147,20 +151,18 @@ def check_portable(case, capability, shared):
     """Every copy of K and V is asynchronous and as wide as can be; nothing spills in a loop."""
     head_dim, group = case.head_dim, case.group
     itemsize = 4 if case.element == "fp32" else 2
-    width = max(16, 1 << (head_dim - 1).bit_length())
+    width = max(16, power_of_two(head_dim))
     rows, keys, warps, stages = prefill.shape_of_tiles(
         width * itemsize, itemsize, group, case.longest, shared
     )
-    heads = {"Q_STRIDES": (8 * group * head_dim, head_dim)}
     strides = (case.block_size * 8 * head_dim, 8 * head_dim, head_dim)
-    constants = heads | {
-        "K_STRIDES": strides, "V_STRIDES": strides, "O_STRIDES": heads["Q_STRIDES"],
-        "BLOCK_SIZE": case.block_size, "GROUP": group, "HEAD_DIM": head_dim, "NEGATIVE": False,
-        "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
-        "ROWS": rows, "TOKENS": rows // group, "ALIGN": math.gcd(16, *strides), "TILE": keys,
-        "WIDTH": width, "E4M3": case.e4m3, "NATIVE": capability >= 89,
-        "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
-    }  # fmt: skip
+    layer = Layer(
+        head_dim, head_dim, strides, strides, case.block_size, 8 * group, group, head_dim, 0,
+        math.gcd(16, *strides), case.cap, case.features, case.features, case.e4m3,
+        capability >= 89, *((1, 0) if case.e4m3 else (-1, -1)),
+    )  # fmt: skip
+    token = 8 * group * head_dim
+    constants = {"FORM": prefill.Form(layer, token, token, False, rows, keys)}
     kinds = dict.fromkeys(("k_cache", "v_cache"), "*u8") if case.e4m3 else None
     made = make(
         prefill._attend.kernel, ASTSource, capability, case.element, constants, kinds,
@@ -199,20 +201,15 @@ def check_hopper(case, *, planned):
                 rows, element = (copy, 1), stored
             layout = hopper_prefill.layout_of(width, 1 if element == "fp8e4nv" else 2)
             kinds[name] = f"tensordesc<{element}{[*rows, width]},{layout!r}>"
-    constants = none | {
-        "TOKEN_STRIDE": 8 * case.group * case.head_dim, "HEAD_STRIDE": case.head_dim,
-        "BLOCK_SIZE": case.block_size, "K_ROWS": case.block_size, "V_ROWS": case.block_size,
-        "NUM_HEADS": 8 * case.group, "GROUP": case.group, "HEAD_DIM": case.head_dim,
-        "HAS_CAP": case.cap, "HAS_WINDOW": case.features, "HAS_SINKS": case.features,
-        "K_SCALE": 1 if case.e4m3 else -1, "V_SCALE": 0 if case.e4m3 else -1,
-        "PLANNED": planned, "SPLIT": case.split, "TILE": shape.tile, "BUFFERS": shape.buffers,
-        "K_DEPTH": shape.k_depth, "V_DEPTH": shape.v_depth,
-        "REGISTERS": shape.registers[0],
-        "LANDS": shape.lands, "WIDENERS": shape.wideners, "LOADER_REGISTERS": shape.registers[1],
-    }  # fmt: skip
+    form = hopper_prefill.Form(
+        8 * case.group * case.head_dim, case.head_dim, case.block_size, case.block_size,
+        case.block_size, 8 * case.group, case.group, case.head_dim,
+        case.cap, case.features, case.features, *((1, 0) if case.e4m3 else (-1, -1)),
+        planned, case.split, shape,
+    )  # fmt: skip
     made = make(
-        hopper_prefill._attend.kernel, GluonASTSource, 90, case.element, constants, kinds,
-        num_warps=4,
+        hopper_prefill._attend.kernel, GluonASTSource, 90, case.element,
+        none | {"FORM": form}, kinds, num_warps=4,
     )  # fmt: skip
     assert made.shared <= HOPPER, made.shared
     assert made.registers * 128 * 3 <= 65536  # what warps share before they trade
@@ -259,10 +256,7 @@ def main():
     check_portable(PORTABLE[1], 80, AMPERE)
     for capability in (80, 90):
         for split in (False, True):
-            constants = {
-                "TOKENS": 32, "SEQS": prefill_order.SEQS, "SLICES": 8, "TILE": 128,
-                "HAS_WINDOW": split, "SPLIT": split,
-            }  # fmt: skip
+            constants = {"CUT": prefill_order.Cut(32, 8, 128, split, split, prefill_order.SEQS)}
             kernel = prefill_order._rank.kernel
             made = make(kernel, ASTSource, capability, "i32", constants, num_warps=1)
             assert made.registers <= 128, made.registers

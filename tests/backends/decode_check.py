@@ -20,8 +20,8 @@ import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import build
-from backends.triton_gpu import cascade, splits
-from backends.triton_gpu.splits import find_part, find_parts
+from backends.triton_gpu.decode import cascade, splits
+from backends.triton_gpu.decode.splits import Cut, Lengths, find_part, find_parts
 
 TRITON = backends.get_backend("triton")
 TILE = 32
@@ -74,26 +74,16 @@ CASES = (
 
 
 @triton.jit
-def _plan(
-    starts, seq_lens, work, parts, num_seqs, target, most, window,
-    HAS_WINDOW: tl.constexpr, VECTOR: tl.constexpr, ALIKE: tl.constexpr,
-):  # fmt: skip
+def _plan(starts, seq_lens, work, parts, num_seqs, target, most, window, CUT: tl.constexpr):
     """Which split of which sequence each program has, and which parts the merge looks for."""
     item = tl.program_id(0)
-    nobody = (0, 0, 0)
-    here = tl.arange(0, VECTOR or 1)
-    s, split, splits = find_part(
-        starts, seq_lens, num_seqs, item, target, most, window, nobody, here,
-        HAS_WINDOW, False, 32, VECTOR, ALIKE,
-    )  # fmt: skip
+    lengths = Lengths(starts, seq_lens, num_seqs, most, window, target, 0)
+    s, split, splits = find_part(item, tl.arange(0, CUT.vector or 1), lengths, CUT)
     tl.store(work + item * 3, s)
     tl.store(work + item * 3 + 1, split)
     tl.store(work + item * 3 + 2, splits)
     if item < num_seqs:
-        first, count = find_parts(
-            starts, seq_lens, item, num_seqs, target, most, window, nobody,
-            HAS_WINDOW, False, 32, VECTOR, ALIKE,
-        )  # fmt: skip
+        first, count = find_parts(item, lengths, CUT)
         tl.store(parts + item * 2, first)
         tl.store(parts + item * 2 + 1, count)
 
@@ -111,7 +101,7 @@ def plan(seqs, target, most, window, *, alike):
     parts = torch.full((len(seqs), 2), -1, dtype=torch.int32)
     _plan[(programs,)](
         starts, lengths, work, parts, len(seqs), target, most, window or 0,
-        window is not None, 0 if alike else vector, alike,
+        Cut(TILE, 0 if alike else vector, alike, window is not None),
     )  # fmt: skip
     return work.tolist(), parts.tolist()
 

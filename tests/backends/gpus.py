@@ -1,7 +1,7 @@
 """GPUs that need not be here, as plans and compilers see them; a backend with plans of its own."""
 
 from backends.triton_gpu.backend import TritonBackend
-from backends.triton_gpu.place import Gpu, Place
+from backends.triton_gpu.shared.place import Gpu, Place
 
 H100 = Gpu((9, 0), 132, 227 << 10)
 

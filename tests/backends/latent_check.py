@@ -10,7 +10,8 @@ import torch
 import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
-from backends.triton_gpu import latent, splits
+from backends.triton_gpu.decode import splits
+from backends.triton_gpu.latent import latent
 
 TRITON = backends.get_backend("triton")
 BASE = AttentionCase(

@@ -17,10 +17,10 @@ import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
 from backends.conformance.cases import build
-from backends.triton_gpu import prefill_order
-from backends.triton_gpu.place import Place
-from backends.triton_gpu.prefill_order import Items
-from backends.triton_gpu.soft_cap import tanh
+from backends.triton_gpu.prefill import order as prefill_order
+from backends.triton_gpu.prefill.order import Items
+from backends.triton_gpu.shared.place import Place
+from backends.triton_gpu.shared.soft_cap import tanh
 
 BASE = AttentionCase("", ((20, 40), (1, 9), (3, 3)), num_kv_heads=1, head_dim=16, padding=1)
 BYTES = BASE.with_(cache_dtype=torch.float8_e4m3fn, scales="head", num_kv_heads=2)

@@ -44,7 +44,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 import backends
 from backends.conformance import AttentionCase
 from backends.conformance.cases import build
-from backends.triton_gpu import hopper_latent, hopper_prefill, prefill
+from backends.triton_gpu.hopper import prefill as hopper_prefill
+from backends.triton_gpu.latent import hopper as hopper_latent
+from backends.triton_gpu.prefill import prefill
 
 SEQS = ((1, 37), (9, 9), (40, 133), (150, 150), (70, 400))
 BASE = AttentionCase("", SEQS, padding=3, dtype=torch.bfloat16, group=4, head_dim=128)

@@ -18,8 +18,9 @@ import torch
 import backends
 from backends.conformance import AttentionCase
 from backends.conformance.attention import check_attention
-from backends.triton_gpu import cascade, hopper_latent
-from backends.triton_gpu.launch import Launcher
+from backends.triton_gpu.decode import cascade, decode, merge
+from backends.triton_gpu.latent import hopper as hopper_latent
+from backends.triton_gpu.shared.launch import Launcher
 
 BACKEND = backends.get_backend("triton")
 DEVICE = BACKEND.device
@@ -45,31 +46,29 @@ CASES = (
     LATENTS.with_(name="latents, a prompt", seqs=((70, 90), (1, 200)), strided=True),
 )
 ELSEWHERE = {
-    "hopper_latent.attend_rows",
-    "hopper_prefill._attend",
-    "prefill._attend",
-    "prefill_order._rank",
+    "hopper.prefill._attend",
+    "latent.hopper.attend_rows",
+    "prefill.order._rank",
+    "prefill.prefill._attend",
 }
 
 
 def launchers():
     """Every kernel that there is, by file and name."""
-    for module in pkgutil.iter_modules(backends.triton_gpu.__path__, "backends.triton_gpu."):
+    for module in pkgutil.walk_packages(backends.triton_gpu.__path__, "backends.triton_gpu."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if isinstance(value, Launcher):
-                yield f"{module.name.rpartition('.')[2]}.{name}", value
+                yield f"{module.name.removeprefix('backends.triton_gpu.')}.{name}", value
 
 
 def forms(launcher):
     """Of a kernel: one, or whether sequences have several query tokens."""
-    return {False, True} if "MANY" in launcher.names else {None}
+    return {False, True} if launcher in (decode._attend_chunk, merge._merge_parts) else {None}
 
 
 def forms_that_ran(launcher):
     """Those of them that have been launched."""
-    constants = [key[3] for key, _ in launcher.compiled()]
-    named = (dict(zip(launcher.names[-len(each) :], each, strict=True)) for each in constants)
-    return {each.get("MANY") for each in named}
+    return {getattr(key[3][0], "many", None) for key, _ in launcher.compiled()}
 
 
 def main():

@@ -17,7 +17,8 @@ if importlib.util.find_spec("triton") is None:
 
 from triton.runtime.jit import JITCallable
 
-from backends.triton_gpu import ahead, backend, launch, place
+from backends.triton_gpu import ahead, backend
+from backends.triton_gpu.shared import launch, place
 from tests.backends import ahead_calls
 
 assert backend  # whose import brings in all kernels

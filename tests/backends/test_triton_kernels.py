@@ -54,7 +54,7 @@ def compiled():
 @pytest.fixture
 def triton(monkeypatch):
     """The backend, sharing whether or not that pays."""
-    from backends.triton_gpu import cascade  # noqa: PLC0415 - where there is a GPU alone
+    from backends.triton_gpu.decode import cascade  # noqa: PLC0415 - where there is a GPU alone
 
     for name in ("WORTH_BYTES", "WORTH_BYTES_A_SEQUENCE", "FEWEST"):
         monkeypatch.setattr(cascade, name, 0)

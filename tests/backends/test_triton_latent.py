@@ -74,7 +74,7 @@ class TestOnAGpu:
     def test_the_portable_kernel_says_the_same(self, triton, monkeypatch):
         inputs = build(MLA.with_(seqs=MIXED), triton.device)
         ours, allowed = inputs.run(triton).clone(), inputs.expected().allowed
-        monkeypatch.setattr("backends.triton_gpu.hopper_latent.can_attend", lambda *_: False)
+        monkeypatch.setattr("backends.triton_gpu.latent.hopper.can_attend", lambda *_: False)
         portable = inputs.run(importlib.import_module("tests.backends.gpus").backend_apart())
         distance = (ours.double() - portable.double()).norm(dim=-1).cpu()
         assert (distance <= 2 * allowed).all()

@@ -22,9 +22,9 @@ from tests.backends.strategies import attention_cases
 
 has_triton = importlib.util.find_spec("triton") is not None
 if has_triton:
-    hopper_prefill = importlib.import_module("backends.triton_gpu.hopper_prefill")
-    launch = importlib.import_module("backends.triton_gpu.launch")
-    place_module = importlib.import_module("backends.triton_gpu.place")
+    hopper_prefill = importlib.import_module("backends.triton_gpu.hopper.prefill")
+    launch = importlib.import_module("backends.triton_gpu.shared.launch")
+    place_module = importlib.import_module("backends.triton_gpu.shared.place")
     Place = place_module.Place
     gpus = importlib.import_module("tests.backends.gpus")
 needs_triton = pytest.mark.skipif(not has_triton, reason="triton is not installed here")
@@ -144,12 +144,12 @@ def test_what_the_copy_engine_is_told_is_made_once_for_each_address(monkeypatch)
     box = launch.Box((4, 2, 64), (128, 64, 1), (4, 1, 64), hopper_prefill.layout_of(64, 2))
     first, second = torch.zeros(2, 4, 2, 64, dtype=BF16)
     for tensor in (first, second, first, second):
-        (boxes, kind) = box.told(tensor, "kind")
+        (boxes, kind) = box.arguments(tensor, "kind")
         assert (boxes.base.data_ptr(), kind) == (tensor.data_ptr(), "kind")
     assert len(made) == 2
     memory = torch.zeros(launch.MOST_KEPT + 600, dtype=BF16)
     for i in range(launch.MOST_KEPT + 50):
-        box.told(memory[i : i + 512].view(4, 2, 64), "kind")
+        box.arguments(memory[i : i + 512].view(4, 2, 64), "kind")
     assert len(box.kept) <= launch.MOST_KEPT
 
 

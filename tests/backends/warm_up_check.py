@@ -13,18 +13,11 @@ import backends
 from backends import LayerCall
 from backends.conformance import AttentionCase
 from backends.conformance.cases import bits, build
-from backends.triton_gpu import (
-    cascade,
-    copy_blocks,
-    decode,
-    latent,
-    merge,
-    prefill,
-    slot_mapping,
-    store_kv,
-    warm_up,
-)
-from backends.triton_gpu.place import Place
+from backends.triton_gpu import copy_blocks, slot_mapping, store_kv, warm_up
+from backends.triton_gpu.decode import cascade, decode, merge
+from backends.triton_gpu.latent import latent
+from backends.triton_gpu.prefill import prefill
+from backends.triton_gpu.shared.place import Place
 from backends.triton_gpu.warm_up import batch_sizes, variants_asked
 from tests.backends.gpus import H100
 

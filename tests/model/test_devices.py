@@ -92,7 +92,7 @@ def prefixes_read(backend, monkeypatch):
     """What was read once for all sequences of a recorded step."""
     read = []
     if backend.name == "triton":
-        cascade = importlib.import_module("backends.triton_gpu.cascade")
+        cascade = importlib.import_module("backends.triton_gpu.decode.cascade")
         attend = cascade.attend_prefix
 
         def noting(*given):

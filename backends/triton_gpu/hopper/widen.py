@@ -10,9 +10,8 @@ written. Keys are not widened.
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from backends.triton_gpu.hopper_items import (
-    count_items,
-    count_tiles,
+from backends.triton_gpu.hopper.items import (
+    count_work,
     find_live,
     find_span,
     gluon_function,
@@ -21,45 +20,32 @@ from backends.triton_gpu.hopper_items import (
 
 
 @gluon_function
-def widen_values(
-    given: gl.tensor, ring: gl.tensor, land: gl.tensor,
-    BLOCK_SIZE: gl.constexpr, SLICES: gl.constexpr, TOKENS: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr, SPLIT: gl.constexpr, WARPS: gl.constexpr,
-) -> None:  # fmt: skip
+def widen_values(given: gl.tensor, rings: gl.tensor, land: gl.tensor, FORM: gl.constexpr) -> None:
     """Widen every tile of values of this program's items, in the order in which they land."""
-    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[9]
-    v_tiles, v_full, v_empty = ring[4], ring[6], ring[7]
-    landed, land_full, land_empty = land
-    DEPTH: gl.constexpr = v_tiles.shape[0]
-    LANDS: gl.constexpr = landed.shape[0]
-    TILE: gl.constexpr = v_tiles.shape[1]
-    tiles, pieces = count_tiles(
-        query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
-    )
-    items = count_items(tiles * SLICES)
-    j = tiles * 0
-    for n in range(items):
-        _, _, tokens, position, length, first, _, piece, of, _ = read_item(
-            n, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-        )
-        begin, end, _, _ = find_span(position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT)
-        live_begin, live_end = find_live(
-            position, tokens, length, first, window, BLOCK_SIZE, HAS_WINDOW
-        )
+    v, window = rings.v, given.window
+    DEPTH: gl.constexpr = v.tiles.shape[0]
+    LANDS: gl.constexpr = land.tiles.shape[0]
+    TILE: gl.constexpr = v.tiles.shape[1]
+    WARPS: gl.constexpr = FORM.shape.wideners
+    work = count_work(given, FORM)
+    j = work.tiles * 0
+    for n in range(work.items):
+        item = read_item(n, work, given, FORM)
+        begin, end, _, _ = find_span(item, window, FORM)
+        live_begin, live_end = find_live(item, window, FORM)
         for i in range(end - begin):
             key = (end - 1 - i) * TILE
             at, land_at = j % DEPTH, j % LANDS
-            mbarrier.wait(land_full.index(land_at), j // LANDS & 1)
-            mbarrier.wait(v_empty.index(at), (j // DEPTH & 1) ^ 1)
+            source, target = land.tiles.index(land_at), v.tiles.index(at)
+            mbarrier.wait(land.full.index(land_at), j // LANDS & 1)
+            mbarrier.wait(v.empty.index(at), (j // DEPTH & 1) ^ 1)
             if (key + TILE > live_end) | (key < live_begin):
-                _widen(landed.index(land_at), v_tiles.index(at), live_begin - key, live_end - key,
-                       MASKED=True, WARPS=WARPS)  # fmt: skip
+                _widen(source, target, live_begin - key, live_end - key, MASKED=True, WARPS=WARPS)
             else:
-                _widen(landed.index(land_at), v_tiles.index(at), key, key,
-                       MASKED=False, WARPS=WARPS)  # fmt: skip
+                _widen(source, target, key, key, MASKED=False, WARPS=WARPS)
             fence_async_shared()
-            mbarrier.arrive(v_full.index(at), count=1)
-            mbarrier.arrive(land_empty.index(land_at), count=1)
+            mbarrier.arrive(v.full.index(at), count=1)
+            mbarrier.arrive(land.empty.index(land_at), count=1)
             j += 1
 
 

@@ -11,8 +11,9 @@ until the sign has changed.
 
 from triton.experimental.gluon import language as gl
 
-from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function, read_item
-from backends.triton_gpu.prefill_order import COUNTER
+from backends.triton_gpu.hopper.items import GROUPS, HALF, gluon_function, read_item
+from backends.triton_gpu.prefill.order import COUNTER
+from backends.triton_gpu.shared.softmax import add_tile
 
 _meet = getattr(gl, "barrier", None) or gl.thread_barrier  # as Triton 3.7 and 3.6 call it
 FEW, MANY = gl.constexpr(4), gl.constexpr(16)
@@ -36,49 +37,34 @@ def _await_all(counter: gl.tensor, GROUP_ID: gl.constexpr) -> None:
 
 @gluon_function
 def merge_items(
-    given: gl.tensor, items: gl.tensor, tiles: gl.tensor, pieces: gl.tensor,
-    SLICES: gl.constexpr, PACK: gl.constexpr, TOKENS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr, PLANNED: gl.constexpr,
-    GROUP_ID: gl.constexpr,
-) -> None:  # fmt: skip
+    given: gl.tensor, work: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr
+) -> None:
     """A group's share of the rows of this program's items, once all pieces are there."""
-    query_start_loc, seq_lens, work = given[2:5]
-    item = read_item(
-        items * 0, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-    )
-    _await_all(work + COUNTER, GROUP_ID)
-    for n in range(items):
-        ahead = read_item(
-            n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-        )
-        tokens, piece, of = item[2], item[7], item[8]
-        if of > 1:
-            share, shares = piece * GROUPS + GROUP_ID, of * GROUPS
-            begin = tokens * PACK * share // shares
-            end = tokens * PACK * (share + 1) // shares
-            if of > FEW:
-                _merge_rows(
-                    given, item, begin, end, MANY, FEW,
-                    SLICES, PACK, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                )  # fmt: skip
+    PACK: gl.constexpr = FORM.pack
+    item = read_item(work.items * 0, work, given, FORM)
+    _await_all(given.work + COUNTER, GROUP_ID)
+    for n in range(work.items):
+        ahead = read_item(n + 1, work, given, FORM)
+        if item.pieces > 1:
+            share, shares = item.piece * GROUPS + GROUP_ID, item.pieces * GROUPS
+            begin = item.tokens * PACK * share // shares
+            end = item.tokens * PACK * (share + 1) // shares
+            if item.pieces > FEW:
+                _merge_rows(given, item, begin, end, MANY, FEW, FORM)
             else:
-                _merge_rows(
-                    given, item, begin, end, FEW, MANY,
-                    SLICES, PACK, HEAD_DIM, TOKEN_STRIDE, HEAD_STRIDE,
-                )  # fmt: skip
+                _merge_rows(given, item, begin, end, FEW, MANY, FORM)
         item = ahead
 
 
 @gluon_function
 def _merge_rows(
     given: gl.tensor, item: gl.tensor, begin: gl.tensor, end: gl.tensor,
-    STEP: gl.constexpr, ROWS: gl.constexpr,
-    SLICES: gl.constexpr, PACK: gl.constexpr, HEAD_DIM: gl.constexpr,
-    TOKEN_STRIDE: gl.constexpr, HEAD_STRIDE: gl.constexpr,
+    STEP: gl.constexpr, ROWS: gl.constexpr, FORM: gl.constexpr,
 ) -> None:  # fmt: skip
     """Add up the rows begin .. end - 1 of an item, ROWS of STEP pieces at a time."""
-    out, partial, most_items = given[0], given[1], given[5]
-    row, part, piece, of, number = item[1], item[6], item[7], item[8], item[9]
+    PACK: gl.constexpr = FORM.pack
+    SLICES: gl.constexpr = FORM.slices
+    HEAD_DIM: gl.constexpr = FORM.head_dim
     WIDTH: gl.constexpr = 64 if HEAD_DIM <= 64 else 128 if HEAD_DIM <= 128 else 256
     WIDE: gl.constexpr = gl.BlockedLayout(
         [STEP, 1, WIDTH // 32 if WIDTH < 128 else 4], [1, 1, 32], [1, 4, 1], [2, 1, 0]
@@ -86,33 +72,30 @@ def _merge_rows(
     FLAT: gl.constexpr = gl.SliceLayout(2, WIDE)
     SUMS: gl.constexpr = gl.SliceLayout(0, WIDE)
     ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
-    lses = partial + most_items * (GROUPS * HALF * HEAD_DIM)
-    first = number - piece * SLICES
+    lses = given.partial + given.most_items * (GROUPS * HALF * HEAD_DIM)
+    first = item.number - item.piece * SLICES
     dim = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, WIDE)))[None, None, :]
     for base in range(begin, end, ROWS):
         r = base + gl.arange(0, ROWS, gl.SliceLayout(0, FLAT))
         highest = gl.full([ROWS], -1e30, gl.float32, gl.SliceLayout(0, FLAT))
         total = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(0, FLAT))
         sums = gl.full([ROWS, WIDTH], 0.0, gl.float32, SUMS)
-        for least in range(0, of, STEP):
+        for least in range(0, item.pieces, STEP):
             index = least + gl.arange(0, STEP, gl.SliceLayout(1, FLAT))
             entry = (first + index * SLICES)[:, None] * (GROUPS * HALF) + r[None, :]
-            there = (index < of)[:, None] & (r < end)[None, :]
-            at = partial + entry[:, :, None].to(gl.int64) * HEAD_DIM + dim
+            there = (index < item.pieces)[:, None] & (r < end)[None, :]
+            at = given.partial + entry[:, :, None].to(gl.int64) * HEAD_DIM + dim
             parts = gl.load(at, mask=there[:, :, None] & (dim < HEAD_DIM), other=0.0)
             lse = gl.load(lses + entry, mask=there, other=float("-inf"))
-            now = gl.maximum(highest, gl.max(lse, 0))
-            weight = gl.exp2(lse - now[None, :])
-            rescale = gl.exp2(highest - now)
+            weight, highest, total, rescale = add_tile(lse, highest, total, 0)
             sums = sums * gl.convert_layout(rescale, ROW)[:, None]
             sums += gl.sum(parts * weight[:, :, None], 0)
-            total = total * rescale + gl.sum(weight, 0)
-            highest = now
         live = r < end
         share = gl.convert_layout(1.0 / gl.where(live, total, 1.0), ROW)
         r = base + gl.arange(0, ROWS, ROW)
         across = gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))
-        to = (row + r // PACK).to(gl.int64) * TOKEN_STRIDE + (part * PACK + r % PACK) * HEAD_STRIDE
+        to = (item.row + r // PACK).to(gl.int64) * FORM.token_stride
+        to += (item.part * PACK + r % PACK) * FORM.head_stride
         mask = (r < end)[:, None] & (across < HEAD_DIM)[None, :]
-        result = (sums * share[:, None]).to(out.dtype.element_ty)
-        gl.store(out + to[:, None] + across[None, :], result, mask=mask)
+        result = (sums * share[:, None]).to(given.out.dtype.element_ty)
+        gl.store(given.out + to[:, None] + across[None, :], result, mask=mask)

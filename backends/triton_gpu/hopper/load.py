@@ -14,10 +14,9 @@ is one tile or two in a sequence and head, however long the sequence.
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from backends.triton_gpu.hopper_items import (
+from backends.triton_gpu.hopper.items import (
     GROUPS,
-    count_items,
-    count_tiles,
+    count_work,
     find_live,
     find_span,
     gluon_function,
@@ -28,63 +27,49 @@ from backends.triton_gpu.hopper_items import (
 @gluon_function
 def load_tiles(
     descs: gl.tensor, given: gl.tensor, tables: gl.tensor, table_stride: gl.tensor,
-    rows: gl.tensor, ring: gl.tensor, land: gl.tensor,
-    BLOCK_SIZE: gl.constexpr, K_ROWS: gl.constexpr, V_ROWS: gl.constexpr,
-    SLICES: gl.constexpr, PACK: gl.constexpr, GROUP: gl.constexpr, TOKENS: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, PLANNED: gl.constexpr, SPLIT: gl.constexpr,
-    HAS_TAIL: gl.constexpr, E4M3: gl.constexpr,
+    rows: gl.tensor, rings: gl.tensor, land: gl.tensor, FORM: gl.constexpr,
 ) -> None:  # fmt: skip
     """Load every tile of this program's items, in the order in which they are consumed."""
     q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
-    query_start_loc, seq_lens, work, window = given[2], given[3], given[4], given[9]
-    k_tiles, k_tails, k_full, k_empty = ring[:4]
-    K_DEPTH: gl.constexpr = k_tiles.shape[0]
-    TILE: gl.constexpr = k_tiles.shape[1]
-    tiles, pieces = count_tiles(
-        query_start_loc, seq_lens, work, window, SLICES, TOKENS, TILE, HAS_WINDOW, PLANNED, SPLIT
-    )
-    j, edges = tiles * 0, tiles * 0
-    items = count_items(tiles * SLICES)
-    item = read_item(
-        j, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-    )
-    for n in range(items):
-        s, row, tokens, position, length, first, part, piece, of, _ = item
-        if not (SPLIT and PLANNED):
-            _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
-        kv_head = part * PACK // GROUP
-        table = tables + s.to(gl.int64) * table_stride
-        seen = length * 0
+    window, k = given.window, rings.k
+    BLOCK_SIZE: gl.constexpr = FORM.block_size
+    K_DEPTH: gl.constexpr = k.tiles.shape[0]
+    TILE: gl.constexpr = k.tiles.shape[1]
+    work = count_work(given, FORM)
+    j, edges = work.tiles * 0, work.tiles * 0
+    ahead_item = read_item(j, work, given, FORM)
+    for n in range(work.items):
+        item = ahead_item
+        if not (FORM.split and FORM.planned):
+            _load_rows(q_desc, q_tail, rows, n, item, FORM)
+        kv_head = item.part * FORM.pack // FORM.group
+        table = tables + item.seq.to(gl.int64) * table_stride
+        seen = item.length * 0
         low = seen
-        if HAS_WINDOW:
-            seen = gl.maximum(first - window + 1, 0)
-            low = gl.maximum(position - window + 1, 0) // BLOCK_SIZE
-        high = (position + tokens - 1) // BLOCK_SIZE
-        begin, end, _, _ = find_span(position, tokens, piece, of, window, TILE, HAS_WINDOW, SPLIT)
+        if FORM.has_window:
+            seen = gl.maximum(item.first - window + 1, 0)
+            low = gl.maximum(item.position - window + 1, 0) // BLOCK_SIZE
+        high = (item.position + item.tokens - 1) // BLOCK_SIZE
+        begin, end, _, _ = find_span(item, window, FORM)
         ahead = _load_entries(table, (end - 1) * TILE, low, high, BLOCK_SIZE)
-        live_begin, live_end = find_live(
-            position, tokens, length, first, window, BLOCK_SIZE, HAS_WINDOW
-        )
-        item = read_item(
-            n + 1, items, tiles, pieces, query_start_loc, seq_lens, work, SLICES, TOKENS, PLANNED
-        )
+        live_begin, live_end = find_live(item, window, FORM)
+        ahead_item = read_item(n + 1, work, given, FORM)
         late = gl.minimum(gl.minimum(n, 1) * 2, end - begin - 1)  # behind tiles that find room
         for i in range(end - begin):
-            if SPLIT and PLANNED:  # noqa: SIM102 - known to the compiler, the rest is not
+            if FORM.split and FORM.planned:  # noqa: SIM102 - known to the compiler, the rest is not
                 if i == late:
-                    _load_rows(q_desc, q_tail, rows, n, row, part * PACK, TOKENS, HAS_TAIL)
+                    _load_rows(q_desc, q_tail, rows, n, item, FORM)
             key = (end - 1 - i) * TILE
             entries, ahead = ahead, _load_entries(table, key - TILE, low, high, BLOCK_SIZE)
             k_at = j % K_DEPTH
-            mbarrier.wait(k_empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
+            mbarrier.wait(k.empty.index(k_at), (j // K_DEPTH & 1) ^ 1)
             _copy_blocks(
-                k_desc, k_tail, entries, key, kv_head, k_full.index(k_at),
-                k_tiles.index(k_at), k_tails.index(k_at), BLOCK_SIZE, K_ROWS, HAS_TAIL,
+                k_desc, k_tail, entries, key, kv_head, k.full.index(k_at),
+                k.tiles.index(k_at), k.tails.index(k_at), FORM.k_rows, FORM,
             )  # fmt: skip
             edges = _load_values(
-                v_desc, v_tail, entries, key, kv_head, ring, land, j, edges,
-                (key + TILE > length) | (key < seen), live_begin, live_end,
-                BLOCK_SIZE, V_ROWS, HAS_TAIL, E4M3,
+                v_desc, v_tail, entries, key, kv_head, rings.v, land, j, edges,
+                (key + TILE > item.length) | (key < seen), live_begin, live_end, FORM,
             )  # fmt: skip
             j += 1
 
@@ -92,59 +77,55 @@ def load_tiles(
 @gluon_function
 def _load_values(
     desc: gl.tensor, tail: gl.tensor, entries: gl.tensor, key: gl.tensor, kv_head: gl.tensor,
-    ring: gl.tensor, land: gl.tensor, j: gl.tensor, edges: gl.tensor, edge: gl.tensor,
-    live_begin: gl.tensor, live_end: gl.tensor,
-    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, HAS_TAIL: gl.constexpr, E4M3: gl.constexpr,
+    v: gl.tensor, land: gl.tensor, j: gl.tensor, edges: gl.tensor, edge: gl.tensor,
+    live_begin: gl.tensor, live_end: gl.tensor, FORM: gl.constexpr,
 ) -> gl.tensor:  # fmt: skip
     """Load the j-th tile of values, once there is room; how many had to be cleared so far."""
-    v_tiles, v_tails, v_full, v_empty = ring[4:]
-    landed, land_full, land_empty = land
-    DEPTH: gl.constexpr = v_tiles.shape[0]
-    LANDS: gl.constexpr = landed.shape[0]
-    if E4M3:
+    DEPTH: gl.constexpr = v.tiles.shape[0]
+    LANDS: gl.constexpr = land.tiles.shape[0]
+    if FORM.e4m3:
         to = j % LANDS
-        mbarrier.wait(land_empty.index(to), (j // LANDS & 1) ^ 1)
+        mbarrier.wait(land.empty.index(to), (j // LANDS & 1) ^ 1)
         _copy_blocks(
-            desc, tail, entries, key, kv_head, land_full.index(to),
-            landed.index(to), landed.index(to), BLOCK_SIZE, ROWS, HAS_TAIL,
+            desc, tail, entries, key, kv_head, land.full.index(to),
+            land.tiles.index(to), land.tiles.index(to), FORM.v_rows, FORM,
         )  # fmt: skip
     else:
         at = j % DEPTH
-        mbarrier.wait(v_empty.index(at), (j // DEPTH & 1) ^ 1)
+        mbarrier.wait(v.empty.index(at), (j // DEPTH & 1) ^ 1)
         _copy_blocks(
-            desc, tail, entries, key, kv_head, v_full.index(gl.where(edge, DEPTH, at)),
-            v_tiles.index(at), v_tails.index(at), BLOCK_SIZE, ROWS, HAS_TAIL,
+            desc, tail, entries, key, kv_head, v.full.index(gl.where(edge, DEPTH, at)),
+            v.tiles.index(at), v.tails.index(at), FORM.v_rows, FORM,
         )  # fmt: skip
         if edge:
-            mbarrier.wait(v_full.index(DEPTH), edges & 1)
+            mbarrier.wait(v.full.index(DEPTH), edges & 1)
             edges += 1
-            _clear_values(v_tiles.index(at), live_begin - key, live_end - key)
-            if HAS_TAIL:
-                _clear_values(v_tails.index(at), live_begin - key, live_end - key)
+            _clear_values(v.tiles.index(at), live_begin - key, live_end - key)
+            if FORM.has_tail:
+                _clear_values(v.tails.index(at), live_begin - key, live_end - key)
             fence_async_shared()
-            mbarrier.arrive(v_full.index(at), count=1)
+            mbarrier.arrive(v.full.index(at), count=1)
     return edges
 
 
 @gluon_function
 def _load_rows(
-    desc: gl.tensor, tail: gl.tensor, rows: gl.tensor, n: gl.tensor, row: gl.tensor,
-    head: gl.tensor, TOKENS: gl.constexpr, HAS_TAIL: gl.constexpr,
+    desc: gl.tensor, tail: gl.tensor, rows: gl.tensor, n: gl.tensor, item: gl.tensor,
+    FORM: gl.constexpr,
 ) -> None:  # fmt: skip
     """Start the copies of the n-th item's rows, once there is room."""
-    q_tiles, q_tails, q_full, q_empty = rows
-    BUFFERS: gl.constexpr = q_tiles.shape[0] // GROUPS
-    REST: gl.constexpr = tail.block_type.nbytes if HAS_TAIL else 0
-    buffer = n % BUFFERS
-    full = q_full.index(buffer)
-    mbarrier.wait(q_empty.index(buffer), (n // BUFFERS & 1) ^ 1)
+    BUFFERS: gl.constexpr = rows.tiles.shape[0] // GROUPS
+    REST: gl.constexpr = tail.block_type.nbytes if FORM.has_tail else 0
+    buffer, head = n % BUFFERS, item.part * FORM.pack
+    full = rows.full.index(buffer)
+    mbarrier.wait(rows.empty.index(buffer), (n // BUFFERS & 1) ^ 1)
     mbarrier.expect(full, GROUPS * (desc.block_type.nbytes + REST))
     for group in gl.static_range(GROUPS):
-        token, to = row + group * (TOKENS // GROUPS), buffer * GROUPS + group
-        tma.async_copy_global_to_shared(desc, [token, head, 0], full, q_tiles.index(to))
-        if HAS_TAIL:
+        token, to = item.row + group * (FORM.tokens // GROUPS), buffer * GROUPS + group
+        tma.async_copy_global_to_shared(desc, [token, head, 0], full, rows.tiles.index(to))
+        if FORM.has_tail:
             tma.async_copy_global_to_shared(
-                tail, [token, head, q_tiles.shape[3]], full, q_tails.index(to)
+                tail, [token, head, rows.tiles.shape[3]], full, rows.tails.index(to)
             )
 
 
@@ -161,22 +142,21 @@ def _load_entries(
 @gluon_function
 def _copy_blocks(
     desc: gl.tensor, tail_desc: gl.tensor, entries: gl.tensor, key: gl.tensor, kv_head: gl.tensor,
-    full: gl.tensor, tile: gl.tensor, tail: gl.tensor,
-    BLOCK_SIZE: gl.constexpr, ROWS: gl.constexpr, HAS_TAIL: gl.constexpr,
+    full: gl.tensor, tile: gl.tensor, tail: gl.tensor, ROWS: gl.constexpr, FORM: gl.constexpr,
 ) -> None:  # fmt: skip
     """Start the copies of one tile of keys or values; `full` completes when all have landed."""
     TILE: gl.constexpr = tile.shape[0]
     COPY: gl.constexpr = desc.block_shape[0]
     lane = gl.arange(0, 32, entries.type.layout)
-    REST: gl.constexpr = tail_desc.block_type.nbytes if HAS_TAIL else 0
+    REST: gl.constexpr = tail_desc.block_type.nbytes if FORM.has_tail else 0
     mbarrier.expect(full, TILE // COPY * (desc.block_type.nbytes + REST))
     for c in gl.static_range(TILE // COPY):
         entry = gl.sum(gl.where(lane == c, entries, 0), 0)
-        slot = entry * ROWS + key % BLOCK_SIZE
+        slot = entry * ROWS + key % FORM.block_size
         tma.async_copy_global_to_shared(
             desc, [slot, kv_head, 0], full, tile.slice(c * COPY, COPY, 0)
         )
-        if HAS_TAIL:
+        if FORM.has_tail:
             tma.async_copy_global_to_shared(
                 tail_desc, [slot, kv_head, tile.shape[2]], full, tail.slice(c * COPY, COPY, 0)
             )

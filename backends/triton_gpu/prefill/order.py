@@ -25,15 +25,15 @@ numbering is vLLM's). Knows lengths alone: neither caches nor tables.
 """
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from backends.contract import PagedBatch
-from backends.triton_gpu.launch import Variant, launcher
-from backends.triton_gpu.place import Place, device_function
+from backends.triton_gpu.shared.launch import Variant, launcher
+from backends.triton_gpu.shared.place import Place, device_function
 
 ENTRY = tl.constexpr(8)
 """int32 a rank in the list of work, and ahead of it."""
@@ -42,7 +42,7 @@ COUNTER = tl.constexpr(1)
 WAVES = tl.constexpr(4)
 ITEM_STEPS = tl.constexpr(3)
 MERGE_STEPS = tl.constexpr(2)
-SEQS = 128  # looked at together
+SEQS = 128
 
 
 @device_function
@@ -70,23 +70,34 @@ def find_tile(
     return low, start, query_len, first, (tile - start // TOKENS - low) * TOKENS
 
 
+class _Batch(NamedTuple):
+    """What the order is made of."""
+
+    query_start_loc: tl.tensor
+    seq_lens: tl.tensor
+    num_seqs: tl.tensor
+    shortest: tl.tensor
+    window: tl.tensor
+    programs: tl.tensor
+
+
 @device_function
 def _load_seqs(
-    query_start_loc: tl.tensor, seq_lens: tl.tensor, num_seqs: tl.tensor, base: tl.tensor,
-    shortest: tl.tensor, TOKENS: tl.constexpr, SEQS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    batch: tl.tensor, base: tl.tensor, CUT: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """(sequences from `base` on, their tiles of query tokens, query lengths, lengths)."""
-    s = base + tl.arange(0, SEQS)
-    from_row = tl.load(query_start_loc + s, mask=s < num_seqs, other=0)
-    to_row = tl.load(query_start_loc + s + 1, mask=s < num_seqs, other=0)
-    lengths = tl.load(seq_lens + s, mask=s < num_seqs, other=0)
-    counts = (to_row - from_row + TOKENS - 1) // TOKENS
-    counts = tl.where(to_row - from_row < shortest, 0, counts)
+    s = base + tl.arange(0, CUT.seqs)
+    there = s < batch.num_seqs
+    from_row = tl.load(batch.query_start_loc + s, mask=there, other=0)
+    to_row = tl.load(batch.query_start_loc + s + 1, mask=there, other=0)
+    lengths = tl.load(batch.seq_lens + s, mask=there, other=0)
+    counts = (to_row - from_row + CUT.tokens - 1) // CUT.tokens
+    counts = tl.where(to_row - from_row < batch.shortest, 0, counts)
     return s, counts, to_row - from_row, lengths
 
 
 @device_function
-def _count_steps(
+def count_steps(
     length: tl.tensor, query_len: tl.tensor, window: tl.tensor,
     TILE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
@@ -105,24 +116,18 @@ def _count_pieces(longest: tl.tensor, most: tl.tensor, chunk: tl.tensor) -> tl.t
 
 
 @device_function
-def _choose_chunk(
-    query_start_loc: tl.tensor, seq_lens: tl.tensor, num_seqs: tl.tensor, shortest: tl.tensor,
-    window: tl.tensor, programs: tl.tensor,
-    TOKENS: tl.constexpr, SEQS: tl.constexpr, SLICES: tl.constexpr, TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _choose_chunk(batch: tl.tensor, CUT: tl.constexpr) -> tl.tensor:
     """Tiles of keys a piece, such that all take the fewest steps; 2^30: nothing is cut."""
+    num_seqs, programs, window = batch.num_seqs, batch.programs, batch.window
     items = num_seqs * 0
     work = items
     top = items
-    for base in range(0, num_seqs, SEQS):
-        _, counts, query_len, length = _load_seqs(
-            query_start_loc, seq_lens, num_seqs, base, shortest, TOKENS, SEQS
-        )
-        longest, _ = _count_steps(length, query_len, window, TILE, HAS_WINDOW)
+    for base in range(0, num_seqs, CUT.seqs):
+        _, counts, query_len, length = _load_seqs(batch, base, CUT)
+        longest, _ = count_steps(length, query_len, window, CUT.tile, CUT.has_window)
         longest = tl.where(counts > 0, longest, 0)
-        items += tl.sum(counts, 0) * SLICES
-        work += tl.sum(counts * longest, 0) * SLICES
+        items += tl.sum(counts, 0) * CUT.slices
+        work += tl.sum(counts * longest, 0) * CUT.slices
         top = tl.maximum(top, tl.max(longest, 0))
     best = items * 0 + (1 << 30)
     fewest = _steps(items, work, top, programs)
@@ -130,13 +135,11 @@ def _choose_chunk(
         chunk = tl.maximum((work + wave * programs - 1) // (wave * programs), 1)
         cut = items * 0
         top = items * 0
-        for base in range(0, num_seqs, SEQS):
-            _, counts, query_len, length = _load_seqs(
-                query_start_loc, seq_lens, num_seqs, base, shortest, TOKENS, SEQS
-            )
-            longest, most = _count_steps(length, query_len, window, TILE, HAS_WINDOW)
+        for base in range(0, num_seqs, CUT.seqs):
+            _, counts, query_len, length = _load_seqs(batch, base, CUT)
+            longest, most = count_steps(length, query_len, window, CUT.tile, CUT.has_window)
             pieces = _count_pieces(longest, most, chunk)
-            cut += tl.sum(counts * pieces, 0) * SLICES
+            cut += tl.sum(counts * pieces, 0) * CUT.slices
             size = tl.where(counts > 0, (longest + pieces - 1) // pieces, 0)
             top = tl.maximum(top, tl.max(size, 0))
         steps = _steps(cut, work, top, programs) + MERGE_STEPS
@@ -147,7 +150,7 @@ def _choose_chunk(
 
 @device_function
 def _steps(items: tl.tensor, work: tl.tensor, top: tl.tensor, programs: tl.tensor) -> tl.tensor:
-    """Steps until the last program is done with so many items, `top` the longest."""
+    """Steps until the last program is done; the longest item takes `top`."""
     rounds = ((items + programs - 1) // programs).to(tl.float32)
     mean = work.to(tl.float32) / tl.maximum(items, 1).to(tl.float32)
     return tl.maximum(rounds * mean, top.to(tl.float32)) + rounds * ITEM_STEPS
@@ -163,40 +166,32 @@ def _rank(
     work: tl.tensor,  # int32 [ENTRY + ENTRY * ranks]
     num_seqs: tl.tensor,
     shortest: tl.tensor,  # query tokens; sequences with fewer are left out
-    window: tl.tensor,  # used if HAS_WINDOW and SPLIT, as the others
+    window: tl.tensor,  # used if has_window and split, as the next
     programs: tl.tensor,  # that share the items
-    TOKENS: tl.constexpr,
-    SEQS: tl.constexpr,
-    SLICES: tl.constexpr,  # items a rank
-    TILE: tl.constexpr,  # keys
-    HAS_WINDOW: tl.constexpr,
-    SPLIT: tl.constexpr,
+    CUT: tl.constexpr,
 ) -> None:
+    TOKENS: tl.constexpr = CUT.tokens
+    batch = _Batch(query_start_loc, seq_lens, num_seqs, shortest, window, programs)
     mine, start, query_len, first, skipped = find_tile(
         query_start_loc, seq_lens, num_seqs, tl.program_id(0), TOKENS
     )
     length = first + query_len
     chunk = num_seqs * 0 + 1
     pieces = chunk
-    if SPLIT:
-        chunk = _choose_chunk(
-            query_start_loc, seq_lens, num_seqs, shortest, window, programs,
-            TOKENS, SEQS, SLICES, TILE, HAS_WINDOW,
-        )  # fmt: skip
-        longest, most = _count_steps(length, query_len, window, TILE, HAS_WINDOW)
+    if CUT.split:
+        chunk = _choose_chunk(batch, CUT)
+        longest, most = count_steps(length, query_len, window, CUT.tile, CUT.has_window)
         pieces = _count_pieces(longest, most, chunk)
     rank = mine * 0
     ranks = mine * 0
     behind = mine * 0
-    for base in range(0, num_seqs, SEQS):
-        s, counts, query_lens, lengths = _load_seqs(
-            query_start_loc, seq_lens, num_seqs, base, shortest, TOKENS, SEQS
-        )
+    for base in range(0, num_seqs, CUT.seqs):
+        s, counts, query_lens, lengths = _load_seqs(batch, base, CUT)
         before = (lengths > length) | ((lengths == length) & (s < mine))
         after = (counts > 0) & ~before & (s != mine)
         behind += tl.sum(after.to(tl.int32), 0)
-        if SPLIT:
-            sizes, limits = _count_steps(lengths, query_lens, window, TILE, HAS_WINDOW)
+        if CUT.split:
+            sizes, limits = count_steps(lengths, query_lens, window, CUT.tile, CUT.has_window)
             counts *= _count_pieces(sizes, limits, chunk)
         rank += tl.sum(tl.where(before, counts, 0), 0)
         ranks += tl.sum(counts, 0)
@@ -217,6 +212,19 @@ def _rank(
             tl.store(entry + 5, first)
             tl.store(entry + 6, piece)
             tl.store(entry + 7, pieces)
+
+
+class Cut(NamedTuple):
+    """What the kernel is compiled for."""
+
+    tokens: int
+    """As in `Items`, up to `split`."""
+    slices: int
+    tile: int
+    has_window: bool
+    split: bool
+    seqs: int
+    """Sequences that are looked at together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,8 +272,8 @@ class Order:
 
 def plan_order(place: Place, device: torch.device, items: Items, *, has_window: bool) -> Order:
     """How to order batches that are cut like this."""
-    constants = (items.tokens, SEQS, items.slices, items.tile, has_window, items.split)
-    variant = _rank.variant(place, device, (), constants, num_warps=1)
+    cut = Cut(items.tokens, items.slices, items.tile, has_window, items.split, SEQS)
+    variant = _rank.variant(place, device, (), (cut,), num_warps=1)
     grid = (items.tiles, 1, 1)
     return Order(variant, grid, items.size, items.programs, (id(variant), items))
 

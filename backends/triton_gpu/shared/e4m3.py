@@ -10,12 +10,20 @@ bits.
 import triton.language as tl
 from torch import Tensor
 
-from backends.triton_gpu.place import device_function
+from backends.triton_gpu.shared.place import device_function
 
 
 def scale_step(scale: Tensor | None) -> int:
     """From a KV head's scale to the next one's: 0 where they share one, -1 where there is none."""
     return -1 if scale is None else int(scale.shape[0] > 1)
+
+
+@device_function
+def load_scale(scales: tl.tensor, kv_head: tl.tensor, STEP: tl.constexpr) -> tl.tensor:
+    """A KV head's scale; 1 where there is none (see `scale_step`)."""
+    if STEP >= 0:
+        return tl.load(scales + kv_head * STEP)
+    return 1.0
 
 
 @device_function

@@ -3,19 +3,19 @@
     out[j, h] = sum_k p_k v[k, h // group] / (sum_k p_k + p_sink)
     p_k = exp(logit_k - max);  logit_k = scale * q.k, or cap * tanh(scale * q.k / cap)
 
-The formula and the results of `prefill`, whose kernel serves what this one cannot (`can_attend`).
-There the softmax waits for one product and holds up the next. Here one warp loads (`hopper_load`)
-and two groups of four multiply and compute exponentials (`hopper_consume`), so that copies, matrix
-unit and exponential unit work at the same time.
+The formula and the results of `prefill/prefill.py`, whose kernel serves what this one cannot
+(`can_attend`). There the softmax waits for one product and holds up the next. Here one warp loads
+(`load`) and two groups of four multiply and compute exponentials (`consume`), so that copies,
+matrix unit and exponential unit work at the same time.
 
 Layout: an item is 128 rows, TOKENS query tokens of one sequence times PACK query heads of one KV
 head, PACK being the largest power of two that divides the group; it walks the tiles of 128 keys
 (64 above head_dim 128) that it sees, last first. In shared memory are rings of tiles of K and of V
 and the rows of two items, 224 KiB at head_dim 128 (`shape_for`). Rows of K, V and Q are padded with
 zeros to 64, 128 or 256 numbers by the copy engine.
-Grid: one program a multiprocessor, which takes items in the order of `hopper_items`. Where a batch
+Grid: one program a multiprocessor, which takes items in the order of `items`. Where a batch
 has too few items for them, the keys of items are cut, and the programs add the parts up at the end
-(`hopper_merge`).
+(`merge`).
 
 Bytes moved: K and V once an item, from L2 mostly. Sums and the softmax are float32; the
 probabilities are rounded to the cache's dtype before they meet V. Error: at most what
@@ -24,21 +24,31 @@ FlashAttention-3 (arXiv 2407.08608) for the roles and for what overlaps what.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from backends.contract import AttentionTerms, KVCache, PagedBatch
-from backends.triton_gpu.e4m3 import scale_step
-from backends.triton_gpu.hopper_consume import consume
-from backends.triton_gpu.hopper_items import GROUPS, HALF, gluon_function
-from backends.triton_gpu.hopper_load import load_tiles
-from backends.triton_gpu.hopper_widen import widen_values
-from backends.triton_gpu.launch import Box, Variant, launcher
-from backends.triton_gpu.place import Place, ceil_div
-from backends.triton_gpu.prefill_order import Items, Order, keep_counter, keep_order, plan_order
+from backends.triton_gpu.hopper.consume import consume
+from backends.triton_gpu.hopper.items import (
+    GROUPS,
+    HALF,
+    Given,
+    Land,
+    Ring,
+    Rings,
+    allocate_barriers,
+    gluon_function,
+)
+from backends.triton_gpu.hopper.load import load_tiles
+from backends.triton_gpu.hopper.widen import widen_values
+from backends.triton_gpu.prefill.order import Items, Order, keep_counter, keep_order, plan_order
+from backends.triton_gpu.shared.e4m3 import scale_step
+from backends.triton_gpu.shared.launch import Box, Variant, launcher
+from backends.triton_gpu.shared.place import Place, ceil_div
 
 ROWS = int(GROUPS.value) * int(HALF.value)
 """Of an item."""
@@ -49,28 +59,20 @@ MOST_CAP = 512.0
 
 
 def layout_of(width: int, itemsize: int) -> gl.NVMMASharedLayout:
-    """How rows of so many numbers lie in shared memory."""
+    """The layout of rows of `width` numbers in shared memory."""
     return gl.NVMMASharedLayout(min(128, width * itemsize), 8 * itemsize, 3)
 
 
 @gluon_function
-def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
-    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(barriers.index(slot), count=ARRIVALS)
-    return barriers
-
-
-@gluon_function
 def _tiles(desc: gl.tensor, COUNT: gl.constexpr, TILE: gl.constexpr) -> gl.tensor:
-    """So many tiles of so many keys, boxes of `desc` on top of each other."""
+    """COUNT tiles of TILE keys, each made of boxes of `desc`."""
     WIDTH: gl.constexpr = desc.block_shape[2]
     return gl.allocate_shared_memory(desc.dtype, [COUNT, TILE, 1, WIDTH], desc.layout)
 
 
 @gluon_function
 def _rows(desc: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
-    """Room for the rows of so many groups."""
+    """Shared memory for the rows of COUNT groups."""
     TOKENS: gl.constexpr = desc.block_shape[0]
     PACK: gl.constexpr = desc.block_shape[1]
     WIDTH: gl.constexpr = desc.block_shape[2]
@@ -78,46 +80,52 @@ def _rows(desc: gl.tensor, COUNT: gl.constexpr) -> gl.tensor:
 
 
 @gluon_function
-def _allocate(
-    descs: gl.tensor, TILE: gl.constexpr, BUFFERS: gl.constexpr,
-    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr, HAS_TAIL: gl.constexpr,
-) -> tuple[tuple[gl.tensor, ...], ...]:  # fmt: skip
-    """Shared memory: (rows of q, rings of keys and values, where values land: in their ring)."""
-    q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
-    q_tiles = _rows(q_desc, GROUPS * BUFFERS)
-    k_tiles, v_tiles = _tiles(k_desc, K_DEPTH, TILE), _tiles(v_desc, V_DEPTH, TILE)
-    if HAS_TAIL:
-        q_tails = _rows(q_tail, GROUPS * BUFFERS)
-        k_tails, v_tails = _tiles(k_tail, K_DEPTH, TILE), _tiles(v_tail, V_DEPTH, TILE)
-    else:
-        q_tails, k_tails, v_tails = q_tiles, k_tiles, v_tiles
-    v_full, v_empty = _barriers(V_DEPTH + 1, 1), _barriers(V_DEPTH, GROUPS)
-    rows = (q_tiles, q_tails, _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS))
-    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
-    ring = (k_tiles, k_tails, k_full, k_empty, v_tiles, v_tails, v_full, v_empty)
-    fence_async_shared()
-    return rows, ring, (v_tiles, v_full, v_empty)
+def _ring(tiles: gl.tensor, tails: gl.tensor, SLOTS: gl.constexpr) -> gl.tensor:
+    """A ring of SLOTS tiles, each filled by one warp and emptied by both groups."""
+    full = allocate_barriers(SLOTS, 1)
+    return Ring(tiles, tails, full, allocate_barriers(SLOTS, GROUPS))
 
 
 @gluon_function
-def _allocate_e4m3(
-    descs: gl.tensor, TILE: gl.constexpr, BUFFERS: gl.constexpr,
-    K_DEPTH: gl.constexpr, V_DEPTH: gl.constexpr, LANDS: gl.constexpr,
-) -> tuple[tuple[gl.tensor, ...], ...]:  # fmt: skip
-    """Likewise; beside q its e4m3 parts, and values land before they are widened."""
-    q_desc, k_desc, v_desc = descs[:3]
-    WIDTH: gl.constexpr = q_desc.block_shape[2]
-    q_tiles = _rows(q_desc, GROUPS * BUFFERS)
-    parts = _tiles(k_desc, GROUPS * 2, HALF)
-    k_tiles, landed = _tiles(k_desc, K_DEPTH, TILE), _tiles(v_desc, LANDS, TILE)
-    v_tiles = gl.allocate_shared_memory(gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout)
-    rows = (q_tiles, parts, _barriers(BUFFERS, 1), _barriers(BUFFERS, GROUPS))
-    k_full, k_empty = _barriers(K_DEPTH, 1), _barriers(K_DEPTH, GROUPS)
-    v_full, v_empty = _barriers(V_DEPTH, 1), _barriers(V_DEPTH, GROUPS)
-    ring = (k_tiles, k_tiles, k_full, k_empty, v_tiles, v_tiles, v_full, v_empty)
-    land = (landed, _barriers(LANDS, 1), _barriers(LANDS, 1))
+def _allocate(descs: gl.tensor, FORM: gl.constexpr) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+    """Shared memory: (rows of q, rings of keys and values, where values land: in their ring)."""
+    q_desc, k_desc, v_desc, q_tail, k_tail, v_tail = descs
+    SHAPE: gl.constexpr = FORM.shape
+    TILE: gl.constexpr = SHAPE.tile
+    q_tiles = _rows(q_desc, GROUPS * SHAPE.buffers)
+    k_tiles, v_tiles = _tiles(k_desc, SHAPE.k_depth, TILE), _tiles(v_desc, SHAPE.v_depth, TILE)
+    if FORM.has_tail:
+        q_tails = _rows(q_tail, GROUPS * SHAPE.buffers)
+        k_tails, v_tails = _tiles(k_tail, SHAPE.k_depth, TILE), _tiles(v_tail, SHAPE.v_depth, TILE)
+    else:
+        q_tails, k_tails, v_tails = q_tiles, k_tiles, v_tiles
+    v_full = allocate_barriers(SHAPE.v_depth + 1, 1)
+    v_empty = allocate_barriers(SHAPE.v_depth, GROUPS)
+    rows = _ring(q_tiles, q_tails, SHAPE.buffers)
+    k = _ring(k_tiles, k_tails, SHAPE.k_depth)
     fence_async_shared()
-    return rows, ring, land
+    v = Ring(v_tiles, v_tails, v_full, v_empty)
+    return rows, Rings(k, v), Land(v_tiles, v_full, v_empty)
+
+
+@gluon_function
+def _allocate_e4m3(descs: gl.tensor, FORM: gl.constexpr) -> tuple[gl.tensor, gl.tensor, gl.tensor]:
+    """Likewise; beside q its e4m3 parts, and values land before they are widened."""
+    q_desc, k_desc, v_desc, _, _, _ = descs
+    SHAPE: gl.constexpr = FORM.shape
+    TILE: gl.constexpr = SHAPE.tile
+    V_DEPTH: gl.constexpr = SHAPE.v_depth
+    WIDTH: gl.constexpr = q_desc.block_shape[2]
+    q_tiles = _rows(q_desc, GROUPS * SHAPE.buffers)
+    parts = _tiles(k_desc, GROUPS * 2, HALF)
+    k_tiles, landed = _tiles(k_desc, SHAPE.k_depth, TILE), _tiles(v_desc, SHAPE.lands, TILE)
+    v_tiles = gl.allocate_shared_memory(gl.float16, [V_DEPTH, TILE, 1, WIDTH], q_desc.layout)
+    rows = _ring(q_tiles, parts, SHAPE.buffers)
+    k = _ring(k_tiles, k_tiles, SHAPE.k_depth)
+    v = _ring(v_tiles, v_tiles, V_DEPTH)
+    land = Land(landed, allocate_barriers(SHAPE.lands, 1), allocate_barriers(SHAPE.lands, 1))
+    fence_async_shared()
+    return rows, Rings(k, v), land
 
 
 @launcher(
@@ -135,99 +143,45 @@ def _attend(
     k_tail: gl.tensor,
     v_tail: gl.tensor,
     out: gl.tensor,  # like query
-    partial: gl.tensor,  # float32, see hopper_consume._finish, written if SPLIT
+    partial: gl.tensor,  # float32, see store, written if split
     query_start_loc: gl.tensor,  # int32 [num_seqs + 1]
     seq_lens: gl.tensor,  # int32 [num_seqs]
     tables: gl.tensor,  # int32 [num_seqs, max_blocks]
-    work: gl.tensor,  # int32, of prefill_order, read if PLANNED
-    sinks: gl.tensor,  # [num_q_heads], read if HAS_SINKS
-    k_scale: gl.tensor,  # float32 [1] or [num_kv_heads], read if K_SCALE >= 0
-    v_scale: gl.tensor,  # likewise, V_SCALE
+    work: gl.tensor,  # int32, of prefill_order, read if planned
+    sinks: gl.tensor,  # [num_q_heads], read if has_sinks
+    k_scale: gl.tensor,  # float32 [1] or [num_kv_heads], read if there is one
+    v_scale: gl.tensor,  # likewise
     table_stride: gl.tensor,
     most_items: gl.tensor,
     scale: gl.tensor,  # float, above 0
-    soft_cap: gl.tensor,  # float, used if HAS_CAP
-    window: gl.tensor,  # used if HAS_WINDOW
-    TOKEN_STRIDE: gl.constexpr,  # of out
-    HEAD_STRIDE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    K_ROWS: gl.constexpr,  # from block to block, in slots
-    V_ROWS: gl.constexpr,
-    NUM_HEADS: gl.constexpr,  # query heads
-    GROUP: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-    HAS_CAP: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
-    HAS_SINKS: gl.constexpr,
-    K_SCALE: gl.constexpr,  # from head to head, -1: there is none
-    V_SCALE: gl.constexpr,
-    PLANNED: gl.constexpr,  # otherwise there is one sequence
-    SPLIT: gl.constexpr,  # items may be cut, and all programs run at the same time
-    TILE: gl.constexpr,  # keys
-    BUFFERS: gl.constexpr,  # items whose rows are in shared memory
-    K_DEPTH: gl.constexpr,  # tiles of K in shared memory
-    V_DEPTH: gl.constexpr,
-    REGISTERS: gl.constexpr,
-    LANDS: gl.constexpr,  # tiles of V in shared memory before they are widened; 0: they are not
-    WIDENERS: gl.constexpr,  # warps that do
-    LOADER_REGISTERS: gl.constexpr,
+    soft_cap: gl.tensor,  # float, used if has_cap
+    window: gl.tensor,  # used if has_window
+    FORM: gl.constexpr,
 ) -> None:
-    PACK: gl.constexpr = q_desc.block_shape[1]
-    TOKENS: gl.constexpr = GROUPS * q_desc.block_shape[0]
-    SLICES: gl.constexpr = NUM_HEADS // PACK
-    HAS_TAIL: gl.constexpr = q_tail is not None
-    E4M3: gl.constexpr = LANDS > 0
-    given = (
+    SHAPE: gl.constexpr = FORM.shape
+    given = Given(
         out, partial, query_start_loc, seq_lens, work, most_items,
         sinks, scale, soft_cap, window, k_scale, v_scale,
     )  # fmt: skip
     descs = (q_desc, k_desc, v_desc, q_tail, k_tail, v_tail)
-    if E4M3:
-        rows, ring, land = _allocate_e4m3(descs, TILE, BUFFERS, K_DEPTH, V_DEPTH, LANDS)
+    if FORM.e4m3:
+        rows, rings, land = _allocate_e4m3(descs, FORM)
         gl.warp_specialize([
-            (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
-                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
-                PLANNED, SPLIT, 0,
-            )),
-            (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
-                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
-                PLANNED, SPLIT, 1,
-            )),
-            (widen_values, (
-                given, ring, land, BLOCK_SIZE, SLICES, TOKENS, HAS_WINDOW, PLANNED, SPLIT,
-                WIDENERS,
-            )),
-            (load_tiles, (
-                descs, given, tables, table_stride, rows, ring, land,
-                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT, HAS_TAIL, E4M3,
-            )),
-        ], [4, WIDENERS, 1], [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
+            (consume, (given, rows, rings, FORM, 0)),
+            (consume, (given, rows, rings, FORM, 1)),
+            (widen_values, (given, rings, land, FORM)),
+            (load_tiles, (descs, given, tables, table_stride, rows, rings, land, FORM)),
+        ], [4, SHAPE.wideners, 1], SHAPE.registers)  # fmt: skip
     else:
-        rows, ring, land = _allocate(descs, TILE, BUFFERS, K_DEPTH, V_DEPTH, HAS_TAIL)
+        rows, rings, land = _allocate(descs, FORM)
         gl.warp_specialize([
-            (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
-                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
-                PLANNED, SPLIT, 0,
-            )),
-            (consume, (
-                given, rows, ring, SLICES, PACK, GROUP, TOKENS, HEAD_DIM,
-                TOKEN_STRIDE, HEAD_STRIDE, HAS_CAP, HAS_WINDOW, HAS_SINKS, K_SCALE, V_SCALE,
-                PLANNED, SPLIT, 1,
-            )),
-            (load_tiles, (
-                descs, given, tables, table_stride, rows, ring, land,
-                BLOCK_SIZE, K_ROWS, V_ROWS, SLICES, PACK, GROUP, TOKENS, HAS_WINDOW,
-                PLANNED, SPLIT, HAS_TAIL, E4M3,
-            )),
-        ], [4, 1], [REGISTERS, LOADER_REGISTERS])  # fmt: skip
+            (consume, (given, rows, rings, FORM, 0)),
+            (consume, (given, rows, rings, FORM, 1)),
+            (load_tiles, (descs, given, tables, table_stride, rows, rings, land, FORM)),
+        ], [4, 1], SHAPE.registers)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """How the kernel is cut for a head_dim."""
 
     width: int
@@ -248,9 +202,62 @@ class Shape:
     """Warps that widen them."""
 
     @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of any other; warps have them in fours."""
-        return REGISTERS[self.wideners]
+    def registers(self) -> tuple[int, ...]:
+        """Of a thread of each kind of warps but the first, which multiplies as the second does."""
+        most, others = REGISTERS[self.wideners]
+        return (most, others, others) if self.wideners else (most, others)
+
+
+class Form(NamedTuple):
+    """What the kernel is compiled for."""
+
+    token_stride: int
+    """Of out."""
+    head_stride: int
+    block_size: int
+    k_rows: int
+    """From block to block, in slots."""
+    v_rows: int
+    num_heads: int
+    """Query heads."""
+    group: int
+    head_dim: int
+    has_cap: bool
+    has_window: bool
+    has_sinks: bool
+    k_scale: int
+    """From a KV head's scale to the next; -1: there is none."""
+    v_scale: int
+    planned: bool
+    """There is a list of work; otherwise there is one sequence."""
+    split: bool
+    """Items may be cut, and all programs run at the same time."""
+    shape: Shape
+
+    @property
+    def pack(self) -> int:
+        """Query heads of an item."""
+        return heads_an_item(self.group)
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of an item."""
+        return ROWS // self.pack
+
+    @property
+    def slices(self) -> int:
+        """Items that share a tile of tokens."""
+        return self.num_heads // self.pack
+
+    @property
+    def has_tail(self) -> bool:
+        """`Shape.tail` is not 0."""
+        return self.shape.tail > 0
+
+    @property
+    def e4m3(self) -> bool:
+        """The cache holds 8-bit floats."""
+        return self.shape.lands > 0
 
 
 REGISTERS = {0: (240, 24), 2: (240, 32), 4: (224, 32)}
@@ -290,7 +297,7 @@ def heads_an_item(group: int) -> int:
 
 
 def items_a_kv_head(group: int, query_len: int) -> int:
-    """Items that so many query tokens of a sequence make."""
+    """Items of a sequence of `query_len` query tokens."""
     pack = heads_an_item(group)
     return group // pack * ceil_div(query_len, ROWS // pack)
 
@@ -298,7 +305,7 @@ def items_a_kv_head(group: int, query_len: int) -> int:
 def can_attend(
     place: Place, query: Tensor, cache: KVCache, out: Tensor, terms: AttentionTerms
 ) -> bool:
-    """Whether this path serves the call; `prefill`'s portable kernel serves every other.
+    """Whether this path serves the call; `prefill/prefill.py` serves every other.
 
     It takes a GPU of compute capability 9.x; queries of 16 bits, a cache of the same dtype or, of
     bfloat16 queries, of e4m3; head_dim 40 to 256, of e4m3 to 128, in steps of 16 bytes; block_size
@@ -390,19 +397,18 @@ def plan_attend(
     tiles = batch.num_tokens // tokens + batch.num_seqs
     items = Items(tokens, num_heads // pack, shape.tile, tiles, programs, split)
     k_stride, v_stride = cache.k.stride(), cache.v.stride()
-    constants = (
-        *out.stride()[:2], block_size, k_stride[0] // k_stride[1], v_stride[0] // v_stride[1],
+    (o_token, o_head), rows = out.stride()[:2], k_stride[0] // k_stride[1]
+    form = Form(
+        o_token, o_head, block_size, rows, v_stride[0] // v_stride[1],
         num_heads, group, head_dim,
         terms.soft_cap is not None, terms.window is not None, terms.sinks is not None,
-        scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split,
-        shape.tile, shape.buffers, shape.k_depth, shape.v_depth,
-        shape.registers[0], shape.lands, shape.wideners, shape.registers[1],
+        scale_step(cache.k_scale), scale_step(cache.v_scale), planned, split, shape,
     )  # fmt: skip
     dtypes = (query.dtype, cache.k.dtype, None if terms.sinks is None else terms.sinks.dtype)
     has_window, most_items = terms.window is not None, items.ranks * items.slices
     options = {"launch_cooperative_grid": True} if split else {}
     return Plan(
-        _attend.variant(place, device, dtypes, constants, num_warps=4, **options),
+        _attend.variant(place, device, dtypes, (form,), num_warps=4, **options),
         (programs, 1, 1),
         (batch.block_table.stride(0), most_items),
         boxes_of(shape, query, cache, pack),

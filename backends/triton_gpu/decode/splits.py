@@ -10,7 +10,7 @@ many as the GPU runs at a time, and never more than num_seqs + FINER * target:
 Where sequences are many (from a planning vector of MANY_SEQS on) and lengths differ much, a program
 that has a long part would end long after the others. There chunks are FINER times smaller, though
 not below SHORT tiles, and the parts of the long sequences, more than half a chunk, come first, in
-the sequences' order, before those of the others: whoever is done takes a smaller part. Parts are
+the sequences' order, before those of the others, so that programs end with small parts. Parts are
 numbered in this order.
 
 Batch-invariant (ALIKE), by the sequence's own length alone: ceil(tiles / ALIKE_KEYS keys) parts,
@@ -25,11 +25,12 @@ Knows lengths alone: neither caches nor tables.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 
-from backends.triton_gpu.place import Place, ceil_div, device_function
+from backends.triton_gpu.shared.place import Place, ceil_div, device_function
 
 VECTORS = (1, 16, 64, 256, 1024)
 """Lengths of the planning vector: few, because a kernel is compiled for each."""
@@ -76,10 +77,41 @@ class Grid:
         return self.alike or self.vector > 0
 
 
+class Cut(NamedTuple):
+    """What kernels that work the plan out are compiled for."""
+
+    tile: int
+    """Keys."""
+    vector: int
+    """`Grid.vector`."""
+    alike: bool
+    has_window: bool
+    has_shared: bool = False
+    """Some sequences may share a prefix, which `cascade` reads."""
+
+
+class Lengths(NamedTuple):
+    """What the plan is worked out from, in a kernel."""
+
+    query_start_loc: tl.tensor
+    """int32 [num_seqs + 1]."""
+    seq_lens: tl.tensor
+    """int32 [num_seqs]."""
+    num_seqs: tl.tensor
+    most: tl.tensor
+    """Query tokens of the sequences that decode takes, at most."""
+    window: tl.tensor
+    """Used if `has_window`."""
+    target: tl.tensor
+    """`Grid.target`."""
+    shared: tl.tensor
+    """(first sequence, one past the last, tokens) of a shared prefix; used if `has_shared`."""
+
+
 def plan_grid(
     place: Place, device: torch.device, num_seqs: int, programs_a_part: int, *, each: int
 ) -> Grid:
-    """The grid for a batch whose parts take so many programs, of which a processor runs `each`."""
+    """The grid for a batch whose parts take `programs_a_part`; a multiprocessor runs `each`."""
     if num_seqs > MAX_PLANNED:
         return Grid(target=0, shape=(num_seqs, 1), vector=0, alike=False)
     slots = each * place.num_multiprocessors(device)
@@ -96,48 +128,58 @@ def alike_grid(num_seqs: int, max_seq_len: int) -> Grid:
 
 
 @device_function
-def count_tiles(
-    s: tl.tensor, query_len: tl.tensor, length: tl.tensor, most: tl.tensor, window: tl.tensor,
-    shared: tl.tensor, HAS_WINDOW: tl.constexpr, HAS_SHARED: tl.constexpr, TILE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """(first key, tiles of keys) that decode visits of a sequence.
-
-    Keys before are out of sight, or shared. No tiles where it has no query token, or too many.
-    """
-    seen = length * 0
-    if HAS_WINDOW:
-        seen = tl.maximum(length - query_len + 1 - window, 0)
-    if HAS_SHARED:
-        seen = tl.where((s >= shared[0]) & (s < shared[1]), tl.minimum(shared[2], length), seen)
-    tiles = (length + TILE - 1) // TILE - seen // TILE
-    return seen, tl.where((query_len > 0) & (query_len <= most), tiles, 0)
+def load_seq(lengths: tl.tensor, s: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(first row, query tokens, length) of a sequence."""
+    start = tl.load(lengths.query_start_loc + s)
+    query_len = tl.load(lengths.query_start_loc + s + 1) - start
+    return start, query_len, tl.load(lengths.seq_lens + s)
 
 
 @device_function
-def count_splits(
-    query_start_loc: tl.tensor,  # int32 [num_seqs + 1]
-    seq_lens: tl.tensor,  # int32 [num_seqs]
-    num_seqs: tl.tensor,
-    target: tl.tensor,
-    most: tl.tensor,  # query tokens of a sequence that decode takes
-    window: tl.tensor,
-    shared: tl.tensor,  # first sequence, past the last one, tokens
-    s: tl.tensor,  # 0 .. VECTOR - 1
-    HAS_WINDOW: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
-    TILE: tl.constexpr,
-    VECTOR: tl.constexpr,
+def count_tiles(
+    s: tl.tensor, query_len: tl.tensor, length: tl.tensor, lengths: tl.tensor, CUT: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(parts of each sequence [VECTOR], those of long sequences plus 2^16 times the others)."""
-    start = tl.load(query_start_loc + s, mask=s < num_seqs, other=0)
-    stop = tl.load(query_start_loc + s + 1, mask=s < num_seqs, other=0)
-    length = tl.load(seq_lens + s, mask=s < num_seqs, other=0)
-    _, tiles = count_tiles(
-        s, stop - start, length, most, window, shared, HAS_WINDOW, HAS_SHARED, TILE
-    )
+    """(first key, tiles of keys) that decode visits of a sequence.
+
+    Earlier keys are outside the window, or shared. No tiles if decode does not take the sequence.
+    """
+    seen = length * 0
+    shared = lengths.shared
+    if CUT.has_window:
+        seen = tl.maximum(length - query_len + 1 - lengths.window, 0)
+    if CUT.has_shared:
+        seen = tl.where((s >= shared[0]) & (s < shared[1]), tl.minimum(shared[2], length), seen)
+    tiles = (length + CUT.tile - 1) // CUT.tile - seen // CUT.tile
+    return seen, tl.where((query_len > 0) & (query_len <= lengths.most), tiles, 0)
+
+
+@device_function
+def keys_of_split(
+    seen: tl.tensor, length: tl.tensor, tiles: tl.tensor, split: tl.tensor, splits: tl.tensor,
+    CUT: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """(begin, end) of the keys of a split; it begins at a tile, maybe before `seen`."""
+    first = seen // CUT.tile
+    begin = (first + split * tiles // splits) * CUT.tile
+    return begin, tl.minimum((first + (split + 1) * tiles // splits) * CUT.tile, length)
+
+
+@device_function
+def _count_splits(
+    s: tl.tensor, lengths: tl.tensor, CUT: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """(splits of each sequence, those of long sequences plus 2^16 times the others).
+
+    `s` is 0 .. vector - 1.
+    """
+    there = s < lengths.num_seqs
+    start = tl.load(lengths.query_start_loc + s, mask=there, other=0)
+    stop = tl.load(lengths.query_start_loc + s + 1, mask=there, other=0)
+    length = tl.load(lengths.seq_lens + s, mask=there, other=0)
+    _, tiles = count_tiles(s, stop - start, length, lengths, CUT)
     total = tl.sum(tiles, 0)
-    chunk = tl.maximum((total + target - 1) // target, 1)
-    if VECTOR >= MANY_SEQS:
+    chunk = tl.maximum((total + lengths.target - 1) // lengths.target, 1)
+    if CUT.vector >= MANY_SEQS:
         live = tl.sum((tiles > 0).to(tl.int32), 0)
         uneven = tl.max(tiles, 0).to(tl.float32) * live > 1.25 * total.to(tl.float32)
         finer = tl.maximum((chunk + FINER - 1) // FINER, tl.minimum(chunk, SHORT))
@@ -149,28 +191,21 @@ def count_splits(
 
 @device_function
 def find_part(
-    query_start_loc: tl.tensor, seq_lens: tl.tensor, num_seqs: tl.tensor, item: tl.tensor,
-    target: tl.tensor, most: tl.tensor, window: tl.tensor, shared: tl.tensor, here: tl.tensor,
-    HAS_WINDOW: tl.constexpr, HAS_SHARED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
-    ALIKE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    item: tl.tensor, here: tl.tensor, lengths: tl.tensor, CUT: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """(sequence, split, splits) of an item; there is none if sequence == num_seqs.
 
-    `here` is 0 .. VECTOR - 1, in whatever layout the caller's language wants; 0 if VECTOR is.
+    `here` is 0 .. vector - 1, in a layout of the caller's language; 0 if the vector is.
     """
-    if ALIKE:
+    num_seqs, target = lengths.num_seqs, lengths.target
+    if CUT.alike:
         s = item // target
-        query_len = tl.load(query_start_loc + s + 1) - tl.load(query_start_loc + s)
-        _, tiles = count_tiles(
-            s, query_len, tl.load(seq_lens + s), most, window, shared, HAS_WINDOW, HAS_SHARED, TILE
-        )
-        split, splits = item % target, alike_splits(tiles, TILE)
+        _, query_len, length = load_seq(lengths, s)
+        _, tiles = count_tiles(s, query_len, length, lengths, CUT)
+        split, splits = item % target, _alike_splits(tiles, CUT)
         s = tl.where(split < splits, s, num_seqs)
-    elif VECTOR:
-        counts, classes = count_splits(
-            query_start_loc, seq_lens, num_seqs, target, most, window, shared, here,
-            HAS_WINDOW, HAS_SHARED, TILE, VECTOR,
-        )  # fmt: skip
+    elif CUT.vector:
+        counts, classes = _count_splits(here, lengths, CUT)
         ends = tl.cumsum(classes, 0)
         long = tl.sum(classes, 0) & 0xFFFF
         ends = tl.where(item < long, ends & 0xFFFF, long + (ends >> 16))
@@ -183,25 +218,15 @@ def find_part(
 
 
 @device_function
-def find_parts(
-    query_start_loc: tl.tensor, seq_lens: tl.tensor, s: tl.tensor, num_seqs: tl.tensor,
-    target: tl.tensor, most: tl.tensor, window: tl.tensor, shared: tl.tensor,
-    HAS_WINDOW: tl.constexpr, HAS_SHARED: tl.constexpr, TILE: tl.constexpr, VECTOR: tl.constexpr,
-    ALIKE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """(first part, how many) of a sequence; none if decode does not take it."""
-    if ALIKE:
-        query_len = tl.load(query_start_loc + s + 1) - tl.load(query_start_loc + s)
-        _, tiles = count_tiles(
-            s, query_len, tl.load(seq_lens + s), most, window, shared, HAS_WINDOW, HAS_SHARED, TILE
-        )
-        first, splits = s * target, tl.where(tiles > 0, alike_splits(tiles, TILE), 0)
+def find_parts(s: tl.tensor, lengths: tl.tensor, CUT: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(first part, number of parts) of a sequence; none if decode does not take it."""
+    if CUT.alike:
+        _, query_len, length = load_seq(lengths, s)
+        _, tiles = count_tiles(s, query_len, length, lengths, CUT)
+        first, splits = s * lengths.target, tl.where(tiles > 0, _alike_splits(tiles, CUT), 0)
     else:
-        here = tl.arange(0, VECTOR)
-        counts, classes = count_splits(
-            query_start_loc, seq_lens, num_seqs, target, most, window, shared, here,
-            HAS_WINDOW, HAS_SHARED, TILE, VECTOR,
-        )  # fmt: skip
+        here = tl.arange(0, CUT.vector)
+        counts, classes = _count_splits(here, lengths, CUT)
         before = tl.sum(tl.where(here < s, classes, 0), 0)
         splits = tl.sum(tl.where(here == s, counts, 0), 0)
         is_long = tl.sum(tl.where(here == s, classes, 0), 0) == splits
@@ -211,7 +236,7 @@ def find_parts(
 
 
 @device_function
-def alike_splits(tiles: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """Parts of a sequence with so many tiles of keys, whatever else is in the batch."""
-    each: tl.constexpr = ALIKE_KEYS // TILE
-    return tl.minimum(tl.maximum((tiles + each - 1) // each, 1), ALIKE_MOST)
+def _alike_splits(tiles: tl.tensor, CUT: tl.constexpr) -> tl.tensor:
+    """Splits of a sequence with `tiles` tiles of keys, independent of the batch."""
+    EACH: tl.constexpr = ALIKE_KEYS // CUT.tile
+    return tl.minimum(tl.maximum((tiles + EACH - 1) // EACH, 1), ALIKE_MOST)

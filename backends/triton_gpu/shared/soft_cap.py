@@ -12,7 +12,7 @@ Exponentials are powers of two, which GPUs compute in one instruction: exp(x) = 
 
 import triton.language as tl
 
-from backends.triton_gpu.place import device_function
+from backends.triton_gpu.shared.place import device_function
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(8.3)  # tanh differs from 1 by 1e-7 from here on
@@ -34,8 +34,23 @@ def tanh(x: tl.tensor) -> tl.tensor:
 @device_function
 def base2_logits(
     products: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor, HAS_CAP: tl.constexpr
-) -> tl.tensor:  # fmt: skip
-    """Logits of q.k, times LOG2E."""
+) -> tl.tensor:
+    """Logits of q.k in base 2."""
     if HAS_CAP:
         return tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
     return products * (scale * LOG2E)
+
+
+@device_function
+def split_logits(
+    products: tl.tensor, scale: tl.tensor, soft_cap: tl.tensor,
+    HAS_CAP: tl.constexpr, NEGATIVE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """(x, factor) with x * factor the logits in base 2, and factor above 0; NEGATIVE: the scale."""
+    factor = tl.maximum(tl.abs(scale), 1e-30) * LOG2E  # above 0, because -inf * 0 is NaN
+    if HAS_CAP:
+        products = tanh(products * (scale / soft_cap))
+        factor = soft_cap * LOG2E
+    elif NEGATIVE:
+        products = -products
+    return products, factor

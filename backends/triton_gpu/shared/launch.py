@@ -33,7 +33,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from backends.triton_gpu.place import Kernel, Place
+from backends.triton_gpu.shared.place import Kernel, Place
 
 Number = int | float
 MOST_KEPT = 256
@@ -100,7 +100,7 @@ class Box:
         """The tensor in such boxes."""
         return Boxes(tensor, self.shape, self.strides, self.block_shape, self.layout)
 
-    def told(self, tensor: Tensor, kind: object) -> list[object]:
+    def arguments(self, tensor: Tensor, kind: object) -> list[object]:
         """The arguments that stand for the tensor, in a kernel that wants boxes of this kind."""
         address = tensor.data_ptr()
         found = self.kept.get(address)
@@ -122,7 +122,7 @@ def _have_context() -> None:
     """
     if getattr(_threads, "has_context", False) or not torch.cuda.is_available():
         return
-    if not torch.cuda.is_current_stream_capturing():  # who captures has called it before
+    if not torch.cuda.is_current_stream_capturing():  # a capture comes after other calls
         torch.cuda.current_stream().synchronize()
     _threads.has_context = True
 
@@ -205,14 +205,14 @@ class Variant:
         if short is None or loose & 15 or not self._place.is_current(self._index):
             self._launch(grid, tensors, addresses, numbers, boxes, boxed)
             return
-        told: list[object] = []
+        boxed_arguments: list[object] = []
         if boxes:
             kinds = iter(short.kinds)
             for box, tensor in zip(boxes, boxed, strict=True):
-                told += (None,) if box is None else box.told(tensor, next(kinds))
+                boxed_arguments += (None,) if box is None else box.arguments(tensor, next(kinds))
         short.launch(
             *grid, self._place.stream(self._index), *short.head,
-            *told, *addresses, *numbers, *self._constants,
+            *boxed_arguments, *addresses, *numbers, *self._constants,
         )  # fmt: skip
 
     def _launch(
@@ -269,6 +269,19 @@ class Variant:
     def alignments(self) -> frozenset[tuple[bool, ...]]:
         """What has been compiled (in the interpreter: called)."""
         return frozenset(self._compiled)
+
+
+class Launch(NamedTuple):
+    """All of a launch except its tensors and the numbers that differ between calls."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    numbers: tuple[int, ...]
+    """The kernel's first numbers."""
+
+    def run(self, tensors: Sequence[Tensor], *numbers: Number) -> None:
+        """Run the kernel on the current stream."""
+        self.variant.launch(self.grid, tensors, (*self.numbers, *numbers))
 
 
 _launchers: dict[tuple[str, str], "Launcher"] = {}

@@ -2,7 +2,7 @@
 
 Decides the guard around a launch: on a GPU the tensors' device becomes the current one; the
 interpreter keeps global state, so there launches take turns. Says what plans ask about a GPU. Keeps
-the plans of calls that have passed their checks once: a plan depends on nothing but its key. `jit`
+the plans of calls whose arguments have been checked: a plan depends on nothing but its key. `jit`
 and `Kernel` give Triton's decorator a type.
 """
 
@@ -138,7 +138,7 @@ def _raw_stream(index: int | None) -> int:
     return stream
 
 
-_torch = torch._C  # noqa: SLF001 - whom Triton itself asks
+_torch = torch._C  # noqa: SLF001 - Triton itself asks it
 _stream: Callable[[int | None], int] = getattr(_torch, "_cuda_getCurrentRawStream", _raw_stream)
 
 

@@ -1,0 +1,1 @@
+"""Attention of few query tokens: sequences cut into parts, which are merged; shared prefixes."""

@@ -1,0 +1,1 @@
+"""Prefill for GPUs of compute capability 9: warps that load, and warps that multiply."""

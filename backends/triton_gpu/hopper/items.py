@@ -1,0 +1,264 @@
+"""The work of each program of Hopper's prefill, and the tiles of keys that an item takes.
+
+An item is a tile of 128 rows: TOKENS query tokens of one sequence times PACK query heads of one KV
+head. Items are numbered in the order of `prefill/order.py`, query heads fastest. Programs take them
+in rounds, forth (0 1 2 ..) or back (.. 2 1 0) as the Thue-Morse sequence says (forth, back, back,
+forth, then the same four the other way round, ..), which gives each about the same work without
+synchronisation. Taking turns, forth and back, gives the same where lengths fall evenly,
+but doubles what is left of a pattern that repeats every other round, as lengths of equal sequences
+do: 3 % of the time at 16 x 512 new tokens.
+
+Keys are walked from the last tile that a row sees down to the first. Of those tiles a run in the
+middle is seen whole by all rows; the ones before it hold the diagonal, and with a window the ones
+after it hold its edge: only these need a mask.
+
+Where items are too few for the programs and contexts long (SPLIT), an item's tiles are cut into
+pieces of about equal length, each an item of its own that leaves a part to `merge`. Their
+number is that of the list, or for one sequence the one of `count_work` that takes the fewest
+steps, as a round of all programs takes as long as its longest item.
+
+A list of work (`prefill/order.py`) names the tiles; a batch of one sequence does without. Gluon.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from backends.triton_gpu.prefill.order import (
+    ENTRY,
+    ITEM_STEPS,
+    MERGE_STEPS,
+    WAVES,
+    count_steps,
+)
+
+if TYPE_CHECKING:
+    from typing import TypeVar
+
+    _F = TypeVar("_F")
+
+    def gluon_function(function: _F) -> _F:
+        """`gluon.jit` for functions that kernels call."""
+else:
+    gluon_function = gluon.jit
+
+GROUPS = gl.constexpr(2)
+"""Of four warps each that multiply an item's rows. Three gain nothing at a head_dim of 64."""
+HALF = gl.constexpr(64)
+"""Rows of an item that a group multiplies."""
+
+
+@gluon_function
+def allocate_barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr) -> gl.tensor:
+    """Barriers that complete after ARRIVALS arrivals each."""
+    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers.index(slot), count=ARRIVALS)
+    return barriers
+
+
+class Given(NamedTuple):
+    """Arguments of the kernel that most of its warps read; see `prefill`."""
+
+    out: gl.tensor
+    partial: gl.tensor
+    query_start_loc: gl.tensor
+    seq_lens: gl.tensor
+    work: gl.tensor
+    most_items: gl.tensor
+    sinks: gl.tensor
+    scale: gl.tensor
+    soft_cap: gl.tensor
+    window: gl.tensor
+    k_scale: gl.tensor
+    v_scale: gl.tensor
+
+
+class Ring(NamedTuple):
+    """Tiles in shared memory that are filled and emptied in turn."""
+
+    tiles: gl.tensor
+    tails: gl.tensor
+    """The smaller part of each row, of a head_dim that is no power of two."""
+    full: gl.tensor
+    """A barrier a tile: it has landed."""
+    empty: gl.tensor
+    """A barrier a tile: all that read it are done."""
+
+
+class Rings(NamedTuple):
+    """Of keys and of values."""
+
+    k: gl.tensor
+    v: gl.tensor
+
+
+class Land(NamedTuple):
+    """Where values land: in their ring, or in bytes before they are widened."""
+
+    tiles: gl.tensor
+    full: gl.tensor
+    empty: gl.tensor
+
+
+class Work(NamedTuple):
+    """What the programs work on."""
+
+    items: gl.tensor
+    """Of this program."""
+    tiles: gl.tensor
+    """Of query tokens in the batch, times their pieces."""
+    pieces: gl.tensor
+    """Of each, unless there is a list of work."""
+
+
+class Item(NamedTuple):
+    """A tile of rows, and which of the keys that it sees."""
+
+    seq: gl.tensor
+    row: gl.tensor
+    """The first."""
+    tokens: gl.tensor
+    position: gl.tensor
+    """Of the first query token."""
+    length: gl.tensor
+    """Of the sequence."""
+    first: gl.tensor
+    """Position of the sequence's first query token."""
+    part: gl.tensor
+    """Which slice of the heads."""
+    piece: gl.tensor
+    pieces: gl.tensor
+    number: gl.tensor
+
+
+@gluon_function
+def count_work(given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
+    """What this program and all others work on."""
+    if FORM.planned:
+        tiles = gl.load(given.work)
+        pieces = tiles * 0 + 1
+    else:
+        query_len = gl.load(given.query_start_loc + 1) - gl.load(given.query_start_loc)
+        tiles = (query_len + FORM.tokens - 1) // FORM.tokens
+        pieces = tiles * 0 + 1
+        if FORM.split:
+            length = gl.load(given.seq_lens)
+            pieces = _choose_pieces(tiles * FORM.slices, length, query_len, given.window, FORM)
+            tiles = tiles * pieces
+    items = tiles * FORM.slices
+    programs = gl.num_programs(0)
+    rounds = items // programs
+    own = rounds + (_turn(rounds) < items - rounds * programs).to(gl.int32)
+    return Work(own, tiles, pieces)
+
+
+@gluon_function
+def _choose_pieces(
+    items: gl.tensor, length: gl.tensor, query_len: gl.tensor, window: gl.tensor,
+    FORM: gl.constexpr,
+) -> gl.tensor:  # fmt: skip
+    """Pieces of each item of a sequence; no more than each of them has tiles of keys."""
+    programs = gl.num_programs(0)
+    longest, most = count_steps(length, query_len, window, FORM.shape.tile, FORM.has_window)
+    items = gl.maximum(items, 1)
+    best = items * 0 + 1
+    fewest = (items + programs - 1) // programs * (longest + ITEM_STEPS)
+    for wave in gl.static_range(1, WAVES + 1):
+        pieces = gl.minimum(gl.maximum(wave * programs // items, 1), most)
+        rounds = (items * pieces + programs - 1) // programs
+        steps = rounds * ((longest + pieces - 1) // pieces + ITEM_STEPS) + MERGE_STEPS
+        best = gl.where(steps < fewest, pieces, best)
+        fewest = gl.minimum(steps, fewest)
+    return best
+
+
+@gluon_function
+def _turn(n: gl.tensor) -> gl.tensor:
+    """This program's place in round n: from the end where n has an odd number of ones."""
+    me = gl.program_id(0)
+    n ^= n >> 16
+    n ^= n >> 8
+    n ^= n >> 4
+    n ^= n >> 2
+    n ^= n >> 1
+    return gl.where(n % 2 == 0, me, gl.num_programs(0) - 1 - me)
+
+
+@gluon_function
+def read_item(n: gl.tensor, work: gl.tensor, given: gl.tensor, FORM: gl.constexpr) -> gl.tensor:
+    """This program's n-th item, or any where there are no more; a while before it is needed."""
+    n = gl.maximum(gl.minimum(n, work.items - 1), 0)
+    item = n * gl.num_programs(0) + _turn(n)
+    rank = item // FORM.slices
+    if FORM.planned:
+        entry = given.work + ENTRY + rank * ENTRY
+        seq = gl.load(entry)
+        row = gl.load(entry + 1)
+        tokens = gl.load(entry + 2)
+        position = gl.load(entry + 3)
+        length = gl.load(entry + 4)
+        first = gl.load(entry + 5)
+        piece = gl.load(entry + 6)
+        pieces = gl.load(entry + 7)
+    else:
+        start = gl.load(given.query_start_loc)
+        query_len = gl.load(given.query_start_loc + 1) - start
+        length = gl.load(given.seq_lens)
+        first = length - query_len
+        pieces = work.pieces
+        piece = rank % pieces
+        skipped = (work.tiles - 1 - rank) // pieces * FORM.tokens
+        seq = rank * 0
+        row = start + skipped
+        tokens = gl.minimum(query_len - skipped, FORM.tokens)
+        position = first + skipped
+    part = item % FORM.slices
+    return Item(seq, row, tokens, position, length, first, part, piece, pieces, item)
+
+
+@gluon_function
+def find_span(
+    item: gl.tensor, window: gl.tensor, FORM: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """Tiles of keys as limits: all are begin .. end - 1, seen whole are the third .. fourth - 1.
+
+    begin <= third <= fourth <= end - 1: the last tile counts as one that needs a mask.
+    """
+    TILE: gl.constexpr = FORM.shape.tile
+    stop = item.position + item.tokens
+    end = (stop + TILE - 1) // TILE
+    begin = stop * 0
+    whole_begin = begin
+    if FORM.has_window:
+        begin = gl.maximum(item.position - window + 1, 0) // TILE
+        whole_begin = (gl.maximum(stop - window, 0) + TILE - 1) // TILE
+        whole_begin = gl.minimum(whole_begin, end - 1)
+    whole_end = gl.maximum((item.position + 1) // TILE, whole_begin)
+    if FORM.split:
+        tiles = end - begin
+        end = begin + (item.piece + 1) * tiles // item.pieces
+        begin += item.piece * tiles // item.pieces
+        whole_begin = gl.minimum(gl.maximum(whole_begin, begin), end - 1)
+        whole_end = gl.maximum(whole_end, whole_begin)
+    return begin, end, whole_begin, gl.minimum(whole_end, end - 1)
+
+
+@gluon_function
+def find_live(
+    item: gl.tensor, window: gl.tensor, FORM: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor]:
+    """Positions whose values are there to be read by an item, as limits: begin .. end - 1.
+
+    Within the blocks that its rows see, those that some query of the sequence sees.
+    """
+    BLOCK_SIZE: gl.constexpr = FORM.block_size
+    begin = item.length * 0
+    if FORM.has_window:
+        seen = gl.maximum(item.first - window + 1, 0)
+        low = gl.maximum(item.position - window + 1, 0) // BLOCK_SIZE
+        begin = gl.maximum(seen, low * BLOCK_SIZE)
+    high = (item.position + item.tokens - 1) // BLOCK_SIZE
+    return begin, gl.minimum(item.length, (high + 1) * BLOCK_SIZE)

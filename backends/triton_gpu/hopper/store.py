@@ -1,0 +1,104 @@
+"""How Hopper's prefill leaves an item's rows: divided and rounded in `out`, or as parts to merge.
+
+Rows go to `out` by way of the shared memory that q lay in, so that 16 bytes are stored at a time.
+A piece of an item leaves float32 [items, rows of an item, head_dim], divided by its own totals, and
+behind them all the base-2 logarithm of the totals, for `merge`.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from backends.triton_gpu.hopper.items import GROUPS, HALF, gluon_function
+
+
+class State(NamedTuple):
+    """What a group has of its rows so far."""
+
+    weights: gl.tensor
+    """Of the last tile of keys, whose values are not yet in the sums."""
+    sums: gl.tensor
+    extra: gl.tensor
+    """The sums' smaller part, of a head_dim that is no power of two."""
+    highest: gl.tensor
+    total: gl.tensor
+
+
+@gluon_function
+def _store(
+    sums: gl.tensor, share: gl.tensor, tile: gl.tensor, out: gl.tensor, item: gl.tensor,
+    FIRST: gl.constexpr, FORM: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Divide, round, store from dimension FIRST, by way of the rows' own `tile`, 16 bytes each."""
+    PACK: gl.constexpr = FORM.pack
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    share = gl.convert_layout(share, gl.SliceLayout(1, sums.type.layout))
+    tile.store((sums * share[:, None]).to(out.dtype.element_ty))
+    result = tile.load(WIDE)
+    fence_async_shared()
+    r = gl.arange(0, HALF, gl.SliceLayout(1, WIDE))
+    dim = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, WIDE))
+    token = GROUP_ID * (FORM.tokens // GROUPS) + r // PACK
+    to = (item.row + token).to(gl.int64) * FORM.token_stride
+    to += (item.part * PACK + r % PACK) * FORM.head_stride
+    mask = (token < item.tokens)[:, None] & (dim < FORM.head_dim)[None, :]
+    gl.store(out + to[:, None] + dim[None, :], result, mask=mask)
+
+
+@gluon_function
+def _store_part(
+    sums: gl.tensor, share: gl.tensor, partial: gl.tensor, item: gl.tensor, FIRST: gl.constexpr,
+    FORM: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Divide and store for the merge, from dimension FIRST: parts [items, rows, head_dim]."""
+    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
+    share = gl.convert_layout(share, ROW)
+    r = gl.arange(0, HALF, ROW)
+    dim = FIRST + gl.arange(0, sums.shape[1], gl.SliceLayout(0, sums.type.layout))
+    live = GROUP_ID * (FORM.tokens // GROUPS) + r // FORM.pack < item.tokens
+    row = (item.number * GROUPS + GROUP_ID) * HALF + r
+    mask = live[:, None] & (dim < FORM.head_dim)[None, :]
+    gl.store(
+        partial + row[:, None] * FORM.head_dim + dim[None, :], sums * share[:, None], mask=mask
+    )
+
+
+@gluon_function
+def finish(
+    state: gl.tensor, rows: gl.tensor, slot: gl.tensor, v: gl.tensor, given: gl.tensor,
+    item: gl.tensor, v_scale: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Store the rows of an item, or of a piece the parts and then log2 of the totals."""
+    partial, total = given.partial, state.total
+    if FORM.split:
+        if item.pieces <= 1:
+            _store_rows(state, v_scale / total, rows, slot, v, given.out, item, FORM, GROUP_ID)
+        else:
+            share = gl.where(total > 0, v_scale / total, 0.0)  # a row may see nothing of its piece
+            _store_part(state.sums, share, partial, item, 0, FORM, GROUP_ID)
+            WIDTH: gl.constexpr = v.tiles.shape[3]
+            if v.tails.shape[3] < WIDTH:
+                _store_part(state.extra, share, partial, item, WIDTH, FORM, GROUP_ID)
+            r = gl.arange(0, HALF, total.type.layout)
+            live = GROUP_ID * (FORM.tokens // GROUPS) + r // FORM.pack < item.tokens
+            lses = partial + given.most_items * (GROUPS * HALF * FORM.head_dim)
+            row = (item.number * GROUPS + GROUP_ID) * HALF + r
+            gl.store(lses + row, state.highest + gl.log2(total), mask=live)
+    else:
+        _store_rows(state, v_scale / total, rows, slot, v, given.out, item, FORM, GROUP_ID)
+
+
+@gluon_function
+def _store_rows(
+    state: gl.tensor, share: gl.tensor, rows: gl.tensor, slot: gl.tensor, v: gl.tensor,
+    out: gl.tensor, item: gl.tensor, FORM: gl.constexpr, GROUP_ID: gl.constexpr,
+) -> None:  # fmt: skip
+    """Store an item's rows, both parts of them where there are two."""
+    WIDTH: gl.constexpr = v.tiles.shape[3]
+    TAIL: gl.constexpr = v.tails.shape[3]
+    tile = rows.tiles.index(slot).reshape([HALF, WIDTH])
+    _store(state.sums, share, tile, out, item, 0, FORM, GROUP_ID)
+    if TAIL < WIDTH:
+        tail = rows.tails.index(slot).reshape([HALF, TAIL])
+        _store(state.extra, share, tail, out, item, WIDTH, FORM, GROUP_ID)

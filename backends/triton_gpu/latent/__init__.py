@@ -1,0 +1,1 @@
+"""Attention over latents (MLA): kernels for every GPU, and one for Hopper."""

@@ -1,0 +1,1 @@
+"""What all kernels of this backend share: launching, a layer's compile-time values, the softmax."""
