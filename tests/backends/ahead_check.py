@@ -46,7 +46,7 @@ def main():
     names = {json.loads(each["specialization_data"])["name"] for each in written}
     assert len(written) == len(found), (len(written), len(found))  # a hook serialises each
     assert any(name.endswith("decode._attend_chunk") for name in names), names
-    job(torch.float32)(ahead._Elsewhere(H100))[-1]()  # which nobody has compiled
+    job(torch.float32)(ahead._Elsewhere(H100))[-1]()  # not compiled yet
     assert not found[-1]
     sys.stdout.write("all is found\n")
 

@@ -91,7 +91,7 @@ def make(launcher, capability, element, form, *, cache=None, source=ASTSource, *
 
 
 def bound(made, *, registers, shared=SHARED_LIMIT, spills=0):
-    """At most so many spilled words, registers a thread and bytes a program."""
+    """Limits: spilled words, registers a thread, bytes a program."""
     assert made.count("LDL") <= spills, made.count("LDL")
     assert made.stack <= 8 * spills, made.stack
     assert made.registers <= registers, made.registers
