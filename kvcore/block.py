@@ -120,6 +120,7 @@ class Block(Node):
         id_object: the same number as a Python object; compiled code would make a new object for
             each answer.
         ref_count: how many holders it has.
+        num_leases: how many of them are leases.
         prev_free, next_free: neighbours in the free queue. Outside the queue `next_free` is None,
             and `prev_free` is the block that it stood before when it was taken out.
         node: the content it holds and can be hit by, or None.
@@ -134,6 +135,7 @@ class Block(Node):
         "next_copy",
         "next_free",
         "node",
+        "num_leases",
         "prev_copy",
         "prev_free",
         "ref_count",
@@ -144,6 +146,7 @@ class Block(Node):
         self.block_id = BlockId(block_id)
         self.id_object: object = block_id
         self.ref_count = 0
+        self.num_leases = 0
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
         self.node: Node | None = None
@@ -158,18 +161,29 @@ class Block(Node):
 
 @final
 class PendingRelease:
-    """A release in progress: the released blocks, and the sizes to restore if it fails.
+    """A release in progress: the released blocks, and the counts to restore if it fails.
 
     Of the blocks that become free, those in `content` can be hit later and those in `empty` cannot:
     they hold no content or lose it now. The blocks in `passing` are among the latter; no prefix
     cache hit could use their content.
     """
 
-    __slots__ = ("content", "empty", "last_event", "num_empty", "passing", "released")
+    __slots__ = (
+        "content",
+        "empty",
+        "last_event",
+        "num_deferred",
+        "num_empty",
+        "passing",
+        "released",
+    )
 
-    def __init__(self, released: list[Block], num_empty: int, last_event: int) -> None:
+    def __init__(
+        self, released: list[Block], num_empty: int, num_deferred: int, last_event: int
+    ) -> None:
         self.released = released
         self.num_empty = num_empty
+        self.num_deferred = num_deferred
         self.last_event = last_event
         self.content: list[Block] = []
         self.empty: list[Block] = []

@@ -207,6 +207,7 @@ class LeaseBook:
         except BaseException:
             self._drop(lease)
             raise
+        self._pool.count_lease(blocks)
         self._next_id += 1
         return lease
 
@@ -240,9 +241,10 @@ class LeaseBook:
         return tuple(sorted(self._deadlines.due(step), key=_age))
 
     def forget(self, ended: tuple[Lease, ...]) -> None:
-        """Note that leases have ended and their blocks are released. Cannot fail. O(leases)."""
+        """Note that leases have ended and their blocks are released. Cannot fail. O(blocks)."""
         for lease in ended:
             lease.is_active = False
+            self._pool.uncount_lease(lease.blocks)
             self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:
@@ -258,12 +260,9 @@ class LeaseBook:
     def num_deferred_blocks(self) -> int:
         """Return the number of blocks held by leases alone; they become free when those end.
 
-        O(leased blocks).
+        O(1).
         """
-        leased: Counter[Block] = Counter()
-        for lease in self.active.values():
-            leased.update(lease.blocks)
-        return sum([block.ref_count == count for block, count in leased.items()])
+        return self._pool.num_deferred_blocks
 
 
 def _age(lease: Lease) -> int:

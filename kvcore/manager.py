@@ -213,7 +213,7 @@ class KVCacheManager:
     ) -> Plan:
         """Return the blocks that `open` and `reserve` of all tokens would take; changes nothing.
 
-        O(len(tokens) + blocks under leases); with `chunk` also what `peak_blocks` costs.
+        O(len(tokens)); with `chunk` also what `peak_blocks` costs.
 
         Args:
             tokens: as for `open`.

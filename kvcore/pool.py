@@ -18,7 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
-from typing import SupportsIndex, final
+from operator import length_hint
+from typing import NoReturn, SupportsIndex, final
 
 from kvcore.arguments import Flag, as_bool, as_int
 from kvcore.block import NULL_BLOCK, Block, Node, PendingRelease, hold_again
@@ -59,6 +60,8 @@ class BlockPool:
         lifetimes: records block lifetimes and reuse gaps; None: not recorded.
         step: the current time of deadlines, in steps of the caller.
         num_used_blocks: the number of held blocks.
+        num_deferred_blocks: the number of held blocks whose holders are all leases: they become
+            free when those end.
         peak_used_blocks: the largest number of held blocks so far.
         num_cached_blocks: the number of published blocks, held or free.
         num_evicted_blocks: the number of evictions so far.
@@ -73,8 +76,8 @@ class BlockPool:
     __slots__ = (
         "_log", "_made", "_num_extra_slots", "_num_seen", "_passing", "block_sizes", "common_size",
         "empty_blocks", "idle_blocks", "is_uneven", "lifetimes", "null", "num_allocated_blocks",
-        "num_blocks", "num_cached_blocks", "num_computed_tokens", "num_evicted_blocks",
-        "num_used_blocks", "peak_used_blocks", "step", "trees",
+        "num_blocks", "num_cached_blocks", "num_computed_tokens", "num_deferred_blocks",
+        "num_evicted_blocks", "num_used_blocks", "peak_used_blocks", "step", "trees",
     )  # fmt: skip
 
     def __init__(
@@ -99,6 +102,7 @@ class BlockPool:
         self.step = 0
         self.num_used_blocks = self.peak_used_blocks = self.num_cached_blocks = 0
         self.num_evicted_blocks = self.num_allocated_blocks = self.num_computed_tokens = 0
+        self.num_deferred_blocks = 0
 
     @property
     def blocks(self) -> list[Block]:
@@ -268,8 +272,12 @@ class BlockPool:
             kept: some of them, with their retention terms.
         """
         idle = [block for block in blocks if block.ref_count == 0]
+        deferred = self.num_deferred_blocks
+        if deferred and len(idle) < len(blocks):
+            deferred -= sum([0 < block.ref_count == block.num_leases for block in blocks])
         if kept:
             self.idle_blocks.prepare_terms(kept)
+        self.num_deferred_blocks = deferred
         for block in blocks:
             block.ref_count += 1
         if idle:
@@ -308,17 +316,39 @@ class BlockPool:
         if self.is_uneven:
             self._let_leave(self._let_go(blocks, is_own=True))
             return
+        deferred = self.num_deferred_blocks
         freed = self._uncount(blocks, is_own=True)
         try:
             content = [block for block in freed if block.node is not None]
-            empty = [block for block in freed if block.node is None]
-            self.empty_blocks += empty
+            if len(content) < len(freed):
+                empty = [block for block in freed if block.node is None]
+                self.empty_blocks += empty
+                self.num_used_blocks -= len(empty)
         except BaseException:
             hold_again(blocks)
+            self.num_deferred_blocks = deferred
             raise
-        self.num_used_blocks -= len(empty)
         if content:
             self._put_back(content)
+
+    def count_lease(self, blocks: Sequence[Block]) -> None:
+        """Count the holder that each block has just gained as a lease. Cannot fail. O(blocks)."""
+        for block in blocks:
+            count = block.num_leases = block.num_leases + 1
+            if count == block.ref_count:
+                self.num_deferred_blocks += 1
+
+    def uncount_lease(self, blocks: Sequence[Block]) -> None:
+        """Count a lease of each block less, after its release. Cannot fail. O(blocks).
+
+        A block counts as deferred while it has leases and no more holders than leases. Between a
+        release and this call it can have fewer.
+        """
+        for block in blocks:
+            count = block.num_leases
+            block.num_leases = count - 1
+            if block.ref_count <= count and (block.ref_count == count or count == 1):
+                self.num_deferred_blocks -= 1
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Remove invalid content from blocks, then release `released`.
@@ -332,7 +362,9 @@ class BlockPool:
         self._check_own(blocks)
         losing = [block for block in dict.fromkeys(blocks) if block.node is not None]
         idle = [block for block in losing if block.next_free is not None]
-        before = PendingRelease([], len(self.empty_blocks), self.last_event)
+        before = PendingRelease(
+            [], len(self.empty_blocks), self.num_deferred_blocks, self.last_event
+        )
         try:
             self.empty_blocks += idle
             self._note_lost(losing)
@@ -590,7 +622,9 @@ class BlockPool:
         `_let_leave` completes it and `_take_back` undoes it. Blocks in `losing`, and blocks that no
         hit can use, lose their content. `is_own`: the blocks are known to belong to this pool.
         """
-        pending = PendingRelease(released, len(self.empty_blocks), self.last_event)
+        pending = PendingRelease(
+            released, len(self.empty_blocks), self.num_deferred_blocks, self.last_event
+        )
         freed = self._uncount(released, is_own=is_own)
         try:
             pending.content = [block for block in freed if block.node is not None]
@@ -630,6 +664,7 @@ class BlockPool:
 
     def _take_back(self, pending: PendingRelease) -> None:
         """Undo a pending release. Cannot fail. O(blocks)."""
+        self.num_deferred_blocks = pending.num_deferred
         del self.empty_blocks[pending.num_empty :]
         if self._log is not None:
             self._log.take_back(pending.last_event)
@@ -645,7 +680,11 @@ class BlockPool:
             self._log.trim()
 
     def _uncount(self, released: list[Block], *, is_own: bool) -> list[Block]:
-        """Remove a holder from each block, or from none; return the freed blocks."""
+        """Remove a holder from each block, or from none; return the freed blocks.
+
+        Blocks are counted up to the first that has other holders in a loop of their own: two
+        thirds of the time of the loop in `_uncount_shared`.
+        """
         made = self._made
         waiting = iter(released)
         try:
@@ -665,23 +704,42 @@ class BlockPool:
                     return released
         except (AttributeError, IndexError, TypeError):
             pass  # not a block of this pool
-        hold_again(released[: -1 - len(list(waiting))])
-        return self._uncount_shared(released)
+        freed = released[: len(released) - length_hint(waiting) - 1]
+        try:
+            shared = released[len(freed) :]
+            if not is_own:
+                self._check_own(shared)
+            return freed + self._uncount_shared(shared)
+        except BaseException:
+            hold_again(freed)
+            raise
 
     def _uncount_shared(self, released: list[Block]) -> list[Block]:
-        """Do what `_uncount` does for blocks that may have several holders or be given twice."""
-        self._check_own(released)
+        """Do what `_uncount` does for own blocks that may have several holders or come twice."""
         freed: list[Block] = []
-        for index, block in enumerate(released):
-            if block.ref_count == 0:
-                hold_again(released[:index])
-                raise DoubleFreeError(
-                    f"release: block {block.block_id} is released more often than it is held"
-                )
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                freed.append(block)
+        deferred = self.num_deferred_blocks
+        waiting = iter(released)
+        try:
+            for block in waiting:
+                count = block.ref_count - 1
+                if count <= block.num_leases:
+                    if count < 0:
+                        self._refuse(block)
+                    if count == 0:
+                        freed.append(block)
+                    elif count == block.num_leases:
+                        deferred += 1
+                block.ref_count = count
+        except BaseException:
+            hold_again(released[: len(released) - length_hint(waiting) - 1])
+            raise
+        self.num_deferred_blocks = deferred
         return freed
+
+    def _refuse(self, block: Block) -> NoReturn:
+        raise DoubleFreeError(
+            f"release: block {block.block_id} is released more often than it is held"
+        )
 
     def _put_back(self, freed: list[Block]) -> None:
         """Put freed blocks with content into the free queue. Cannot fail."""

@@ -50,13 +50,18 @@ def partition(manager: KVCacheManager) -> None:
 
 
 def ref_counts(manager: KVCacheManager) -> None:
-    """P2: a block's ref count is the number of its places in live tables and leases."""
+    """P2: a block's ref count is the number of its places in live tables and leases.
+
+    Its count of leases is the number of its places in leases.
+    """
     held = Counter(id(block) for _, table in _tables(manager) for block in _owned(table))
-    for lease in manager.leases.active.values():
-        held.update(id(block) for block in lease.blocks)
+    leases = Counter(id(b) for lease in manager.leases.active.values() for b in lease.blocks)
+    held.update(leases)
     for block in manager.pool.blocks:
         if block.ref_count != held[id(block)]:
             _fail("P2", f"{block!r} has {held[id(block)]} places in live tables and leases")
+        if block.num_leases != leases[id(block)]:
+            _fail("P2", f"{block!r} has {leases[id(block)]} leases, it says {block.num_leases}")
 
 
 def quiescence(manager: KVCacheManager) -> None:
@@ -157,6 +162,10 @@ def capacity(manager: KVCacheManager) -> None:
     cached = sum([block.node is not None for block in pool.blocks])
     if cached != pool.num_cached_blocks:
         _fail("P13", f"{cached} blocks hold content, the pool says {pool.num_cached_blocks}")
+    leases = Counter(b for lease in manager.leases.active.values() for b in lease.blocks)
+    deferred = sum([block.ref_count == count for block, count in leases.items()])
+    if deferred != pool.num_deferred_blocks:
+        _fail("P13", f"leases alone hold {deferred} blocks, not {pool.num_deferred_blocks}")
     computed = sum([seq.num_computed_tokens for seq in manager.sequences.values()])
     if computed != pool.num_computed_tokens:
         _fail("P13", f"{computed} tokens are computed, the pool says {pool.num_computed_tokens}")

@@ -33,7 +33,17 @@ LINKS = {
     "evict",
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
     *(f"BlockPool.{name}" for name in ("_put_back", "_leave", "_let_leave", "_take_back")),
-    *(f"BlockPool.{name}" for name in ("_lose", "_count_emptied", "assign", "_extra_slots")),
+    *(
+        f"BlockPool.{name}"
+        for name in (
+            "count_lease",
+            "uncount_lease",
+            "_lose",
+            "_count_emptied",
+            "assign",
+            "_extra_slots",
+        )
+    ),
     *(f"KVSequence.{name}" for name in ("cut_hashes", "forget_identity", "find_limits")),
     "BlockTable.cut",
     "BlockTable.forget",
