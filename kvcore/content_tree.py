@@ -62,21 +62,20 @@ class ContentTree:
         node = self._roots.get(namespace_key)
         if node is None:
             return found
-        size, end = self._key_bytes, 0
-        for index in range(max_blocks):
-            start, end = end, end + size
-            content = packed[start:end]
+        size = self._key_bytes
+        for start in range(0, max_blocks * size, size):
+            content = packed[start : start + size]
             if items is not None:
-                content = content + items[index]
+                content = content + items[start // size]
             child = node.last_child
             if child is None or child.tokens != content:
                 child = None if node.children is None else node.children.get(content)
-                if child is None:
+                if child is None or child.first_copy is None:
                     break
+                node.last_child = child
             block = child.first_copy
             if block is None:
                 break
-            node.last_child = child
             found.append(block)
             node = child
         return found
@@ -97,18 +96,17 @@ class ContentTree:
         node = self._roots.get(namespace_key)
         if node is None:
             return found
-        size, end = self._key_bytes, 0
-        for index in range(max_blocks):
-            start, end = end, end + size
-            content = packed[start:end]
+        size = self._key_bytes
+        for start in range(0, max_blocks * size, size):
+            content = packed[start : start + size]
             if items is not None:
-                content = content + items[index]
+                content = content + items[start // size]
             child = node.last_child
             if child is None or child.tokens != content:
                 child = None if node.children is None else node.children.get(content)
                 if child is None:
                     break
-            node.last_child = child
+                node.last_child = child
             found.append(child.first_copy)
             node = child
         return found
