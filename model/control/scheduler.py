@@ -203,6 +203,7 @@ class Scheduler:
             self._kv.tick(1)
         self._budget = self.config.max_num_batched_tokens
         self._planned, self._stores, self._loads = {}, [], []
+        self._admission.begin_step()
         if self.config.long_above is not None:
             self._restart_long()
         self._plan_decodes()
@@ -387,7 +388,8 @@ class Scheduler:
         if not victims or len(stay) + num_led >= self.config.max_num_seqs:
             return False
         gained = self._admission.num_freeing + sum(map(self._admission.num_exclusive, victims))
-        wanted = self._admission.num_wanted(plan) + self._admission.num_promised(stay, num_led)
+        wanted = self._admission.num_wanted(plan)
+        wanted += self._admission.num_promised(self._running, num_led, victims)
         return not stay or wanted <= plan.num_free_blocks + gained
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
