@@ -349,10 +349,8 @@ class BlockPool:
             self._let_leave(self._let_go(blocks, is_own=True))
             return
         try:
-            content = blocks
-            if empty and blocks[len(empty) - 1] is empty[-1]:  # they come before the others
-                content = blocks[len(empty) :]
-            elif empty:
+            content = blocks[len(empty) :]
+            if empty and blocks[len(empty) - 1] is not empty[-1]:  # the others are not the last
                 content = [block for block in blocks if block.node is not None]
             self.empty_blocks += empty
         except BaseException:
@@ -378,7 +376,7 @@ class BlockPool:
         for block in blocks:
             count = block.num_leases
             block.num_leases = count - 1
-            if block.ref_count <= count and (block.ref_count == count or count == 1):
+            if block.ref_count == count or (block.ref_count == 0 and count == 1):
                 self.num_deferred_blocks -= 1
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:

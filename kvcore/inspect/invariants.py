@@ -162,10 +162,6 @@ def capacity(manager: KVCacheManager) -> None:
     cached = sum([block.node is not None for block in pool.blocks])
     if cached != pool.num_cached_blocks:
         _fail("P13", f"{cached} blocks hold content, the pool says {pool.num_cached_blocks}")
-    leases = Counter(b for lease in manager.leases.active.values() for b in lease.blocks)
-    deferred = sum([block.ref_count == count for block, count in leases.items()])
-    if deferred != pool.num_deferred_blocks:
-        _fail("P13", f"leases alone hold {deferred} blocks, not {pool.num_deferred_blocks}")
     computed = sum([seq.num_computed_tokens for seq in manager.sequences.values()])
     if computed != pool.num_computed_tokens:
         _fail("P13", f"{computed} tokens are computed, the pool says {pool.num_computed_tokens}")
@@ -228,6 +224,14 @@ def leased(manager: KVCacheManager) -> None:
         for block in lease.blocks:
             if block.ref_count < 1 or block.next_free is not None:
                 _fail("P17", f"{block!r} is free under {lease!r}")
+
+
+def deferred(manager: KVCacheManager) -> None:
+    """P20: the number of blocks that leases alone hold is the true one."""
+    leases = Counter(b for lease in manager.leases.active.values() for b in lease.blocks)
+    count = sum([block.ref_count == times for block, times in leases.items()])
+    if count != manager.pool.num_deferred_blocks:
+        _fail("P20", f"leases alone hold {count} blocks, not {manager.pool.num_deferred_blocks}")
 
 
 def arriving(manager: KVCacheManager) -> None:
@@ -366,6 +370,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P17": leased,
     "P18": tables,
     "P19": settled,
+    "P20": deferred,
     "P21": folded,
     "P27": told,
     "P29": useful,

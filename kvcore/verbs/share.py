@@ -74,7 +74,7 @@ def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
             hits = find_blocks(pool, only.block_size, key, seq.packed, seq.items)
         else:
             longest = (len(seq.packed) - 1) // only.block_size
-            hits = pool.trees[0].match(key, seq.packed.tobytes(), longest) if longest else []
+            hits = pool.match(key, seq.packed.tobytes(), longest) if longest else []
         if hits:
             only.start(pool.null, 0, hits)
             seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size
