@@ -360,14 +360,14 @@ class BlockPool:
         if content:
             self._put_back(content)
 
-    def count_lease(self, blocks: Sequence[Block]) -> None:
+    def count_lease(self, blocks: list[Block]) -> None:
         """Count the holder that each block has just gained as a lease. Cannot fail. O(blocks)."""
         for block in blocks:
             count = block.num_leases = block.num_leases + 1
             if count == block.ref_count:
                 self.num_deferred_blocks += 1
 
-    def uncount_lease(self, blocks: Sequence[Block]) -> None:
+    def uncount_lease(self, blocks: list[Block]) -> None:
         """Count a lease of each block less, after its release. Cannot fail. O(blocks).
 
         A block counts as deferred while it has leases and no more holders than leases. Between a

@@ -51,7 +51,9 @@ def describe(
                 f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
             )
         key = encode_namespace(namespace)
-    packed = pack(tokens)
+    # The usual case of `pack`, without its call.
+    is_packed = type(tokens) is array and tokens.typecode == "I"
+    packed: array[int] = tokens[:] if is_packed else pack(tokens)  # type: ignore[index,assignment]
     if not packed:
         raise InvalidArgumentError("tokens: wanted at least one token, got none")
     if longest is not None:
