@@ -14,7 +14,6 @@ separate node. All links are intrusive: moving a block between states allocates 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, NewType, final
 
 BlockId = NewType("BlockId", int)
@@ -161,36 +160,19 @@ class Block(Node):
 
 @final
 class PendingRelease:
-    """A release in progress: the released blocks, and the counts to restore if it fails.
+    """A release in progress: the released blocks, and the sizes to restore if it fails.
 
     Of the blocks that become free, those in `content` can be hit later and those in `empty` cannot:
     they hold no content or lose it now. The blocks in `passing` are among the latter; no prefix
     cache hit could use their content.
     """
 
-    __slots__ = (
-        "content",
-        "empty",
-        "last_event",
-        "num_deferred",
-        "num_empty",
-        "passing",
-        "released",
-    )
+    __slots__ = ("content", "empty", "last_event", "num_empty", "passing", "released")
 
-    def __init__(
-        self, released: list[Block], num_empty: int, num_deferred: int, last_event: int
-    ) -> None:
+    def __init__(self, released: list[Block], num_empty: int, last_event: int) -> None:
         self.released = released
         self.num_empty = num_empty
-        self.num_deferred = num_deferred
         self.last_event = last_event
         self.content: list[Block] = []
         self.empty: list[Block] = []
         self.passing: list[Block] = []
-
-
-def hold_again(blocks: Sequence[Block]) -> None:
-    """Restore the reference counts of released blocks. Cannot fail. O(len(blocks))."""
-    for block in blocks:
-        block.ref_count += 1

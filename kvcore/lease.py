@@ -207,7 +207,7 @@ class LeaseBook:
         except BaseException:
             self._drop(lease)
             raise
-        self._pool.count_lease(blocks)
+        self._count(blocks)
         self._next_id += 1
         return lease
 
@@ -244,7 +244,7 @@ class LeaseBook:
         """Note that leases have ended and their blocks are released. Cannot fail. O(blocks)."""
         for lease in ended:
             lease.is_active = False
-            self._pool.uncount_lease(lease.blocks)
+            self._uncount(lease.blocks)
             self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:
@@ -252,6 +252,25 @@ class LeaseBook:
         del self.active[lease.lease_id]
         if lease.deadline is not None:
             self._deadlines.drop(lease, lease.deadline)
+
+    def _count(self, blocks: list[Block]) -> None:
+        """Count the holder that each block has just gained as a lease. Cannot fail. O(blocks)."""
+        for block in blocks:
+            count = block.num_leases = block.num_leases + 1
+            if count == block.ref_count:
+                self._pool.num_deferred_blocks += 1
+
+    def _uncount(self, blocks: list[Block]) -> None:
+        """Count a lease of each block less, after its release. Cannot fail. O(blocks).
+
+        A block counts as deferred while it has leases and no more holders than leases. Between a
+        release and this call it can have fewer.
+        """
+        for block in blocks:
+            count = block.num_leases
+            block.num_leases = count - 1
+            if block.ref_count == count or (block.ref_count == 0 and count == 1):
+                self._pool.num_deferred_blocks -= 1
 
     def counts(self) -> dict[str, int]:
         """Return how many leases of each kind are active. O(active leases)."""

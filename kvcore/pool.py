@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
 from operator import length_hint
-from typing import NoReturn, SupportsIndex, final
+from typing import SupportsIndex, final
 
 from kvcore.arguments import Flag, as_bool, as_int
-from kvcore.block import NULL_BLOCK, Block, Node, PendingRelease, hold_again
+from kvcore.block import NULL_BLOCK, Block, Node, PendingRelease
 from kvcore.content_tree import ContentTree, evict, lost_contents
 from kvcore.errors import (
     BlockStateError,
@@ -163,9 +163,7 @@ class BlockPool:
             self._make(seen)
             found += self._made[self._num_seen : seen]
         if not found:
-            idle = self.idle_blocks
-            # `IdleBlocks.first`, without its call if no block has to come from a shelf.
-            found = idle.queue.first(count) if count <= idle.queue.length else idle.first(count)
+            found = self.idle_blocks.first(count)
         elif len(found) < count:
             found += self.idle_blocks.first(count - len(found))
         return found
@@ -236,10 +234,7 @@ class BlockPool:
         """Allocate the next free blocks that have content. Fails before it changes anything."""
         if self._log is not None:
             self._note_lost(blocks)
-        if self.idle_blocks.kept:
-            self.idle_blocks.cut_front(blocks)
-        else:  # all that it does then
-            self.idle_blocks.queue.cut_front(blocks)
+        self.idle_blocks.cut_front(blocks)
         evict(self.trees, blocks)
         if self.is_uneven:
             for block in blocks:
@@ -342,10 +337,10 @@ class BlockPool:
                     empty.append(block)
                 block.ref_count = 0
         except BaseException:
-            hold_again(blocks[: -1 - length_hint(waiting)])
+            self._hold_again(blocks[: -1 - length_hint(waiting)])
             raise
         if is_shared:
-            hold_again(blocks[: -1 - length_hint(waiting)])
+            self._hold_again(blocks[: -1 - length_hint(waiting)])
             self._let_leave(self._let_go(blocks, is_own=True))
             return
         try:
@@ -354,30 +349,11 @@ class BlockPool:
                 content = [block for block in blocks if block.node is not None]
             self.empty_blocks += empty
         except BaseException:
-            hold_again(blocks)
+            self._hold_again(blocks)
             raise
         self.num_used_blocks -= len(empty)
         if content:
             self._put_back(content)
-
-    def count_lease(self, blocks: list[Block]) -> None:
-        """Count the holder that each block has just gained as a lease. Cannot fail. O(blocks)."""
-        for block in blocks:
-            count = block.num_leases = block.num_leases + 1
-            if count == block.ref_count:
-                self.num_deferred_blocks += 1
-
-    def uncount_lease(self, blocks: list[Block]) -> None:
-        """Count a lease of each block less, after its release. Cannot fail. O(blocks).
-
-        A block counts as deferred while it has leases and no more holders than leases. Between a
-        release and this call it can have fewer.
-        """
-        for block in blocks:
-            count = block.num_leases
-            block.num_leases = count - 1
-            if block.ref_count == count or (block.ref_count == 0 and count == 1):
-                self.num_deferred_blocks -= 1
 
     def forget(self, blocks: Sequence[Block], released: Sequence[Block] = ()) -> None:
         """Remove invalid content from blocks, then release `released`.
@@ -391,9 +367,7 @@ class BlockPool:
         self._check_own(blocks)
         losing = [block for block in dict.fromkeys(blocks) if block.node is not None]
         idle = [block for block in losing if block.next_free is not None]
-        before = PendingRelease(
-            [], len(self.empty_blocks), self.num_deferred_blocks, self.last_event
-        )
+        before = PendingRelease([], len(self.empty_blocks), self.last_event)
         try:
             self.empty_blocks += idle
             self._note_lost(losing)
@@ -630,9 +604,8 @@ class BlockPool:
             for block in idle:
                 self.lifetimes.revived(block.block_id, self.step)
         self.idle_blocks.find_run(idle)
-        used = self.num_used_blocks = self.num_used_blocks + len(idle)
-        if used > self.peak_used_blocks:  # noqa: PLR1730  # as in `take`
-            self.peak_used_blocks = used
+        self.num_used_blocks += len(idle)
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
         if self.is_uneven:
             self._num_extra_slots += self._extra_slots(idle)
 
@@ -652,9 +625,7 @@ class BlockPool:
         `_let_leave` completes it and `_take_back` undoes it. Blocks in `losing`, and blocks that no
         hit can use, lose their content. `is_own`: the blocks are known to belong to this pool.
         """
-        pending = PendingRelease(
-            released, len(self.empty_blocks), self.num_deferred_blocks, self.last_event
-        )
+        pending = PendingRelease(released, len(self.empty_blocks), self.last_event)
         freed = self._uncount(released, is_own=is_own)
         try:
             pending.content = [block for block in freed if block.node is not None]
@@ -694,11 +665,10 @@ class BlockPool:
 
     def _take_back(self, pending: PendingRelease) -> None:
         """Undo a pending release. Cannot fail. O(blocks)."""
-        self.num_deferred_blocks = pending.num_deferred
         del self.empty_blocks[pending.num_empty :]
         if self._log is not None:
             self._log.take_back(pending.last_event)
-        hold_again(pending.released)
+        self._hold_again(pending.released)
 
     def _lose(self, blocks: Sequence[Block]) -> None:
         """Remove the content of blocks from the tree; the events are recorded. Cannot fail."""
@@ -737,39 +707,41 @@ class BlockPool:
         freed = released[: len(released) - length_hint(waiting) - 1]
         try:
             shared = released[len(freed) :]
-            if not is_own:
-                self._check_own(shared)
+            self._check_own(() if is_own else shared)
             return freed + self._uncount_shared(shared)
         except BaseException:
-            hold_again(freed)
+            self._hold_again(freed)
             raise
 
     def _uncount_shared(self, released: list[Block]) -> list[Block]:
         """Do what `_uncount` does for own blocks that may have several holders or come twice."""
         freed: list[Block] = []
-        deferred = self.num_deferred_blocks
         waiting = iter(released)
         try:
             for block in waiting:
                 count = block.ref_count - 1
                 if count <= block.num_leases:
                     if count < 0:
-                        self._refuse(block)
+                        number = block.block_id
+                        raise DoubleFreeError(  # noqa: TRY301  # the others have to be undone
+                            f"release: block {number} is released more often than it is held"
+                        )
                     if count == 0:
                         freed.append(block)
                     elif count == block.num_leases:
-                        deferred += 1
+                        self.num_deferred_blocks += 1
                 block.ref_count = count
         except BaseException:
-            hold_again(released[: len(released) - length_hint(waiting) - 1])
+            self._hold_again(released[: -1 - length_hint(waiting)])
             raise
-        self.num_deferred_blocks = deferred
         return freed
 
-    def _refuse(self, block: Block) -> NoReturn:
-        raise DoubleFreeError(
-            f"release: block {block.block_id} is released more often than it is held"
-        )
+    def _hold_again(self, blocks: list[Block]) -> None:
+        """Undo the release of blocks. Cannot fail. O(len(blocks))."""
+        for block in blocks:
+            if 0 < block.ref_count == block.num_leases:
+                self.num_deferred_blocks -= 1
+            block.ref_count += 1
 
     def _put_back(self, freed: list[Block]) -> None:
         """Put freed blocks with content into the free queue. Cannot fail."""

@@ -15,7 +15,6 @@ computes, once it is on its way to the device; `accept` takes its tokens, after 
 at the latest; `update` is `advance` and `accept` at once. Until then every request that samples
 expects a token, which is committed when it is computed, a step after it was sampled. What was
 planned meanwhile for a request that ends by a stop token is dropped.
-
 Further samples of a prompt start by a fork when it is computed. One without room waits its turn.
 
 Invariants:
@@ -383,14 +382,13 @@ class Scheduler:
 
     def _helps_to_preempt(self, request: Request, plan: kvcore.Plan, num_led: int) -> bool:
         """Whether a waiting request fits once all that come behind it have given way."""
-        stay = [r for r in self._running if r.order < request.order]
-        victims = self._running[len(stay) :]
-        if not victims or len(stay) + num_led >= self.config.max_num_seqs:
+        victims = [r for r in self._running if r.order >= request.order]
+        if not victims or len(self._running) - len(victims) + num_led >= self.config.max_num_seqs:
             return False
         gained = self._admission.num_freeing + sum(map(self._admission.num_exclusive, victims))
-        wanted = self._admission.num_wanted(plan)
-        wanted += self._admission.num_promised(self._running, num_led, victims)
-        return not stay or wanted <= plan.num_free_blocks + gained
+        promised = self._admission.num_promised(self._running, num_led, victims)
+        missing = self._admission.num_wanted(plan) + promised - plan.num_free_blocks
+        return len(victims) == len(self._running) or missing <= gained
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether a request before it is about to compute the next block this one could hit."""

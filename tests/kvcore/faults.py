@@ -27,23 +27,13 @@ LINKS = {
     ),
     "Deadlines.drop",
     "Deadlines.clear",
-    "LeaseBook._drop",
+    *(f"LeaseBook.{name}" for name in ("_drop", "_count", "_uncount")),
     "_all_free",
     *(f"ContentTree.{name}" for name in ("detach", "_prune", "_set_aside", "clear")),
     "evict",
     *(f"LifetimeRecorder.{name}" for name in ("published", "freed", "revived", "evicted")),
     *(f"BlockPool.{name}" for name in ("_put_back", "_leave", "_let_leave", "_take_back")),
-    *(
-        f"BlockPool.{name}"
-        for name in (
-            "count_lease",
-            "uncount_lease",
-            "_lose",
-            "_count_emptied",
-            "assign",
-            "_extra_slots",
-        )
-    ),
+    *(f"BlockPool.{name}" for name in ("_lose", "_count_emptied", "assign", "_extra_slots")),
     *(f"KVSequence.{name}" for name in ("cut_hashes", "forget_identity", "find_limits")),
     "BlockTable.cut",
     "BlockTable.forget",
@@ -55,7 +45,7 @@ LINKS = {
     "Node.clear",
     "BlockPool.unpublish",
     "_add",
-    "hold_again",
+    "BlockPool._hold_again",
     "_leave_step",
     "_find_stop",
     "BlockTable.next_pass",
@@ -158,7 +148,7 @@ class Faults:
         for name, functions in {
             "xxhash": ["xxh3_128_digest"],
             "hashlib": ["sha256"],
-            "struct": ["pack", "unpack", "error"],
+            "struct": ["pack", "unpack", "error", "Struct"],
         }.items():
             if hasattr(module, name):
                 real = getattr(module, name)
@@ -277,7 +267,7 @@ CACHES = {
     "BlockTable": {"_ids"},
     "KVCacheManager": {"_last_step"},
     "KVSequence": {"chain", "due", "room", "stop"},
-    "ContentTree": {"_spare"},
+    "ContentTree": {"_cut", "_spare"},
     "BlockPool": {"_made"},
 }
 """What no answer depends on: names once asked for, the child to be tried first, what is at hand."""
