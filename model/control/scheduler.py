@@ -395,13 +395,13 @@ class Scheduler:
         end = num_cached_tokens + self._kv.block_size
         if not self._kv.enable_caching or end >= request.num_tokens:
             return False
-        prefix = request.tokens[:end]
+        prefix, is_long = request.tokens[:end], self._admission.is_long(request)
         return any(
-            other.order < request.order
-            and other.is_long == self._admission.is_long(request)
-            and (other.namespace, other.items) == (request.namespace, request.items)
+            other.tokens[:end] == prefix  # first what few have in common: every start asks it
             and other.num_computed_tokens < end
-            and other.tokens[:end] == prefix
+            and (other.namespace, other.items) == (request.namespace, request.items)
+            and other.is_long == is_long
+            and other.order < request.order
             for other in self._running
         )
 
