@@ -32,11 +32,10 @@ class ContentTree:
         log: records the stored contents; None: not recorded.
     """
 
-    __slots__ = ("_cut", "_group", "_key_bytes", "_log", "_roots", "_spare")
+    __slots__ = ("_group", "_key_bytes", "_log", "_roots", "_spare")
 
     def __init__(self, block_size: int, group: int = 0, log: EventLog | None = None) -> None:
         self._key_bytes = block_size * BYTES_PER_TOKEN
-        self._cut = cutter(self._key_bytes)
         self._group = group
         self._log = log
         self._roots: dict[bytes, Node] = {}
@@ -92,8 +91,9 @@ class ContentTree:
         fifth compiled. Returns the last node; None: the match ends before.
         """
         size = self._key_bytes
+        cut = cutter(size)
         for start in range(0, (max_blocks - AT_ONCE + 1) * size, AT_ONCE * size):
-            for content in self._cut.unpack_from(packed, start):
+            for content in cut.unpack_from(packed, start):
                 child = node.last_child
                 if child is None or child.tokens != content:
                     child = None if node.children is None else node.children.get(content)

@@ -148,7 +148,7 @@ class Faults:
         for name, functions in {
             "xxhash": ["xxh3_128_digest"],
             "hashlib": ["sha256"],
-            "struct": ["pack", "unpack", "error", "Struct"],
+            "struct": ["pack", "unpack", "error"],
         }.items():
             if hasattr(module, name):
                 real = getattr(module, name)
@@ -267,7 +267,7 @@ CACHES = {
     "BlockTable": {"_ids"},
     "KVCacheManager": {"_last_step"},
     "KVSequence": {"chain", "due", "room", "stop"},
-    "ContentTree": {"_cut", "_spare"},
+    "ContentTree": {"_spare"},
     "BlockPool": {"_made"},
 }
 """What no answer depends on: names once asked for, the child to be tried first, what is at hand."""
