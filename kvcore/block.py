@@ -14,7 +14,6 @@ separate node. All links are intrusive: moving a block between states allocates 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, NewType, final
 
 BlockId = NewType("BlockId", int)
@@ -120,6 +119,7 @@ class Block(Node):
         id_object: the same number as a Python object; compiled code would make a new object for
             each answer.
         ref_count: how many holders it has.
+        num_leases: how many of them are leases.
         prev_free, next_free: neighbours in the free queue. Outside the queue `next_free` is None,
             and `prev_free` is the block that it stood before when it was taken out.
         node: the content it holds and can be hit by, or None.
@@ -134,6 +134,7 @@ class Block(Node):
         "next_copy",
         "next_free",
         "node",
+        "num_leases",
         "prev_copy",
         "prev_free",
         "ref_count",
@@ -144,6 +145,7 @@ class Block(Node):
         self.block_id = BlockId(block_id)
         self.id_object: object = block_id
         self.ref_count = 0
+        self.num_leases = 0
         self.prev_free: Block | None = None
         self.next_free: Block | None = None
         self.node: Node | None = None
@@ -174,9 +176,3 @@ class PendingRelease:
         self.content: list[Block] = []
         self.empty: list[Block] = []
         self.passing: list[Block] = []
-
-
-def hold_again(blocks: Sequence[Block]) -> None:
-    """Restore the reference counts of released blocks. Cannot fail. O(len(blocks))."""
-    for block in blocks:
-        block.ref_count += 1

@@ -207,6 +207,7 @@ class LeaseBook:
         except BaseException:
             self._drop(lease)
             raise
+        self._count(blocks)
         self._next_id += 1
         return lease
 
@@ -240,9 +241,10 @@ class LeaseBook:
         return tuple(sorted(self._deadlines.due(step), key=_age))
 
     def forget(self, ended: tuple[Lease, ...]) -> None:
-        """Note that leases have ended and their blocks are released. Cannot fail. O(leases)."""
+        """Note that leases have ended and their blocks are released. Cannot fail. O(blocks)."""
         for lease in ended:
             lease.is_active = False
+            self._uncount(lease.blocks)
             self._drop(lease)
 
     def _drop(self, lease: Lease) -> None:
@@ -251,6 +253,25 @@ class LeaseBook:
         if lease.deadline is not None:
             self._deadlines.drop(lease, lease.deadline)
 
+    def _count(self, blocks: list[Block]) -> None:
+        """Count the holder that each block has just gained as a lease. Cannot fail. O(blocks)."""
+        for block in blocks:
+            count = block.num_leases = block.num_leases + 1
+            if count == block.ref_count:
+                self._pool.num_deferred_blocks += 1
+
+    def _uncount(self, blocks: list[Block]) -> None:
+        """Count a lease of each block less, after its release. Cannot fail. O(blocks).
+
+        A block counts as deferred while it has leases and no more holders than leases. Between a
+        release and this call it can have fewer.
+        """
+        for block in blocks:
+            count = block.num_leases
+            block.num_leases = count - 1
+            if block.ref_count == count or (block.ref_count == 0 and count == 1):
+                self._pool.num_deferred_blocks -= 1
+
     def counts(self) -> dict[str, int]:
         """Return how many leases of each kind are active. O(active leases)."""
         return dict(Counter([lease.kind for lease in self.active.values()]))
@@ -258,12 +279,9 @@ class LeaseBook:
     def num_deferred_blocks(self) -> int:
         """Return the number of blocks held by leases alone; they become free when those end.
 
-        O(leased blocks).
+        O(1).
         """
-        leased: Counter[Block] = Counter()
-        for lease in self.active.values():
-            leased.update(lease.blocks)
-        return sum([block.ref_count == count for block, count in leased.items()])
+        return self._pool.num_deferred_blocks
 
 
 def _age(lease: Lease) -> int:

@@ -213,7 +213,7 @@ class KVCacheManager:
     ) -> Plan:
         """Return the blocks that `open` and `reserve` of all tokens would take; changes nothing.
 
-        O(len(tokens) + blocks under leases); with `chunk` also what `peak_blocks` costs.
+        O(len(tokens)); with `chunk` also what `peak_blocks` costs.
 
         Args:
             tokens: as for `open`.
@@ -612,7 +612,9 @@ class KVCacheManager:
 
         The blocks that it published can be hit until they are reused.
         """
-        self._check_open(seq)
+        known: object = seq  # callers are not all typed
+        if type(known) is not KVSequence or self.sequences.get(known.seq_id) is not known:
+            self._check_open(seq)
         self.pool.give_back(leaving(seq, 0))
         for table in seq.tables:
             table.cut(0)
@@ -944,15 +946,14 @@ class KVCacheManager:
     def _admit(self, seq: KVSequence, hits: list[Block]) -> None:
         """Hold the prefix cache hits of a new sequence, with its retention, and register it."""
         self.sequences[seq.seq_id] = seq
-        try:
-            if seq.retention:
-                self.pool.revive(hits, kept_hits(self.pool, seq))
-            elif hits:
-                self.pool.revive(hits)
-        except BaseException:
-            del self.sequences[seq.seq_id]
-            raise
-        self.pool.num_computed_tokens += seq.num_computed_tokens
+        if hits:
+            try:
+                kept = kept_hits(self.pool, seq) if seq.retention else ()
+                self.pool.revive(hits, kept)
+            except BaseException:
+                del self.sequences[seq.seq_id]
+                raise
+            self.pool.num_computed_tokens += seq.num_computed_tokens
         self._next_seq_id += 1
 
     def _new_sequence(

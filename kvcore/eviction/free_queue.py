@@ -112,11 +112,10 @@ class FreeQueue:
     def first(self, count: int) -> list[Block]:
         """Return the first blocks, at most `count`; changes nothing. O(count)."""
         found: list[Block] = []
-        tail = self._tail
-        block = self._head.next_free or tail
-        while len(found) < count and block is not tail:
+        block = self._head
+        for _ in range(min(count, self.length)):
+            block = block.next_free or block
             found.append(block)
-            block = block.next_free or tail
         return found
 
     def cut_front(self, blocks: list[Block]) -> None:
@@ -132,12 +131,22 @@ class FreeQueue:
             self.length -= len(blocks)
 
     def remove_run(self, blocks: list[Block]) -> None:
-        """Remove distinct blocks. O(len(blocks))."""
+        """Remove distinct blocks. O(len(blocks)).
+
+        The blocks of a prefix stand next to each other, its first block last. Of neighbours only
+        the outer links are joined: two thirds of the time of `remove` for each.
+        """
+        if not blocks:
+            return
+        head, tail = self._head, self._tail
+        before, after = blocks[0], blocks[0].next_free or tail
         for block in blocks:
-            before, after = block.prev_free or self._head, block.next_free or self._tail
-            before.next_free = after
-            after.prev_free = before
+            if block is not before:
+                before.next_free, after.prev_free = after, before
+                after = block.next_free or tail
+            before = block.prev_free or head
             block.prev_free, block.next_free = after, None
+        before.next_free, after.prev_free = after, before
         self.length -= len(blocks)
 
     def push_run(self, blocks: list[Block]) -> None:

@@ -175,8 +175,11 @@ class IdleBlocks:
             self.queue.remove_run(blocks)
 
     def find_run(self, blocks: list[Block]) -> None:
-        """Remove the blocks of a look-up, and remember them."""
-        self.remove_run(blocks)
+        """Remove the blocks of a look-up, and remember them. Cannot fail. O(len(blocks))."""
+        if self.num_shelved:
+            self.remove_run(blocks)
+        else:  # all that it does then
+            self.queue.remove_run(blocks)
         self.found = blocks
 
     def cut_front(self, blocks: list[Block]) -> None:

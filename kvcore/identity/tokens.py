@@ -16,7 +16,7 @@ from typing import Final, Protocol, SupportsIndex
 from kvcore.errors import InvalidArgumentError
 
 BYTES_PER_TOKEN: Final = 4
-_AT_ONCE: Final = 16
+AT_ONCE: Final = 16
 MAX_TOKEN: Final = 2**32 - 1
 
 
@@ -92,10 +92,10 @@ def slices(packed: array[int], start: int, stop: int, width: int) -> list[bytes]
     if stop - start == width:
         return [data]
     size = width * BYTES_PER_TOKEN
-    at, many = 0, _AT_ONCE * size
+    at, many = 0, AT_ONCE * size
     found: list[bytes] = []
     if many <= len(data):
-        cut = _cutter(size)
+        cut = cutter(size)
         while at + many <= len(data):
             found += cut.unpack_from(data, at)
             at += many
@@ -106,9 +106,9 @@ def slices(packed: array[int], start: int, stop: int, width: int) -> list[bytes]
 
 
 @cache
-def _cutter(size: int) -> struct.Struct:
-    """Return what cuts many pieces at once, at a third of the price of a slice each."""
-    return struct.Struct(f"{size}s" * _AT_ONCE)
+def cutter(size: int) -> struct.Struct:
+    """Return what cuts `AT_ONCE` pieces at once, at a third of the price of a slice each."""
+    return struct.Struct(f"{size}s" * AT_ONCE)
 
 
 def _uint32_view(tokens: Tokens, name: str) -> memoryview | None:

@@ -50,13 +50,18 @@ def partition(manager: KVCacheManager) -> None:
 
 
 def ref_counts(manager: KVCacheManager) -> None:
-    """P2: a block's ref count is the number of its places in live tables and leases."""
+    """P2: a block's ref count is the number of its places in live tables and leases.
+
+    Its count of leases is the number of its places in leases.
+    """
     held = Counter(id(block) for _, table in _tables(manager) for block in _owned(table))
-    for lease in manager.leases.active.values():
-        held.update(id(block) for block in lease.blocks)
+    leases = Counter(id(b) for lease in manager.leases.active.values() for b in lease.blocks)
+    held.update(leases)
     for block in manager.pool.blocks:
         if block.ref_count != held[id(block)]:
             _fail("P2", f"{block!r} has {held[id(block)]} places in live tables and leases")
+        if block.num_leases != leases[id(block)]:
+            _fail("P2", f"{block!r} has {leases[id(block)]} leases, it says {block.num_leases}")
 
 
 def quiescence(manager: KVCacheManager) -> None:
@@ -221,6 +226,14 @@ def leased(manager: KVCacheManager) -> None:
                 _fail("P17", f"{block!r} is free under {lease!r}")
 
 
+def deferred(manager: KVCacheManager) -> None:
+    """P20: the number of blocks that leases alone hold is the true one."""
+    leases = Counter(b for lease in manager.leases.active.values() for b in lease.blocks)
+    count = sum([block.ref_count == times for block, times in leases.items()])
+    if count != manager.pool.num_deferred_blocks:
+        _fail("P20", f"leases alone hold {count} blocks, not {manager.pool.num_deferred_blocks}")
+
+
 def arriving(manager: KVCacheManager) -> None:
     """P30: the blocks of a load are held by its lease alone, and cannot be hit.
 
@@ -357,6 +370,7 @@ PROPERTIES: Final[dict[str, Callable[[KVCacheManager], None]]] = {
     "P17": leased,
     "P18": tables,
     "P19": settled,
+    "P20": deferred,
     "P21": folded,
     "P27": told,
     "P29": useful,

@@ -52,7 +52,8 @@ def leaving(seq: KVSequence, num_tokens: int) -> list[Block]:
     """
     if len(seq.tables) == 1:
         only = seq.tables[0]
-        left = only.beyond(-(-num_tokens // only.block_size))
+        keep = -(-num_tokens // only.block_size)
+        left = only.blocks[max(keep, only.num_null) :]  # as in `beyond`
         left.reverse()
         return left
     runs: list[tuple[int, int, list[Block]]] = []

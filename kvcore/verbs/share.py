@@ -41,20 +41,24 @@ def describe(
             or reach beyond the tokens.
         SequenceTooLongError: more tokens than `longest`.
     """
-    # A subclass may mean more than its fields say, and would share what it should not.
-    if namespace is not None and type(namespace) is not Namespace:
-        raise InvalidArgumentError(
-            f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
-        )
-    packed = pack(tokens)
+    key = None
+    if namespace is DEFAULT_NAMESPACE:
+        key = _DEFAULT_KEY
+    elif namespace is not None:
+        # A subclass may mean more than its fields say, and would share what it should not.
+        if type(namespace) is not Namespace:
+            raise InvalidArgumentError(
+                f"namespace: wanted a Namespace or None, got {type(namespace).__name__}"
+            )
+        key = encode_namespace(namespace)
+    # The usual case of `pack`, without its call.
+    is_packed = type(tokens) is array and tokens.typecode == "I"
+    packed: array[int] = tokens[:] if is_packed else pack(tokens)  # type: ignore[index,assignment]
     if not packed:
         raise InvalidArgumentError("tokens: wanted at least one token, got none")
-    check_length(len(packed), longest)
-    key = None
-    if namespace is not None:
-        is_default = namespace is DEFAULT_NAMESPACE
-        key = _DEFAULT_KEY if is_default else encode_namespace(namespace)
-    if type(items) is tuple and not items:
+    if longest is not None:
+        check_length(len(packed), longest)
+    if not items and type(items) is tuple:
         return packed, key, ()
     return packed, key, check_items(as_items(items), 0, len(packed))
 
@@ -72,7 +76,7 @@ def share_cached(pool: BlockPool, seq: KVSequence) -> list[Block]:
             hits = find_blocks(pool, only.block_size, key, seq.packed, seq.items)
         else:
             longest = (len(seq.packed) - 1) // only.block_size
-            hits = pool.match(key, seq.packed.tobytes(), longest)
+            hits = pool.match(key, seq.packed.tobytes(), longest) if longest else []
         if hits:
             only.start(pool.null, 0, hits)
             seq.num_computed_tokens = seq.num_cached_tokens = len(hits) * only.block_size

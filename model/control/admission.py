@@ -10,12 +10,14 @@ Invariants:
 - blocks that are being stored or loaded are under a lease and are not reused before the step is
   updated; their number is known (`num_freeing`), so no request is preempted for blocks that will
   be free anyway;
-- a copy in host memory is counted exactly while its request has it.
+- a copy in host memory is counted exactly while its request has it;
+- within a step, the blocks that running requests may come to take are counted once for each request
+  that has its blocks: for it they change only when it stops running.
 
 Does not know: the order of requests, budgets of tokens, how blocks are copied.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -41,6 +43,14 @@ class Admission:
         self._long_above = config.long_above
         self.num_freeing = 0
         self.num_host_blocks_left = config.num_host_blocks
+        # In this step: of requests that have blocks for all they know, and of the others.
+        self._promised: dict[int, int] | None = None  # by request_id; None: not counted yet
+        self._num_promised = 0  # the sum of these
+        self._unsettled: dict[int, Request] = {}
+
+    def begin_step(self) -> None:
+        """Forget what was counted for the step before: requests have moved on since. O(1)."""
+        self._promised, self._unsettled = None, {}
 
     def is_long(self, request: Request) -> bool:
         """Whether a request is longer than the texts whose keys and values are the first. O(1)."""
@@ -80,17 +90,37 @@ class Admission:
         """
         return plan.num_new_blocks + plan.num_revived_blocks
 
-    def num_promised(self, running: Iterable[Request], num_forks: int) -> int:
-        """Blocks that a start has to leave free for others; 0 when no request runs.
+    def num_promised(
+        self, running: Sequence[Request], num_forks: int, leaving: Sequence[Request] = ()
+    ) -> int:
+        """Return the blocks that a start has to leave free for others; 0 when no request runs.
+
+        O(requests without blocks for all they know + leaving), and O(num_running) once in a step.
 
         Args:
-            running: who runs.
+            running: all running requests.
             num_forks: further samples of running requests that will start by a fork.
+            leaving: those of them that do not count, because they would be preempted.
         """
-        outlooks = [self._outlook(request) for request in running]
-        if not outlooks:
+        if len(running) == len(leaving):
             return 0
-        return max(self._watermark, sum(outlooks) + num_forks * len(self._kv.groups))
+        if self._promised is None:
+            self._promised, self._num_promised = {}, 0
+            self._unsettled = {request.request_id: request for request in running}
+        promised = 0
+        for number, request in list(self._unsettled.items()):
+            outlook, is_settled = self._outlook(request)
+            if is_settled:
+                del self._unsettled[number]
+                self._promised[number] = outlook
+                self._num_promised += outlook
+            else:
+                promised += outlook
+        promised += self._num_promised
+        for request in leaving:
+            known = self._promised.get(request.request_id)
+            promised -= self._outlook(request)[0] if known is None else known
+        return max(self._watermark, promised + num_forks * len(self._kv.groups))
 
     def num_exclusive(self, request: Request) -> int:
         """Blocks that only this request uses: free once it is preempted. O(its blocks)."""
@@ -128,6 +158,9 @@ class Admission:
         """
         sequence = request.running_sequence
         transfer = self._store(request, sequence)
+        if self._promised is not None:
+            self._unsettled.pop(request.request_id, None)
+            self._num_promised -= self._promised.pop(request.request_id, 0)
         request.preempt()
         self._kv.close(sequence)
         if transfer is not None:
@@ -152,6 +185,7 @@ class Admission:
             resumed=request.num_preemptions > 0,
         )
         request.start(sequence)
+        self._unsettled[request.request_id] = request
         copy = request.host_copy
         if copy is None:
             return None
@@ -183,19 +217,27 @@ class Admission:
             self.num_host_blocks_left += request.host_copy.num_blocks
             request.host_copy = None
 
-    def _outlook(self, request: Request) -> int:
-        """Blocks a running request may come to take: for all it knows, and one more a group."""
+    def _outlook(self, request: Request) -> tuple[int, bool]:
+        """Return the blocks a running request may come to take, and whether that is settled.
+
+        They are blocks for all it knows, and one more a group if it can grow. Settled: it has the
+        former, so the number stays the same as long as it runs in this step.
+        """
         length = request.num_tokens
         room = -(-length // self._kv.block_size) * self._kv.block_size
-        grows = request.max_total_tokens - 1 > room
+        growing = (request.max_total_tokens - 1 > room) * len(self._kv.groups)
         sequence = request.running_sequence
         left = max(0, length - sequence.num_computed_tokens)
-        missing = self._kv.num_missing_blocks(sequence, left, chunk=1)
         if request.load is not None and request.host_copy is not None:
             stored = request.host_copy.num_tokens
             missing = self._kv.num_missing_blocks(sequence, left, chunk=1, num_external=stored)
-            missing -= request.load.num_exclusive_blocks
-        return missing + grows * len(self._kv.groups)
+            return growing + missing - request.load.num_exclusive_blocks, False
+        missing = self._kv.num_missing_blocks(sequence, left)
+        if missing == 0:
+            return growing, True
+        if not self._keeps_all:  # windows release blocks on the way
+            missing = self._kv.num_missing_blocks(sequence, left, chunk=1)
+        return growing + missing, False
 
     def _store(self, request: Request, sequence: kvcore.KVSequence) -> Transfer | None:
         """Count and lease what a request would have to compute again, if host memory has room."""

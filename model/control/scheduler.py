@@ -15,7 +15,6 @@ computes, once it is on its way to the device; `accept` takes its tokens, after 
 at the latest; `update` is `advance` and `accept` at once. Until then every request that samples
 expects a token, which is committed when it is computed, a step after it was sampled. What was
 planned meanwhile for a request that ends by a stop token is dropped.
-
 Further samples of a prompt start by a fork when it is computed. One without room waits its turn.
 
 Invariants:
@@ -203,6 +202,7 @@ class Scheduler:
             self._kv.tick(1)
         self._budget = self.config.max_num_batched_tokens
         self._planned, self._stores, self._loads = {}, [], []
+        self._admission.begin_step()
         if self.config.long_above is not None:
             self._restart_long()
         self._plan_decodes()
@@ -382,26 +382,26 @@ class Scheduler:
 
     def _helps_to_preempt(self, request: Request, plan: kvcore.Plan, num_led: int) -> bool:
         """Whether a waiting request fits once all that come behind it have given way."""
-        stay = [r for r in self._running if r.order < request.order]
-        victims = self._running[len(stay) :]
-        if not victims or len(stay) + num_led >= self.config.max_num_seqs:
+        victims = [r for r in self._running if r.order >= request.order]
+        if not victims or len(self._running) - len(victims) + num_led >= self.config.max_num_seqs:
             return False
         gained = self._admission.num_freeing + sum(map(self._admission.num_exclusive, victims))
-        wanted = self._admission.num_wanted(plan) + self._admission.num_promised(stay, num_led)
-        return not stay or wanted <= plan.num_free_blocks + gained
+        promised = self._admission.num_promised(self._running, num_led, victims)
+        missing = self._admission.num_wanted(plan) + promised - plan.num_free_blocks
+        return len(victims) == len(self._running) or missing <= gained
 
     def _is_prefix_in_flight(self, request: Request, num_cached_tokens: int) -> bool:
         """Whether a request before it is about to compute the next block this one could hit."""
         end = num_cached_tokens + self._kv.block_size
         if not self._kv.enable_caching or end >= request.num_tokens:
             return False
-        prefix = request.tokens[:end]
+        prefix, is_long = request.tokens[:end], self._admission.is_long(request)
         return any(
-            other.order < request.order
-            and other.is_long == self._admission.is_long(request)
-            and (other.namespace, other.items) == (request.namespace, request.items)
+            other.tokens[:end] == prefix  # first what few have in common: every start asks it
             and other.num_computed_tokens < end
-            and other.tokens[:end] == prefix
+            and (other.namespace, other.items) == (request.namespace, request.items)
+            and other.is_long == is_long
+            and other.order < request.order
             for other in self._running
         )
 

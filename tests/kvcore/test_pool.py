@@ -159,6 +159,39 @@ def test_a_block_that_is_named_more_often_than_it_is_held_frees_nothing(pool):
     assert ids(pool.free_blocks())[:2] == [2, 1]
 
 
+def test_a_release_behind_a_shared_block_is_refused_as_a_whole(pool):
+    """The blocks before it are counted in a loop of their own."""
+    alone, shared, last = pool.take(3)
+    stranger = kvcore.BlockPool(8, 1).take(1)[0]
+    pool.hold([shared])
+    for more, error in [
+        ([stranger], kvcore.ForeignBlockError),
+        ([pool.blocks[7]], kvcore.DoubleFreeError),
+        ([shared, shared], kvcore.DoubleFreeError),
+        ([last, alone], kvcore.DoubleFreeError),
+    ]:
+        blocks = [alone, shared, *more]
+        refused(pool, error, "block ", lambda blocks=blocks: pool.release(blocks))
+        if error is kvcore.DoubleFreeError:  # `give_back` trusts its caller that blocks are its own
+            refused(pool, error, "block ", lambda blocks=blocks: pool.give_back(blocks))
+            refused(pool, error, "block ", lambda blocks=blocks: pool.give_back(blocks[::-1]))
+    pool.release([alone, shared, last])
+    assert ids(pool.free_blocks()) == [3, 1, 4, 5, 6, 7]
+
+
+def test_blocks_of_all_kinds_are_given_back_in_any_order(pool):
+    """With and without content, with and without another holder."""
+    one, two = published(pool, 1, 2)
+    three, four, five = pool.take(3)
+    pool.hold([two])
+    pool.hold([four])
+    pool.give_back([one, two, three, four, five])
+    assert (pool.num_used_blocks, two.ref_count, four.ref_count) == (2, 1, 1)
+    assert ids(pool.free_blocks()) == [5, 3, 6, 7, 1]
+    pool.give_back([two, four])
+    assert ids(pool.free_blocks()) == [4, 5, 3, 6, 7, 1, 2]
+
+
 @pytest.mark.parametrize("block_id", [-1, 0, 1, 8, 99])
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_block_that_others_hold_is_not_ours_to_release(pool, block_id, count):

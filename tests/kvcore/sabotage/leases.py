@@ -4,7 +4,7 @@ import kvcore
 from kvcore.verbs import rewind
 from kvcore.verbs.rewind import _spelled, _spelling, invalidate_from
 from tests.kvcore import machines
-from tests.kvcore.sabotage.registry import changed, patched, sabotage
+from tests.kvcore.sabotage.registry import changed, in_manager, patched, sabotage
 
 
 class ForgetfulBook(kvcore.LeaseBook):
@@ -76,6 +76,15 @@ class SecretiveBook(kvcore.LeaseBook):
         return 0
 
 
+class CountingBook(kvcore.LeaseBook):
+    """Counts what an ended lease held among what leases alone hold."""
+
+    def _uncount(self, blocks):
+        deferred = self._pool.num_deferred_blocks
+        super()._uncount(blocks)
+        self._pool.num_deferred_blocks = deferred
+
+
 def with_book(book_class):
     def change(manager):
         manager.leases = book_class(manager.pool)
@@ -91,9 +100,31 @@ for book, name, properties, rows in (
     (KeepingBook, "leases_end_and_keep_what_they_held", ("P2", "P5"), (15,)),
     (MatchingBook, "leases_hold_the_block_that_a_look_up_finds", ("P2", "P17", "P3"), (5,)),
     (ShuffledBook, "leases_free_in_another_order", ("P15",), (89,)),
+    (CountingBook, "leases_count_what_an_ended_one_held", ("P20",), ()),
     (SecretiveBook, "leases_hide_what_will_be_free", ("P20",), (84,)),
 ):
     changed(name, with_book(book), *properties, rows=rows)
+
+
+class StaleCount(kvcore.BlockPool):
+    """Leaves the number of blocks that leases alone hold as it was."""
+
+    def unchanged(self, call, *args):
+        deferred = self.num_deferred_blocks
+        call(*args)
+        self.num_deferred_blocks = deferred
+
+
+@in_manager("P20")
+class leases_miss_what_a_close_leaves_to_them(StaleCount):
+    def give_back(self, blocks):
+        self.unchanged(super().give_back, blocks)
+
+
+@in_manager("P20")
+class leases_count_what_a_look_up_found(StaleCount):
+    def revive(self, blocks, kept=()):
+        self.unchanged(super().revive, blocks, kept)
 
 
 @sabotage(machines.ManagerMachine, "P17", "P2", "P20", rows=(10, 76))

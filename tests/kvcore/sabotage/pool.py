@@ -1,5 +1,7 @@
 """The pool, driven directly, broken."""
 
+import itertools
+
 import kvcore
 from kvcore.content_tree import ContentTree
 from tests.kvcore import machines
@@ -54,6 +56,21 @@ class pool_undoes_half_of_a_refused_release(kvcore.BlockPool):
             if block.ref_count == 0:
                 raise kvcore.DoubleFreeError("too late")
             super().release([block])
+
+
+@sabotage(machines.PoolMachine, "P4")
+class pool_undoes_a_refused_release_from_a_shared_block_on(kvcore.BlockPool):
+    """The blocks before it were counted in another loop, and stay free."""
+
+    def _uncount(self, released, *, is_own):
+        alone = list(itertools.takewhile(lambda block: block.ref_count == 1, released))
+        is_shared = [block.ref_count > 1 for block in released[len(alone) :]][:1] == [True]
+        try:
+            return super()._uncount(released, is_own=is_own)
+        except kvcore.MisuseError:
+            for block in alone if is_shared else ():
+                block.ref_count = 0
+            raise
 
 
 @sabotage(machines.PoolMachine, "P4", rows=(17,))

@@ -37,6 +37,34 @@ GROUPS = (
 )
 
 
+def checked_promises(scheduler):
+    """Compare what a start has to leave free for others with a count of every running request."""
+    admission, kv = scheduler._admission, scheduler._kv
+    counted = admission.num_promised
+
+    def promised(running, num_forks, leaving=()):
+        stay = [request for request in running if request not in leaving]
+        found = sum([outlook(kv, request) for request in stay]) + num_forks * len(kv.groups)
+        number = counted(running, num_forks, leaving)
+        assert number == (max(admission._watermark, found) if stay else 0)
+        return number
+
+    admission.num_promised = promised
+
+
+def outlook(kv, request):
+    """Blocks for all that a running request knows, and one more a group if it can grow."""
+    sequence, length = request.sequence, request.num_tokens
+    room = -(-length // kv.block_size) * kv.block_size
+    left = max(0, length - sequence.num_computed_tokens)
+    missing = kv.num_missing_blocks(sequence, left, chunk=1)
+    if request.load is not None and request.host_copy is not None:
+        stored = request.host_copy.num_tokens
+        missing = kv.num_missing_blocks(sequence, left, chunk=1, num_external=stored)
+        missing -= request.load.num_exclusive_blocks
+    return missing + (request.max_total_tokens - 1 > room) * len(kv.groups)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     scheduler_type = Scheduler
 
@@ -81,6 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.late, self.unread = late, None
         self.config = SchedulerConfig(**limits)
         self.scheduler = self.scheduler_type(self.kv, self.config, self.drafter())
+        checked_promises(self.scheduler)
         self.model = SimulatedModel(self.kv, self.config.long_above)
         self.requests = []
         self.first, self.gave_way, self.num_loads = None, set(), 0

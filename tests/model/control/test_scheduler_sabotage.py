@@ -36,6 +36,16 @@ class ForgetsToCloseThePreempted(Scheduler):
         self._admission._kv = kv
 
 
+class CountsThePreemptedAmongThoseThatRun(Scheduler):
+    """What they might take stays free for them."""
+
+    def _preempt(self, request):
+        admission = self._admission
+        admission._promised, promised = None, admission._promised
+        super()._preempt(request)
+        admission._promised = promised
+
+
 class PreemptsTheFirst(Scheduler):
     def _preempt(self, request):
         super()._preempt(self._running[0])
