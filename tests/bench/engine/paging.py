@@ -66,9 +66,8 @@ class Replay:
 
     def __init__(self, kv):
         self.samples = []
-        self.scheduler = Scheduler(
-            kv, SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=256)
-        )
+        limits = SchedulerConfig(max_num_batched_tokens=2048, max_num_seqs=256)
+        self.scheduler = Scheduler(kv, limits)
         self._kv = kv
         self._num_requests = 0
 
@@ -91,8 +90,8 @@ class Replay:
         used = self._kv.num_usable_blocks - stats.num_free_blocks
         size = self._kv.block_size
         self.samples.append((len(self.scheduler.running), used * size, blocks * size - written))
-        self.scheduler.update(
-            step,
-            {one.request_id: (one.request_id * 7919 + one.num_tokens) % 50_000 for one in sampling},
-        )
+        tokens = {
+            one.request_id: (7919 * one.request_id + one.num_tokens) % 50_000 for one in sampling
+        }
+        self.scheduler.update(step, tokens)
         return [_Output(request) for request in sampling]

@@ -34,19 +34,15 @@ def rows(options):
         backend = get_backend(options.backend)
     except BackendError as error:
         raise BenchError(str(error)) from error
-    bench = bench_cpu if backend.device.type == "cpu" else bench_gpu
-    threads = (
-        f"{torch.get_num_threads()} threads"
-        if backend.device.type == "cpu"
-        else torch.cuda.get_device_name()
-    )
-    for one in bench(backend, quick=options.quick):
+    is_cpu = backend.device.type == "cpu"
+    device = f"{torch.get_num_threads()} threads" if is_cpu else torch.cuda.get_device_name()
+    for one in (bench_cpu if is_cpu else bench_gpu)(backend, quick=options.quick):
         first = one.case.split()[0]
         is_move = first.startswith(("store_kv", "copy_blocks", "compute_slot"))
         yield Row(
             group="movement" if is_move else _KINDS.get(first, "batch"),
             case=one.case,
-            subject=f"{backend.name}, {threads}",
+            subject=f"{backend.name}, {device}",
             unit="ns",
             cost=Spread(one.median_us * 1e3, one.low_us * 1e3, one.high_us * 1e3),
             ratios={name: Spread(ratio, ratio, ratio) for name, ratio in one.ratios.items()},
