@@ -37,7 +37,7 @@ _CASES = dict(
 def add_flags(parser):
     parser.add_argument("--workload", nargs="+", choices=HEADINGS, default=[*HEADINGS], metavar="W")
     parser.add_argument(
-        "--peer", action="append", default=[], help="vllm, sglang, or MODULE:FACTORY; repeatable"
+        "--peer", action="append", default=[], help="vllm, or MODULE:FACTORY; repeatable"
     )
 
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from tests.bench.measure import BenchError, Subject
 
-SHORT = {"vllm": "tests.bench.allocator.vllm:Peer", "sglang": "tests.bench.allocator.sglang:Peer"}
+SHORT = {"vllm": "tests.bench.allocator.vllm:Peer"}
 
 
 class Cache(Protocol):
