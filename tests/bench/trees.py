@@ -34,11 +34,14 @@ def against(arguments, other, rounds):
             for side in (0, 1) if number % 2 == 0 else (1, 0):
                 print(f"turn {number + 1} of {rounds}: {trees[side]}", file=sys.stderr)
                 found[side].append(_run(arguments, places[side]))
-    for key, row in found[0][0].items():
-        ours = [one[key]["cost"][0] for one in found[0]]
-        theirs = [one[key]["cost"][0] for one in found[1] if key in one]
+    rows = [[_by_key(report) for report in each] for each in found]
+    about = found[1][0]
+    label = f"{other} ({about['build']}, {about['commit']})"
+    for key, row in rows[0][0].items():
+        ours = [one[key]["cost"][0] for one in rows[0]]
+        theirs = [one[key]["cost"][0] for one in rows[1] if key in one]
         per = row["per"] and tuple(row["per"])
-        ratios = {str(other): ratio(theirs, ours)} if len(theirs) == len(ours) else {}
+        ratios = {label: ratio(theirs, ours)} if len(theirs) == len(ours) else {}
         yield Row(*key, row["unit"], spread(ours), per, ratios=ratios)
 
 
@@ -62,5 +65,8 @@ def _run(arguments, place):
     )
     if done.returncode:
         raise BenchError(f"--against: exit code {done.returncode} in {place.resolve()}")
-    rows = json.loads(done.stdout)["rows"]
-    return {(row["group"], row["case"], row["subject"]): row for row in rows}
+    return json.loads(done.stdout)
+
+
+def _by_key(report):
+    return {(row["group"], row["case"], row["subject"]): row for row in report["rows"]}

@@ -62,8 +62,18 @@ def summary(found, *, quick):
         if each:
             low, high = shown(min(each), "ns"), shown(max(each), "ns")
             yield f"  {what}: {low if low == high else f'{low} to {high}'}"
+    for row in [row for row in ours if row.unit == "bytes"]:
+        others = [f"{one.median:.2f}x in {peer}" for peer, one in row.ratios.items()]
+        yield "  " + ", ".join([f"{row.case[:-1]}: {shown(row.cost.median, 'bytes')}", *others])
+    yield from _beside(ours)
+    if quick:
+        yield "  --quick: small cases and few rounds show that all works, and only roughly how fast"
+
+
+def _beside(ours):
+    """What is faster and slower than beside each peer."""
     beside = defaultdict(list)
-    for row in ours:
+    for row in [row for row in ours if row.unit == "ns"]:
         for peer, one in row.ratios.items():
             beside[peer].append((one.median, row))
     for peer, each in beside.items():
@@ -77,5 +87,3 @@ def summary(found, *, quick):
             yield from (f"    {text} {ratio:.2f}x: {row.group} {row.case}" for ratio, row in some)
     if not beside:
         yield "  no other allocator was measured: `--peer vllm` puts vLLM's beside it, if installed"
-    if quick:
-        yield "  --quick: small cases and few rounds show that all works, and only roughly how fast"
