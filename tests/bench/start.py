@@ -1,7 +1,7 @@
 """`python -m tests.bench start`: how long a user waits, from a command to its first result.
 
 Each is a process of its own, by the clock on the wall; the first of each, which also reads files
-from the disk and compiles, is not counted.
+from the disk and compiles, is not counted but with `--quick`.
 """
 
 import subprocess
@@ -28,7 +28,8 @@ def rows(options):
     runs = {name: lambda flags=flags: _run(flags) for name, flags in _COMMANDS.items()}
     for name, run in {**runs, "`model.serve` is ready": _serve}.items():
         timed = [(Subject("here", None, is_ours=True), lambda run=run: _timed(run))]
-        yield from measure(Case("start", f"{name}.", timed, 1 if options.quick else options.rounds))
+        rounds, warm_up = (1, 0) if options.quick else (options.rounds, 1)
+        yield from measure(Case("start", f"{name}.", timed, rounds, warm_up))
 
 
 def _timed(run):
