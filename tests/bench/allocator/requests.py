@@ -38,7 +38,7 @@ def w4(subjects, *, quick):
 
 
 def w5(subjects, *, quick):
-    shapes = {"chat": (ChatShape(), 32_768), "agents": (AGENTS, 98_304)}
+    shapes = {"chat": (ChatShape(), 32_768), "agents": (AGENTS, 32_768)}
     for name, (shape, num_blocks) in shapes.items():
         if quick and name == "agents":
             continue
