@@ -26,7 +26,6 @@ def flags() -> str:
     """Every flag of every command, a section a command and a table a group."""
     commands = [
         importlib.import_module("model.cli.args").run_flags(),
-        importlib.import_module("model.bench.args").bench_flags(),
         importlib.import_module("model.serve.args").serve_flags(),
         importlib.import_module("model.cluster.args").cluster_flags(),
     ]

@@ -153,9 +153,7 @@ def compile_copy(
     `tell` hears of the progress, once every `tick_seconds`.
     """
     copy = work / package.name
-    left_out = shutil.ignore_patterns(
-        "__pycache__", "adapters", "bench", "testing", "sanitize", "wire"
-    )
+    left_out = shutil.ignore_patterns("__pycache__", "adapters", "testing", "sanitize", "wire")
     shutil.copytree(package, copy, ignore=left_out)
     discard(work)
     files = [f"{package.name}/{module}.py" for module in COMPILED]

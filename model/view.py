@@ -65,9 +65,7 @@ def read_trace(path: str) -> Trace:
     record = document.get("kvcore")
     if not isinstance(record, dict) or not isinstance(record.get("frames"), list):
         raise UsageError(
-            f"{path}: the trace holds no KV cache blocks; write a new one with --trace of "
-            "`model.run` "
-            "or `model.bench`"
+            f"{path}: the trace holds no KV cache blocks; write a new one with `model.run --trace`"
         )
     return Trace(Path(path).name, content)
 

@@ -26,7 +26,7 @@ KVCORE_LAYERS = (
     ("manager",),
     ("inspect", "sanitize"),
     ("__init__",),
-    ("adapters", "bench", "testing", "wire"),
+    ("adapters", "testing", "wire"),
     ("build_hook",),  # runs when kvcore is built; nothing imports it
 )
 
@@ -37,7 +37,6 @@ BACKENDS_LAYERS = (
     ("__init__",),
     ("numba_cpu", "triton_gpu"),
     ("conformance",),
-    ("bench",),
 )
 
 TRITON_GPU_LAYERS = (
@@ -64,7 +63,7 @@ MODEL_LAYERS = (
     ("async_engine", "twins"),
     ("tiny",),
     ("minimal", "cli"),
-    ("llm", "bench"),
+    ("llm",),
     ("run", "page"),
     ("view", "serve"),
     ("cluster",),
@@ -93,7 +92,6 @@ KVCORE_NEEDS = {"xxhash"}
 KVCORE_EXTRAS = {
     "kvcore/adapters": {"torch", "transformers", "vllm"},
     "kvcore/testing": {"hypothesis", "pytest"},
-    "kvcore/bench": set(),
     "kvcore/sanitize.py": set(),
     "kvcore/wire": {"msgspec", "zmq"},
     "kvcore/build_hook.py": {"hatchling"},

@@ -39,7 +39,6 @@ install(AutoModelForCausalLM.from_pretrained(CHECKPOINT_DIR), backend="numba")
 TRIALS = {
     "kvcore": (
         ["-c", "import kvcore; kvcore.KVCacheManager(num_blocks=8, block_size=4).open([1, 2])"],
-        ["-m", "kvcore.bench", "--quick", "--workload", "W1"],
     ),
     "kvcore-kernels": (["-m", "backends.conformance", "numba", "--quick"],),
     "kvcore-engine": (

@@ -18,7 +18,7 @@ snapshots of windows, which have released their first blocks) is ignored, unless
 attention with the same block size has the parent.
 
 Memory is about 300 bytes for each block of 16 tokens, once for all publishers that hold it
-(`python -m kvcore.wire.bench` measures it). Calls may come from any thread.
+(`python -m tests.bench wire` measures it). Calls may come from any thread.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM, logging
 
 from kvcore.adapters.transformers import install, uninstall
-from model.bench.configs import CONFIGS
 from tests.adapters.transformers_runs import ContinuousBatchingConfig, Run
+from tests.bench.engine.networks import CONFIGS
 
 SMALL = {
     "vocab_size": 512,
@@ -24,7 +24,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 32,
 }
-NETWORKS = {"small": SMALL, "0.6b": {name: CONFIGS["qwen3-0.6b"][1][name] for name in SMALL}}
+NETWORKS = {"small": SMALL, "0.6b": {name: CONFIGS["qwen3-0.6b"][name] for name in SMALL}}
 
 
 def draw_prompts(options, vocabulary):

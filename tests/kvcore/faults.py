@@ -54,7 +54,7 @@ LINKS = {
     "cut_tables",
 }
 # What looks at a state, and is not part of any verb.
-OUTSIDE = {"kvcore.inspect.invariants", "kvcore.bench", "kvcore.testing"}
+OUTSIDE = {"kvcore.inspect.invariants", "kvcore.testing"}
 
 
 class InjectedError(Exception):

@@ -17,6 +17,7 @@ import pytest
 
 import kvcore
 from kvcore.eviction.idle_blocks import IdleBlocks, _still
+from tests.bench.allocator.verbs import codes_run
 from tests.kvcore.pools import published
 
 HOME = str(Path(kvcore.__file__).parent)
@@ -151,30 +152,6 @@ VERBS = {
 }
 FAILURES = ("fail a load", "fail a transfer", "fail blocks")
 SNAPSHOT = {"snapshot": lambda s: s.kv.snapshot()}  # where events are recorded
-
-
-def codes_run(call, *args):
-    """How many bytecodes of kvcore a call executes."""
-    count = 0
-
-    def local(frame, event, _):
-        nonlocal count
-        count += event == "opcode"
-        return local
-
-    def enter(frame, event, _):
-        if not frame.f_code.co_filename.startswith(HOME):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return local
-
-    before = sys.gettrace()
-    sys.settrace(enter)
-    try:
-        call(*args)
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def bytes_needed(call, *args):

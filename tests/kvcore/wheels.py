@@ -21,7 +21,7 @@ NEEDED = (
     *("pytest", "pytest-xdist", "hypothesis", "numpy", "hatchling", "mypy", "ruff"),
     *("pyzmq", "msgspec"),  # kvcore.wire
 )
-SHOW = "import kvcore.bench.report as report; print(report.build())"
+SHOW = "from kvcore import pool; print('python' if pool.__file__.endswith('.py') else 'compiled')"
 
 
 def main(arguments=None):

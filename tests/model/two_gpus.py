@@ -29,7 +29,6 @@ from transformers.utils import logging
 
 import backends
 from model import EngineConfig, SamplingParams
-from model.bench.networks import load
 from model.cli.exits import leaves
 from model.engine import Engine
 from model.forward import cuda_graphs, warm_up
@@ -40,6 +39,7 @@ from model.ranks.parallel import check_cut
 from model.ranks.ranks import Ranks, join_ranks
 from model.tiny import CHECKPOINT_DIR
 from model.twins import TwinEngine, _Ended
+from tests.bench.engine.networks import load
 
 _BEGAN = time.monotonic()
 _HIDDEN, _LAYERS = 4096, 36

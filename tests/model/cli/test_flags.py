@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.bench.args import bench_flags
-from model.bench.workloads import SHAPES, Workload
 from model.cli.args import run_flags
 from model.cli.settings import Flags
 from model.cluster.args import cluster_flags
@@ -122,7 +120,7 @@ def test_help_is_what_was_declared(capsys):
     assert "--secret" not in out
 
 
-COMMANDS = [run_flags(), bench_flags(), serve_flags(), cluster_flags()]
+COMMANDS = [run_flags(), serve_flags(), cluster_flags()]
 
 
 @pytest.mark.parametrize("made", COMMANDS, ids=lambda made: made.prog)
@@ -135,7 +133,3 @@ def test_every_declared_setting_of_a_command_is_a_flag_once(made):
         assert one.default is None or one.allows(one.default), one.name
         assert one.help, one.name
         assert not one.help.endswith("."), one.name
-
-
-def test_a_workload_that_can_be_named_has_a_shape():
-    assert list(SHAPES) == list(Workload.__args__)

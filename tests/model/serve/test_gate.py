@@ -14,7 +14,6 @@ import httpx
 import pytest
 from starlette.datastructures import Headers
 
-import model.bench.args as bench_args
 import model.cli.args as run_args
 import model.cluster.args as cluster_args
 from model.async_engine import AsyncEngine
@@ -115,9 +114,6 @@ def test_an_empty_key_is_never_the_key_even_where_a_configuration_has_one(monkey
         (cluster_args.parse_args, ["--running-weight", "3", "--router", "ray-prefix"],
          "--running-weight: .* --router prefix or --router power-of-two"),
         (run_args.parse_args, ["--draft-tokens", "4"], "--draft-tokens: .* --drafts or --draft-m"),
-        (bench_args.parse_args, ["--top-k", "4"], "--top-k: .* --temperature"),
-        (bench_args.parse_args, ["--row-slots", "4"], "--row-slots: .* --workload waste, got it"),
-        (bench_args.parse_args, ["--steps", "4"], "--steps: .* --workload host, got it alone"),
     ],
 )  # fmt: skip
 def test_a_flag_that_would_do_nothing_is_refused_and_names_the_one_it_needs(parse, argv, message):
@@ -128,7 +124,6 @@ def test_a_flag_that_would_do_nothing_is_refused_and_names_the_one_it_needs(pars
 def test_a_flag_beside_the_one_that_it_needs_is_taken():
     assert parse_args(["--draft-tokens", "4", "--drafts", "ngram"]).engine.most_drafts == 4
     assert cluster_args.parse_args(["--miss-weight", "3"]).cluster.miss_weight == 3
-    assert bench_args.parse_args(["--workload", "host", "--steps", "4"]).host.steps == 4
 
 
 def test_with_a_key_all_is_answered(client):

@@ -1,1 +1,0 @@
-"""`python -m model.bench`: requests served and timed, beside Transformers' own ways to generate."""

@@ -1,0 +1,1 @@
+"""`python -m tests.bench allocator`: kvcore's allocator, alone or beside others."""

@@ -1,0 +1,159 @@
+"""Calls of kvcore that no other allocator has (W14), and what a step costs in bytecodes (W15)."""
+
+import random
+import sys
+from array import array
+from itertools import repeat
+from pathlib import Path
+from time import thread_time_ns
+
+import kvcore
+from tests.bench.allocator.ours import OurCache
+from tests.bench.allocator.peers import able
+from tests.bench.allocator.prompts import random_tokens
+from tests.bench.allocator.requests import BLOCK_SIZE
+from tests.bench.measure import Case, Round, Row, Spread, ran_ns
+from tests.bench.report import build
+
+_HOME = str(Path(kvcore.__file__).parent)
+
+
+def w14(subjects, *, quick):
+    """Calls of kvcore that no other allocator has."""
+    ours = able(subjects)[:1]
+    rounds = 2 if quick else 7
+    count = 256
+    for length in (1024,) if quick else (1024, 16_384):
+        yield Case(
+            group="W14",
+            name=f"`write_step` writes the block tables and slots of {count} requests of "
+            f"{length:,} tokens.",
+            runs=[(subject, _writing(count, length)) for subject in ours],
+            rounds=rounds,
+            per=(count, "row"),
+        )
+    for sharers in (0, 64) if quick else (0, 1, 64):
+        yield Case(
+            group="W14",
+            name=f"`close` of a request of 4,096 tokens that {sharers} open ones share.",
+            runs=[(subject, _closing(sharers)) for subject in ours],
+            rounds=rounds,
+            per=(4096 // BLOCK_SIZE, "block"),
+        )
+    for leases in (0, 10_000):
+        yield Case(
+            group="W14",
+            name=f"`plan` for a prompt of 1,024 tokens while {leases:,} leases hold a block each.",
+            runs=[(subject, _planning(leases)) for subject in ours],
+            rounds=rounds,
+        )
+
+
+def _writing(count, length):
+    rng = random.Random(14)
+    cache = OurCache(count * (length // BLOCK_SIZE + 2), BLOCK_SIZE)
+    seqs = [cache.start(random_tokens(rng, length)) for _ in range(count)]
+    cache.decode(seqs, [1] * count)
+    stride = length // BLOCK_SIZE + 2
+    tables, slots = array("i", bytes(4 * stride * count)), array("q", bytes(8 * count))
+    write = cache.manager.write_step
+
+    def measure():
+        begin = thread_time_ns()
+        for _ in repeat(None, 16):
+            write(seqs, tables, slots, row_stride=stride)
+        return Round(ran_ns(begin) / 16)
+
+    return measure
+
+
+def _closing(sharers):
+    cache = OurCache(2048, BLOCK_SIZE)
+    prompt = random_tokens(random.Random(15), 4096 + 1)
+    for _ in range(sharers):
+        cache.start(prompt)
+
+    def measure():
+        cost = 0
+        for _ in repeat(None, 16):
+            seq = cache.start(prompt)
+            begin = thread_time_ns()
+            cache.finish(seq)
+            cost += ran_ns(begin)
+        return Round(cost / 16)
+
+    return measure
+
+
+def _planning(leases):
+    cache = OurCache(leases + 1024, BLOCK_SIZE)
+    rng = random.Random(16)
+    for _ in range(leases):
+        seq = cache.start(random_tokens(rng, BLOCK_SIZE))
+        cache.manager.lease(seq)
+        cache.finish(seq)
+    prompt = random_tokens(rng, 1024)
+
+    def measure():
+        begin = thread_time_ns()
+        for _ in repeat(None, 4):
+            cache.manager.plan(prompt)
+        return Round(ran_ns(begin) / 4)
+
+    return measure
+
+
+def w15(subjects, *, quick):
+    """Yield rows: bytecodes of kvcore, which are the same on every machine; not compiled."""
+    if build() == "compiled":
+        return
+    count = 64
+    for how, name in (("step", "`decode_step`"), ("ahead", "an asynchronous step")):
+        alone = 0
+        for windows in ((), (1024,), (512, 1024)):
+            cache = OurCache(40_000, BLOCK_SIZE, windows=windows, how=how)
+            rng = random.Random(17)
+            seqs = [cache.start(random_tokens(rng, 1280 + index)) for index in range(count)]
+            cache.decode(seqs, [1] * count)
+
+            def steps(cache=cache, seqs=seqs):
+                for _ in range(BLOCK_SIZE):
+                    cache.decode(seqs, [1] * count)
+
+            steps()
+            found = codes_run(steps) / BLOCK_SIZE
+            alone = alone or found
+            what = f"{len(windows) or 'no'} window{'s' * (len(windows) != 1)} beside"
+            yield Row(
+                group="W15",
+                case=f"{count} requests decode by {name}, {what} full attention.",
+                subject="kvcore",
+                unit="bytecodes",
+                cost=Spread(found, found, found),
+                per=(count, "request-step"),
+                rates={"times full attention alone": found / alone} if windows else {},
+            )
+
+
+def codes_run(call, *args):
+    """How many bytecodes of kvcore a call executes."""
+    count = 0
+
+    def local(frame, event, _):
+        nonlocal count
+        count += event == "opcode"
+        return local
+
+    def enter(frame, event, _):
+        if not frame.f_code.co_filename.startswith(_HOME):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call(*args)
+    finally:
+        sys.settrace(before)
+    return count
