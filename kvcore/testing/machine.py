@@ -68,7 +68,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def start(self, num_blocks: int, block_size: int) -> None:
         """Make a fresh allocator."""
         self.block_size = block_size
-        self.driver = self.new_driver()
+        self.driver = Driver(self.make_allocator(), self.seen, self.waive)
         self.promises = self.driver.promises
         self.ended: list[Request] = []
         self.past: list[list[int]] = []
@@ -87,10 +87,6 @@ class AllocatorMachine(RuleBasedStateMachine):
     def all_leave(self) -> None:
         """Rest: `Driver.agree` wants every block free."""
         self.end_all()
-
-    def new_driver(self) -> Driver:
-        """Return a driver of a fresh allocator."""
-        return Driver(self.make_allocator(), self.seen, self.waive)
 
     def waive(self, error: BrokenError) -> None:
         """End this example, and let it count for nothing, if what went wrong is known."""
@@ -128,7 +124,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         count = min(num_tokens, left) if Promise.CHUNK in self.promises else left
         if not count:
             return True
-        room = len(request.told) * self.block_size - request.computed if request.told else 0
+        room = self.driver.room(request) if request.blocks else 0
         asks = Promise.CHUNK in self.promises or room < count
         if asks and not self.driver.reserve(request, count):
             return False

@@ -9,14 +9,12 @@ attention over one pool. What is not promised is left out.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvcore.testing.driver import Driver
 from kvcore.testing.ghost import Request
-from kvcore.testing.group_driver import GroupDriver
 from kvcore.testing.machine import PICK, AllocatorMachine, any_live, drawn_prompts, promised
 from kvcore.testing.protocol import Promise
 from kvcore.testing.strategies import TENANTS
@@ -77,7 +75,7 @@ class RequestMachine(ComputingMachine):
     def reserves(self, number: int, count: int) -> None:
         """Room, perhaps more than it has tokens for, and nothing written yet."""
         request = self.pick(number)
-        if request.told or Promise.HOLD in self.promises:
+        if request.blocks or Promise.HOLD in self.promises:
             self.driver.reserve(request, count)
 
     @precondition(promised(Promise.COMMIT))
@@ -87,9 +85,9 @@ class RequestMachine(ComputingMachine):
     def commits(self, number: int, count: int) -> None:
         """Some of what there is room for."""
         request = self.pick(number)
-        room = min(len(request.told) * self.block_size, len(request.tokens)) - request.computed
-        if min(count, room) > 0:
-            self.driver.commit(request, min(count, room))
+        count = min(count, self.driver.room(request), len(request.tokens) - request.computed)
+        if count > 0:
+            self.driver.commit(request, count)
 
     @precondition(promised(Promise.COMMIT, Promise.PARTS))
     @rule(prompt=drawn_prompts(), count=st.integers(1, 9))
@@ -118,7 +116,7 @@ class RequestMachine(ComputingMachine):
     def is_leased(self, number: int, prompt: list[int], ends: int) -> None:
         """Its step or its transfer is in flight, whatever becomes of it and who comes meanwhile."""
         request = self.pick(number)
-        if not request.told:
+        if not request.blocks:
             return
         lease = self.driver.lease(request)
         self.leases = [*self.leases[-5:], lease]
@@ -141,7 +139,7 @@ class RequestMachine(ComputingMachine):
         """Its KV moves to the host, another takes its place, and perhaps it moves back at once."""
         request = self.pick(number)
         self.step(request, 10**9)
-        if request.told and request.computed and not request.unknown:
+        if request.blocks and request.computed and not request.unknown:
             self.driver.swap_out(request)
             other = self.arrive(prompt)
             if soon and other:
@@ -198,8 +196,7 @@ class RequestMachine(ComputingMachine):
         """A negative number, or more committed than there is room for."""
         request = self.pick(number)
         if call == "beyond":
-            room = len(request.told) * self.block_size - request.computed
-            self.driver.misuse("commit", request, room + 1)
+            self.driver.misuse("commit", request, self.driver.room(request) + 1)
         else:
             self.driver.misuse(call, request, -1)
 
@@ -226,11 +223,11 @@ class BranchMachine(ComputingMachine):
             self.driver.commit(request, min(accepted, drafts))
         self.driver.truncate(request, request.computed)
 
-    @precondition(promised(Promise.CHUNK, Promise.COMMIT, Promise.TELL))
+    @precondition(promised(Promise.CHUNK, Promise.COMMIT, Promise.RESOLVE))
     @precondition(any_live)
     @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 6), lag=st.integers(0, 3))
     def runs_ahead(self, number: int, token: int, count: int, lag: int) -> None:
-        """Steps are sent before the tokens of the last are read; the last ones are cut, or told.
+        """Steps are sent before the tokens of the last are read; those are then cut, or resolved.
 
         Meanwhile another request asks for the ids that an allocator may have put in their place.
         """
@@ -240,7 +237,7 @@ class BranchMachine(ComputingMachine):
         for _ in range(count):
             self.driver.expect(request, token)
             if request.unknown > lag:
-                self.driver.tell(request)
+                self.driver.resolve(request)
             if self.driver.reserve(request, len(request.tokens) - request.computed):
                 self.driver.commit(request, len(request.tokens) - request.computed)
         known = len(request.tokens) - request.unknown
@@ -250,13 +247,13 @@ class BranchMachine(ComputingMachine):
             self.arrive([*request.tokens, 1])
 
     def settle(self, request: Request, lag: int) -> None:
-        """Let nothing of a request be expected any more; what is told then is out of order."""
+        """Leave no token of a request unknown; what is resolved after that is out of order."""
         while request.unknown and (lag < 3 or Promise.TRUNCATE not in self.promises):
-            self.driver.tell(request)
+            self.driver.resolve(request)
         if request.unknown:
             self.driver.truncate(request, len(request.tokens) - request.unknown)
         if Promise.STRICT in self.promises:
-            self.driver.misuse("tell", request, 0)
+            self.driver.misuse("resolve", request, 0)
 
     @precondition(promised(Promise.TRUNCATE))
     @precondition(any_live)
@@ -264,7 +261,7 @@ class BranchMachine(ComputingMachine):
     def is_edited(self, number: int, back: int, edge: int, count: int) -> None:
         """A turn is taken back and goes on differently; who sends the old one gets the old one."""
         request = self.pick(number)
-        if not request.told or not self.step(request, 10**9):
+        if not request.blocks or not self.step(request, 10**9):
             return
         before = [*request.tokens]
         keep = (len(before) // self.block_size - back) * self.block_size + edge
@@ -398,10 +395,6 @@ class GroupMachine(ComputingMachine):
 
     pool_sizes = (4, 24)
     longest_decoding = 6  # the window moves on
-
-    def new_driver(self) -> Driver:
-        """Return a driver that knows of groups; the calls that are made here are the same."""
-        return cast("Driver", GroupDriver(self.make_allocator(), self.seen, self.waive))
 
     @rule(prompt=drawn_prompts(max_blocks=5), chunk=st.integers(0, 9))
     def arrives(self, prompt: list[int], chunk: int) -> None:

@@ -36,17 +36,32 @@ class Promise(Enum):
     TRUNCATE = "there is `truncate`"
     FORK = "there is `fork`"
     RESET = "there is `reset`"
-    TELL = "there are `expect` and `tell`: tokens become known later, and are hit only after that"
+    RESOLVE = "there are `expect` and `resolve`: tokens become known later, and hit only after that"
+    TELL = RESOLVE  # deprecated
     PARTS = "`commit` takes any part of what there is room for, where `reserve` took all at once"
     ITEMS = "there is `begin_with`: items (images, say) are part of what the blocks hold"
     LEASE = "there are `lease` and `end_lease`: no leased block is handed out before the end"
-    EVENTS = "there are `take_events` and `names`: what was told folds to what can be hit"
+    EVENTS = "there are `take_events` and `block_hashes`: the events fold to what can be hit"
     SWAP = "there are `swap_out` and `swap_in`: a request's KV moves to the host and back"
     GROUPS = "there are `windows` and `block_tables`: several kinds of attention over one pool"
 
 
 EVERYTHING: Final = frozenset(Promise) - {Promise.GROUPS}
 """All that an allocator of one layer group can promise."""
+
+WITH_GROUPS: Final = frozenset(
+    {
+        Promise.GROUPS,
+        Promise.HOLD,
+        Promise.CHUNK,
+        Promise.COMMIT,
+        Promise.PARTS,
+        Promise.REUSE,
+        Promise.KEEP,
+        Promise.TENANTS,
+    }
+)
+"""The promises that are tested where GROUPS is one of them."""
 
 
 class Allocator(Protocol[R]):
@@ -79,7 +94,8 @@ class Allocator(Protocol[R]):
         """Make room for the next tokens after those that are computed or cached.
 
         Returns:
-            The new ids at the end of its block table, hits not among them; None: no space.
+            The new ids at the end of its block table, hits not among them; with GROUPS anything
+            but None; None: no space.
         """
 
     def commit(self, request: R, num_tokens: int) -> None:
@@ -132,14 +148,14 @@ class Resets(Protocol):
         """
 
 
-class Tells(Protocol[R_contra]):
-    """What TELL promises: an engine may send a step before it has read the tokens of the last."""
+class Resolves(Protocol[R_contra]):
+    """What RESOLVE promises: a step may be sent before the tokens of the last one are read."""
 
     def expect(self, request: R_contra, num_tokens: int) -> None:
-        """Let tokens join the end whose ids are told later; they can get room and be committed."""
+        """Add unknown tokens to the end; they can get room and be committed."""
 
-    def tell(self, request: R_contra, token: int) -> None:
-        """Say which token the first expected one is. With STRICT it refuses where none is."""
+    def resolve(self, request: R_contra, token: int) -> None:
+        """Make the first unknown token known. With STRICT it refuses where none is unknown."""
 
 
 Item = tuple[str, int, int]
@@ -165,18 +181,18 @@ class Leases(Protocol[R_contra]):
         """Let go of them. A second end of one lease may raise or not, and changes nothing."""
 
 
-class TellsEvents(Protocol):
+class RecordsEvents(Protocol):
     """What EVENTS promises. Not asked for requests with items."""
 
     def take_events(self) -> Sequence[tuple[str, object]]:
         """Return what has happened since the last call, oldest first.
 
-        Each is ("stored", name of a block), ("removed", name) or ("cleared", None); a name is
-        anything that can be in a set, and says the block's whole prefix and tenant.
+        Each is ("stored", block hash), ("removed", block hash) or ("cleared", None); a block hash
+        is anything that can be in a set, and identifies the block's whole prefix and tenant.
         """
 
-    def names(self, tokens: Sequence[int], tenant: str) -> Sequence[object]:
-        """Return the names that the whole blocks of a prompt have, whether cached or not."""
+    def block_hashes(self, tokens: Sequence[int], tenant: str) -> Sequence[object]:
+        """Return the hashes of the whole blocks of a prompt, whether cached or not."""
 
 
 class Swaps(Protocol[R_contra]):
@@ -225,10 +241,12 @@ OPTIONAL_VERBS: Final = {
     Promise.TRUNCATE: ("truncate",),
     Promise.FORK: ("fork",),
     Promise.RESET: ("reset",),
-    Promise.TELL: ("expect", "tell"),
+    Promise.RESOLVE: ("expect", "resolve"),
     Promise.ITEMS: ("begin_with",),
     Promise.LEASE: ("lease", "end_lease"),
-    Promise.EVENTS: ("take_events", "names"),
+    Promise.EVENTS: ("take_events", "block_hashes"),
     Promise.SWAP: ("swap_out", "swap_in"),
     Promise.GROUPS: ("block_tables",),
 }
+OLD_NAMES: Final = {"resolve": "tell", "block_hashes": "names"}
+"""Deprecated names of verbs, which an adapter may still have."""

@@ -116,7 +116,7 @@ class Indexed(Scheduled):
                 told += [(kind, name) for name in event.block_hashes]
         return told
 
-    def names(self, tokens, tenant):
+    def block_hashes(self, tokens, tenant):
         request = Request(
             "asked", list(tokens), PARAMS, None, block_hasher=self.hasher, **self.whose(tenant)
         )

@@ -425,7 +425,7 @@ class publishes_expected_tokens_as_zeros(DictionaryAllocator):
 class never_finds_what_is_told_later(DictionaryAllocator):
     """A block is published when it is computed, or never."""
 
-    def tell(self, request, token):
+    def resolve(self, request, token):
         if not request.unknown:
             raise ValueError("nobody expects a token")
         request.tokens.append(token)
@@ -436,9 +436,9 @@ class never_finds_what_is_told_later(DictionaryAllocator):
 class takes_a_token_that_was_cut_for_one_more(DictionaryAllocator):
     """The sampled token of a step that was taken back joins nevertheless."""
 
-    def tell(self, request, token):
+    def resolve(self, request, token):
         if request.unknown:
-            super().tell(request, token)
+            super().resolve(request, token)
         else:
             self.append(request, token)
 

@@ -51,7 +51,7 @@ class OurAllocator:
     def expect(self, request, num_tokens):
         self.kv.expect(request.seq, num_tokens)
 
-    def tell(self, request, token):
+    def resolve(self, request, token):
         self.kv.resolve(request.seq, [token])
 
     def finish(self, request):
@@ -99,7 +99,7 @@ class OurAllocator:
                 told += [(kind, name) for name in event.block_hashes]
         return told
 
-    def names(self, tokens, tenant):
+    def block_hashes(self, tokens, tenant):
         space = kvcore.Namespace(salt=tenant.encode())
         return kvcore.block_hashes(tokens, self.kv.block_size, namespace=space, algorithm="sha256")
 

@@ -206,7 +206,7 @@ class a_hit_needs_what_a_window_has_left(WindowAllocator):
         return None if None in found else super().serve(request, by_key, group, count)
 
 
-@broken("P7")
+@broken("P9")
 class a_window_publishes_what_is_only_reserved(WindowAllocator):
     """The window's blocks can be hit before they are written."""
 

@@ -83,7 +83,7 @@ def test_the_machines_see_every_kind_of_event_with_our_own_allocator():
     seen = testing.check_allocator(OurAllocator, settings=quick(max_examples=40))
     wanted = {
         "aborted", "cut", "evictions", "forks", "full hits", "hits", "kept apart", "misuse",
-        "no space", "resets", "shared blocks", "expected", "told later", "leases", "swapped out",
+        "no space", "resets", "shared blocks", "expected", "resolved", "leases", "swapped out",
         "swapped in", "events", "examples",
     }  # fmt: skip
     assert {what for what, count in seen.items() if count} == wanted
@@ -185,7 +185,7 @@ def test_without_strict_the_only_misuse_is_a_second_finish_and_it_must_change_no
         (Promise.RESET, "says_reset_and_does_nothing"),
         (Promise.FORK, "forks_a_half_full_block_without_a_copy"),
         (Promise.COMMIT, "publishes_what_is_only_reserved"),
-        (Promise.TELL, "never_finds_what_is_told_later"),
+        (Promise.RESOLVE, "never_finds_what_is_told_later"),
         (Promise.ITEMS, "ignores_the_items"),
         (Promise.LEASE, "a_lease_ends_with_its_request"),
         (Promise.EVENTS, "tells_of_no_eviction"),
@@ -349,10 +349,29 @@ def test_a_driver_can_be_driven_by_hand():
     assert driver.reserve(first, 3)
     driver.commit(first, 3)
     second = driver.begin([1, 2, 4])
-    assert (first.told, second.cached, second.told) == ([1, 2], 2, [1])
+    assert (first.block_table, second.cached, second.block_table) == ([1, 2], 2, [1])
     driver.finish(first)
     driver.finish(second)
     assert driver.seen["hits"] == 1
+
+
+def test_the_old_names_of_verbs_are_deprecated_and_work():
+    class Old(OurAllocator):
+        tell, names = OurAllocator.resolve, OurAllocator.block_hashes
+        resolve = block_hashes = None
+
+    with pytest.warns(DeprecationWarning, match=r"Old\.(tell|names) is deprecated: use"):
+        driver = testing.Driver(Old())
+    driver.start(6, 2)
+    request = driver.begin([1, 2, 3])
+    driver.expect(request, 4)
+    with pytest.warns(DeprecationWarning, match="use resolve"):
+        driver.tell(request)
+    with pytest.warns(DeprecationWarning, match="use block_table"):
+        assert request.told == request.block_table
+    with pytest.warns(DeprecationWarning, match="use Driver"):
+        assert testing.GroupDriver is testing.Driver
+    assert Promise.TELL is Promise.RESOLVE
 
 
 def fork_and_finish_both(driver, request):
@@ -384,7 +403,7 @@ def test_a_look_up_that_came_to_nothing_may_leave_the_order_of_reuse_as_it_was(l
     leave(driver, looked_up)
     next_one = driver.begin([3])
     assert driver.reserve(next_one, 1)
-    assert next_one.told == [1]  # though a look-up has found it last
+    assert next_one.block_table == [1]  # though a look-up has found it last
 
 
 def test_without_hypothesis_the_import_says_what_to_install():
