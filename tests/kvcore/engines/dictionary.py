@@ -82,7 +82,7 @@ class DictionaryAllocator:
     def resolve(self, request, token):
         self.check_open(request)
         if not request.unknown:
-            raise ValueError("nobody expects a token")
+            raise ValueError("no token is unknown")
         request.tokens.append(token)
         request.unknown -= 1
         self.publish(request, self.settled(request))
