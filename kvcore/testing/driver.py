@@ -170,7 +170,7 @@ class Driver:
         self.agree()
 
     def append(self, request: Request, token: int) -> None:
-        """Let a token join the end."""
+        """Add a token to the end."""
         self.program.step("append", request.name, token)
         self.program.call("append", request, token)
         self._join(request, token)
@@ -202,7 +202,7 @@ class Driver:
         self.resolve(request)
 
     def finish(self, request: Request) -> None:
-        """End a request in whatever state it is."""
+        """End a request in any state."""
         self.program.step("finish", request.name)
         if request.computed < len(request.tokens):
             self.seen["aborted"] += 1
@@ -264,7 +264,7 @@ class Driver:
         child.block_table = table
         for src, dst in orders:
             if src not in request.block_table or dst not in own:
-                self.program.broken("P16", f"a copy from {src} to {dst}, which are not theirs")
+                self.program.broken("P16", f"a copy from {src} to {dst}: not in the tables")
             self.memory.copy(src, dst)
         self.live.append(child)
         self.seen["forks"] += 1
@@ -272,7 +272,7 @@ class Driver:
         return child
 
     def lease(self, request: Request) -> Lease:
-        """Hold what a request's table names, for a step or a transfer in flight."""
+        """Hold the blocks of a request's table, for a step or a transfer in flight."""
         self.num_leases += 1
         name = f"lease{self.num_leases}"
         self.program.step("lease", request.name, name)
@@ -301,7 +301,7 @@ class Driver:
         self.agree()
 
     def swap_out(self, request: Request) -> None:
-        """Give a request's blocks up; the host keeps what is computed. P16 of what is copied."""
+        """Free a request's blocks; the host keeps its computed KV. P16 of the copies."""
         self.program.step("swap_out", request.name)
         ids = as_ids("swap_out", self.program.call("swap_out", request))
         wanted = request.block_table[: self.watch.blocks(request.computed)]
@@ -314,7 +314,7 @@ class Driver:
         self.agree()
 
     def swap_in(self, request: Request) -> bool:
-        """Bring a request back. P1, P13, P16 and P4 of what is copied, P7 through `agree`."""
+        """Bring a request back. P1, P4, P13 and P16 of the copies, P7 through `agree`."""
         self.program.step("swap_in", request.name)
         before = self.watch.view(self.live)
         answer = self.program.call("swap_in", request)
@@ -463,7 +463,7 @@ class Driver:
                 return
 
     def _let_go(self, request: Request, blocks: list[int]) -> None:
-        """Note what a request has let go of, all of it or its end; hits alone were never used."""
+        """Note the release of a request's blocks, all or the last; hits alone were never used."""
         was_used = len(blocks) > self.watch.blocks(request.cached)
         self.memory.release(blocks, self.watch.held(self.live), was_used=was_used)
 

@@ -1,7 +1,7 @@
-"""What the GPU's memory would hold: behind each place of each block, the prefix it was made from.
+"""What the GPU's memory would hold: for each slot of each block, the prefix it was computed from.
 
 Every prefix (a tenant, an epoch, a layer group, and tokens up to some position) has a number; KV is
-right for a request at a position if and only if the number behind that place is the request's own.
+right for a request at a position if and only if the number in that slot is the request's own.
 Nothing here calls an allocator.
 """
 
@@ -139,7 +139,7 @@ def marked(tokens: Sequence[int], items: Iterable[Item]) -> list[Hashable]:
 
 
 class Memory:
-    """The blocks, what is behind their places, and which of them ought to be found.
+    """The blocks, the contents of their slots, and which of them must be found.
 
     A block is *resident* from the moment at which all its tokens are committed until it is handed
     out again: that is how long it can be hit.

@@ -1,4 +1,4 @@
-"""State machines over an adapter: what is called, and when. `Driver` knows what must come of it.
+"""State machines over an adapter: which calls are made, and when. `Driver` checks the results.
 
 `RequestMachine` takes requests through every state and out of every state; `BranchMachine` lets
 them draft, take back and fork; `ChurnMachine` fills a tiny pool and keeps evicting; `TenantMachine`
@@ -24,7 +24,7 @@ EDITED = 3
 
 
 class ComputingMachine(AllocatorMachine):
-    """What machines share whose requests are computed in parts, and decode for a while.
+    """Base of the machines whose requests are computed in parts and decode for a while.
 
     Attributes:
         longest_decoding: the most tokens at once.
@@ -66,7 +66,7 @@ class RequestMachine(ComputingMachine):
     @precondition(promised(Promise.HOLD))
     @rule(prompt=drawn_prompts())
     def is_looked_up(self, prompt: list[int]) -> None:
-        """A request that waits between look-up and use, for as long as it may."""
+        """A request that waits between look-up and first step."""
         self.driver.begin(prompt)
 
     @precondition(promised(Promise.CHUNK, Promise.COMMIT))
@@ -103,7 +103,7 @@ class RequestMachine(ComputingMachine):
     @precondition(promised(Promise.COMMIT))
     @rule(prompt=drawn_prompts())
     def is_given_up(self, prompt: list[int]) -> None:
-        """Its step is scheduled and never runs: who sends the same finds nothing of it."""
+        """Its step is scheduled and never runs: the same prompt sent again hits nothing of it."""
         request = self.driver.begin(prompt)
         left = len(prompt) - request.computed
         self.driver.reserve(request, left)
@@ -114,7 +114,7 @@ class RequestMachine(ComputingMachine):
     @precondition(any_live)
     @rule(number=PICK, prompt=drawn_prompts(max_blocks=2), ends=st.integers(0, 2))
     def is_leased(self, number: int, prompt: list[int], ends: int) -> None:
-        """Its step or its transfer is in flight, whatever becomes of it and who comes meanwhile."""
+        """Its step or its transfer is in flight while it may end and another request begins."""
         request = self.pick(number)
         if not request.blocks:
             return
@@ -129,7 +129,7 @@ class RequestMachine(ComputingMachine):
     @precondition(lambda self: self.leases)
     @rule(number=PICK)
     def arrives_at_last(self, number: int) -> None:
-        """The transfer has ended, perhaps for the second time."""
+        """A transfer ends, perhaps for the second time."""
         self.driver.end_lease(self.leases[number % len(self.leases)])
 
     @precondition(promised(Promise.SWAP, Promise.COMMIT))
@@ -167,7 +167,7 @@ class RequestMachine(ComputingMachine):
     @precondition(any_live)
     @rule(number=PICK)
     def is_preempted(self, number: int) -> None:
-        """It gives everything back, and comes again with all its tokens."""
+        """It frees all its blocks and is sent again with all its tokens."""
         request = self.pick(number)
         self.end(request)
         self.arrive([*request.tokens])
@@ -259,7 +259,7 @@ class BranchMachine(ComputingMachine):
     @precondition(any_live)
     @rule(number=PICK, back=st.integers(0, 1), edge=st.integers(-1, 1), count=st.integers(1, 6))
     def is_edited(self, number: int, back: int, edge: int, count: int) -> None:
-        """A turn is taken back and goes on differently; who sends the old one gets the old one."""
+        """A turn is cut and continues differently; the old turn sent again hits the old content."""
         request = self.pick(number)
         if not request.blocks or not self.step(request, 10**9):
             return
@@ -274,7 +274,7 @@ class BranchMachine(ComputingMachine):
     @precondition(any_live)
     @rule(number=PICK, token=st.integers(0, 2), count=st.integers(1, 3))
     def forks(self, number: int, token: int, count: int) -> None:
-        """A beam splits off and goes its own way; the other must not notice."""
+        """A beam forks and decodes on its own, without an effect on the other."""
         request = self.pick(number)
         child = self.driver.fork(request) if request.computed else None
         for _ in range(count if child else 0):
@@ -306,7 +306,7 @@ class ChurnMachine(AllocatorMachine):
 
     @rule(prompt=drawn_prompts(max_blocks=2, num_branches=5))
     def twins_stay(self, prompt: list[int]) -> None:
-        """Two copies of one content; whichever is evicted first, the other is found."""
+        """Two copies of one content; after either is evicted, the other still hits."""
         self.arrive_twins(prompt)
 
     @precondition(lambda self: self.past)
@@ -344,7 +344,7 @@ class TenantMachine(AllocatorMachine):
         chunk=st.integers(0, 4),
     )
     def stays(self, prompt: list[int], whose: int, chunk: int) -> None:
-        """A request that is still there when others come, or when everything is reset."""
+        """A request that is still live when others begin, or at a reset."""
         self.arrive(prompt, self.tenant(whose), chunk)
 
     @precondition(promised(Promise.ITEMS))
@@ -381,7 +381,7 @@ class TenantMachine(AllocatorMachine):
     @precondition(promised(Promise.RESET))
     @rule(prompt=drawn_prompts(max_blocks=2, num_branches=2), chunk=st.integers(0, 4))
     def outlives_a_reset(self, prompt: list[int], chunk: int) -> None:
-        """What it computes afterwards is built on old KV: who sends the same must not hit it."""
+        """Its later tokens are computed from old KV: the same prompt sent again must not hit."""
         request = self.arrive(prompt, chunk=chunk)
         if request is not None:
             self.driver.reset()
@@ -404,7 +404,7 @@ class GroupMachine(ComputingMachine):
     @precondition(promised(Promise.COMMIT))
     @rule(prompt=drawn_prompts())
     def is_given_up(self, prompt: list[int]) -> None:
-        """Its step is scheduled and never runs: who sends the same finds nothing of it."""
+        """Its step is scheduled and never runs: the same prompt sent again hits nothing of it."""
         request = self.driver.begin(prompt)
         self.driver.reserve(request, len(prompt) - request.computed)
         self.end(request)
@@ -419,7 +419,7 @@ class GroupMachine(ComputingMachine):
 
 
 MACHINES = (RequestMachine, BranchMachine, ChurnMachine, TenantMachine)
-"""All of them for one kind of attention."""
+"""All machines for one kind of attention."""
 
 
 def machines_for(promises: Collection[Promise]) -> tuple[type[AllocatorMachine], ...]:

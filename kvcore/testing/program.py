@@ -1,4 +1,4 @@
-"""The calls made to an adapter, written down as a program, and told apart when they raise."""
+"""The calls made to an adapter, recorded as a program, with a class of error for each failure."""
 
 from __future__ import annotations
 

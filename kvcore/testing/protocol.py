@@ -1,10 +1,10 @@
-"""What an allocator must offer to be tested, and what it may promise.
+"""The verbs that an allocator must have to be tested, and what it may promise.
 
 An adapter maps the eight verbs of `Allocator` to the calls that an engine makes for the same
 purpose, in the same order. What not every allocator does is a `Promise`: the machines use only what
 is promised, and check all of it. One call is made without a promise: a second `finish` of a request
-may be accepted or refused, but must change nothing. Nothing of an allocator's insides is ever asked
-for.
+may be accepted or refused, but must change nothing. The machines never read an allocator's internal
+state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Final, Protocol, TypeVar
 
 R = TypeVar("R")
-"""Whatever the adapter uses for a request; the machines never look inside."""
+"""The type that the adapter uses for a request; the machines never look inside."""
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -22,7 +22,7 @@ R_contra = TypeVar("R_contra", contravariant=True)
 
 
 class Promise(Enum):
-    """What an allocator may promise beyond the eight verbs; its value is the promise in words."""
+    """What an allocator may promise beyond the eight verbs; the value describes the promise."""
 
     HOLD = "what `begin` found stays held: anything may happen before `reserve`"
     CHUNK = "`reserve` takes any number of tokens, not only all that are left"
@@ -32,7 +32,7 @@ class Promise(Enum):
     REUSE = "a committed prompt that is sent again at once hits all its whole blocks"
     KEEP = "a committed block hits until it is handed out again; each of several copies does"
     LRU = "blocks that hold content are reused least recently released first, the tail before it"
-    TENANTS = "`begin` is given whose request it is, and tenants share nothing"
+    TENANTS = "`begin` is given the tenant of a request, and tenants share nothing"
     TRUNCATE = "there is `truncate`"
     FORK = "there is `fork`"
     RESET = "there is `reset`"
@@ -68,7 +68,7 @@ class Allocator(Protocol[R]):
     """The verbs of a paged KV-cache allocator. Called single-threaded.
 
     Attributes:
-        promises: what it promises, and is held to.
+        promises: its promises, which are checked.
     """
 
     promises: Collection[Promise]
@@ -87,7 +87,7 @@ class Allocator(Protocol[R]):
         the first `reserve` follows at once.
 
         Returns:
-            The request, and how many of its tokens are cached: never all of them.
+            The request, and the number of its tokens that are cached: never all of them.
         """
 
     def reserve(self, request: R, num_tokens: int) -> Sequence[int] | None:
@@ -102,16 +102,16 @@ class Allocator(Protocol[R]):
         """State that the KV of the next tokens is written. Without COMMIT it may do nothing."""
 
     def append(self, request: R, token: int) -> None:
-        """Let a sampled token join the end; its KV is not computed yet."""
+        """Add a sampled token to the end; its KV is not computed yet."""
 
     def finish(self, request: R) -> None:
-        """End a request in whatever state it is: finished, aborted or preempted."""
+        """End a request in any state: finished, aborted or preempted."""
 
     def block_table(self, request: R) -> Sequence[int]:
         """Return the block ids of a live request, in order; changes nothing."""
 
     def num_free_blocks(self) -> int:
-        """Return how many blocks `reserve` could take now, cached ones included."""
+        """Return the number of blocks that `reserve` could take now, cached ones included."""
 
 
 class Truncates(Protocol[R_contra]):
@@ -121,7 +121,7 @@ class Truncates(Protocol[R_contra]):
         """Keep the first `num_tokens` tokens: rejected drafts leave, or a turn is taken back.
 
         Returns:
-            How many tokens are computed now; an allocator may have to compute some again.
+            The number of computed tokens now; some may have to be computed again.
         """
 
 
@@ -175,10 +175,10 @@ class Leases(Protocol[R_contra]):
     """What LEASE promises: a step or a transfer in flight still needs a request's blocks."""
 
     def lease(self, request: R_contra) -> object:
-        """Hold all blocks that the request's table names now, whatever becomes of it."""
+        """Hold all blocks in the request's table, even after the request has ended."""
 
     def end_lease(self, lease: object) -> object:
-        """Let go of them. A second end of one lease may raise or not, and changes nothing."""
+        """Release them. A second end of one lease may raise or not, and changes nothing."""
 
 
 class RecordsEvents(Protocol):
@@ -199,7 +199,7 @@ class Swaps(Protocol[R_contra]):
     """What SWAP promises."""
 
     def swap_out(self, request: R_contra) -> Sequence[int]:
-        """Give up all blocks of a request, which stays.
+        """Free all blocks of a request, which stays open.
 
         Returns:
             Which to copy out before they are reused: all that hold computed tokens, in order.

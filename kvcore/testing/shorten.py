@@ -64,7 +64,7 @@ def is_same(one: BrokenError, other: BrokenError) -> bool:
 
 
 def _shorter(steps: Steps) -> Iterator[Steps]:
-    """Yield what is left without a request, some steps, a token, a block."""
+    """Yield the steps without a request, without some steps, a token or a block."""
     for who in dict.fromkeys([step.who for step in steps[1:]]):
         yield tuple([step for step in steps if step.who != who])
     for length in (4, 3, 2, 1):

@@ -1,4 +1,4 @@
-"""What must be so after every call, as far as it can be seen from outside."""
+"""What must hold after every call, as far as it can be seen from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Watch:
     """Compares an allocator with the ghost of its memory.
 
     Args:
-        program: where the allocator is asked, and where what is broken is raised.
+        program: makes the calls and raises the broken properties.
         promises: what it promises.
         memory: the ghost.
         prefixes: the names of prefixes.

@@ -102,7 +102,7 @@ class GivesUp(Scheduled):
 
 
 class Indexed(Scheduled):
-    """Somebody follows its events, and expects to know what hits."""
+    """Its events are followed to know what hits."""
 
     promises = Scheduled.promises | {Promise.EVENTS}
 
