@@ -1,6 +1,7 @@
 """The command line of replicas: what means nothing is refused before anything is started."""
 
 import importlib
+import re
 import socket
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from model.cli import start
 from model.cluster.args import parse_args
 from model.errors import InvalidArgumentError, UsageError
+from model.load import loader
 
 _ROOT = Path(__file__).parents[3]
 
@@ -51,6 +54,15 @@ def test_a_flag_that_cannot_be_is_told_by_its_name(flags, words):
 def test_fewer_replicas_at_most_than_at_least_are_refused():
     with pytest.raises(InvalidArgumentError, match="max_replicas: wanted at least 3"):
         parse_args(["--replicas", "3", "--max-replicas", "2"])
+
+
+def test_what_replicas_load_by_name_is_there():
+    assert callable(start.make_engine)
+    assert callable(start.follow)
+    assert callable(loader.load_codec)
+    sources = [path.read_text() for path in (_ROOT / "model/cluster").glob("*.py")]
+    named = {name for text in sources for name in re.findall(r'import_module\("(.*?)"\)', text)}
+    assert named == {"model.cli.start", "model.load.loader", "ray.serve"}
 
 
 def test_a_port_in_use_is_one_line_before_ray_is_started():
